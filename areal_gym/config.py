@@ -1,0 +1,295 @@
+"""Settings: small pydantic models, one YAML file per run, `key=value` on the command line.
+
+A run's resolved settings are written to its directory and run again as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from areal_gym.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "AgentConfig",
+    "EngineConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainerConfig",
+    "field_names",
+    "load_config",
+    "parse_override",
+]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class EnvConfig(_Settings):
+    """Which environment, and its keyword arguments."""
+
+    id: str = "tir"
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment's class (see `areal-gym show ENV`)."""
+
+
+class AgentConfig(_Settings):
+    """How the policy is asked."""
+
+    id: str = "chat"
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class EngineConfig(_Settings):
+    """Who samples the policy."""
+
+    id: str = "embedded"
+    model: str = "starter"
+    """"starter" builds (or takes from the cache) the small policy; else a checkpoint directory."""
+    max_context: int = Field(512, ge=16)
+    """Tokens of one sequence, prompt included."""
+    num_slots: int = Field(128, ge=1)
+    """Sequences that are sampled at once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    """"auto" takes CUDA when there is one."""
+    num_threads: int = Field(1, ge=1)
+    """CPU threads of the engine; one is fastest for small models."""
+
+
+class RolloutConfig(_Settings):
+    """How episodes are played."""
+
+    group_size: int = Field(8, ge=1)
+    """Siblings per task."""
+    batch_groups: int = Field(16, ge=1)
+    """Groups per training step."""
+    max_in_flight: int = Field(128, ge=1)
+    """Episodes played at once."""
+    max_staleness: int = Field(0, ge=0)
+    """Policy versions that a trained token may lag behind; 0 is the synchronous algorithm."""
+    max_new_tokens: int = Field(96, ge=1)
+    """Per turn."""
+    temperature: float = Field(1.0, gt=0)
+    min_group_size: int = Field(2, ge=1)
+    """A group that failures leave smaller than this is dropped and counted."""
+    episode_timeout_s: float = Field(120.0, gt=0)
+    max_retries: int = Field(1, ge=0)
+    """How often a failed episode is played again before its group goes on without it."""
+    max_failure_rate: float = Field(0.5, ge=0, le=1)
+    """Above this share of failed episodes, over the last 64 or more, the run stops."""
+
+
+class TrainerConfig(_Settings):
+    """How the policy is improved."""
+
+    id: str = "single"
+    advantage: str = "grpo"
+    loss: str = "ppo_clip"
+    aggregation: Literal["token_mean", "seq_mean", "constant_length"] = "token_mean"
+    clip_low: float | None = 0.2
+    """Ratio below 1 - clip_low is clipped; null is off."""
+    clip_high: float | None = 0.28
+    """Ratio above 1 + clip_high is clipped; null is off."""
+    loss_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the loss."""
+    lr: float = Field(3e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(1, ge=1)
+    """Optimizer updates per step; the step's batch is split among them by group."""
+    tokens_per_microbatch: int = Field(4096, ge=64)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type; master weights and optimizer states are always float32."""
+    device: str = "auto"
+    num_threads: int = Field(1, ge=1)
+    save_every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 saves at the end only."""
+
+    @model_validator(mode="after")
+    def _check_clips(self) -> Self:
+        for name in ("clip_low", "clip_high"):
+            if getattr(self, name) == 0.0:
+                raise ValueError(
+                    f"{name} = 0.0 is the hardest clip, not 'off'; use null to switch it off"
+                )
+        return self
+
+
+class EvalConfig(_Settings):
+    """How the policy is measured on held-out tasks."""
+
+    num_tasks: int = Field(512, ge=1)
+    num_samples: int = Field(1, ge=1)
+    """Sampled episodes per task."""
+    every: int = Field(0, ge=0)
+    """Training steps between evaluations; 0 evaluates before and after only."""
+    split: str = "test"
+
+
+class RunConfig(_Settings):
+    """A whole run. `areal-gym train --dry-run` prints it resolved."""
+
+    env: EnvConfig = EnvConfig()
+    agent: AgentConfig = AgentConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    eval: EvalConfig = EvalConfig()
+    steps: int = Field(30, ge=0)
+    """Training steps."""
+    seed: int = Field(0, ge=0)
+    loggers: list[str] = Field(default_factory=list)
+    """Destinations of metrics besides `metrics.jsonl`."""
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Self:
+        rollout, trainer = self.rollout, self.trainer
+        if rollout.group_size == 1 and trainer.advantage in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f"rollout.group_size = 1 with trainer.advantage = {trainer.advantage!r}: it compares "
+                "siblings, so a group of one always has advantage 0; use rollout.group_size=2 or "
+                "more, or trainer.advantage=reinforce"
+            )
+        if rollout.min_group_size > rollout.group_size:
+            raise ValueError(
+                f"rollout.min_group_size = {rollout.min_group_size} is more than "
+                f"rollout.group_size = {rollout.group_size}: every group would be dropped"
+            )
+        if rollout.max_new_tokens >= self.engine.max_context:
+            raise ValueError(
+                f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "
+                f"engine.max_context = {self.engine.max_context}"
+            )
+        if trainer.minibatches > rollout.batch_groups:
+            raise ValueError(
+                f"trainer.minibatches = {trainer.minibatches} splits rollout.batch_groups = "
+                f"{rollout.batch_groups} groups: at least one group each is needed"
+            )
+        return self
+
+
+def load_config(
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Settings from defaults < `base` < the YAML `file` < `overrides` (each `key=value`).
+
+    Raises:
+        ConfigError: unreadable file, unknown key (with a suggestion), wrong value, or a conflict.
+    """
+    tree: dict[str, Any] = {}
+    if base is not None:
+        _merge(tree, base)
+    source = "the settings"
+    if file is not None:
+        _merge(tree, _read_yaml(file))
+        source = str(file)
+    for text in overrides:
+        key, value = parse_override(text)
+        node = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            child = node.setdefault(parent, {})
+            if not isinstance(child, dict):
+                raise ConfigError(f"{text}: {parent!r} holds a value, not settings")
+            node = child
+        node[leaf] = value
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, source) from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`"trainer.lr=1e-5"` -> `("trainer.lr", 1e-05)`; values are YAML."""
+    key, separator, raw = text.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(
+            f"{text!r} is no override", hints=["write it as key=value, like trainer.lr=1e-5"]
+        )
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text!r}: the value is no YAML: {error}") from None
+    # YAML 1.1 reads 1e-5 (no dot) as text.
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        value = float(value)
+    return key.strip(), value
+
+
+def field_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """All dotted keys, in order."""
+    names: list[str] = []
+    for name, info in model.model_fields.items():
+        inner = _model_of(info)
+        if inner is None:
+            names.append(prefix + name)
+        else:
+            names.extend(field_names(inner, f"{prefix}{name}."))
+    return names
+
+
+def _model_of(info: FieldInfo) -> type[BaseModel] | None:
+    annotation = info.annotation
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_model else None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds a {type(tree).__name__}; settings are a mapping")
+    return tree
+
+
+def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _explain(error: ValidationError, source: str) -> ConfigError:
+    known = field_names()
+    lines: list[str] = []
+    hints: list[str] = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key!r} in {source}")
+            leaf = key.rpartition(".")[2]
+            near = did_you_mean(key, known) or did_you_mean(
+                leaf, [name.rpartition(".")[2] for name in known]
+            )
+            if near:
+                hints.append(near)
+        else:
+            reason = problem["msg"].removeprefix("Value error, ")
+            lines.append(
+                f"{key} = {problem['input']!r}: {reason}"
+                if key and problem["type"] != "value_error"
+                else reason
+            )
+    hints.append("all settings: areal-gym train --dry-run")
+    return ConfigError("; ".join(lines), hints=hints)

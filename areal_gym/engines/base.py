@@ -1,0 +1,92 @@
+"""The engine contract: token ids in; token ids, log-probabilities and policy version out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from areal_gym.types import FinishReason
+
+if TYPE_CHECKING:  # the protocol names tensors, but importing torch is the engine's business
+    import torch
+
+__all__ = ["Engine", "Generation", "SamplingParams"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to sample one turn."""
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    """0 is greedy; its log-probabilities are then those of temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling ends with, and includes, the first of these."""
+    seed: int | None = None
+    """Same seed, prompt and weights give the same tokens, whatever else is in the batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """What the policy sampled for one prompt."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the sampling distribution, one per token."""
+    versions: tuple[int, ...]
+    """The policy version that sampled each token; changes inside a turn when weights were published."""
+    finish_reason: FinishReason
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Serves one policy to many concurrent callers on one event loop."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that sample now."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens, prompt and new ones together, that one sequence may have."""
+        ...
+
+    async def start(self) -> None:
+        """Make ready: load, connect, check. Called once, on the loop that will use the engine."""
+        ...
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Generation:
+        """Sample a continuation of `prompt_ids`.
+
+        Args:
+            prompt_ids: the whole context so far; for a known `session` it extends what was sent
+                and sampled before, so that only new tokens are prefilled.
+            params: how to sample. `max_new_tokens` is cut to what `max_context` leaves.
+            session: the episode whose cache is kept until `release`.
+
+        Raises:
+            EngineError: the policy could not be sampled. Asking again is safe.
+        """
+        ...
+
+    def release(self, session: str) -> None:
+        """The episode ended; what was kept for it can go. Unknown sessions are ignored."""
+        ...
+
+    async def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take new weights (Hugging Face parameter names) and sample with them from now on.
+
+        Requests in flight continue under the new weights; their tokens carry both versions.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """End threads, connections, processes. Idempotent."""
+        ...

@@ -1,0 +1,299 @@
+"""The environment contract: a multi-turn text environment that is a real `gymnasium.Env`.
+
+An author writes three methods; Gymnasium's own are final here:
+
+    class Echo(TextEnv):
+        def sample_task(self, rng, options):
+            return Task(id=f"gen/{(n := int(rng.integers(100)))}", data={"number": n})
+
+        def first_messages(self, task):
+            return [{"role": "user", "content": f"Say {task.data['number']}."}]
+
+        async def respond(self, message):
+            is_right = message["content"].strip() == str(self.task.data["number"])
+            return Response(reward=float(is_right), is_terminated=True)
+
+The observation is the text of the newest message; the messages themselves ride in `info["messages"]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
+
+import gymnasium
+import numpy as np
+from areal_gym.rendering import parse_assistant
+
+from areal_gym.envs.spaces import TextSpace
+from areal_gym.envs.tools import Tool
+from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
+from areal_gym.types import Message, Task
+
+__all__ = ["Response", "StepResult", "TextEnv"]
+
+Info = dict[str, Any]
+T = TypeVar("T")
+
+
+class StepResult(NamedTuple):
+    """What one step gave; unpacks as Gymnasium's five."""
+
+    observation: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Info
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """An environment's answer to one assistant message."""
+
+    messages: Sequence[Message] = ()
+    """What the policy reads next (tool results, a user's reply). Empty at the end."""
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, for people; they need not sum to it."""
+    is_terminated: bool = False
+    """The task's own end (solved, failed, given up)."""
+    is_truncated: bool = False
+    """A limit of the environment's own; `max_turns` is watched for you."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to add up over the episode (tool calls, tool errors, ...)."""
+
+
+class TextEnv(gymnasium.Env[str, str]):
+    """A task that answers assistant messages.
+
+    Authors override `sample_task`, `first_messages` and `respond`, and may set the class attributes.
+    State lives in the instance only; `task` is read-only. Same seed, same actions and same tool
+    results give the same episode, bit for bit: draw from `self.np_random` and nowhere else.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # type: ignore[misc]
+    tools: Sequence[Tool] = ()
+    """What the policy may call, in the order in which the template lists them."""
+    max_turns: int = 8
+    """Assistant messages after which an episode that has not terminated is truncated."""
+    tool_dialect: str = "hermes"
+    """How tool calls are written in an assistant's text (see `areal_gym.rendering`)."""
+    suspends: bool = False
+    """Set to True when `respond` or a tool really awaits (I/O, a sandbox): the synchronous `step`
+    then runs on a kept event loop. Without it, `step` drives the coroutine directly (0.5 us)."""
+
+    def __init__(self, *, render_mode: str | None = None) -> None:
+        self.observation_space = TextSpace()
+        self.action_space = TextSpace()
+        self.render_mode = render_mode
+        self.num_turns = 0
+        self._task: Task | None = None
+        self._messages: list[Message] = []
+        self._is_over = True
+
+    # ---- what an author writes -------------------------------------------------------------
+
+    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        """Choose a task. `options` may hold `split` and `index`; equal inputs give equal tasks."""
+        raise NotImplementedError(f"{type(self).__name__}.sample_task")
+
+    def first_messages(self, task: Task) -> Sequence[Message]:
+        """The system and user messages that open the episode. Reset your own state here."""
+        raise NotImplementedError(f"{type(self).__name__}.first_messages")
+
+    async def respond(self, message: Message) -> Response:
+        """Answer an assistant message.
+
+        `message["tool_calls"]` holds the parsed calls; `await self.call_tools(message)` runs them.
+        Any exception but `ToolError` ends the episode as a failure of the environment.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.respond")
+
+    # ---- what every environment ships, for `areal-gym check` ---------------------------------
+
+    def gold_action(self) -> str:
+        """The text a perfect policy would write now: played to the end it earns the full reward."""
+        raise NotImplementedError(f"{type(self).__name__}.gold_action")
+
+    def noop_action(self) -> str:
+        """The text of a policy that does nothing: it must not earn the full reward."""
+        return "I do not know."
+
+    # ---- helpers for authors -----------------------------------------------------------------
+
+    @property
+    def task(self) -> Task:
+        """The task of the running episode.
+
+        Raises:
+            UsageError: before the first `reset`.
+        """
+        if self._task is None:
+            raise UsageError(f"{type(self).__name__} has no task yet; call reset() first")
+        return self._task
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The dialogue so far."""
+        return self._messages
+
+    async def call_tools(self, message: Message) -> ToolResults:
+        """Run the message's tool calls in order; mistakes become results that explain themselves.
+
+        A `ToolError` and a malformed call are told to the model. Anything else propagates.
+        """
+        results: list[Message] = []
+        num_errors = 0
+        parse_error = message.get("parse_error")
+        if parse_error is not None:
+            num_errors += 1
+            results.append({"role": "tool", "content": f"error: {parse_error}"})
+        by_name = {tool.name: tool for tool in self.tools}
+        for call in message.get("tool_calls", ()):
+            name = call["function"]["name"]
+            try:
+                if name not in by_name:
+                    raise ToolError(f"no tool {name!r}; there is: {', '.join(by_name) or 'none'}")
+                content = await by_name[name](call["function"]["arguments"])
+            except ToolError as error:
+                num_errors += 1
+                content = f"error: {error}"
+            results.append(
+                {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
+            )
+        return ToolResults(
+            results, num_calls=len(message.get("tool_calls", ())), num_errors=num_errors
+        )
+
+    # ---- Gymnasium's contract ------------------------------------------------------------------
+
+    @final
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        """Start an episode.
+
+        `options={"task": {...}}` (or a `Task`) chooses the task itself; `{"split": ..., "index": i}`
+        is handed to `sample_task`.
+
+        Raises:
+            EnvError: the environment's own code failed.
+        """
+        super().reset(seed=seed)
+        options = options or {}
+        given = options.get("task")
+        try:
+            if given is None:
+                self._task = self.sample_task(self.np_random, options)
+            else:
+                self._task = given if isinstance(given, Task) else Task(**given)
+            self._messages = list(self.first_messages(self._task))
+        except (EpisodeError, UsageError):
+            raise
+        except Exception as error:
+            raise EnvError(f"{type(self).__name__}.reset failed: {error!r}") from error
+        if not self._messages:
+            raise EnvError(f"{type(self).__name__}.first_messages gave no message")
+        self.num_turns = 0
+        self._is_over = False
+        return self._messages[-1]["content"], {
+            "messages": tuple(self._messages),
+            "task_id": self._task.id,
+            "task": self._task.to_dict(),
+        }
+
+    @final
+    def step(self, action: str | Message) -> StepResult:  # type: ignore[override]
+        """Answer an assistant message, synchronously. See `astep`."""
+        if self.suspends:
+            return _run_on_kept_loop(self.astep(action))
+        coroutine = self.astep(action)
+        try:
+            coroutine.send(None)
+        except StopIteration as stop:
+            return cast(StepResult, stop.value)
+        coroutine.close()
+        raise EnvError(
+            f"{type(self).__name__} awaited something; set `suspends = True` on the class"
+        )
+
+    @final
+    async def astep(self, action: str | Message) -> StepResult:
+        """Answer an assistant message: a text, or a message whose tool calls are parsed already.
+
+        Raises:
+            EnvError: the environment's own code failed, or it gave a reward that is no number.
+            UsageError: the episode is over.
+        """
+        if self._is_over:
+            raise UsageError("the episode is over; call reset() first")
+        message = parse_assistant(action, self.tool_dialect) if isinstance(action, str) else action
+        self._messages.append(message)
+        self.num_turns += 1
+        try:
+            response = await self.respond(message)
+        except EpisodeError:
+            self._is_over = True
+            raise
+        except Exception as error:
+            self._is_over = True
+            raise EnvError(f"{type(self).__name__}.respond failed: {error!r}") from error
+        reward = _number(response.reward, type(self).__name__)
+        is_terminated = response.is_terminated
+        is_truncated = not is_terminated and (
+            response.is_truncated or self.num_turns >= self.max_turns
+        )
+        self._is_over = is_terminated or is_truncated
+        self._messages.extend(response.messages)
+        info: Info = {"messages": tuple(response.messages), "task_id": self.task.id}
+        if response.reward_parts:
+            info["reward_parts"] = dict(response.reward_parts)
+        if response.metrics:
+            info["metrics"] = dict(response.metrics)
+        if is_truncated:
+            info["truncated_by"] = "env" if response.is_truncated else "max_turns"
+        observation = response.messages[-1]["content"] if response.messages else ""
+        return StepResult(observation, reward, is_terminated, is_truncated, info)
+
+    @final
+    def render(self) -> str:  # type: ignore[override]
+        """The dialogue so far as text."""
+        return "\n".join(f"[{m['role']}] {m['content']}" for m in self._messages)
+
+
+class ToolResults(NamedTuple):
+    """What `call_tools` gave."""
+
+    messages: list[Message]
+    num_calls: int
+    num_errors: int
+
+
+def _number(reward: object, who: str) -> float:
+    # int, bool and numpy scalars are rewards; None, text and NaN are mistakes of the environment.
+    if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
+        return float(reward)
+    raise EnvError(f"{who}.respond gave the reward {reward!r}; a finite number is needed")
+
+
+_kept_loop: asyncio.AbstractEventLoop | None = None
+_kept_loop_lock = threading.Lock()
+
+
+def _run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run on one long-lived loop thread, so that sandboxes and sessions survive between steps."""
+    global _kept_loop
+    with _kept_loop_lock:
+        if _kept_loop is None:
+            _kept_loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=_kept_loop.run_forever, name="areal-gym-env-loop", daemon=True
+            ).start()
+    assert inspect.iscoroutine(coroutine)
+    return asyncio.run_coroutine_threadsafe(coroutine, _kept_loop).result()

@@ -1,0 +1,114 @@
+"""Tools: functions that an assistant may call, described by a JSON schema."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal_gym.errors import ToolError
+
+__all__ = ["Tool", "tool"]
+
+_JSON_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """A function the policy may call.
+
+    Example::
+
+        @tool
+        def add(a: int, b: int) -> str:
+            \"\"\"Add two numbers.\"\"\"
+            return str(a + b)
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments object."""
+    function: Callable[..., str | Awaitable[str]] | None = None
+    """None for a tool whose calls the environment answers by itself."""
+
+    def schema(self) -> dict[str, Any]:
+        """OpenAI's description of the function, as chat templates take it."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": dict(self.parameters),
+            },
+        }
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """Check the arguments' names and call the function.
+
+        Raises:
+            ToolError: arguments missing or unknown, or the tool says so; told to the model.
+        """
+        if self.function is None:
+            raise ToolError(f"{self.name} cannot be called here")
+        properties = self.parameters.get("properties", {})
+        unknown = [name for name in arguments if name not in properties]
+        missing = [name for name in self.parameters.get("required", ()) if name not in arguments]
+        if unknown or missing:
+            problems = []
+            if missing:
+                problems.append(f"missing: {', '.join(missing)}")
+            if unknown:
+                problems.append(f"unknown: {', '.join(map(str, unknown))}")
+            raise ToolError(f"{self.name} takes ({', '.join(properties)}); {'; '.join(problems)}")
+        result = self.function(**arguments)
+        return await result if inspect.isawaitable(result) else result
+
+
+def tool(function: Callable[..., str | Awaitable[str]]) -> Tool:
+    """Make a `Tool` of a typed function: its name, first docstring paragraph and signature."""
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "self":
+            continue
+        properties[name] = _json_schema(hints.get(name, str))
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return Tool(
+        name=function.__name__,
+        description=(inspect.getdoc(function) or "").split("\n\n")[0].strip(),
+        parameters={"type": "object", "properties": properties, "required": required},
+        function=function,
+    )
+
+
+def _json_schema(annotation: Any) -> dict[str, Any]:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        options = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return (
+            _json_schema(options[0])
+            if len(options) == 1
+            else {"anyOf": [_json_schema(a) for a in options]}
+        )
+    if origin is list:
+        (item,) = typing.get_args(annotation)
+        return {"type": "array", "items": _json_schema(item)}
+    json_type = _JSON_TYPES.get(origin or annotation)
+    if json_type is None:
+        raise TypeError(
+            f"no JSON schema for {annotation!r}; use str, int, float, bool, list or dict"
+        )
+    return {"type": json_type}

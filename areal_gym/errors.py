@@ -1,0 +1,183 @@
+"""Every error that areal-gym raises on purpose.
+
+    GymError
+    +-- UsageError (ValueError)             the person asked for something that cannot be; exit code 2
+    |   +-- UnknownIdError (KeyError)       no such environment, agent, loss, ...
+    |   +-- ConfigError                     a setting is wrong, or two of them fight
+    |   +-- DataError                       a data file is missing or has a broken row
+    |   +-- RunExistsError (FileExistsError)  the run directory already holds a run
+    +-- NothingToDoError                    zero tasks, no runs; exit code 5
+    +-- PluginError (RuntimeError)          a plugin is broken; exit code 4
+    |   +-- DuplicateIdError                two plugins register the same id
+    +-- InfrastructureError (RuntimeError)  the machine failed us; exit code 3
+    |   +-- TrainError                      the trainer cannot go on (disk full, not finite, out of memory)
+    |   +-- FailureBudgetError              too many episodes failed; the message says at which boundary
+    +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
+        +-- EnvError                        the environment itself failed
+        +-- AgentError                      the agent's own code failed
+        +-- EngineError                     the policy could not be sampled
+        |   +-- EngineUnreachableError (ConnectionError)
+        +-- SandboxError                    the sandbox failed (not: the snippet in it)
+        +-- EpisodeTimeoutError (TimeoutError)
+
+    ToolError                               told to the model as the tool's result; not a failure
+
+An error says what was asked, what exists and what to type next: `hints` are the lines that the
+command line prints, indented, under the message.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "AgentError",
+    "ConfigError",
+    "DataError",
+    "DuplicateIdError",
+    "EngineError",
+    "EngineUnreachableError",
+    "EnvError",
+    "EpisodeError",
+    "EpisodeTimeoutError",
+    "FailureBudgetError",
+    "GymError",
+    "InfrastructureError",
+    "NothingToDoError",
+    "PluginError",
+    "RunExistsError",
+    "SandboxError",
+    "ToolError",
+    "TrainError",
+    "UnknownIdError",
+    "UsageError",
+    "did_you_mean",
+]
+
+
+class GymError(Exception):
+    """Base of all errors here: `except areal_gym.GymError`."""
+
+    exit_code: int = 1
+
+    def __init__(self, message: str, *, hints: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hints = tuple(hints)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process borders; keyword-only arguments do not survive the default pickling.
+        return (_rebuild, (type(self), self.message, self.hints))
+
+
+def _rebuild(cls: type[GymError], message: str, hints: tuple[str, ...]) -> GymError:
+    return cls(message, hints=hints)
+
+
+class UsageError(GymError, ValueError):
+    """The request itself cannot be served."""
+
+    exit_code = 2
+
+
+class UnknownIdError(UsageError, KeyError):
+    """An id that nobody registered."""
+
+
+class ConfigError(UsageError):
+    """A setting is wrong, or two settings fight."""
+
+
+class DataError(UsageError):
+    """A data file is missing or a row of it is broken."""
+
+
+class RunExistsError(UsageError, FileExistsError):
+    """The run directory already holds a run."""
+
+
+class NothingToDoError(GymError):
+    """The selection is empty: zero tasks, no runs."""
+
+    exit_code = 5
+
+
+class PluginError(GymError, RuntimeError):
+    """A plugin is broken or breaks the rules."""
+
+    exit_code = 4
+
+
+class DuplicateIdError(PluginError):
+    """Two plugins register the same id."""
+
+
+class InfrastructureError(GymError, RuntimeError):
+    """The machine, not the request, is at fault."""
+
+    exit_code = 3
+
+
+class TrainError(InfrastructureError):
+    """The trainer cannot go on."""
+
+
+class FailureBudgetError(InfrastructureError):
+    """Too many episodes failed for the run to be worth anything."""
+
+
+class EpisodeError(GymError, RuntimeError):
+    """One episode failed at one boundary; it is recorded, counted and never trained on."""
+
+    exit_code = 3
+    boundary: str = "episode"
+
+
+class EnvError(EpisodeError):
+    """The environment's own code failed."""
+
+    boundary = "env"
+
+
+class AgentError(EpisodeError):
+    """The agent's own code failed."""
+
+    boundary = "agent"
+
+
+class EngineError(EpisodeError):
+    """The policy could not be sampled."""
+
+    boundary = "engine"
+
+
+class EngineUnreachableError(EngineError, ConnectionError):
+    """No engine answers."""
+
+
+class SandboxError(EpisodeError):
+    """The sandbox failed; what the snippet did is no error of ours."""
+
+    boundary = "sandbox"
+
+
+class EpisodeTimeoutError(EpisodeError, TimeoutError):
+    """The episode outlived its wall-clock limit."""
+
+    boundary = "timeout"
+
+
+class ToolError(Exception):
+    """Raised by a tool to tell the model what it did wrong; the message becomes the tool's result."""
+
+
+def did_you_mean(asked: str, existing: Iterable[str], *, limit: int = 3) -> str | None:
+    """`"did you mean 'a' or 'b'?"`, or None when nothing is close."""
+    close = difflib.get_close_matches(asked, list(existing), n=limit, cutoff=0.6)
+    if not close:
+        return None
+    return "did you mean " + " or ".join(repr(name) for name in close) + "?"

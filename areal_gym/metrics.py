@@ -1,0 +1,53 @@
+"""Small statistics that every layer needs. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+__all__ = ["Interval", "mean", "merge_means", "pass_at_k", "wilson_interval"]
+
+
+class Interval(NamedTuple):
+    """An estimate with its confidence bounds."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean(values: Iterable[float]) -> float:
+    """Arithmetic mean; NaN of nothing."""
+    items = list(values)
+    return math.fsum(items) / len(items) if items else math.nan
+
+
+def merge_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Key by key, the mean over the rows that have the key."""
+    keys = sorted({key for row in rows for key in row})
+    return {key: mean(row[key] for row in rows if key in row) for key in keys}
+
+
+def wilson_interval(num_successes: float, num_trials: int, *, z: float = 1.96) -> Interval:
+    """95% score interval of a proportion (Wilson 1927): sane at 0, at 1 and for small samples."""
+    if num_trials == 0:
+        return Interval(math.nan, 0.0, 1.0)
+    p = num_successes / num_trials
+    denominator = 1 + z * z / num_trials
+    centre = (p + z * z / (2 * num_trials)) / denominator
+    spread = z * math.sqrt(p * (1 - p) / num_trials + z * z / (4 * num_trials**2)) / denominator
+    return Interval(p, max(0.0, centre - spread), min(1.0, centre + spread))
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is right) (Chen et al. 2021, eq. 1).
+
+    Raises:
+        ValueError: `k` exceeds the number of samples.
+    """
+    if k > num_samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples per task, got {num_samples}")
+    if num_samples - num_correct < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

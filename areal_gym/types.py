@@ -1,0 +1,342 @@
+"""The vocabulary as types: what the layers hand to each other. Standard library only.
+
+Records are frozen, because they cross tasks, threads, processes and JSON. One word per thing:
+
+    Task -> Trajectory (Turns, TokenSpans) -> Group
+
+Suffixes of ragged arrays name their axis: `_G` trajectories of a group, `_T` tokens, `_B` rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Literal, NotRequired, TypedDict
+
+__all__ = [
+    "FinishReason",
+    "FunctionCall",
+    "Group",
+    "Message",
+    "Origin",
+    "StopReason",
+    "Task",
+    "TokenSpan",
+    "ToolCall",
+    "Trajectory",
+    "Turn",
+    "content_hash",
+    "freeze",
+    "thaw",
+]
+
+Origin = Literal["prompt", "policy", "env"]
+
+
+class FunctionCall(TypedDict):
+    """Which function a tool call names, and its arguments *as an object*.
+
+    Arguments kept as a JSON string would be quoted a second time by most chat templates.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolCall(TypedDict):
+    """One call of a tool, in OpenAI's shape but for `arguments` being an object."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(TypedDict):
+    """One chat message, in OpenAI's shape: what chat templates and clients take."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    tool_calls: NotRequired[list[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    """The name of the tool that answers (role "tool")."""
+    parse_error: NotRequired[str]
+    """What is malformed in an assistant's attempt at a tool call; environments answer with it."""
+
+
+def freeze(value: Any) -> Any:
+    """A read-only deep copy: mappings become mapping proxies, lists become tuples."""
+    if isinstance(value, Mapping):
+        return MappingProxyType({key: freeze(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    return value
+
+
+def thaw(value: Any) -> Any:
+    """The reverse of `freeze`: plain dicts and lists, fit for JSON."""
+    if isinstance(value, Mapping):
+        return {key: thaw(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [thaw(item) for item in value]
+    return value
+
+
+def content_hash(value: Any) -> str:
+    """16 hex digits that depend on the content only, not on key order, process or machine."""
+    text = json.dumps(thaw(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One problem to solve.  Example: `Task(id="gen/17", data={"question": "2+2?", "answer": "4"})`."""
+
+    id: str
+    """Stable across processes and machines; unique inside one environment."""
+    data: Mapping[str, Any]
+    """The row. Frozen on construction, so that no sibling of a group can change it for the others."""
+    split: str = "train"
+    """"train", "test", or what the environment's docstring names."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", freeze(self.data))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Mapping proxies do not pickle; tasks do cross process borders.
+        return (_task, (self.id, thaw(self.data), self.split))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready form; `reset(options={"task": task.to_dict()})` accepts it."""
+        return {"id": self.id, "split": self.split, "data": thaw(self.data)}
+
+
+def _task(id: str, data: dict[str, Any], split: str) -> Task:
+    return Task(id=id, data=data, split=split)
+
+
+class FinishReason(StrEnum):
+    """Why an engine stopped sampling one turn."""
+
+    STOP = "stop"
+    """The policy sampled an end-of-turn token, which is the last sampled id."""
+    LENGTH = "length"
+    """The limit of new tokens or the context was reached."""
+    ABORT = "abort"
+    """Generation was interrupted and not continued."""
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    COMPLETED = "completed"
+    """The environment terminated it: the task's own end."""
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    """The policy ran into its limit of new tokens, or the context is full."""
+    TRUNCATED = "truncated"
+    """Another limit of the environment's own."""
+    ENV_ERROR = "env_error"
+    AGENT_ERROR = "agent_error"
+    ENGINE_ERROR = "engine_error"
+    SANDBOX_ERROR = "sandbox_error"
+    TIMEOUT = "timeout"
+    """The episode's wall-clock limit: an infrastructure failure, for it depends on the machine."""
+    CANCELLED = "cancelled"
+    """The run ended first."""
+
+    @property
+    def is_truncation(self) -> bool:
+        """A limit, not the task's own end; the trajectory is kept and trained on."""
+        return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TRUNCATED)
+
+    @property
+    def is_failure(self) -> bool:
+        """Infrastructure failed: excluded from the group, counted, never a reward."""
+        return not (self is StopReason.COMPLETED or self.is_truncation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSpan:
+    """A run of consecutive tokens with one origin (and, for the policy's, one version).
+
+    Example: `TokenSpan(origin="policy", token_ids=(9, 12), logprobs=(-0.1, -0.7), policy_version=3, turn=0)`
+    """
+
+    origin: Origin
+    """Who wrote these tokens; only "policy" tokens are trained on."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    """Of the sampling distribution, one per token; None unless origin is "policy"."""
+    policy_version: int | None = None
+    """The version of the weights that sampled these tokens; None unless origin is "policy"."""
+    turn: int = 0
+    """Index of the engine call: a prompt or env span carries the turn that it precedes."""
+
+    def __post_init__(self) -> None:
+        if self.origin == "policy":
+            if self.logprobs is None or self.policy_version is None:
+                raise ValueError("a policy span needs logprobs and policy_version")
+            if len(self.logprobs) != len(self.token_ids):
+                raise ValueError(
+                    f"{len(self.token_ids)} token ids but {len(self.logprobs)} log-probabilities"
+                )
+        elif self.logprobs is not None or self.policy_version is not None:
+            raise ValueError(f"a span of origin {self.origin!r} was not sampled")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One engine call and the environment's reply to it."""
+
+    finish_reason: FinishReason
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of `reward`."""
+    engine_s: float = 0.0
+    """Wall seconds that the engine took, queueing included."""
+    env_s: float = 0.0
+    """Wall seconds of the environment's reply, tools included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """All turns of one agent in one episode: token-exact, append-only."""
+
+    id: str
+    group_id: str
+    task: Task
+    env_id: str
+    agent_id: str = "chat"
+    spans: tuple[TokenSpan, ...] = ()
+    """What the engine saw and sampled, in order. Concatenated, they are the exact token ids."""
+    turns: tuple[Turn, ...] = ()
+    messages: tuple[Message, ...] = ()
+    """The same dialogue for reading; never re-encoded."""
+    stop_reason: StopReason = StopReason.COMPLETED
+    error: str | None = None
+    """What failed, when `stop_reason.is_failure`."""
+    num_forks: int = 0
+    """How often the agent rewrote history; each fork is a trajectory of its own."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The environment's own measurements (tool calls, tool errors, ...)."""
+    seed: int = 0
+    """The seed that the episode was reset with."""
+
+    @property
+    def reward(self) -> float:
+        """Sum of the turns' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def reward_parts(self) -> dict[str, float]:
+        """Named parts, summed over the turns."""
+        parts: dict[str, float] = {}
+        for turn in self.turns:
+            for name, value in turn.reward_parts.items():
+                parts[name] = parts.get(name, 0.0) + value
+        return parts
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids in order."""
+        return tuple(token_id for span in self.spans for token_id in span.token_ids)
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """Distinct versions that sampled tokens here, ascending."""
+        return tuple(sorted({s.policy_version for s in self.spans if s.policy_version is not None}))
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return sum(len(span) for span in self.spans if span.origin == "policy")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, the line format of `trajectories/*.jsonl`."""
+        return {
+            "id": self.id,
+            "group_id": self.group_id,
+            "task": self.task.to_dict(),
+            "env_id": self.env_id,
+            "agent_id": self.agent_id,
+            "reward": self.reward,
+            "stop_reason": str(self.stop_reason),
+            "error": self.error,
+            "num_forks": self.num_forks,
+            "metrics": dict(self.metrics),
+            "seed": self.seed,
+            "turns": [
+                {**dataclasses.asdict(turn), "finish_reason": str(turn.finish_reason)}
+                for turn in self.turns
+            ],
+            "messages": list(self.messages),
+            "spans": [dataclasses.asdict(span) for span in self.spans],
+        }
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
+        """The reverse of `to_dict`."""
+        return cls(
+            id=row["id"],
+            group_id=row["group_id"],
+            task=Task(**row["task"]),
+            env_id=row["env_id"],
+            agent_id=row["agent_id"],
+            stop_reason=StopReason(row["stop_reason"]),
+            error=row["error"],
+            num_forks=row["num_forks"],
+            metrics=row["metrics"],
+            seed=row["seed"],
+            turns=tuple(
+                Turn(**{**turn, "finish_reason": FinishReason(turn["finish_reason"])})
+                for turn in row["turns"]
+            ),
+            messages=tuple(row["messages"]),
+            spans=tuple(
+                TokenSpan(
+                    origin=span["origin"],
+                    token_ids=tuple(span["token_ids"]),
+                    logprobs=None if span["logprobs"] is None else tuple(span["logprobs"]),
+                    policy_version=span["policy_version"],
+                    turn=span["turn"],
+                )
+                for span in row["spans"]
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The sibling trajectories of one task: what GRPO normalises in and staleness counts in."""
+
+    id: str
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+    """The scored members. Failed siblings are not in here; they are counted in `num_failed`."""
+    num_failed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return iter(self.trajectories)
+
+    @property
+    def rewards_G(self) -> Sequence[float]:
+        """One reward per member."""
+        return [trajectory.reward for trajectory in self.trajectories]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that sampled a token of the group; None without tokens."""
+        versions = [v for t in self.trajectories for v in t.policy_versions[:1]]
+        return min(versions, default=None)
