@@ -158,9 +158,9 @@ class RunConfig(_Settings):
         rollout, trainer = self.rollout, self.trainer
         if rollout.group_size == 1 and trainer.advantage in ("grpo", "dr_grpo", "rloo"):
             raise ValueError(
-                f"rollout.group_size = 1 with trainer.advantage = {trainer.advantage!r}: it compares "
-                "siblings, so a group of one always has advantage 0; use rollout.group_size=2 or "
-                "more, or trainer.advantage=reinforce"
+                "rollout.group_size = 1 with trainer.advantage = "
+                f"{trainer.advantage!r}: it compares siblings, so a group of one always has "
+                "advantage 0; use rollout.group_size=2 or more, or trainer.advantage=reinforce"
             )
         if rollout.min_group_size > rollout.group_size:
             raise ValueError(
@@ -244,8 +244,9 @@ def field_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[st
 
 def _model_of(info: FieldInfo) -> type[BaseModel] | None:
     annotation = info.annotation
-    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation if is_model else None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Every error that areal-gym raises on purpose.
 
     GymError
-    +-- UsageError (ValueError)             the person asked for something that cannot be; exit code 2
+    +-- UsageError (ValueError)             the request cannot be served; exit code 2
     |   +-- UnknownIdError (KeyError)       no such environment, agent, loss, ...
     |   +-- ConfigError                     a setting is wrong, or two of them fight
     |   +-- DataError                       a data file is missing or has a broken row
@@ -10,8 +10,8 @@
     +-- PluginError (RuntimeError)          a plugin is broken; exit code 4
     |   +-- DuplicateIdError                two plugins register the same id
     +-- InfrastructureError (RuntimeError)  the machine failed us; exit code 3
-    |   +-- TrainError                      the trainer cannot go on (disk full, not finite, out of memory)
-    |   +-- FailureBudgetError              too many episodes failed; the message says at which boundary
+    |   +-- TrainError                      the trainer cannot go on (disk full, not finite)
+    |   +-- FailureBudgetError              too many episodes failed, and where
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
         +-- EnvError                        the environment itself failed
         +-- AgentError                      the agent's own code failed
@@ -172,7 +172,7 @@ class EpisodeTimeoutError(EpisodeError, TimeoutError):
 
 
 class ToolError(Exception):
-    """Raised by a tool to tell the model what it did wrong; the message becomes the tool's result."""
+    """Raised by a tool to tell the model what it did wrong: the tool's result."""
 
 
 def did_you_mean(asked: str, existing: Iterable[str], *, limit: int = 3) -> str | None:

@@ -95,12 +95,15 @@ def content_hash(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One problem to solve.  Example: `Task(id="gen/17", data={"question": "2+2?", "answer": "4"})`."""
+    """One problem to solve.
+
+    Example: `Task(id="gen/17", data={"question": "2+2?", "answer": "4"})`.
+    """
 
     id: str
     """Stable across processes and machines; unique inside one environment."""
     data: Mapping[str, Any]
-    """The row. Frozen on construction, so that no sibling of a group can change it for the others."""
+    """The row. Frozen on construction: no sibling of a group can change it for the others."""
     split: str = "train"
     """"train", "test", or what the environment's docstring names."""
 
@@ -165,7 +168,8 @@ class StopReason(StrEnum):
 class TokenSpan:
     """A run of consecutive tokens with one origin (and, for the policy's, one version).
 
-    Example: `TokenSpan(origin="policy", token_ids=(9, 12), logprobs=(-0.1, -0.7), policy_version=3, turn=0)`
+    Example: `TokenSpan(origin="policy", token_ids=(9, 12), logprobs=(-0.1, -0.7),
+    policy_version=3, turn=0)`
     """
 
     origin: Origin

@@ -38,7 +38,7 @@ class Generation:
     logprobs: tuple[float, ...]
     """Of the sampling distribution, one per token."""
     versions: tuple[int, ...]
-    """The policy version that sampled each token; changes inside a turn when weights were published."""
+    """The policy version that sampled each token; weights may be published inside a turn."""
     finish_reason: FinishReason
 
 

@@ -13,13 +13,12 @@ An author writes three methods; Gymnasium's own are final here:
             is_right = message["content"].strip() == str(self.task.data["number"])
             return Response(reward=float(is_right), is_terminated=True)
 
-The observation is the text of the newest message; the messages themselves ride in `info["messages"]`.
+The observation is the text of the newest message; the messages ride in `info["messages"]`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import numbers
 import threading
@@ -29,11 +28,11 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
 import gymnasium
 import numpy as np
-from areal_gym.rendering import parse_assistant
 
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
+from areal_gym.rendering import parse_assistant
 from areal_gym.types import Message, Task
 
 __all__ = ["Response", "StepResult", "TextEnv"]
@@ -72,7 +71,7 @@ class Response:
 class TextEnv(gymnasium.Env[str, str]):
     """A task that answers assistant messages.
 
-    Authors override `sample_task`, `first_messages` and `respond`, and may set the class attributes.
+    Authors override `sample_task`, `first_messages` and `respond`, and may set class attributes.
     State lives in the instance only; `task` is read-only. Same seed, same actions and same tool
     results give the same episode, bit for bit: draw from `self.np_random` and nowhere else.
     """
@@ -179,8 +178,8 @@ class TextEnv(gymnasium.Env[str, str]):
     ) -> tuple[str, Info]:
         """Start an episode.
 
-        `options={"task": {...}}` (or a `Task`) chooses the task itself; `{"split": ..., "index": i}`
-        is handed to `sample_task`.
+        `options={"task": {...}}` (or a `Task`) chooses the task itself;
+        `{"split": ..., "index": i}` is handed to `sample_task`.
 
         Raises:
             EnvError: the environment's own code failed.
@@ -209,7 +208,7 @@ class TextEnv(gymnasium.Env[str, str]):
         }
 
     @final
-    def step(self, action: str | Message) -> StepResult:  # type: ignore[override]
+    def step(self, action: str | Message) -> StepResult:
         """Answer an assistant message, synchronously. See `astep`."""
         if self.suspends:
             return _run_on_kept_loop(self.astep(action))
@@ -262,7 +261,7 @@ class TextEnv(gymnasium.Env[str, str]):
         return StepResult(observation, reward, is_terminated, is_truncated, info)
 
     @final
-    def render(self) -> str:  # type: ignore[override]
+    def render(self) -> str:
         """The dialogue so far as text."""
         return "\n".join(f"[{m['role']}] {m['content']}" for m in self._messages)
 
@@ -295,5 +294,4 @@ def _run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:
             threading.Thread(
                 target=_kept_loop.run_forever, name="areal-gym-env-loop", daemon=True
             ).start()
-    assert inspect.iscoroutine(coroutine)
     return asyncio.run_coroutine_threadsafe(coroutine, _kept_loop).result()

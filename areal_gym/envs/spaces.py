@@ -43,7 +43,7 @@ class TextSpace(Space[str]):
         """Text does not flatten into an array."""
         return False
 
-    def to_jsonable(self, sample_n: Sequence[str]) -> list[str]:
+    def to_jsonable(self, sample_n: Iterable[str]) -> list[str]:
         """Strings are JSON already."""
         return list(sample_n)
 
@@ -78,6 +78,6 @@ def _create_empty_array(
     return ("",) * n
 
 
-@vector_utils.iterate.register(TextSpace)
+@vector_utils.iterate.register(TextSpace)  # type: ignore[misc]  # its fallback is generic
 def _iterate(space: TextSpace, items: Sequence[str]) -> Iterable[str]:
     return iter(items)
