@@ -78,6 +78,8 @@ def _create_empty_array(
     return ("",) * n
 
 
-@vector_utils.iterate.register(TextSpace)  # type: ignore[misc]  # its fallback is generic
-def _iterate(space: TextSpace, items: Sequence[str]) -> Iterable[str]:
+@vector_utils.iterate.register(TextSpace)
+def _iterate(  # type: ignore[misc]  # the fallback is typed for one generic space
+    space: TextSpace, items: Sequence[str]
+) -> Iterable[str]:
     return iter(items)
