@@ -1,1 +1,45 @@
-"""See the modules."""
+"""Plugins: everything that a `plugin.py` needs, and the registry of what plugins offer."""
+
+from areal_gym.plugins.hookspecs import HookSpecs, hookimpl
+from areal_gym.plugins.manager import Candidate, Plugin, PluginManager
+from areal_gym.plugins.registry import KINDS, Entry, Kind, Registry, registry, set_registry
+from areal_gym.plugins.specs import (
+    AdvantageSpec,
+    AgentSpec,
+    CommandSpec,
+    EngineSpec,
+    EnvSpec,
+    LoggerSpec,
+    PolicyLossSpec,
+    SandboxSpec,
+    Spec,
+    ToolSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
+
+__all__ = [
+    "KINDS",
+    "AdvantageSpec",
+    "AgentSpec",
+    "Candidate",
+    "CommandSpec",
+    "EngineSpec",
+    "Entry",
+    "EnvSpec",
+    "HookSpecs",
+    "Kind",
+    "LoggerSpec",
+    "Plugin",
+    "PluginManager",
+    "PolicyLossSpec",
+    "Registry",
+    "SandboxSpec",
+    "Spec",
+    "ToolSpec",
+    "TrainerSpec",
+    "WeightSyncSpec",
+    "hookimpl",
+    "registry",
+    "set_registry",
+]

@@ -1,0 +1,209 @@
+"""Looking things up by kind and id: `registry().load("losses", "ppo_clip")`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+from areal_gym.errors import DuplicateIdError, PluginError, UnknownIdError, UsageError, did_you_mean
+from areal_gym.plugins.manager import DISTRIBUTION, Plugin, PluginManager
+from areal_gym.plugins.specs import (
+    AdvantageSpec,
+    AgentSpec,
+    CommandSpec,
+    EngineSpec,
+    EnvSpec,
+    LoggerSpec,
+    PolicyLossSpec,
+    SandboxSpec,
+    Spec,
+    ToolSpec,
+    TrainerSpec,
+    WeightSyncSpec,
+)
+
+__all__ = ["KINDS", "Entry", "Kind", "Registry", "registry", "set_registry"]
+
+Kind = Literal[
+    "envs",
+    "agents",
+    "tools",
+    "sandboxes",
+    "engines",
+    "trainers",
+    "advantages",
+    "losses",
+    "weight-syncs",
+    "loggers",
+    "commands",
+]
+
+KINDS: dict[Kind, type[Spec]] = dict(
+    zip(
+        get_args(Kind),
+        (
+            EnvSpec,
+            AgentSpec,
+            ToolSpec,
+            SandboxSpec,
+            EngineSpec,
+            TrainerSpec,
+            AdvantageSpec,
+            PolicyLossSpec,
+            WeightSyncSpec,
+            LoggerSpec,
+            CommandSpec,
+        ),
+        strict=True,
+    )
+)
+"""The words that people type (`areal-gym list WORD`), and the specs they mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A registered thing, and whose it is."""
+
+    spec: Spec
+    plugin: Plugin
+
+    @property
+    def id(self) -> str:
+        """What people type."""
+        return self.spec.id
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Import names that the thing requires and that are not installed."""
+        requires: tuple[str, ...] = getattr(self.spec, "requires", ())
+        return tuple(name for name in requires if not _is_importable(name))
+
+    def load(self) -> Any:
+        """Import what the spec names: a class, a function or an object.
+
+        Raises:
+            UsageError: a required package is not installed.
+            PluginError: it cannot be imported, or the module does not have it.
+        """
+        thing = f"{self.spec.kind} {self.id!r}"
+        if self.missing:
+            names = ", ".join(self.missing)
+            raise UsageError(f"{thing} needs {names}", hints=[f"install it: pip install {names}"])
+        module_name, _, path = self.spec.entry_point.partition(":")
+        try:
+            found: Any = import_module(module_name)
+            for name in path.split("."):
+                found = getattr(found, name)
+        except Exception as error:
+            hints = []
+            if isinstance(error, ModuleNotFoundError) and self.plugin.distribution == DISTRIBUTION:
+                hints.append(f"install what training needs: pip install '{DISTRIBUTION}[train]'")
+            raise PluginError(
+                f"{thing} of plugin {self.plugin} cannot be imported from "
+                f"{self.spec.entry_point}: {type(error).__name__}: {error}",
+                hints=hints,
+            ) from error
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: what `areal-gym list --json` prints and a run directory records."""
+        return {
+            "id": self.id,
+            "kind": self.spec.kind,
+            "summary": self.spec.summary,
+            "entry_point": self.spec.entry_point,
+            "plugin": self.plugin.name,
+            "distribution": self.plugin.distribution,
+            "version": self.plugin.version,
+            "missing": list(self.missing),
+        }
+
+
+class Registry:
+    """Everything that the plugins of one manager offer."""
+
+    def __init__(self, manager: PluginManager) -> None:
+        self.manager = manager
+
+    def entries(self, kind: Kind) -> list[Entry]:
+        """All things of a kind, by id. An id that two plugins claim is in here twice."""
+        spec_type = KINDS[kind]
+        found = [Entry(*r) for r in self.manager.registrations if isinstance(r.spec, spec_type)]
+        return sorted(found, key=lambda entry: entry.id)
+
+    def get(self, kind: Kind, id: str) -> Entry:
+        """The one thing of that kind and id.
+
+        Raises:
+            UnknownIdError: nobody registered it.
+            DuplicateIdError: several plugins did.
+        """
+        entries = self.entries(kind)
+        claims = [entry for entry in entries if entry.id == id]
+        if not claims:
+            raise self._unknown(kind, id, [entry.id for entry in entries])
+        if len(claims) > 1:
+            raise _duplicate(claims)
+        return claims[0]
+
+    def load(self, kind: Kind, id: str) -> Any:
+        """Import and return the thing itself; raises what `get` and `Entry.load` raise."""
+        return self.get(kind, id).load()
+
+    def check_duplicates(self, kind: Kind) -> None:
+        """Raise DuplicateIdError for the first id of the kind that is claimed twice."""
+        by_id: dict[str, list[Entry]] = {}
+        for entry in self.entries(kind):
+            by_id.setdefault(entry.id, []).append(entry)
+        for claims in by_id.values():
+            if len(claims) > 1:
+                raise _duplicate(claims)
+
+    def _unknown(self, kind: Kind, id: str, known: list[str]) -> UnknownIdError:
+        near = did_you_mean(id, known)
+        hints = [near] if near else []
+        hints.append(f"all of them: areal-gym list {kind}")
+        for plugin in self.manager.plugins:
+            if plugin.is_blocked:
+                hints.append(f"plugin {plugin} is blocked, and with it what it offers")
+            for problem in plugin.problems:
+                hints.append(f"plugin {plugin} failed to load, it may be its: {problem}")
+        return UnknownIdError(f"no {KINDS[kind].kind} {id!r}", hints=hints)
+
+
+def _duplicate(claims: list[Entry]) -> DuplicateIdError:
+    spec = claims[0].spec
+    return DuplicateIdError(
+        f"{spec.kind} id {spec.id!r} is registered twice, by plugin "
+        + " and by plugin ".join(str(claim.plugin) for claim in claims),
+        hints=[f"leave one out: areal-gym -p no:{claims[-1].plugin.name} ..."],
+    )
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@cache
+def _installed() -> Registry:
+    return Registry(PluginManager.installed())
+
+
+_chosen: Registry | None = None
+
+
+def registry() -> Registry:
+    """The registry of this process: all installed plugins, found once."""
+    return _chosen or _installed()
+
+
+def set_registry(chosen: Registry | None) -> None:
+    """Let `registry()` answer with `chosen`, or with the installed plugins again (None)."""
+    global _chosen
+    _chosen = chosen
