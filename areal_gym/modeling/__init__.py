@@ -1,1 +1,8 @@
-"""See the modules."""
+"""The decoder that the embedded engine samples and the trainer improves."""
+
+from __future__ import annotations
+
+from areal_gym.modeling.config import DecoderConfig
+from areal_gym.modeling.decoder import Attend, Decoder, build_decoder, causal_attend
+
+__all__ = ["Attend", "Decoder", "DecoderConfig", "build_decoder", "causal_attend"]
