@@ -1,1 +1,130 @@
-"""stub"""
+"""areal-gym: train language-model agents by reinforcement learning in text environments.
+
+    import areal_gym
+
+    env = areal_gym.make("tir")
+    text, info = env.reset(seed=0)
+    text, reward, terminated, truncated, info = env.step("The answer is 4.")
+
+Names are imported on first use: `import areal_gym` itself costs a few milliseconds. It also makes
+the environments known to Gymnasium (`gymnasium.make("areal_gym/tir-v0")`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from areal_gym import _gymnasium
+from areal_gym.version import __version__
+
+if TYPE_CHECKING:
+    from areal_gym.agents.base import Agent, Episode
+    from areal_gym.config import RunConfig, load_config
+    from areal_gym.engines.base import Engine, Generation, SamplingParams
+    from areal_gym.envs.base import Response, StepResult, TextEnv
+    from areal_gym.envs.tools import Tool, tool
+    from areal_gym.errors import (
+        ConfigError,
+        EnvError,
+        EpisodeError,
+        GymError,
+        ToolError,
+        UnknownIdError,
+        UsageError,
+    )
+    from areal_gym.plugins import registry
+    from areal_gym.rundir import RunDir
+    from areal_gym.types import Group, Message, StopReason, Task, TokenSpan, Trajectory, Turn
+
+__all__ = [
+    "Agent",
+    "ConfigError",
+    "Engine",
+    "EnvError",
+    "Episode",
+    "EpisodeError",
+    "Generation",
+    "Group",
+    "GymError",
+    "Message",
+    "Response",
+    "RunConfig",
+    "RunDir",
+    "SamplingParams",
+    "StepResult",
+    "StopReason",
+    "Task",
+    "TextEnv",
+    "TokenSpan",
+    "Tool",
+    "ToolError",
+    "Trajectory",
+    "Turn",
+    "UnknownIdError",
+    "UsageError",
+    "__version__",
+    "load_config",
+    "make",
+    "registry",
+    "tool",
+]
+
+_HOMES = {
+    "areal_gym.agents.base": ("Agent", "Episode"),
+    "areal_gym.config": ("RunConfig", "load_config"),
+    "areal_gym.engines.base": ("Engine", "Generation", "SamplingParams"),
+    "areal_gym.envs.base": ("Response", "StepResult", "TextEnv"),
+    "areal_gym.envs.tools": ("Tool", "tool"),
+    "areal_gym.errors": (
+        "ConfigError",
+        "EnvError",
+        "EpisodeError",
+        "GymError",
+        "ToolError",
+        "UnknownIdError",
+        "UsageError",
+    ),
+    "areal_gym.plugins": ("registry",),
+    "areal_gym.rundir": ("RunDir",),
+    "areal_gym.types": (
+        "Group",
+        "Message",
+        "StopReason",
+        "Task",
+        "TokenSpan",
+        "Trajectory",
+        "Turn",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def make(id: str, **kwargs: Any) -> TextEnv:
+    """An environment by its id; `areal-gym list envs` shows them, `areal-gym show ID` one.
+
+    Example: `env = areal_gym.make("tir", max_turns=4)`.
+
+    Raises:
+        UnknownIdError: there is no such environment.
+        UsageError: it takes no such argument, or needs a package that is not installed.
+    """
+    from areal_gym.plugins import registry
+
+    env: TextEnv = registry().make("envs", id, **kwargs)
+    return env
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'areal_gym' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_gymnasium.register_when_imported()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -153,6 +154,21 @@ class Registry:
         """Import and return the thing itself; raises what `get` and `Entry.load` raise."""
         return self.get(kind, id).load()
 
+    def make(self, kind: Kind, id: str, **kwargs: Any) -> Any:
+        """Load a class and construct it: the spec's own arguments, then `kwargs` on top.
+
+        Raises:
+            UsageError: it does not take such arguments; besides what `load` raises.
+        """
+        entry = self.get(kind, id)
+        cls = entry.load()
+        arguments = {**getattr(entry.spec, "kwargs", {}), **kwargs}
+        try:
+            inspect.signature(cls).bind(**arguments)
+        except TypeError as error:
+            raise _wrong_arguments(entry, cls, arguments, error) from None
+        return cls(**arguments)
+
     def check_duplicates(self, kind: Kind) -> None:
         """Raise DuplicateIdError for the first id of the kind that is claimed twice."""
         by_id: dict[str, list[Entry]] = {}
@@ -181,6 +197,17 @@ def _duplicate(claims: list[Entry]) -> DuplicateIdError:
         + " and by plugin ".join(str(claim.plugin) for claim in claims),
         hints=[f"leave one out: areal-gym -p no:{claims[-1].plugin.name} ..."],
     )
+
+
+def _wrong_arguments(
+    entry: Entry, cls: Any, arguments: dict[str, Any], error: TypeError
+) -> UsageError:
+    taken = list(inspect.signature(cls).parameters)
+    hints = [
+        near for name in arguments if name not in taken and (near := did_you_mean(name, taken))
+    ]
+    hints.append(f"it takes: {', '.join(taken) or 'no arguments'}")
+    return UsageError(f"{entry.spec.kind} {entry.id!r}: {error}", hints=hints)
 
 
 def _is_importable(name: str) -> bool:

@@ -1,0 +1,416 @@
+"""A run is a directory. This module is the only one that knows what lies where.
+
+    config.yaml           the resolved settings; they run again as they are
+    plugins.json          what was used: plugin, distribution and version, Python, platform
+    metrics.jsonl         one line per step
+    trajectories/         step-000012.jsonl, one trajectory per line; eval-*.jsonl
+    checkpoints/          written by the trainer
+    learning_curve.png    written at the end
+    summary.json          written at the end: a run without it has not finished
+    log.txt
+
+Files appear whole or not at all (temporary name, fsync, rename). `metrics.jsonl` and `log.txt`
+grow; a line that a crash has torn is ignored by readers and cut off by the next writer. A full
+disk is a `TrainError` that says so, and leaves the file as it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from areal_gym.errors import DataError, InfrastructureError, RunExistsError, TrainError, UsageError
+from areal_gym.types import Trajectory
+from areal_gym.version import __version__
+
+__all__ = [
+    "RunDir",
+    "RunInfo",
+    "RunMode",
+    "list_runs",
+    "new_run_path",
+    "readable_disk_errors",
+    "write_atomic",
+]
+
+RunMode = Literal["new", "resume", "clean"]
+"""What to do with a directory: it must hold no run, its run is continued, its run is replaced."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class RunDir:
+    """One run's directory. The constructor only names it: readers need no more.
+
+    Example::
+
+        with RunDir.open(Path("runs/tir-1"), mode="new") as run:
+            run.append_metrics({"step": 1, "reward/mean": 0.25})
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.yaml"
+        self.plugins_file = path / "plugins.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.trajectories_dir = path / "trajectories"
+        self.checkpoints_dir = path / "checkpoints"
+        self.learning_curve_file = path / "learning_curve.png"
+        self.summary_file = path / "summary.json"
+        self.log_file = path / "log.txt"
+        self._lock: int | None = None
+
+    @classmethod
+    def open(cls, path: Path, mode: RunMode = "new") -> Self:
+        """Claim a directory for writing; nobody else can until `close` or our end.
+
+        Raises:
+            RunExistsError: `mode` is "new" and there is something already.
+            UsageError: nothing to resume, or "clean" would delete what no run has written.
+            InfrastructureError: another process is writing there.
+        """
+        run = cls(path)
+        with readable_disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        run._claim()
+        try:
+            run._enter(mode)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def close(self) -> None:
+        """Give the directory up; one that is still empty disappears. Idempotent."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has written here."""
+        return any(path.exists() for path in self._contents())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its run came to its end."""
+        return self.summary_file.exists()
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def save_config(self, text: str) -> None:
+        """The resolved settings, as YAML."""
+        write_atomic(self.config_file, text)
+
+    def save_provenance(self, used: Iterable[Mapping[str, Any]]) -> None:
+        """What the run is made of: rows of `Entry.to_dict()`; versions of the rest are added."""
+        write_atomic(self.plugins_file, _json({"used": list(used), **_facts()}, indent=2))
+
+    def save_summary(self, summary: Mapping[str, Any]) -> None:
+        """The run's outcome; after this it counts as finished."""
+        write_atomic(self.summary_file, _json(summary, indent=2))
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """One step's numbers; `row["step"]` says which. Not a number becomes null."""
+        _append(self.metrics_file, _json(row) + "\n")
+
+    def append_log(self, text: str) -> None:
+        """A line for people, with the time before it."""
+        _append(self.log_file, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def save_trajectories(self, trajectories: Iterable[Trajectory], *, name: int | str) -> Path:
+        """One file of trajectories, of a step (`name=12`) or of anything else (`name="eval-0"`)."""
+        file = self._trajectories_file(name)
+        write_atomic(file, "".join(_json(t.to_dict()) + "\n" for t in trajectories))
+        return file
+
+    def rewind(self, step: int) -> None:
+        """Forget what lies after `step`: a run resumes where its checkpoint is, not its metrics."""
+        rows = [row for row in self.read_metrics() if row.get("step", 0) <= step]
+        write_atomic(self.metrics_file, "".join(_json(row) + "\n" for row in rows))
+        for file in self.trajectories_dir.glob("step-*.jsonl"):
+            number = file.stem.removeprefix("step-")
+            if number.isdigit() and int(number) > step:
+                file.unlink()
+        self.summary_file.unlink(missing_ok=True)
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole lines, in order."""
+        return list(_read_lines(self.metrics_file))
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The run's outcome; None while it has none."""
+        if not self.summary_file.exists():
+            return None
+        summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        return summary
+
+    def read_trajectories(self, name: int | str) -> Iterator[Trajectory]:
+        """What `save_trajectories` wrote under that name."""
+        return map(Trajectory.from_dict, _read_lines(self._trajectories_file(name)))
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _contents(self) -> list[Path]:
+        return [value for value in vars(self).values() if isinstance(value, Path)][1:]
+
+    def _trajectories_file(self, name: int | str) -> Path:
+        stem = f"step-{name:06d}" if isinstance(name, int) else name
+        return self.trajectories_dir / f"{stem}.jsonl"
+
+    def _claim(self) -> None:
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = None
+            raise InfrastructureError(
+                f"another process is writing to {self.path}",
+                hints=["wait for its end, or choose another directory with --out"],
+            ) from None
+        except OSError:
+            # Some network file systems lock no directories; there, the rules of `mode` must do.
+            pass
+
+    def _enter(self, mode: RunMode) -> None:
+        for folder in (self.path, self.trajectories_dir):
+            for leftover in folder.glob(".*.tmp"):
+                leftover.unlink()
+        if mode == "resume":
+            if not self.config_file.exists():
+                raise UsageError(
+                    f"{self.path} holds no run to resume", hints=["start one: leave --resume out"]
+                )
+            _cut_torn_line(self.metrics_file)
+            return
+        if self.holds_run:
+            if mode == "new":
+                num_steps = len(self.read_metrics())
+                raise RunExistsError(
+                    f"{self.path} already holds a run of {num_steps} steps",
+                    hints=[
+                        "continue it:  --resume",
+                        "replace it:   --clean",
+                        "keep it:      choose another directory with --out",
+                    ],
+                )
+            # Only what runs write goes: a mistyped --out must not cost anybody a home directory.
+            for path in self._contents():
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        elif any(self.path.iterdir()):
+            error = RunExistsError if mode == "new" else UsageError
+            raise error(
+                f"{self.path} is not empty, and what is in it is no run",
+                hints=["choose another directory with --out"],
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInfo:
+    """What a list of runs shows of one."""
+
+    path: Path
+    env_id: str
+    num_steps: int
+    """Steps that are done."""
+    is_finished: bool
+    reward: float | None
+    """Mean reward of the newest step."""
+    summary: Mapping[str, Any]
+    """`summary.json`; empty until the run has finished."""
+
+
+def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
+    """The runs directly under `root`, by name. Empty when there is no such directory."""
+    if not root.is_dir():
+        return []
+    runs = [RunDir(path) for path in sorted(root.iterdir()) if path.is_dir()]
+    return [_info(run) for run in runs if run.config_file.exists()]
+
+
+def _info(run: RunDir) -> RunInfo:
+    import yaml
+
+    try:
+        config = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+        env_id = str(config["env"]["id"])
+    except (yaml.YAMLError, KeyError, TypeError, OSError):
+        env_id = "?"
+    rows = run.read_metrics()
+    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    return RunInfo(
+        path=run.path,
+        env_id=env_id,
+        num_steps=max((int(row.get("step", 0)) for row in rows), default=0),
+        is_finished=run.is_finished,
+        reward=rewards[-1] if rewards else None,
+        summary=run.read_summary() or {},
+    )
+
+
+def new_run_path(label: str, root: Path = Path("runs")) -> Path:
+    """Reserve `runs/LABEL-DATE-TIME`: an empty directory that nobody else was given.
+
+    `RunDir.open(path, "new")` takes it; `path.rmdir()` gives it back.
+    """
+    stem = f"{label.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with readable_disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for suffix in ("", *(f"-{n}" for n in range(2, 10_000))):
+            path = root / (stem + suffix)
+            with contextlib.suppress(FileExistsError):
+                # Runs started in the same second must not meet: mkdir decides who is first.
+                path.mkdir()
+                return path
+    raise InfrastructureError(f"{root} has no free name left for {stem}")
+
+
+def write_atomic(file: Path, data: str | bytes) -> None:
+    """Make `file` hold `data`, whatever happens meanwhile: the old content, or all of the new.
+
+    Raises:
+        TrainError: the disk is full.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    with readable_disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(raw)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(file)
+            _sync_directory(file.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def readable_disk_errors(path: Path) -> Iterator[None]:
+    """Turn what a full or read-only disk raises inside into a TrainError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise TrainError(
+                f"the disk is full: cannot write {path} ({error.strerror})",
+                hints=[
+                    "free some space, or choose another disk with --out",
+                    "runs keep their space in checkpoints/ and trajectories/; old ones can go",
+                    "then continue: the same command with --resume",
+                ],
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+            raise TrainError(
+                f"cannot write {path} ({error.strerror})",
+                hints=["choose another directory with --out"],
+            ) from error
+        raise
+
+
+def _append(file: Path, text: str) -> None:
+    with readable_disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab", buffering=0) as stream:
+            size = stream.tell()
+            raw = text.encode("utf-8", "surrogatepass")
+            try:
+                if stream.write(raw) != len(raw):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                # Half a line would be glued to the next one.
+                with contextlib.suppress(OSError):
+                    stream.truncate(size)
+                raise
+
+
+def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    if not file.exists():
+        return
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line.decode("utf-8", "surrogatepass"))
+            except ValueError as error:
+                raise DataError(f"{file}, line {number} is no JSON: {error}") from None
+
+
+def _cut_torn_line(file: Path) -> None:
+    if file.exists():
+        raw = file.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        if whole != raw:
+            write_atomic(file, whole)
+
+
+def _sync_directory(path: Path) -> None:
+    # The rename itself survives a power cut only when the directory is on the disk too.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _json(value: Any, *, indent: int | None = None) -> str:
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False, default=_plain)
+    except ValueError:
+        # JSON has no NaN; readers in other languages stumble over Python's.
+        return json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    # numpy's scalars; anything else is for people to read.
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _facts() -> dict[str, Any]:
+    packages: dict[str, str] = {}
+    for name in ("torch", "transformers", "gymnasium", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    return {
+        "areal_gym": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+    }
