@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import math
 import numbers
+import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,8 @@ class TextEnv(gymnasium.Env[str, str]):
     """Assistant messages after which an episode that has not terminated is truncated."""
     tool_dialect: str = "hermes"
     """How tool calls are written in an assistant's text (see `areal_gym.rendering`)."""
+    max_calls: int = 16
+    """Tool calls of one message that are run; the policy is told that the others were not."""
     suspends: bool = False
     """Set to True when `respond` or a tool really awaits (I/O, a sandbox): the synchronous `step`
     then runs on a kept event loop. Without it, `step` drives the coroutine directly (0.5 us)."""
@@ -113,6 +116,13 @@ class TextEnv(gymnasium.Env[str, str]):
         Any exception but `ToolError` ends the episode as a failure of the environment.
         """
         raise NotImplementedError(f"{type(self).__name__}.respond")
+
+    def num_tasks(self, split: str) -> int | None:
+        """How many distinct tasks `options={"index": i}` can name; None when there is no end."""
+        return None
+
+    async def aclose(self) -> None:
+        """Release what the episode holds (an interpreter, a connection). May be called twice."""
 
     # ---- what every environment ships, for `areal-gym check` ---------------------------------
 
@@ -154,7 +164,8 @@ class TextEnv(gymnasium.Env[str, str]):
             num_errors += 1
             results.append({"role": "tool", "content": f"error: {parse_error}"})
         by_name = {tool.name: tool for tool in self.tools}
-        for call in message.get("tool_calls", ()):
+        calls = message.get("tool_calls", [])
+        for call in calls[: self.max_calls]:
             name = call["function"]["name"]
             try:
                 if name not in by_name:
@@ -166,9 +177,12 @@ class TextEnv(gymnasium.Env[str, str]):
             results.append(
                 {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
             )
-        return ToolResults(
-            results, num_calls=len(message.get("tool_calls", ())), num_errors=num_errors
-        )
+        num_refused = len(calls) - self.max_calls
+        if num_refused > 0:
+            num_errors += num_refused
+            content = f"error: {num_refused} more calls were not run; at most {self.max_calls} are"
+            results.append({"role": "tool", "content": content})
+        return ToolResults(results, num_calls=len(calls), num_errors=num_errors)
 
     # ---- Gymnasium's contract ------------------------------------------------------------------
 
@@ -228,11 +242,16 @@ class TextEnv(gymnasium.Env[str, str]):
 
         Raises:
             EnvError: the environment's own code failed, or it gave a reward that is no number.
-            UsageError: the episode is over.
+            UsageError: the episode is over, or the action is neither text nor message.
         """
         if self._is_over:
             raise UsageError("the episode is over; call reset() first")
-        message = parse_assistant(action, self.tool_dialect) if isinstance(action, str) else action
+        if isinstance(action, str):
+            message = parse_assistant(action, self.tool_dialect)
+        elif isinstance(action, dict):
+            message = action
+        else:
+            raise UsageError(f"an action is a text or a message, not {type(action).__name__}")
         self._messages.append(message)
         self.num_turns += 1
         try:
@@ -261,6 +280,12 @@ class TextEnv(gymnasium.Env[str, str]):
         return StepResult(observation, reward, is_terminated, is_truncated, info)
 
     @final
+    def close(self) -> None:
+        """Release what the episode holds, synchronously. See `aclose`."""
+        if self.suspends:
+            _run_on_kept_loop(self.aclose())
+
+    @final
     def render(self) -> str:
         """The dialogue so far as text."""
         return "\n".join(f"[{m['role']}] {m['content']}" for m in self._messages)
@@ -283,6 +308,15 @@ def _number(reward: object, who: str) -> float:
 
 _kept_loop: asyncio.AbstractEventLoop | None = None
 _kept_loop_lock = threading.Lock()
+
+
+def _forget_kept_loop() -> None:
+    # A forked worker (Gymnasium's AsyncVectorEnv) inherits the loop but not its thread.
+    global _kept_loop, _kept_loop_lock
+    _kept_loop, _kept_loop_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_kept_loop)
 
 
 def _run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -23,6 +23,16 @@ _JSON_TYPES = {
 }
 
 
+_PYTHON_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
     """A function the policy may call.
@@ -54,22 +64,32 @@ class Tool:
         }
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """Check the arguments' names and call the function.
+        """Check the arguments' names and outermost types, and call the function.
 
         Raises:
-            ToolError: arguments missing or unknown, or the tool says so; told to the model.
+            ToolError: arguments missing, unknown or of a wrong type, or the tool says so; it is
+                told to the model.
         """
         if self.function is None:
             raise ToolError(f"{self.name} cannot be called here")
         properties = self.parameters.get("properties", {})
-        unknown = [name for name in arguments if name not in properties]
-        missing = [name for name in self.parameters.get("required", ()) if name not in arguments]
-        if unknown or missing:
+        required = self.parameters.get("required", ())
+        unknown = [str(name) for name in arguments if name not in properties]
+        missing = [name for name in required if name not in arguments]
+        mistyped = [
+            f"{name} is no {properties[name]['type']}"
+            for name, value in arguments.items()
+            if name in properties
+            and not (value is None and name not in required)
+            and not _fits(value, properties[name])
+        ]
+        if unknown or missing or mistyped:
             problems = []
             if missing:
                 problems.append(f"missing: {', '.join(missing)}")
             if unknown:
-                problems.append(f"unknown: {', '.join(map(str, unknown))}")
+                problems.append(f"unknown: {', '.join(unknown)}")
+            problems += mistyped
             raise ToolError(f"{self.name} takes ({', '.join(properties)}); {'; '.join(problems)}")
         result = self.function(**arguments)
         return await result if inspect.isawaitable(result) else result
@@ -92,6 +112,16 @@ def tool(function: Callable[..., str | Awaitable[str]]) -> Tool:
         parameters={"type": "object", "properties": properties, "required": required},
         function=function,
     )
+
+
+def _fits(value: object, schema: Mapping[str, Any]) -> bool:
+    """Whether the value is of the schema's outermost type; schemas without one take anything."""
+    expected = _PYTHON_TYPES.get(schema.get("type", ""))
+    if expected is None:
+        return True
+    if isinstance(value, bool):  # an int for Python, not for JSON
+        return expected is bool
+    return isinstance(value, expected)
 
 
 def _json_schema(annotation: Any) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""Arithmetic expressions: sampling them by level, their value, their canonical form, phrasings.
+
+`tir`, `math` and the starter policy's demonstrations all draw from here, and all split by
+`canonical`: an expression that is held out in one of them is held out in every other.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from areal_gym.errors import UsageError
+
+__all__ = [
+    "LEVELS",
+    "PHRASINGS",
+    "Level",
+    "canonical",
+    "evaluate",
+    "level_named",
+    "sample_expression",
+    "sample_question",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """How hard the expressions are.
+
+    Example: `Level(min_operands=2, max_operands=3, largest=99, operators="+-*")`.
+    """
+
+    min_operands: int
+    max_operands: int
+    largest: int
+    """Operands are 1 to this."""
+    operators: str
+    has_parentheses: bool = False
+    has_division: bool = False
+    """Some operands are quotients without remainder, like 84/7."""
+
+
+LEVELS: Mapping[int, Level] = {
+    1: Level(min_operands=2, max_operands=2, largest=99, operators="+-"),
+    2: Level(min_operands=2, max_operands=3, largest=99, operators="+-*"),
+    3: Level(min_operands=3, max_operands=4, largest=999, operators="+-*"),
+    4: Level(min_operands=3, max_operands=4, largest=99, operators="+-*", has_parentheses=True),
+    5: Level(
+        min_operands=4,
+        max_operands=6,
+        largest=99,
+        operators="+-*",
+        has_parentheses=True,
+        has_division=True,
+    ),
+}
+"""From mental arithmetic to what needs a tool."""
+
+PHRASINGS = (
+    "What is {}?",
+    "Compute {}.",
+    "Calculate {}.",
+    "Find the value of {}.",
+    "How much is {}?",
+    "Evaluate {}.",
+)
+"""Ways to ask for the value of an expression."""
+
+
+def level_named(level: int) -> Level:
+    """The level of that number.
+
+    Raises:
+        UsageError: there is no such level.
+    """
+    if isinstance(level, bool) or level not in LEVELS:
+        raise UsageError(
+            f"no level {level!r}", hints=[f"levels are {min(LEVELS)} to {max(LEVELS)}"]
+        )
+    return LEVELS[level]
+
+
+def sample_expression(rng: random.Random, level: Level) -> str:
+    """An expression such as `"37*48+12"`: integers and operators, no spaces."""
+    num_operands = rng.randint(level.min_operands, level.max_operands)
+    if level.has_parentheses:
+        return _sample_tree(rng, level, num_operands)[0]
+    parts = [_sample_operand(rng, level)]
+    for _ in range(num_operands - 1):
+        parts += [rng.choice(level.operators), _sample_operand(rng, level)]
+    return "".join(parts)
+
+
+def sample_question(rng: random.Random, expression: str) -> str:
+    """The expression in a random phrasing."""
+    return rng.choice(PHRASINGS).format(expression)
+
+
+def evaluate(expression: str) -> Fraction:
+    """The exact value of an expression of unsigned integers, + - * / and parentheses.
+
+    Raises:
+        ValueError: it is anything else, longer than 500 characters, or divides by zero.
+    """
+    return _value(_parse(expression))
+
+
+def canonical(expression: str) -> str:
+    """One text for all ways to write the same expression: `"12+37*48"` and `"48*37+12"` agree.
+
+    Sums and products are flattened and sorted; nothing is multiplied out or computed.
+
+    Raises:
+        ValueError: see `evaluate`.
+    """
+    return _canonical(_parse(expression))
+
+
+# ---- sampling -----------------------------------------------------------------------------------
+
+
+def _sample_operand(rng: random.Random, level: Level) -> str:
+    if level.has_division and rng.random() < 0.25:
+        divisor = rng.randint(2, 12)
+        return f"{divisor * rng.randint(2, level.largest // divisor)}/{divisor}"
+    return str(rng.randint(1, level.largest))
+
+
+def _sample_tree(rng: random.Random, level: Level, num_operands: int) -> tuple[str, str]:
+    """A random expression and its outermost operator ("" for one operand)."""
+    if num_operands == 1:
+        return _sample_operand(rng, level), ""
+    num_left = rng.randint(1, num_operands - 1)
+    operator = rng.choice(level.operators)
+    left, left_operator = _sample_tree(rng, level, num_left)
+    right, right_operator = _sample_tree(rng, level, num_operands - num_left)
+    if operator == "*" and left_operator in ("+", "-"):
+        left = f"({left})"
+    if (operator == "*" and right_operator in ("+", "-")) or (
+        operator == "-" and right_operator in ("+", "-")
+    ):
+        right = f"({right})"
+    return left + operator + right, operator
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+# Only these characters reach the parser, so that it can meet no name, no string and no warning.
+_ARITHMETIC = re.compile(r"[0-9+\-*/() ]{1,500}")
+
+
+def _parse(expression: str) -> ast.expr:
+    if not _ARITHMETIC.fullmatch(expression):
+        raise ValueError(f"{expression[:80]!r} is no arithmetic")
+    try:
+        return ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression[:80]!r} is no arithmetic") from error
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return _value(left) - _value(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _value(left) * _value(right)
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            divisor = _value(right)
+            if divisor == 0:
+                raise ValueError("division by zero")
+            return _value(left) / divisor
+    raise ValueError(f"{ast.unparse(node)[:80]!r} is more than + - * / on unsigned integers")
+
+
+def _canonical(node: ast.expr) -> str:
+    match node:
+        case ast.Constant(value=int(number)):
+            return str(number)
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            return "(" + "".join(sorted(_terms(node, "+"))) + ")"
+        case ast.BinOp(op=ast.Mult() | ast.Div()):
+            return "(" + "".join(sorted(_factors(node, "*"))) + ")"
+    raise ValueError(f"{ast.unparse(node)[:80]!r} is more than + - * / on unsigned integers")
+
+
+def _terms(node: ast.expr, sign: str) -> list[str]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        flipped = "-" if sign == "+" else "+"
+        right_sign = sign if isinstance(node.op, ast.Add) else flipped
+        return _terms(node.left, sign) + _terms(node.right, right_sign)
+    return [sign + _canonical(node)]
+
+
+def _factors(node: ast.expr, sign: str) -> list[str]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+        flipped = "/" if sign == "*" else "*"
+        right_sign = sign if isinstance(node.op, ast.Mult) else flipped
+        return _factors(node.left, sign) + _factors(node.right, right_sign)
+    return [sign + _canonical(node)]

@@ -1,0 +1,144 @@
+"""`countdown`: reach a target with given numbers."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from areal_gym.envs.arithmetic import evaluate
+from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.grading import extract_answer
+from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task
+from areal_gym.errors import UsageError
+from areal_gym.types import Message, Task
+
+__all__ = ["CountdownEnv", "countdown_tasks", "uses_exactly"]
+
+FORMAT_REWARD = 0.1
+"""For an answer that is arithmetic, though not the right one."""
+
+_LARGEST = 99
+_TARGETS = range(10, 100)
+_SPELLINGS = {"×": "*", "÷": "/", "−": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
+
+
+@cache
+def countdown_tasks(num_numbers: int) -> GeneratedTasks:
+    """Solvable tasks; `task.data` holds `numbers`, `target` and one `solution`."""
+
+    def make_draft(rng: random.Random) -> Draft:
+        while True:
+            numbers = [rng.randint(1, _LARGEST) for _ in range(num_numbers)]
+            solution, value = _sample_solution(rng, numbers)
+            if value in _TARGETS and value not in numbers:
+                break
+        rng.shuffle(numbers)
+        key = f"{sorted(numbers)} -> {value}"
+        return Draft(key, {"numbers": numbers, "target": int(value), "solution": solution})
+
+    return GeneratedTasks(f"countdown of {num_numbers}", make_draft)
+
+
+def _sample_solution(rng: random.Random, numbers: Sequence[int]) -> tuple[str, Fraction]:
+    """A random expression over all the numbers, and its value."""
+    parts = [(str(number), Fraction(number)) for number in numbers]
+    while len(parts) > 1:
+        rng.shuffle(parts)
+        (left, a), (right, b) = parts.pop(), parts.pop()
+        operators = ["+", "-", "*"]
+        if b != 0 and (a / b).denominator == 1:
+            operators.append("/")
+        operator = rng.choice(operators)
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else a}[operator]
+        parts.append((f"({left}{operator}{right})", value))
+    text, value = parts[0]
+    return text[1:-1], value
+
+
+def uses_exactly(expression: str, numbers: Sequence[int]) -> bool:
+    """Whether the expression holds each of the numbers once and no other."""
+    used = [int(digits) for digits in re.findall(r"\d{1,9}", expression)]
+    return sorted(used) == sorted(numbers)
+
+
+class CountdownEnv(TextEnv):
+    r"""Reach a target with given numbers.
+
+    Task: "Use each of 75, 85 and 71 once with + - * / to make 81."; always solvable.
+    Tools: none.
+    Observation: the question.
+    Action: an assistant message with the expression in `\boxed{}`.
+    Reward: 1 for an expression that uses each number exactly once and has the target as its exact
+        value; 0.1 for another arithmetic expression; else 0. Parts: `answer`, `format`.
+    Episode end: terminated by the first message.
+    Splits: `train` and `test`, endless, disjoint by numbers and target (in any order).
+    Metrics: none.
+    Data: generated. History: v0.
+
+    Args:
+        num_numbers: how many numbers there are, 3 to 6.
+    """
+
+    max_turns = 1
+
+    def __init__(self, *, num_numbers: int = 4, render_mode: str | None = None) -> None:
+        super().__init__(render_mode=render_mode)
+        if num_numbers not in range(3, 7):
+            raise UsageError(f"num_numbers = {num_numbers!r}: it is 3 to 6")
+        self._tasks = countdown_tasks(num_numbers)
+
+    def num_tasks(self, split: str) -> int | None:
+        """Endless."""
+        return self._tasks.num_tasks(split)
+
+    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        """A drawn task, or the one that `options` names."""
+        return choose_task(self._tasks, rng, options)
+
+    def first_messages(self, task: Task) -> Sequence[Message]:
+        """The rules and the numbers."""
+        *others, last = map(str, task.data["numbers"])
+        return [
+            {"role": "system", "content": r"Put the final expression in \boxed{}."},
+            {
+                "role": "user",
+                "content": f"Use each of {', '.join(others)} and {last} once with + - * / "
+                f"to make {task.data['target']}.",
+            },
+        ]
+
+    async def respond(self, message: Message) -> Response:
+        """Grade the expression."""
+        value = None
+        expression = _as_arithmetic(extract_answer(message["content"]) or "")
+        try:
+            value = evaluate(expression)
+        except ValueError:
+            is_right = False
+        else:
+            is_right = value == self.task.data["target"] and uses_exactly(
+                expression, self.task.data["numbers"]
+            )
+        format_reward = FORMAT_REWARD if value is not None else 0.0
+        return Response(
+            reward=1.0 if is_right else format_reward,
+            reward_parts={"answer": float(is_right), "format": format_reward},
+            is_terminated=True,
+        )
+
+    def gold_action(self) -> str:
+        """The expression that the task was made from."""
+        return f"\\boxed{{{self.task.data['solution']}}}"
+
+
+def _as_arithmetic(answer: str) -> str:
+    """The answer with plain operators, and without "= 81" at its end."""
+    for spelling, operator in _SPELLINGS.items():
+        answer = answer.replace(spelling, operator)
+    return answer.partition("=")[0].strip().strip("$").strip()
