@@ -83,15 +83,12 @@ _LATEX_FRACTION = re.compile(
 _TIMES_POWER = re.compile(
     r"\s*(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\s*\}?"
 )
-    r"\s*(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\s*\}?"
-)
 _VARIABLE = re.compile(r"[A-Za-z]\s*=\s*")
 _UNIT = re.compile(r"(?P<number>.*[\d.)])(?P<space> ?)(?P<unit>[A-Za-z]+(?: [A-Za-z]+){0,3})")
 _UNITS = {
     *("mm", "cm", "m", "km", "in", "ft", "yd", "mi", "mg", "g", "kg", "lb", "lbs", "oz", "ml", "l"),
     *("L", "s", "sec", "min", "h", "hr", "hrs", "mph", "kmh", "kph", "W", "kW", "V", "A", "N", "J"),
 }
-)
 """Units that may follow the number at once or be shorter than three letters."""
 _NO_UNITS = {
     *("and", "or", "not", "to", "is", "but", "than", "plus", "minus", "times", "over", "by", "pi"),
@@ -99,7 +96,6 @@ _NO_UNITS = {
     *("million", "billion", "trillion", "dozen", "half", "third", "quarter", "squared", "cubed"),
     *("factorial", "infinity", "inf", "nan", "maybe", "per"),
 }
-)
 """Words that change what the number before them means."""
 
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|textit)\s*\{([^{}]*)\}")
