@@ -36,7 +36,7 @@ from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
 from areal_gym.rendering import parse_assistant
 from areal_gym.types import Message, Task
 
-__all__ = ["Response", "StepResult", "TextEnv"]
+__all__ = ["Response", "StepResult", "TextEnv", "ToolResults", "run_on_kept_loop"]
 
 Info = dict[str, Any]
 T = TypeVar("T")
@@ -225,7 +225,7 @@ class TextEnv(gymnasium.Env[str, str]):
     def step(self, action: str | Message) -> StepResult:
         """Answer an assistant message, synchronously. See `astep`."""
         if self.suspends:
-            return _run_on_kept_loop(self.astep(action))
+            return run_on_kept_loop(self.astep(action))
         coroutine = self.astep(action)
         try:
             coroutine.send(None)
@@ -283,7 +283,7 @@ class TextEnv(gymnasium.Env[str, str]):
     def close(self) -> None:
         """Release what the episode holds, synchronously. See `aclose`."""
         if self.suspends:
-            _run_on_kept_loop(self.aclose())
+            run_on_kept_loop(self.aclose())
 
     @final
     def render(self) -> str:
@@ -319,7 +319,7 @@ def _forget_kept_loop() -> None:
 os.register_at_fork(after_in_child=_forget_kept_loop)
 
 
-def _run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run on one long-lived loop thread, so that sandboxes and sessions survive between steps."""
     global _kept_loop
     with _kept_loop_lock:

@@ -203,6 +203,8 @@ def is_equal(prediction: str, gold: str) -> bool:
         return True
     if max(len(prediction), len(gold)) > _MAX_SYMBOLIC:
         return False
+    if b is not None and _UNFINISHED.search(prediction):
+        return False
     left, right = _collection(prediction), _collection(gold)
     if left is not None or right is not None:
         return left is not None and right is not None and _are_same_collections(left, right)
@@ -264,6 +266,9 @@ def _are_same_collections(a: _Collection, b: _Collection) -> bool:
         remaining.remove(match)
     return True
 
+
+# Repeating "37*48+12" is no answer to it, and "41 ... 42" is two.
+_UNFINISHED = re.compile(r"[\d)}]\s*(?:[-+*]|\\times|\\cdot)\s*[\d(\\]|\d\s+\d|\.\.")
 
 # What makes sympy run for minutes: big exponents, powers of powers, factorials, huge numbers.
 _EXPLOSIVE = re.compile(

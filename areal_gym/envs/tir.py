@@ -22,7 +22,7 @@ from areal_gym.envs.grading import extract_answer, is_same_number
 from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import ToolError
-from areal_gym.sandbox.base import Sandbox, SandboxResult, SandboxStatus, Session
+from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
 from areal_gym.types import Message, Task
 
 __all__ = ["SYSTEM_PROMPT", "TirEnv", "python_call", "tir_tasks"]
@@ -38,7 +38,8 @@ _MAX_CODE = 32_768
 _MAX_OUTPUT = 2_000
 """Characters of a tool's output that the policy gets to read."""
 
-_LIMITS = {
+_LIMITS = SandboxLimits(cpu_s=2.0, memory_mb=256)
+_REACHED = {
     SandboxStatus.TIMEOUT: "TimeoutError: the time limit was reached",
     SandboxStatus.MEMORY: "MemoryError: the memory limit was reached",
     SandboxStatus.OUTPUT: "OSError: the output limit was reached",
@@ -183,7 +184,7 @@ class TirEnv(TextEnv):
             code.encode()
         except UnicodeEncodeError:
             raise ToolError("the code holds half of a surrogate pair, which is no text") from None
-        result = await (await self._interpreter()).run(code)
+        result = await (await self._interpreter()).run(code, limits=_LIMITS)
         if not result.is_ok:
             self._num_failed_runs += 1
         return _observed(result)
@@ -210,7 +211,7 @@ def _observed(result: SandboxResult) -> str:
         lines = result.stderr.strip().splitlines()
         text = lines[-1].strip() if lines else "error"
     else:
-        text = _LIMITS[result.status]
+        text = _REACHED[result.status]
     if len(text) > _MAX_OUTPUT:
         return f"{text[:_MAX_OUTPUT]}... ({len(text) - _MAX_OUTPUT} more characters)"
     return text
