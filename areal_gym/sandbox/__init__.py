@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Where untrusted code runs."""

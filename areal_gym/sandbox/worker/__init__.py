@@ -1,0 +1,6 @@
+"""What runs inside the sandbox's processes.
+
+These modules import the standard library only and are loaded by a clean interpreter that knows
+nothing of areal-gym: `zygote` (the fork server) uses `jail`, `landlock`, `seccomp` and `kernel` to
+shut its children in, and `cell` to execute the snippets.
+"""

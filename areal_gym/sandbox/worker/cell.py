@@ -1,0 +1,181 @@
+"""Executes snippets: in the child, behind the walls.
+
+The parent sends a header (JSON), then the source in chunks; the cell answers with one message per
+snippet. What it answers is said by the snippet as much as by us: the parent trusts it no further
+than the snippet's own output.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import gc
+import io
+import json
+import linecache
+import os
+import resource
+import socket
+import sys
+import threading
+import traceback
+import types
+from typing import Any, NoReturn
+
+from .jail import lower_limit
+
+__all__ = ["serve"]
+
+CHUNK_BYTES = 32 * 1024
+"""Longest message on the socket."""
+_NAME = "<snippet>"
+_MAX_TEXT = 12_000
+_MAX_LINE = 2_000
+_HEADROOM = 64 << 20
+
+
+def serve(channel: socket.socket, base_memory: int) -> NoReturn:
+    """Execute what arrives until the channel closes or a snippet is the last one.
+
+    Args:
+        channel: message socket to the parent.
+        base_memory: address space in bytes that this process has before any snippet.
+    """
+    _open_streams()
+    namespace = _fresh_namespace()
+    gc.enable()
+    channel.send(b'{"ready": true}')
+    while True:
+        header = channel.recv(CHUNK_BYTES)
+        if not header:
+            os._exit(0)
+        request = json.loads(header)
+        source = b""
+        while len(source) < request["size"]:
+            source += channel.recv(CHUNK_BYTES)
+        is_last = request["is_fresh"]
+        _apply_limits(request["limits"], base_memory, is_last=is_last)
+        outcome, exit_code = _execute(source, namespace)
+        _flush()
+        outcome["nonce"] = request["nonce"]
+        channel.send(json.dumps(outcome).encode("utf-8", "backslashreplace"))
+        if is_last:
+            _exit(exit_code)
+
+
+def _open_streams() -> None:
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.FileIO(fd, "w", closefd=False)
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(raw, 8192), "utf-8", "backslashreplace", write_through=fd == 2
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+
+
+def _fresh_namespace() -> dict[str, Any]:
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    sys.argv = [""]
+    # The site module, which defines them, is not loaded.
+    builtins.__dict__.update(exit=sys.exit, quit=sys.exit)
+    return module.__dict__
+
+
+def _apply_limits(limits: dict[str, Any], base_memory: int, *, is_last: bool) -> None:
+    memory = base_memory + (limits["memory_mb"] << 20)
+    file_size = limits["file_mb"] << 20
+    cpu = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
+    if is_last:
+        # The hard limit is a little higher, so that a MemoryError can still be reported.
+        lower_limit(resource.RLIMIT_AS, memory, memory + _HEADROOM)
+        lower_limit(resource.RLIMIT_FSIZE, file_size)
+        lower_limit(resource.RLIMIT_NPROC, limits["num_processes"])
+        lower_limit(resource.RLIMIT_CPU, cpu)
+        return
+    # A session's next call may ask for more, and a hard limit cannot be raised again: only the
+    # first call sets those. CPU time adds up over the calls, so there the wall time bounds it.
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY:
+        hard = memory + _HEADROOM
+    lower_limit(resource.RLIMIT_AS, memory, hard)
+    lower_limit(resource.RLIMIT_FSIZE, file_size)
+    lower_limit(resource.RLIMIT_NPROC, limits["num_processes"])
+
+
+def _execute(source: bytes, namespace: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The message for the parent, and the exit code that Python would have."""
+    try:
+        text = source.decode("utf-8", "surrogatepass")
+        linecache.cache[_NAME] = (len(text), None, text.splitlines(keepends=True), _NAME)
+        tree = ast.parse(text, _NAME)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, _NAME, "exec"), namespace)
+        value = None
+        if isinstance(last, ast.Expr):
+            result = eval(compile(ast.Expression(last.value), _NAME, "eval"), namespace)
+            value = None if result is None else _cut(repr(result), _MAX_TEXT)
+        return {"status": "ok", "value": value}, 0
+    except SystemExit as stop:
+        return _exited(stop.code)
+    except BaseException as error:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        status = "memory" if isinstance(error, MemoryError) else "error"
+        return {"status": status, "traceback": _describe(error)}, 1
+
+
+def _exited(code: object) -> tuple[dict[str, Any], int]:
+    if code is None or code == 0:
+        return {"status": "ok", "value": None}, 0
+    if isinstance(code, int):
+        return {"status": "error", "traceback": f"SystemExit: {code}\n"}, code & 0xFF
+    return {"status": "error", "traceback": _cut(f"{code}\n", _MAX_TEXT)}, 1
+
+
+def _describe(error: BaseException) -> str:
+    """The traceback, without the frames of other people's code."""
+    try:
+        report = traceback.TracebackException(type(error), error, error.__traceback__)
+        _keep_own_frames(report)
+        lines = [_cut(line.rstrip("\n"), _MAX_LINE) + "\n" for line in report.format()]
+    except BaseException as failure:
+        return f"{type(error).__name__} (its text cannot be shown: {type(failure).__name__})\n"
+    return _cut("".join(lines), _MAX_TEXT)
+
+
+def _keep_own_frames(report: traceback.TracebackException | None) -> None:
+    while report is not None:
+        own = [frame for frame in report.stack if frame.filename == _NAME]
+        report.stack = traceback.StackSummary.from_list(own)
+        report = report.__cause__ or report.__context__
+
+
+def _cut(text: str, limit: int) -> str:
+    """`text` with its middle left out when it is longer than `limit`."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:
+            continue  # the snippet replaced or closed it
+
+
+def _exit(code: int) -> NoReturn:
+    # What an interpreter does at its end, without taking its modules apart.
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _flush()
+    except BaseException:
+        code = code or 1
+    os._exit(code)

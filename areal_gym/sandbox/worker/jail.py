@@ -1,0 +1,243 @@
+"""The walls: what the fork server does once for all its children, and each child for itself.
+
+Three situations, found by trying:
+
+- root, or root of a container: namespaces, a private root directory, and a private uid per child,
+  so that the process count of each child is its own;
+- an ordinary user with user namespaces: the same without private uids. The count of processes is
+  shared by the user there, so children may not fork at all;
+- neither: Landlock and seccomp, again without fork, so that nothing can be left behind.
+
+Everything that is refused is left out of `Jail.protections`, which the parent can show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+
+from . import kernel, landlock, seccomp
+
+__all__ = ["Jail"]
+
+_STAGE = "/sys"  # any directory that the jail does not show; mounted over in our own namespace only
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_TMP_OPTIONS = "size=64m,nr_inodes=4096,mode=1777"
+_CAP_SETUID, _CAP_SETGID, _CAP_SYS_ADMIN = 7, 6, 21
+
+
+class Jail:
+    """What this kernel and user allow. Built in the fork server before it forks anything."""
+
+    def __init__(self, *, without: list[str], paths: list[str], scratch: str) -> None:
+        self._without = frozenset(without)
+        self._readable = _readable_paths(paths)
+        self._scratch = scratch
+        self._pid_namespace = -1
+        self._uid_base = self._uid_count = self._landlock = 0
+        self._has_mounts = False
+        self.protections = ["limits", "empty environment", "closed descriptors", "new session"]
+
+        has_capability = os.geteuid() == 0 and self._take_root()
+        if not has_capability and self._attempt("user namespace", _own_user_namespace):
+            has_capability = True
+        if has_capability:
+            # Namespaces one by one: some kernels and containers refuse only some of them.
+            self._attempt("network namespace", lambda: kernel.unshare(kernel.NEWNET))
+            self._attempt("ipc namespace", lambda: kernel.unshare(kernel.NEWIPC | kernel.NEWUTS))
+            self._attempt("pid namespace", self._keep_pid_namespace)
+        kernel.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+        self.protections.append("no new privileges")
+        # Before the private root: it has no /proc to ask.
+        has_seccomp = seccomp.is_supported()
+        if has_capability:
+            self._has_mounts = self._attempt("private root", self._build_root)
+        if not self._has_mounts:
+            self._attempt("landlock", self._find_landlock)
+        self.can_fork = self._pid_namespace >= 0 and self._uid_count > 0
+        self._has_seccomp = has_seccomp and self._attempt("seccomp", self._build_filter)
+        if self._has_seccomp and not self.can_fork:
+            self.protections.append("no fork")
+
+    def _attempt(self, name: str, step: Callable[[], None]) -> bool:
+        if name in self._without or (name.endswith("namespace") and "namespaces" in self._without):
+            return False
+        try:
+            step()
+        except OSError:
+            return False
+        self.protections.append(name)
+        return True
+
+    # -- once, in the fork server
+
+    def _take_root(self) -> bool:
+        held = kernel.capabilities()
+        if held >> _CAP_SETUID & held >> _CAP_SETGID & 1 and "private uid" not in self._without:
+            with open("/proc/self/uid_map") as rows:
+                end = max(int(row.split()[0]) + int(row.split()[2]) for row in rows)
+            # High and, per fork server, its own: nothing else on the machine runs under these.
+            if end > 2_100_000_000:
+                self._uid_base, self._uid_count = 10**9 + os.getpid() % 10**6 * 1000, 1000
+            elif end > 62_000:
+                self._uid_base, self._uid_count = 30_000 + os.getpid() % 30 * 1000, 1000
+            if self._uid_count:
+                self.protections.append("private uid")
+        return bool(held >> _CAP_SYS_ADMIN & 1) and "namespaces" not in self._without
+
+    def _keep_pid_namespace(self) -> None:
+        kernel.unshare(kernel.NEWPID)  # for the children; this process stays where it is
+        fd = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        kernel.setns(fd, kernel.NEWPID)
+        self._pid_namespace = fd
+
+    def _build_root(self) -> None:
+        kernel.unshare(kernel.NEWNS)
+        kernel.mount("none", "/", "", kernel.REC | kernel.PRIVATE)
+        tmpfs = kernel.NOSUID | kernel.NODEV
+        kernel.mount("none", _STAGE, "tmpfs", tmpfs, "mode=755,size=1m")
+        for path in self._readable:
+            _bind(path, is_device=path in _DEVICES)
+        os.mkdir(_STAGE + "/tmp", 0o1777)
+        kernel.pivot_root(_STAGE)
+        kernel.restrict_mount("/", kernel.RDONLY, recursive=False)
+        # Also tries what each child will do.
+        kernel.mount("none", "/tmp", "tmpfs", tmpfs, _TMP_OPTIONS)
+
+    def _find_landlock(self) -> None:
+        self._landlock = landlock.version()
+
+    def _build_filter(self) -> None:
+        seccomp.build_filter(allow_fork=self.can_fork, own_pid=None)
+
+    # -- for each child
+
+    @property
+    def ends_trees(self) -> bool:
+        """Whether the kernel ends all that a child started when the child ends."""
+        return self._pid_namespace >= 0
+
+    def fork(self) -> int:
+        """`os.fork`, with the child as first process of its own pid namespace where there is one.
+
+        When the first process ends, the kernel ends all others of the namespace.
+        """
+        if self._pid_namespace < 0:
+            return os.fork()
+        kernel.unshare(kernel.NEWPID)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                kernel.setns(self._pid_namespace, kernel.NEWPID)
+        return pid
+
+    def directory(self, number: int) -> str:
+        """The private writable directory of child `number`."""
+        return "/tmp" if self._has_mounts else f"{self._scratch}/{number}"
+
+    def clean(self, number: int) -> None:
+        """Remove what child `number` wrote; a private mount went with its namespace."""
+        if not self._has_mounts:
+            directory = self.directory(number)
+            # The snippet may have locked its directories; it owns them, so they open again.
+            with contextlib.suppress(OSError):
+                os.chmod(directory, 0o700)
+            for parent, names, _ in os.walk(directory):
+                for name in names:
+                    path = os.path.join(parent, name)
+                    if not os.path.islink(path):
+                        os.chmod(path, 0o700)
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def confine(self, number: int) -> None:
+        """In the child, as the last thing before it hears of any snippet: no way back."""
+        directory = self.directory(number)
+        if self._has_mounts:
+            kernel.unshare(kernel.NEWNS)
+            tmpfs = kernel.NOSUID | kernel.NODEV
+            kernel.mount("none", "/tmp", "tmpfs", tmpfs, _TMP_OPTIONS)
+        else:
+            os.mkdir(directory, 0o700)
+        if self._uid_count:
+            uid = self._uid_base + number % self._uid_count
+            if not self._has_mounts:
+                os.chown(directory, uid, uid)
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        os.chdir(directory)
+        kernel.drop_capabilities()
+        kernel.prctl(4, 0)  # PR_SET_DUMPABLE: no ptrace, no core
+        kernel.prctl(1, 9)  # PR_SET_PDEATHSIG: SIGKILL when the fork server dies
+        for kind, value in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NOFILE, 256),
+            (resource.RLIMIT_MEMLOCK, 0),
+            (resource.RLIMIT_MSGQUEUE, 0),
+            (resource.RLIMIT_STACK, 8 << 20),
+        ):
+            lower_limit(kind, value)
+        if self._landlock:
+            readable, writable = [*self._readable], [directory, "/dev/null"]
+            landlock.restrict(self._landlock, readable=readable, writable=writable)
+        if self._has_seccomp:
+            own_pid = None if self._pid_namespace >= 0 else os.getpid()
+            program = seccomp.build_filter(allow_fork=self.can_fork, own_pid=own_pid)
+            seccomp.install(program)
+
+
+def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Set a resource limit, never above what the parent left us."""
+    _, ceiling = resource.getrlimit(kind)
+    wanted = soft if hard is None else hard
+    if ceiling != resource.RLIM_INFINITY:
+        wanted = min(wanted, ceiling)
+    resource.setrlimit(kind, (min(soft, wanted), wanted))
+
+
+def _readable_paths(paths: list[str]) -> list[str]:
+    """The system, the interpreter and `paths`: outer directories first, nothing twice."""
+    prefixes = [sys.base_prefix, sys.base_exec_prefix, *paths]
+    chosen: list[str] = []
+    for path in [*_SYSTEM, *sorted(prefixes, key=len), *_SYSTEM_FILES, *_DEVICES]:
+        path = os.path.abspath(path)
+        inside = any(path == other or path.startswith(other + "/") for other in chosen)
+        if path != "/" and not inside and os.path.exists(path):
+            chosen.append(path)
+    return chosen
+
+
+def _bind(path: str, *, is_device: bool) -> None:
+    target = _STAGE + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    kernel.mount(path, target, "", kernel.BIND | kernel.REC)
+    if not is_device:
+        restrictions = kernel.RDONLY | kernel.NOSUID | kernel.NODEV
+        kernel.restrict_mount(target, restrictions, recursive=True)
+
+
+def _own_user_namespace() -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    kernel.unshare(kernel.NEWUSER)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
