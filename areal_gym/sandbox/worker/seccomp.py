@@ -1,8 +1,8 @@
 """A small seccomp filter: what a snippet has no use for and an attacker has.
 
 The filter refuses with EPERM; it does not end the process, so that a snippet which tries the
-network sees an ordinary `PermissionError`. It denies by list: it narrows what the namespaces, the dropped
-capabilities and the private uid leave open, and is not a wall of its own.
+network sees an ordinary `PermissionError`. It denies by list: it narrows what the namespaces, the
+dropped capabilities and the private uid leave open, and is not a wall of its own.
 """
 
 from __future__ import annotations

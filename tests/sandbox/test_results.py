@@ -1,0 +1,153 @@
+"""What a call gives back."""
+
+import pytest
+
+from areal_gym.sandbox import SandboxStatus
+
+OK, ERROR, TIMEOUT = SandboxStatus.OK, SandboxStatus.ERROR, SandboxStatus.TIMEOUT
+MEMORY, OUTPUT, KILLED = SandboxStatus.MEMORY, SandboxStatus.OUTPUT, SandboxStatus.KILLED
+
+
+def test_output_and_value(execute):
+    result = execute("import sys\nprint('out')\nprint('err', file=sys.stderr)\n[1, 2]")
+    assert (result.status, result.is_ok) == (OK, True)
+    assert (result.stdout, result.stderr, result.value) == ("out\n", "err\n", "[1, 2]")
+    assert result.elapsed_s > 0
+
+
+@pytest.mark.parametrize("code", ["x = 1", "None", "", "# nothing", "print(1)"])
+def test_no_value(execute, code):
+    assert execute(code).value is None
+
+
+def test_the_traceback_shows_the_snippet_only(execute):
+    result = execute("import json\ndef f():\n    json.loads('{')\nf()")
+    assert result.status is ERROR
+    lines = result.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert [line for line in lines if "File" in line] == [
+        '  File "<snippet>", line 4, in <module>',
+        '  File "<snippet>", line 3, in f',
+    ]
+    assert lines[-1].startswith("json.decoder.JSONDecodeError: Expecting property name")
+
+
+def test_the_last_line_names_the_error(execute):
+    assert execute("1/0").stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert "SyntaxError" in execute("def f(:").stderr.splitlines()[-1]
+    assert execute("a\0b").status is ERROR
+
+
+def test_a_chain_of_errors_is_told_whole(execute):
+    code = "try:\n    1/0\nexcept ZeroDivisionError as e:\n    raise KeyError('k') from e"
+    stderr = execute(code).stderr
+    assert "ZeroDivisionError" in stderr
+    assert stderr.splitlines()[-1] == "KeyError: 'k'"
+
+
+def test_an_endless_chain_of_errors_ends(execute):
+    code = "a = ValueError('a')\nb = ValueError('b', a)\na.__cause__, b.__cause__ = b, a\nraise a"
+    assert "ValueError" in execute(code).stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "last_line"),
+    [
+        ("import sys; sys.exit(0)", OK, ""),
+        ("exit()", OK, ""),
+        ("import sys; sys.exit(42)", ERROR, "SystemExit: 42"),
+        ("import sys; sys.exit('why')", ERROR, "why"),
+        ("import os; os._exit(7)", ERROR, "SystemExit: 7"),
+        ("import os; os._exit(0)", OK, ""),
+        ("import ctypes; ctypes.string_at(0)", KILLED, "Killed: SIGSEGV"),
+    ],
+)
+def test_exits(execute, code, status, last_line):
+    result = execute("print('before', flush=True)\n" + code)
+    assert (result.status, result.stdout) == (status, "before\n")
+    assert "".join(result.stderr.splitlines()[-1:]) == last_line
+
+
+def test_exit_handlers_and_threads_are_waited_for(execute):
+    code = "import atexit, threading, time\natexit.register(print, 'handler')\n"
+    code += "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()"
+    assert execute(code).stdout == "thread\nhandler\n"
+
+
+def test_names_do_not_reach_the_next_call(execute):
+    execute("import builtins\nx = 1\nbuiltins.print = None")
+    assert execute("print('x' in globals())").stdout == "False\n"
+
+
+def test_text_of_every_kind(execute):
+    assert execute("print('π≈3.14 数学')").stdout == "π≈3.14 数学\n"
+    assert execute(r"print('\ud800')").stdout == "\\ud800\n"
+    assert execute("import os; os.write(1, b'a\\x00b\\xff')").stdout == "a\0b\ufffd"
+    assert execute("'\\udfff'").value == "'\\udfff'"
+    assert execute("print('\ud800')").status in (OK, ERROR)
+    assert execute("x='" + "a" * 300_000 + "'\nlen(x)").value == "300000"
+
+
+def test_stdin_is_empty(execute):
+    assert execute("input()").stderr.splitlines()[-1] == "EOFError: EOF when reading a line"
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)", "3**10**9"])
+def test_the_wall_clock(execute, code):
+    result = execute("print('first', flush=True)\n" + code, wall_s=0.5)
+    assert (result.status, result.stdout) == (TIMEOUT, "first\n")
+    assert result.stderr == "TimeoutError: no result after 0.5 s\n"
+
+
+def test_processor_time(execute):
+    result = execute("while True: pass", cpu_s=1)
+    assert result.status is TIMEOUT
+    assert result.stderr == "TimeoutError: more than 1 s of processor time\n"
+
+
+def test_memory(execute):
+    for code in ("x = bytearray(64 << 30)", "x = []\nwhile True: x.append(bytearray(16 << 20))"):
+        result = execute(code, memory_mb=128)
+        assert (result.status, result.stderr.splitlines()[-1]) == (MEMORY, "MemoryError")
+    assert execute("len(bytearray(64 << 20))", memory_mb=128).value == str(64 << 20)
+
+
+def test_output_beyond_the_limit(execute):
+    result = execute("print('a' * 5000)\n1", output_bytes=1000)
+    assert (result.status, result.stdout, result.value) == (OUTPUT, "a" * 1000, None)
+    assert result.stderr == "OutputLimit: more than 1000 bytes were printed\n"
+
+
+def test_a_flood_ends_the_snippet(execute):
+    result = execute("while True: print('spam' * 1000)", output_bytes=1000)
+    assert (result.status, len(result.stdout)) == (OUTPUT, 1000)
+
+
+def test_huge_errors_are_cut(execute):
+    result = execute("raise ValueError('x' * 50_000_000)")
+    assert result.status is ERROR
+    assert len(result.stderr) < 20_000
+    assert len(execute("'y' * 50_000_000").value) < 20_000
+
+
+def test_an_error_that_cannot_be_shown(execute):
+    code = "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E"
+    assert execute(code).status is ERROR
+
+
+def test_the_status_is_not_forged_by_writing_to_descriptors(execute):
+    code = 'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"status": "ok"}\')\n'
+    code += "    except OSError: pass\nraise SystemExit(3)"
+    assert execute(code).status is ERROR
+
+
+def test_numpy_and_sympy(execute):
+    code = "import numpy as np, sympy\nprint(np.arange(10).sum(), sympy.sqrt(8))"
+    result = execute(code)
+    if "ModuleNotFoundError" in result.stderr:
+        pytest.skip("numpy or sympy is not installed")
+    assert result.stdout == "45 2*sqrt(2)\n"
+
+
+def test_sets_have_one_order(execute):
+    assert len({execute("list({'a', 'b', 'c', 'd', 'e'})").value for _ in range(3)}) == 1

@@ -1,0 +1,83 @@
+"""Persistent interpreters."""
+
+import asyncio
+
+import pytest
+
+from areal_gym.sandbox import SandboxLimits, SandboxStatus
+
+SHORT = SandboxLimits(wall_s=0.5)
+
+
+@pytest.fixture
+def converse(runner, sandbox):
+    """Run snippets one after another in one session."""
+
+    def converse(*codes, limits=None):
+        async def go():
+            session = await sandbox.session()
+            results = [await session.run(code, limits=limits) for code in codes]
+            await session.aclose()
+            await session.aclose()
+            return results
+
+        return runner.run(go())
+
+    return converse
+
+
+def test_names_stay(converse):
+    results = converse("x = 3\ndef f(): return x", "x += 1", "f()")
+    assert [result.value for result in results] == [None, None, "4"]
+
+
+def test_an_error_leaves_the_state(converse):
+    results = converse("x = 1\nprint('a')", "1/0", "import sys; sys.exit(1)", "x")
+    assert [str(result.status) for result in results] == ["ok", "error", "error", "ok"]
+    assert [result.stdout for result in results] == ["a\n", "", "", ""]
+    assert results[-1].value == "1"
+
+
+def test_a_timeout_or_a_crash_begins_afresh(converse):
+    for end in ("while True: pass", "import os; os._exit(3)", "import ctypes; ctypes.string_at(0)"):
+        results = converse("x = 1", end, "'x' in globals()", limits=SandboxLimits(wall_s=2))
+        assert not results[1].is_ok
+        assert results[2].value == "False"
+
+
+def test_memory_is_limited_in_each_call(converse):
+    limits = SandboxLimits(memory_mb=128, wall_s=20)
+    results = converse(
+        "x = bytearray(100 << 20)", "y = bytearray(100 << 20)", "del x", "1", limits=limits
+    )
+    assert [str(result.status) for result in results] == ["ok", "memory", "ok", "ok"]
+
+
+def test_printing_too_much_keeps_the_state(converse):
+    results = converse("x = 1\nprint('a' * 100_000)", "x")
+    assert results[0].status is SandboxStatus.OUTPUT
+    assert results[1].value == "1"
+
+
+def test_more_sessions_than_workers(runner, sandbox):
+    async def go():
+        sessions = [await sandbox.session() for _ in range(24)]
+        for i, session in enumerate(sessions):
+            assert (await session.run(f"x = {i}")).is_ok
+        results = await asyncio.gather(*(session.run("x * x") for session in sessions))
+        await asyncio.gather(*(session.aclose() for session in sessions))
+        return [result.value for result in results]
+
+    assert runner.run(go()) == [str(i * i) for i in range(24)]
+
+
+def test_calls_of_one_session_take_turns(runner, sandbox):
+    async def go():
+        session = await sandbox.session()
+        await session.run("x = []")
+        await asyncio.gather(*(session.run(f"x.append({i})") for i in range(5)))
+        result = await session.run("x")
+        await session.aclose()
+        return result.value
+
+    assert runner.run(go()) == "[0, 1, 2, 3, 4]"
