@@ -96,13 +96,17 @@ class TrainerConfig(_Settings):
     advantage: str = "grpo"
     loss: str = "ppo_clip"
     aggregation: Literal["token_mean", "seq_mean", "constant_length"] = "token_mean"
-    clip_low: float | None = 0.2
-    """Ratio below 1 - clip_low is clipped; null is off."""
-    clip_high: float | None = 0.28
-    """Ratio above 1 + clip_high is clipped; null is off."""
+    clip_low: float | Literal["default"] | None = "default"
+    """Ratio below 1 - clip_low is clipped; null is off, "default" is the loss's own."""
+    clip_high: float | Literal["default"] | None = "default"
+    """Ratio above 1 + clip_high is clipped; null is off, "default" is the loss's own."""
     loss_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the loss."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """"muon" orthogonalises the updates of the layers' matrices; the rest stays with AdamW."""
     lr: float = Field(3e-4, gt=0)
+    muon_lr: float = Field(3e-3, gt=0)
+    """Learning rate of the matrices, with optimizer "muon"."""
     warmup_steps: int = Field(0, ge=0)
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)

@@ -1,0 +1,94 @@
+"""Checkpoints of a run: the policy in Hugging Face's layout, and what training needs to go on.
+
+    checkpoints/step-000010/      config.json, model.safetensors, tokenizer files
+                trainer.pt        optimizer states, number of steps
+                trainer.json      the step, in plain text
+
+A new checkpoint is a new directory, which appears whole; then all but the last two are deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import torch
+
+from areal_gym.errors import ConfigError, TrainError
+from areal_gym.modeling.checkpoint import save_checkpoint
+from areal_gym.trainer.learner import Learner
+
+__all__ = ["checkpoint_name", "latest_checkpoint", "restore_learner", "save_learner"]
+
+_NAME = re.compile(r"step-(\d{6,})")
+_KEPT = 2
+
+
+def checkpoint_name(step: int) -> str:
+    """`"step-000010"`."""
+    return f"step-{step:06d}"
+
+
+def save_learner(learner: Learner, directory: Path, step: int, tokenizer_dir: Path) -> Path:
+    """Write checkpoint `step` below `directory` and return its path.
+
+    Raises:
+        TrainError: the disk is full or not writable; earlier checkpoints are as they were.
+    """
+    path = directory / checkpoint_name(step)
+    extra = directory / f".trainer-{step}.pt"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save(learner.state_dict(), extra)
+        save_checkpoint(
+            learner.decoder,
+            path,
+            tokenizer_dir=tokenizer_dir,
+            extra_files={
+                "trainer.pt": extra.read_bytes(),
+                "trainer.json": (json.dumps({"step": step}) + "\n").encode(),
+            },
+        )
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, TrainError):
+            raise
+        raise TrainError(
+            f"cannot write the checkpoint {path}: {error}",
+            hints=["free some space, then continue with --resume"],
+        ) from error
+    finally:
+        extra.unlink(missing_ok=True)
+    for old in _all(directory)[:-_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def latest_checkpoint(directory: Path) -> tuple[int, Path] | None:
+    """The newest checkpoint's step and path."""
+    found = _all(directory)
+    return (int(found[-1].name.removeprefix("step-")), found[-1]) if found else None
+
+
+def restore_learner(learner: Learner, path: Path) -> None:
+    """Bring optimizer and counters back; the weights were loaded with the decoder.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    file = path / "trainer.pt"
+    try:
+        learner.load_state_dict(torch.load(file, weights_only=True))
+    except Exception as error:
+        raise ConfigError(
+            f"cannot continue from {file}: {error}",
+            hints=["start again from its weights: engine.model=" + str(path)],
+        ) from error
+
+
+def _all(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))

@@ -1,0 +1,76 @@
+"""The training loop: take a batch, update, publish, again.
+
+    source.next_batch() --groups--> learner.step() --weights--> weight_sync.publish(version + 1)
+      waits for: enough            in a thread of its own,        waits for: the engine's next
+      fresh, complete groups       rollouts go on meanwhile       pause between two tokens
+
+Synchronous and asynchronous training are this one loop: how far rollouts run ahead is decided by
+the source (`rollout.max_staleness`), not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from areal_gym.trainer.learner import Learner
+from areal_gym.trainer.weight_sync import WeightSync
+from areal_gym.types import Group
+
+__all__ = ["BatchSource", "OnStep", "train_loop"]
+
+
+class BatchSource(Protocol):
+    """Where batches come from; the trainer knows nothing else about rollouts."""
+
+    async def next_batch(self) -> Sequence[Group]:
+        """The next groups to train on."""
+        ...
+
+
+OnStep = Callable[[int, dict[str, float], Sequence[Group]], Awaitable[None]]
+"""Called after each step with (step, metrics, batch); weights are published already."""
+
+
+async def train_loop(
+    source: BatchSource,
+    learner: Learner,
+    weight_sync: WeightSync,
+    *,
+    num_steps: int,
+    on_step: OnStep,
+    first_step: int = 1,
+    num_threads: int = 1,
+) -> None:
+    """Train from `first_step` to `num_steps`; the version of the weights is the number of steps.
+
+    When cancelled, the update under way is finished first: the weights are never half-applied.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="areal-gym-trainer") as thread:
+        loop = asyncio.get_running_loop()
+        for step in range(first_step, num_steps + 1):
+            begin_s = time.perf_counter()
+            groups = await source.next_batch()
+            waited_s = time.perf_counter()
+
+            def update(
+                groups: Sequence[Group] = groups, version: int = step - 1
+            ) -> dict[str, float]:
+                # The number of threads belongs to the calling thread.
+                torch.set_num_threads(num_threads)
+                return learner.step(groups, version)
+
+            metrics = await loop.run_in_executor(thread, update)
+            trained_s = time.perf_counter()
+            await weight_sync.publish(learner.weights(), step)
+            end_s = time.perf_counter()
+            metrics["time/wait_s"] = waited_s - begin_s
+            metrics["time/publish_s"] = end_s - trained_s
+            metrics["time/step_s"] = end_s - begin_s
+            metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / (end_s - begin_s)
+            await on_step(step, metrics, groups)

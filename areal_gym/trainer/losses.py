@@ -1,0 +1,176 @@
+"""Policy losses: pure functions of tensors over the policy's tokens; lower is better.
+
+All tensors are [T], T the policy tokens of a (micro-)batch. A loss gives one number per token;
+`aggregate` is the only place where they become one, exactly over the whole batch, so that
+micro-batches (and, later, ranks) do not change the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from areal_gym.errors import ConfigError
+
+__all__ = [
+    "Aggregation",
+    "LossInputs",
+    "LossOutput",
+    "PolicyLoss",
+    "aggregate",
+    "aggregation_weights",
+    "cispo",
+    "gspo",
+    "importance_weights",
+    "k3",
+    "ppo_clip",
+]
+
+Aggregation = Literal["token_mean", "seq_mean", "constant_length"]
+
+_MAX_LOG_RATIO = 20.0
+"""exp(20) is 5e8: far beyond every clip, and still finite in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """What a policy loss may look at; every tensor is [T]."""
+
+    logprobs: Tensor
+    """Of the policy being trained; carries the gradient."""
+    proximal: Tensor
+    """Of the policy at the start of the step: what ratios are taken against."""
+    old_logprobs: Tensor
+    """Recorded while sampling. Equal to `proximal` when nothing is stale."""
+    advantages: Tensor
+    sequence_ids: Tensor
+    """Which sequence each token belongs to, 0-based, without gaps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """Per-token losses [T], and per-token metrics [T] whose token mean is logged."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+PolicyLoss = Callable[..., LossOutput]
+
+
+def ppo_clip(
+    batch: LossInputs,
+    *,
+    clip_low: float | None = 0.2,
+    clip_high: float | None = 0.28,
+    dual_clip: float | None = None,
+) -> LossOutput:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - prox) (Schulman et al. 2017, eq. 7).
+
+    Different bounds are DAPO's clip-higher (Yu et al. 2025); None switches a bound off. `dual_clip`
+    c > 1 bounds the loss of negative advantages by -c A (Ye et al. 2020, eq. 5).
+    """
+    ratio_T = _ratio(batch.logprobs - batch.proximal)
+    plain_T = -batch.advantages * ratio_T
+    clipped_T = -batch.advantages * _clip(ratio_T, clip_low, clip_high)
+    loss_T = torch.maximum(plain_T, clipped_T)
+    metrics = {"clip_fraction": (clipped_T > plain_T).float(), "ratio": ratio_T.detach()}
+    if dual_clip is not None:
+        if dual_clip <= 1:
+            raise ConfigError(f"dual_clip = {dual_clip} must be above 1; null switches it off")
+        bound_T = -dual_clip * batch.advantages
+        is_bounded_T = (batch.advantages < 0) & (bound_T < loss_T)
+        loss_T = torch.where(is_bounded_T, bound_T, loss_T)
+        metrics["dual_clip_fraction"] = is_bounded_T.float()
+    return LossOutput(loss=loss_T, metrics=metrics)
+
+
+def gspo(
+    batch: LossInputs, *, clip_low: float | None = 3e-4, clip_high: float | None = 4e-4
+) -> LossOutput:
+    """ppo_clip with one ratio per sequence, exp(mean_t(logp - prox)) (Zheng et al. 2025, eq. 7).
+
+    With `seq_mean` it is the paper's objective; with `token_mean` the reference system's.
+    """
+    log_ratio_T = batch.logprobs - batch.proximal
+    num_sequences = int(batch.sequence_ids.max()) + 1 if len(log_ratio_T) else 0
+    zeros = torch.zeros(num_sequences, dtype=log_ratio_T.dtype, device=log_ratio_T.device)
+    sums = zeros.index_add(0, batch.sequence_ids, log_ratio_T)
+    counts = zeros.index_add(0, batch.sequence_ids, torch.ones_like(log_ratio_T))
+    ratio_T = _ratio(sums / counts.clamp(min=1))[batch.sequence_ids]
+    plain_T = -batch.advantages * ratio_T
+    clipped_T = -batch.advantages * _clip(ratio_T, clip_low, clip_high)
+    return LossOutput(
+        loss=torch.maximum(plain_T, clipped_T),
+        metrics={"clip_fraction": (clipped_T > plain_T).float(), "ratio": ratio_T.detach()},
+    )
+
+
+def cispo(
+    batch: LossInputs, *, clip_low: float | None = None, clip_high: float | None = 4.0
+) -> LossOutput:
+    """-sg(clip(r, 1 - low, 1 + high)) A logp: no token is dropped (MiniMax-M1 2025, eq. 4)."""
+    ratio_T = _ratio(batch.logprobs - batch.proximal).detach()
+    weight_T = _clip(ratio_T, clip_low, clip_high)
+    return LossOutput(
+        loss=-weight_T * batch.advantages * batch.logprobs,
+        metrics={"clip_fraction": (weight_T != ratio_T).float(), "ratio": ratio_T},
+    )
+
+
+def importance_weights(proximal_T: Tensor, old_logprobs_T: Tensor, *, cap: float = 5.0) -> Tensor:
+    """min(exp(prox - old), cap): the decoupled objective's weight of a stale token.
+
+    Fu et al. 2025 (AReaL), eq. 5, truncated per token. Constant: it carries no gradient.
+    """
+    return _ratio(proximal_T - old_logprobs_T).clamp(max=cap).detach()
+
+
+def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
+    """exp(-d) - 1 + d for d = logp - base: an estimate of KL(p || base) that is never negative.
+
+    Schulman 2020, "Approximating KL Divergence".
+    """
+    difference_T = logprobs_T - base_T
+    return _ratio(-difference_T) - 1 + difference_T
+
+
+def aggregation_weights(
+    kind: Aggregation, lengths: list[int], *, constant_length: int = 1
+) -> list[float]:
+    """The weight of each token of sequence i in the batch's loss, for all sequences of the batch.
+
+    Args:
+        kind: `token_mean`: every token counts the same; `seq_mean`: every sequence counts the
+            same; `constant_length`: token sums over sequences times a constant (Dr. GRPO).
+        lengths: policy tokens of each sequence of the *whole* batch.
+        constant_length: the constant, such as the limit of new tokens.
+    """
+    num_tokens = sum(lengths)
+    num_sequences = sum(1 for length in lengths if length)
+    if kind == "token_mean":
+        return [1 / max(num_tokens, 1)] * len(lengths)
+    if kind == "seq_mean":
+        return [1 / (max(length, 1) * max(num_sequences, 1)) for length in lengths]
+    return [1 / (constant_length * max(num_sequences, 1))] * len(lengths)
+
+
+def aggregate(loss_T: Tensor, weights_T: Tensor) -> Tensor:
+    """The part of the batch's loss that these tokens make; parts add up over micro-batches."""
+    return (loss_T * weights_T).sum()
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+
+
+def _clip(ratio_T: Tensor, clip_low: float | None, clip_high: float | None) -> Tensor:
+    if clip_low is None and clip_high is None:
+        return ratio_T
+    low = None if clip_low is None else 1 - clip_low
+    high = None if clip_high is None else 1 + clip_high
+    return ratio_T.clamp(min=low, max=high)

@@ -1,0 +1,200 @@
+"""Batches without padding in the matrix products, and a group's prompt forwarded once.
+
+The rows of a micro-batch lie on one flat axis of N tokens. Rows that begin with the same prompt
+share its tokens (a prefix tree of depth one): the prompt is forwarded once, and every continuation
+attends to it and to itself. Attention is the only place with padding: tokens are gathered into
+small rectangles of similar length, attended, and gathered back.
+
+    flat axis   [prompt A][cont. A1][cont. A2][prompt B][cont. B1] ...
+    rectangles  prompts: q = k = the prompt, causal
+                continuations: q = the continuation, k = its prompt (right-aligned) + itself
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Block", "PackedBatch", "Row", "attend_blocks", "pack", "split_by_tokens"]
+
+_MAX_ROWS = 64
+"""Rows of one rectangle."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Tokens of one sequence; the first `num_shared` may be shared with rows that begin alike."""
+
+    token_ids: Sequence[int]
+    num_shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One rectangle of attention: `B` rows, `Q` queries, `K` keys."""
+
+    query_index_BQ: Tensor
+    """Flat positions of the queries; padding points anywhere."""
+    key_index_BK: Tensor
+    mask_B1QK: Tensor
+    """0 where a query may look, -inf elsewhere; every query sees at least one key."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A micro-batch on the flat axis."""
+
+    token_ids_N: Tensor
+    positions_N: Tensor
+    blocks: tuple[Block, ...]
+    inverse_N: Tensor
+    """Where each flat token's output lies in the blocks' concatenated, padded outputs."""
+    row_index: tuple[list[int], ...]
+    """For each row, the flat position of each of its tokens (shared ones included)."""
+
+    def attend(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, /) -> Tensor:
+        """The decoder's `Attend` of this batch."""
+        return attend_blocks(self.blocks, self.inverse_N, q_NHD, k_NKD, v_NKD)
+
+
+def split_by_tokens(rows: Sequence[Row], budget: int) -> list[list[int]]:
+    """Indexes of the rows of each micro-batch, at most `budget` flat tokens each (but never none).
+
+    Rows that share a prompt stay together where they fit, for then the prompt costs once.
+    """
+    families: dict[tuple[int, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        families.setdefault(tuple(row.token_ids[: row.num_shared]), []).append(index)
+    batches: list[list[int]] = [[]]
+    used = 0
+    for prompt, members in families.items():
+        whole = len(prompt) + sum(len(rows[i].token_ids) - len(prompt) for i in members)
+        if batches[-1] and used + whole > budget:
+            batches.append([])
+            used = 0
+        is_prompt_in = False
+        for i in members:
+            cost = len(rows[i].token_ids) - (len(prompt) if is_prompt_in else 0)
+            if batches[-1] and used + cost > budget:
+                batches.append([])
+                used, cost = 0, len(rows[i].token_ids)
+            batches[-1].append(i)
+            used += cost
+            is_prompt_in = True
+    return [batch for batch in batches if batch]
+
+
+def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch:
+    """Lay rows on the flat axis and plan their attention."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    prompts: dict[tuple[int, ...], range] = {}
+    row_index: list[list[int]] = []
+    own: list[tuple[range, range]] = []
+    for row in rows:
+        shared = tuple(row.token_ids[: row.num_shared])
+        if shared and shared not in prompts:
+            prompts[shared] = range(len(token_ids), len(token_ids) + len(shared))
+            token_ids += shared
+            positions += range(len(shared))
+        prompt = prompts.get(shared, range(0))
+        tail = row.token_ids[len(prompt) :]
+        mine = range(len(token_ids), len(token_ids) + len(tail))
+        token_ids += tail
+        positions += range(len(prompt), len(prompt) + len(tail))
+        row_index.append([*prompt, *mine])
+        if mine:
+            own.append((prompt, mine))
+    rectangles = [(range(0), prompt) for prompt in prompts.values()] + own
+    rectangles.sort(key=lambda pair: (bool(pair[0]), len(pair[1]), len(pair[0])))
+    blocks: list[Block] = []
+    order: list[Tensor] = []
+    for chunk in _similar(rectangles):
+        blocks.append(_block(chunk, device))
+        order.append(_real_queries(chunk))
+    place = torch.cat(order) if order else torch.zeros(0, dtype=torch.long)
+    inverse = torch.empty(len(token_ids), dtype=torch.long)
+    is_real = place >= 0
+    inverse[place[is_real]] = is_real.nonzero().squeeze(1)
+    return PackedBatch(
+        token_ids_N=torch.tensor(token_ids, dtype=torch.long, device=device),
+        positions_N=torch.tensor(positions, dtype=torch.long, device=device),
+        blocks=tuple(blocks),
+        inverse_N=inverse.to(device),
+        row_index=tuple(row_index),
+    )
+
+
+def attend_blocks(
+    blocks: Iterable[Block], inverse_N: Tensor, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor
+) -> Tensor:
+    """Attention of each rectangle; [N, H, D] in, [N, H, D] out. Gathers carry exact gradients."""
+    num_groups = q_NHD.shape[1] // k_NKD.shape[1]
+    outputs = []
+    for block in blocks:
+        q = q_NHD[block.query_index_BQ].transpose(1, 2)  # [B, H, Q, D]
+        k = k_NKD[block.key_index_BK].transpose(1, 2)
+        v = v_NKD[block.key_index_BK].transpose(1, 2)
+        if num_groups > 1:
+            k = k.repeat_interleave(num_groups, dim=1)
+            v = v.repeat_interleave(num_groups, dim=1)
+        mask = block.mask_B1QK.to(q.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[inverse_N]
+
+
+def _similar(rectangles: list[tuple[range, range]]) -> Iterator[list[tuple[range, range]]]:
+    """Runs of rectangles whose rows are of one kind and of similar length."""
+    chunk: list[tuple[range, range]] = []
+    for prompt, mine in rectangles:
+        if chunk and (
+            len(chunk) == _MAX_ROWS
+            or bool(prompt) != bool(chunk[0][0])
+            or len(mine) > 1.3 * len(chunk[0][1]) + 4
+        ):
+            yield chunk
+            chunk = []
+        chunk.append((prompt, mine))
+    if chunk:
+        yield chunk
+
+
+def _block(chunk: list[tuple[range, range]], device: torch.device | str) -> Block:
+    num_prompt = max(len(prompt) for prompt, _ in chunk)
+    num_own = max(len(mine) for _, mine in chunk)
+    prompt_starts = torch.tensor([prompt.start for prompt, _ in chunk])[:, None]
+    prompt_lengths = torch.tensor([len(prompt) for prompt, _ in chunk])[:, None]
+    own_starts = torch.tensor([mine.start for _, mine in chunk])[:, None]
+    own_lengths = torch.tensor([len(mine) for _, mine in chunk])[:, None]
+    steps_Q = torch.arange(num_own)
+    query_BQ = own_starts + steps_Q.minimum(own_lengths - 1)
+    # Prompts are right-aligned, so that query i sees keys up to num_prompt + i in every row.
+    prompt_steps = torch.arange(num_prompt) - (num_prompt - prompt_lengths)
+    prompt_BK = prompt_starts + prompt_steps.clamp(min=0)
+    is_hidden_B1K = torch.cat((prompt_steps < 0, steps_Q >= own_lengths), dim=1)[:, None]
+    is_later_1QK = (
+        torch.arange(num_prompt + num_own)[None, None] > num_prompt + steps_Q[None, :, None]
+    )
+    is_padding_BQ1 = (steps_Q >= own_lengths)[:, :, None]
+    is_masked = (is_hidden_B1K & ~is_padding_BQ1) | is_later_1QK
+    mask = torch.zeros(is_masked.shape).masked_fill_(is_masked, -torch.inf)
+    return Block(
+        query_index_BQ=query_BQ.to(device),
+        key_index_BK=torch.cat((prompt_BK, query_BQ), dim=1).to(device),
+        mask_B1QK=mask[:, None].to(device),
+    )
+
+
+def _real_queries(chunk: list[tuple[range, range]]) -> Tensor:
+    """For each padded query in order: its flat position, -1 for padding."""
+    width = max(len(mine) for _, mine in chunk)
+    flat = itertools.chain.from_iterable(
+        (*mine, *([-1] * (width - len(mine)))) for _, mine in chunk
+    )
+    return torch.tensor(list(flat), dtype=torch.long)

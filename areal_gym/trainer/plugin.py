@@ -1,0 +1,54 @@
+"""The built-in trainer, advantage estimators, policy losses and weight syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from areal_gym.plugins import AdvantageSpec, PolicyLossSpec, TrainerSpec, WeightSyncSpec, hookimpl
+
+
+@hookimpl
+def register_trainers() -> Iterable[TrainerSpec]:
+    """One process."""
+    yield TrainerSpec(
+        id="single",
+        entry_point="areal_gym.trainer.learner:Learner",
+        summary="one process, float32 master weights, packed micro-batches",
+    )
+
+
+@hookimpl
+def register_advantage_estimators() -> Iterable[AdvantageSpec]:
+    """What a reward says about a trajectory."""
+    for name, summary in (
+        ("grpo", "(reward - group mean) / group standard deviation"),
+        ("dr_grpo", "reward - group mean"),
+        ("rloo", "reward - mean of the siblings"),
+        ("reinforce", "the reward itself"),
+    ):
+        yield AdvantageSpec(
+            id=name, entry_point=f"areal_gym.trainer.advantages:{name}", summary=summary
+        )
+
+
+@hookimpl
+def register_policy_losses() -> Iterable[PolicyLossSpec]:
+    """What an advantage does to the policy."""
+    for name, summary in (
+        ("ppo_clip", "PPO's clipped ratio per token, with separate bounds and optional dual clip"),
+        ("gspo", "the clipped ratio of whole sequences"),
+        ("cispo", "clipped, constant importance weights times the log-probability"),
+    ):
+        yield PolicyLossSpec(
+            id=name, entry_point=f"areal_gym.trainer.losses:{name}", summary=summary
+        )
+
+
+@hookimpl
+def register_weight_syncs() -> Iterable[WeightSyncSpec]:
+    """How weights reach the engine."""
+    yield WeightSyncSpec(
+        id="in-process",
+        entry_point="areal_gym.trainer.weight_sync:InProcessWeightSync",
+        summary="the engine in this process copies the tensors",
+    )
