@@ -32,7 +32,7 @@ import numpy as np
 
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
+from areal_gym.errors import EnvError, EpisodeError, GymError, ToolError, UsageError
 from areal_gym.rendering import parse_assistant
 from areal_gym.types import Message, Task
 
@@ -196,6 +196,7 @@ class TextEnv(gymnasium.Env[str, str]):
         `{"split": ..., "index": i}` is handed to `sample_task`.
 
         Raises:
+            UsageError: the options name no task.
             EnvError: the environment's own code failed.
         """
         super().reset(seed=seed)
@@ -205,9 +206,9 @@ class TextEnv(gymnasium.Env[str, str]):
             if given is None:
                 self._task = self.sample_task(self.np_random, options)
             else:
-                self._task = given if isinstance(given, Task) else Task(**given)
+                self._task = given if isinstance(given, Task) else _given_task(given)
             self._messages = list(self.first_messages(self._task))
-        except (EpisodeError, UsageError):
+        except GymError:  # raised on purpose: no such split, an empty file, a failed sandbox
             raise
         except Exception as error:
             raise EnvError(f"{type(self).__name__}.reset failed: {error!r}") from error
@@ -297,6 +298,14 @@ class ToolResults(NamedTuple):
     messages: list[Message]
     num_calls: int
     num_errors: int
+
+
+def _given_task(row: Any) -> Task:
+    try:
+        return Task(**row)
+    except TypeError as error:
+        message = f"options['task'] is no task: {error}"
+        raise UsageError(message, hints=["give what Task.to_dict() returns"]) from None
 
 
 def _number(reward: object, who: str) -> float:

@@ -216,6 +216,7 @@ def _check_gymnasium(subject: _Subject) -> None:
     from gymnasium.utils.env_checker import check_env as check_gymnasium
 
     env = subject.make()
+    env.action_space.seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # Its render check makes the environment anew by its Gymnasium id, which a class has not.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import re
-from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,12 @@ FORMAT_REWARD = 0.1
 
 _LARGEST = 99
 _TARGETS = range(10, 100)
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+}
 _SPELLINGS = {"×": "*", "÷": "/", "−": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
 
 
@@ -40,23 +46,22 @@ def countdown_tasks(num_numbers: int) -> GeneratedTasks:
                 break
         rng.shuffle(numbers)
         key = f"{sorted(numbers)} -> {value}"
-        return Draft(key, {"numbers": numbers, "target": int(value), "solution": solution})
+        return Draft(key, {"numbers": numbers, "target": value, "solution": solution})
 
     return GeneratedTasks(f"countdown of {num_numbers}", make_draft)
 
 
-def _sample_solution(rng: random.Random, numbers: Sequence[int]) -> tuple[str, Fraction]:
+def _sample_solution(rng: random.Random, numbers: Sequence[int]) -> tuple[str, int]:
     """A random expression over all the numbers, and its value."""
-    parts = [(str(number), Fraction(number)) for number in numbers]
+    parts = [(str(number), number) for number in numbers]
     while len(parts) > 1:
         rng.shuffle(parts)
         (left, a), (right, b) = parts.pop(), parts.pop()
-        operators = ["+", "-", "*"]
-        if b != 0 and (a / b).denominator == 1:
-            operators.append("/")
-        operator = rng.choice(operators)
-        value = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else a}[operator]
-        parts.append((f"({left}{operator}{right})", value))
+        symbols = ["+", "-", "*"]
+        if b != 0 and a % b == 0:
+            symbols.append("/")
+        symbol = rng.choice(symbols)
+        parts.append((f"({left}{symbol}{right})", _OPERATORS[symbol](a, b)))
     text, value = parts[0]
     return text[1:-1], value
 
@@ -139,6 +144,6 @@ class CountdownEnv(TextEnv):
 
 def _as_arithmetic(answer: str) -> str:
     """The answer with plain operators, and without "= 81" at its end."""
-    for spelling, operator in _SPELLINGS.items():
-        answer = answer.replace(spelling, operator)
+    for spelling, symbol in _SPELLINGS.items():
+        answer = answer.replace(spelling, symbol)
     return answer.partition("=")[0].strip().strip("$").strip()

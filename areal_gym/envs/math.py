@@ -52,9 +52,8 @@ _STORIES: Mapping[int, Sequence[tuple[str, str]]] = {
     4: (
         ("Each of {a} rooms has {b} tables and {c} chairs. How many pieces of furniture is that?",
          "{a}*({b}+{c})"),
-        ("{n} buys {a} boxes with {sum} {t} each. In every box {b} are broken, and {n} gives {c} "
-         "good ones away. How many good {t} are left, counting those still owed as negative?",
-         "{a}*({sum}-{b})-{c}"),
+        ("{n} buys {c} boxes with {sum} {t} each. In every box {b} are broken. "
+         "How many good {t} is that?", "{c}*({sum}-{b})"),
     ),
     5: (
         ("{n} earns {a} coins a day for {b} days and {c} coins a day for {d} days, then shares "

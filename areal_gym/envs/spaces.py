@@ -7,7 +7,7 @@ Python; this one checks type and length only.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class TextSpace(Space[str]):
 
 
 # A batch of texts is a tuple of strings: what sync and async vector environments need to know.
+# `iterate` stays unregistered: Gymnasium then walks over the tuple, which is what we want.
 @vector_utils.batch_space.register(TextSpace)
 def _batch_space(space: TextSpace, n: int = 1) -> Space[Any]:
     from gymnasium.spaces import Tuple
@@ -76,10 +77,3 @@ def _create_empty_array(
     space: TextSpace, n: int = 1, fn: Callable[..., Any] = np.zeros
 ) -> tuple[str, ...]:
     return ("",) * n
-
-
-@vector_utils.iterate.register(TextSpace)
-def _iterate(  # type: ignore[misc]  # the fallback is typed for one generic space
-    space: TextSpace, items: Sequence[str]
-) -> Iterable[str]:
-    return iter(items)

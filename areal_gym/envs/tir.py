@@ -190,12 +190,11 @@ class TirEnv(TextEnv):
         return _observed(result)
 
     async def _interpreter(self) -> Sandbox | Session:
-        if self._sandbox is None:
+        sandbox = self._sandbox
+        if sandbox is None:
             from areal_gym.sandbox import shared_sandbox
 
             sandbox = shared_sandbox()
-        else:
-            sandbox = self._sandbox
         if not self._is_stateful:
             return sandbox
         if self._session is None:

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+
+import numpy as np
+import pytest
+
+from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.spaces import TextSpace
+from areal_gym.envs.tools import Tool, tool
+from areal_gym.errors import EnvError, NothingToDoError, ToolError, UsageError
+from areal_gym.types import Task
+
+
+@tool
+def add(a: int, b: int = 1) -> str:
+    """Add two numbers.
+
+    More about it.
+    """
+    return str(a + b)
+
+
+class Echo(TextEnv):
+    """Says what the response factory says."""
+
+    tools = (add,)
+
+    def __init__(self, respond=None, render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self._respond = respond
+
+    def sample_task(self, rng, options):
+        if options.get("split") == "empty":
+            raise NothingToDoError("nothing")
+        return Task(id=str(rng.integers(10**9)), data={"rows": [1, {"deep": 2}]})
+
+    def first_messages(self, task):
+        return [{"role": "user", "content": "hello"}]
+
+    async def respond(self, message):
+        if self._respond is not None:
+            return self._respond()
+        results = await self.call_tools(message)
+        return Response(messages=results.messages, metrics={"errors": results.num_errors})
+
+
+class Sleeper(Echo):
+    suspends = True
+
+    async def respond(self, message):
+        await asyncio.sleep(0)
+        return Response(reward=1, is_terminated=True)
+
+
+def started(cls=Echo, **kwargs):
+    env = cls(**kwargs)
+    env.reset(seed=0)
+    return env
+
+
+def call(name="add", arguments="{}"):
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize("reward", [1, True, 0.5, np.float32(0.5), np.int64(1), np.bool_(True)])
+def test_any_real_number_is_a_reward(reward):
+    step = started(respond=lambda: Response(reward=reward, is_terminated=True)).step("x")
+    assert type(step.reward) is float
+    assert step.reward == float(reward)
+
+
+@pytest.mark.parametrize("reward", [None, "1", math.nan, math.inf, 1j])
+def test_what_is_no_number_is_the_environments_mistake(reward):
+    with pytest.raises(EnvError, match="finite number"):
+        started(respond=lambda: Response(reward=reward)).step("x")
+
+
+def test_terminated_and_truncated_are_never_both():
+    env = started(respond=lambda: Response(is_terminated=True))
+    env.max_turns = 1
+    step = env.step("x")
+    assert (step.terminated, step.truncated) == (True, False)
+
+
+def test_the_turn_limit_truncates():
+    env = started(respond=Response)
+    env.max_turns = 2
+    assert env.step("x").truncated is False
+    step = env.step("x")
+    assert step.truncated is True
+    assert step.info["truncated_by"] == "max_turns"
+    with pytest.raises(UsageError, match="the episode is over"):
+        env.step("x")
+
+
+def test_a_crash_is_an_env_error_and_ends_the_episode():
+    def crash():
+        raise KeyError("row")
+
+    env = started(respond=crash)
+    with pytest.raises(EnvError, match="KeyError"):
+        env.step("x")
+    with pytest.raises(UsageError, match="over"):
+        env.step("x")
+
+
+def test_using_it_wrongly_says_what_to_do():
+    env = Echo()
+    with pytest.raises(UsageError, match="reset"):
+        _ = env.task
+    with pytest.raises(UsageError, match="reset"):
+        env.step("x")
+    with pytest.raises(UsageError, match="no task"):
+        env.reset(options={"task": {"rows": 1}})
+    with pytest.raises(NothingToDoError):
+        env.reset(options={"split": "empty"})
+    env.reset()
+    with pytest.raises(UsageError, match="NoneType"):
+        env.step(None)
+
+
+def test_awaiting_without_saying_so_is_explained():
+    class Forgetful(Sleeper):
+        suspends = False
+
+    with pytest.raises(EnvError, match="suspends = True"):
+        started(Forgetful).step("x")
+
+
+def test_a_suspending_environment_steps_synchronously_and_in_a_forked_child():
+    assert started(Sleeper).step("x").reward == 1
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if started(Sleeper).step("x").reward == 1 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_tasks_are_frozen():
+    env = started()
+    with pytest.raises(TypeError):
+        env.task.data["rows"] = []
+    with pytest.raises(TypeError):
+        env.task.data["rows"][1]["deep"] = 3
+
+
+def test_a_seed_is_an_episode():
+    assert started().task == started().task
+    env = started()
+    first = env.task
+    env.reset()
+    assert env.task != first
+
+
+# ---- tools --------------------------------------------------------------------------------------
+
+
+def test_a_tool_describes_itself():
+    assert add.schema() == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a"],
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("action", "answer"),
+    [
+        (call(arguments='{"a": 2, "b": 3}'), "5"),
+        (call(arguments='{"a": 2}'), "3"),
+        (call(), "error: add takes (a, b); missing: a"),
+        (call(arguments='{"a": 1, "c": 2}'), "error: add takes (a, b); unknown: c"),
+        (call(arguments='{"a": "1"}'), "error: add takes (a, b); a is no integer"),
+        (call(arguments='{"a": true}'), "error: add takes (a, b); a is no integer"),
+        (call("sub"), "error: no tool 'sub'; there is: add"),
+    ],
+)
+def test_calls_and_mistakes_are_answered(action, answer):
+    step = started().step(action)
+    assert step.observation == answer
+    assert step.info["metrics"]["errors"] == answer.startswith("error")
+
+
+def test_a_flood_of_calls_is_bounded():
+    step = started().step(call(arguments='{"a": 2}') * 1_000)
+    assert len(step.info["messages"]) == Echo.max_calls + 1
+    assert step.observation == "error: 984 more calls were not run; at most 16 are"
+
+
+def test_optional_and_asynchronous_tools():
+    @tool
+    async def shout(text: str, times: int | None = None, tags: list[str] | None = None) -> str:
+        """Loudly."""
+        await asyncio.sleep(0)
+        return text.upper() * (times or 1)
+
+    assert asyncio.run(shout({"text": "a", "times": None})) == "A"
+    assert shout.parameters["properties"]["tags"] == {"type": "array", "items": {"type": "string"}}
+    with pytest.raises(ToolError, match="times is no integer"):
+        asyncio.run(shout({"text": "a", "times": 1.5}))
+    with pytest.raises(ToolError, match="cannot be called here"):
+        asyncio.run(Tool(name="x", description="", parameters={})({}))
+
+
+def test_a_parameter_without_a_schema_is_refused_at_definition():
+    with pytest.raises(TypeError, match="no JSON schema"):
+
+        @tool
+        def broken(x: complex) -> str:
+            return str(x)
+
+
+# ---- spaces -------------------------------------------------------------------------------------
+
+
+def test_any_text_is_in_the_space():
+    space = TextSpace(max_length=5)
+    assert "" in space
+    assert "\ud800 \0é" in space
+    assert "123456" not in space
+    assert 5 not in space
+    assert space.sample() in space
+    assert space == TextSpace(5)
+    assert space != TextSpace(6)
+    assert space.from_jsonable(space.to_jsonable(["a", "b"])) == ["a", "b"]

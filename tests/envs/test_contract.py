@@ -1,0 +1,47 @@
+"""Every built-in environment keeps the contract, under our checker and through Gymnasium."""
+
+from __future__ import annotations
+
+import gymnasium
+import pytest
+
+import areal_gym
+from areal_gym.envs.checker import check_env
+
+IDS = ("countdown", "math", "tir")
+ACTIONS = ("I do not know.", r"\boxed{5}", "é \ud800")
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_every_environment_keeps_the_contract(env_id):
+    broken = [result for result in check_env(env_id, num_tasks=8) if not result.is_ok]
+    assert broken == []
+
+
+@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize("prefix", ["", "areal_gym:"])
+def test_gymnasium_makes_it(env_id, prefix):
+    env = gymnasium.make(f"{prefix}areal_gym/{env_id}-v0")
+    observation, _ = env.reset(seed=3)
+    ours = areal_gym.make(env_id)
+    assert observation == ours.reset(seed=3)[0]
+    *_, terminated, truncated, _ = env.step("I do not know.")
+    assert (terminated, truncated) == (True, False)
+    env.close()
+
+
+@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize(("mode", "kwargs"), [("sync", {}), ("async", {"shared_memory": False})])
+def test_gymnasium_makes_vectors_of_it(env_id, mode, kwargs):
+    vector = gymnasium.make_vec(
+        f"areal_gym/{env_id}-v0", num_envs=3, vectorization_mode=mode, vector_kwargs=kwargs
+    )
+    observations, infos = vector.reset(seed=3)
+    assert observations[0] == areal_gym.make(env_id).reset(seed=3)[0]
+    assert len(set(infos["task_id"])) == 3
+    observations, rewards, terminated, truncated, _ = vector.step(ACTIONS)
+    assert observations == ("", "", "")
+    assert rewards.max() < 1
+    assert terminated.all()
+    assert not truncated.any()
+    vector.close()
