@@ -1,0 +1,16 @@
+"""The command line: it parses, calls and renders; nothing is decided here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run `areal-gym` with these arguments (default: the process's own) and exit."""
+    from areal_gym.cli.app import run
+
+    sys.exit(run(argv))

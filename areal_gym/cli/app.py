@@ -1,0 +1,144 @@
+"""The `areal-gym` program: global options, commands that load on use, one error renderer.
+
+Exit codes:
+
+    0    done
+    1    ran, but the answer is no: `check` failed, `--fail-under` missed
+    2    usage or settings: unknown id, flag, key; a bad recipe; the run directory is taken
+    3    infrastructure: engine, sandbox, disk; too many failed episodes
+    4    plugin: two claim one id, or one cannot be imported
+    5    nothing to do: no tasks, no runs
+    70   a bug of ours
+    130  interrupted
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import click
+
+from areal_gym.cli.output import Options, render_error, warn
+from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.plugins import PluginManager, Registry, registry, set_registry
+from areal_gym.version import __version__
+
+__all__ = ["GymGroup", "app", "run"]
+
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "Look": {
+        "list": ("list:list_command", "What is there: environments, losses, engines, runs, ..."),
+        "show": ("show:show_command", "One thing in full: an environment, a loss, a run."),
+        "plugins": ("plugins:plugins_command", "What is installed, whose it is, what failed."),
+    },
+    "Try": {
+        "play": ("play:play_command", "You are the policy."),
+        "check": ("check:check_command", "Does an environment keep the contract?"),
+    },
+    "Run": {
+        "train": ("train:train_command", "Improve a policy in an environment."),
+        "eval": ("eval:eval_command", "Measure a policy on held-out tasks."),
+    },
+}
+"""Section -> name -> (where under `areal_gym.cli`, one line). Help imports none of them."""
+
+
+class GymGroup(click.Group):
+    """Loads a command when it is used; lists them by section; knows the commands of plugins."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Ours in the order of their sections, then those of plugins."""
+        ours = [name for section in COMMANDS.values() for name in section]
+        return ours + [entry.id for entry in registry().entries("commands") if entry.id not in ours]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command; None when there is none of that name."""
+        for section in COMMANDS.values():
+            if cmd_name in section:
+                module, _, attribute = section[cmd_name][0].partition(":")
+                command: click.Command = getattr(
+                    import_module(f"areal_gym.cli.{module}"), attribute
+                )
+                return command
+        if any(entry.id == cmd_name for entry in registry().entries("commands")):
+            loaded: click.Command = registry().load("commands", cmd_name)
+            return loaded
+        return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click's, with a suggestion for a mistyped name."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            near = did_you_mean(name, self.list_commands(ctx))
+            raise UsageError(
+                f"no command {name!r}",
+                hints=[*([near] if near else []), "all of them: areal-gym --help"],
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections without importing a command."""
+        for title, section in COMMANDS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, summary) for name, (_, summary) in section.items()])
+        theirs = registry().entries("commands")
+        if theirs:
+            with formatter.section("From plugins"):
+                formatter.write_dl([(entry.id, entry.spec.summary) for entry in theirs])
+
+
+@click.group(
+    cls=GymGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="First steps:  areal-gym list envs  |  areal-gym play tir  |  areal-gym train --env tir",
+)
+@click.option(
+    "-p",
+    "plugins",
+    multiple=True,
+    metavar="MODULE|no:NAME",
+    help="Load a plugin module that is not installed, or leave an installed plugin out.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")
+@click.option("--plain", is_flag=True, help="No live display, no colours.")
+@click.version_option(__version__, "--version", prog_name="areal-gym")
+@click.pass_context
+def app(ctx: click.Context, plugins: tuple[str, ...], verbose: bool, plain: bool) -> None:
+    """Train language-model agents by reinforcement learning in text environments."""
+    options = ctx.ensure_object(Options)
+    options.is_verbose |= verbose
+    options.is_plain |= plain
+    if plugins:
+        blocked = [name.removeprefix("no:") for name in plugins if name.startswith("no:")]
+        modules = [name for name in plugins if not name.startswith("no:")]
+        set_registry(Registry(PluginManager.installed(blocked=blocked, modules=modules)))
+    manager = registry().manager
+    for notice in manager.notices:
+        warn(notice)
+    # `areal-gym plugins` says it in full.
+    if ctx.invoked_subcommand != "plugins":
+        for plugin in manager.failed:
+            warn(f"plugin {plugin} is {plugin.status}: {plugin.problems[0]}")
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, and never raises."""
+    options = Options()
+    try:
+        result: Any = app.main(
+            args=None if argv is None else list(argv),
+            prog_name="areal-gym",
+            standalone_mode=False,
+            obj=options,
+        )
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except BaseException as error:
+        return render_error(error, is_verbose=options.is_verbose)
+    finally:
+        set_registry(None)

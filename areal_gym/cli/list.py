@@ -1,0 +1,118 @@
+"""`areal-gym list`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
+from areal_gym.errors import NothingToDoError, UsageError, did_you_mean
+from areal_gym.plugins import KINDS, Entry, Kind, registry
+
+__all__ = ["list_command"]
+
+
+@click.command("list")
+@click.argument("what", required=False, metavar=f"[{'|'.join((*KINDS, 'runs'))}]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    help="Where runs are looked for.",
+)
+@common_options
+def list_command(what: str | None, as_json: bool, root: Path) -> None:
+    """What is there, and whose it is. Without an argument: everything that plugins offer."""
+    if what == "runs":
+        _list_runs(root, as_json)
+    elif what is None:
+        _list_everything(as_json)
+    elif what in KINDS:
+        kind = cast(Kind, what)
+        entries = registry().entries(kind)
+        if as_json:
+            print_json([entry.to_dict() for entry in entries])
+        else:
+            _print_entries(entries)
+            talk(_count(kind, entries))
+        registry().check_duplicates(kind)
+    else:
+        words = [*KINDS, "runs"]
+        near = did_you_mean(what, words)
+        raise UsageError(
+            f"no list of {what!r}",
+            hints=[*([near] if near else []), f"there is: {', '.join(words)}"],
+        )
+
+
+def _list_everything(as_json: bool) -> None:
+    tables = {kind: registry().entries(kind) for kind in KINDS}
+    if as_json:
+        print_json({kind: [e.to_dict() for e in entries] for kind, entries in tables.items()})
+    else:
+        for kind, entries in tables.items():
+            if entries:
+                print_data(f"{kind}:")
+                _print_entries(entries, indent="  ")
+    for kind in KINDS:
+        registry().check_duplicates(kind)
+
+
+def _print_entries(entries: Sequence[Entry], indent: str = "") -> None:
+    rows = []
+    for entry in entries:
+        needs = f"needs: pip install {' '.join(entry.missing)}" if entry.missing else ""
+        rows.append((entry.id, entry.spec.summary, needs or entry.plugin.source))
+    print_columns(rows, indent=indent)
+
+
+def _count(kind: Kind, entries: Sequence[Entry]) -> str:
+    plugins = {entry.plugin for entry in entries}
+    noun = KINDS[kind].kind
+    things = f"{len(entries)} {noun}{'' if len(entries) == 1 else 's'}"
+    return f"{things} from {len(plugins)} plugin{'' if len(plugins) == 1 else 's'}"
+
+
+def _list_runs(root: Path, as_json: bool) -> None:
+    from areal_gym.rundir import list_runs
+
+    runs = list_runs(root)
+    if not runs:
+        raise NothingToDoError(f"no runs in {root}", hints=["make one: areal-gym train --env tir"])
+    rows: list[dict[str, Any]] = [
+        {
+            "path": str(run.path),
+            "env": run.env_id,
+            "steps": run.num_steps,
+            "is_finished": run.is_finished,
+            "reward": run.reward,
+            "heldout_before": run.summary.get("heldout_before"),
+            "heldout_after": run.summary.get("heldout_after"),
+        }
+        for run in runs
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    print_columns(
+        [
+            (
+                row["path"],
+                row["env"],
+                f"step {row['steps']}",
+                "finished" if row["is_finished"] else "not finished",
+                f"reward {_number(row['reward'])}",
+                f"held out {_number(row['heldout_before'])} -> {_number(row['heldout_after'])}",
+            )
+            for row in rows
+        ]
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

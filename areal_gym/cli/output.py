@@ -1,0 +1,148 @@
+"""How the command line talks: data to stdout, talk to stderr, errors in one shape."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from areal_gym.errors import GymError, did_you_mean
+
+__all__ = [
+    "EXIT_BUG",
+    "EXIT_INTERRUPTED",
+    "Options",
+    "common_options",
+    "print_columns",
+    "print_data",
+    "print_json",
+    "render_error",
+    "talk",
+    "warn",
+]
+
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Options:
+    """The global options; click hands it around as `ctx.obj`."""
+
+    is_verbose: bool = False
+    is_plain: bool = False
+
+
+def common_options(command: F) -> F:
+    """Let `-v` and `--plain` stand after the command's name, too."""
+
+    def note(ctx: click.Context, parameter: click.Parameter, is_set: bool) -> None:
+        options = ctx.ensure_object(Options)
+        if is_set and parameter.name == "verbose":
+            options.is_verbose = True
+        elif is_set:
+            options.is_plain = True
+
+    for flags in (("--plain",), ("-v", "--verbose")):
+        command = click.option(
+            *flags, is_flag=True, expose_value=False, callback=note, hidden=True
+        )(command)
+    return command
+
+
+def print_data(text: str) -> None:
+    """A line of data."""
+    print(text)
+
+
+def print_json(value: Any) -> None:
+    """Data for programs."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> None:
+    """Rows with aligned columns; the same on a terminal and in a pipe."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print(indent + "  ".join(cells).rstrip())
+
+
+def talk(text: str) -> None:
+    """A line for the person, who may be away: never data."""
+    print(text, file=sys.stderr)
+
+
+def warn(text: str) -> None:
+    """Something to know, which stops nothing."""
+    talk(f"areal-gym: warning: {text}")
+
+
+def render_error(error: BaseException, *, is_verbose: bool = False) -> int:
+    """Say what went wrong, on stderr; returns the exit code."""
+    if is_verbose and not isinstance(error, click.exceptions.Exit | SystemExit):
+        traceback.print_exception(error)
+    match error:
+        case click.exceptions.Exit():
+            return error.exit_code
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
+        case KeyboardInterrupt() | click.Abort():
+            talk("areal-gym: interrupted")
+            return EXIT_INTERRUPTED
+        case GymError():
+            _talk_error(error.message, error.hints)
+            return error.exit_code
+        case click.ClickException():
+            _talk_error(*_from_click(error))
+            return 2
+        case BrokenPipeError():
+            # The reader (`| head`) has had enough; the interpreter must not flush into it again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _talk_error(
+                f"the disk is full: {error}",
+                ["free some space: runs keep theirs in checkpoints/ and trajectories/"],
+            )
+            return 3
+        case MemoryError():
+            _talk_error("out of memory", ["make it smaller: rollout.max_in_flight=32 ..."])
+            return 3
+        case _:
+            _talk_error(
+                f"a bug, sorry: {type(error).__name__}: {error}",
+                [] if is_verbose else ["the traceback, for a report: the same command with -v"],
+            )
+            return EXIT_BUG
+
+
+def _talk_error(message: str, hints: Iterable[str]) -> None:
+    talk(f"areal-gym: error: {message}")
+    for hint in hints:
+        for line in hint.splitlines():
+            talk(f"  {line}")
+
+
+def _from_click(error: click.ClickException) -> tuple[str, list[str]]:
+    ctx = getattr(error, "ctx", None)
+    hints = []
+    message = error.format_message()
+    if isinstance(error, click.NoSuchOption):
+        message = f"no option {error.option_name!r}"
+        known = [flag for parameter in ctx.command.params for flag in parameter.opts] if ctx else []
+        near = did_you_mean(error.option_name, [flag for flag in known if flag.startswith("--")])
+        if near:
+            hints.append(near)
+    if ctx is not None:
+        hints.append(f"help: {ctx.command_path} --help")
+    return message[:1].lower() + message[1:].rstrip("."), hints
