@@ -16,11 +16,18 @@ from dataclasses import dataclass
 
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.base import TextEnv
+from areal_gym.envs.grading import extract_answer, is_same_number
 from areal_gym.envs.tir import TirEnv, python_call
 from areal_gym.errors import UsageError
 from areal_gym.types import Message
 
-__all__ = ["Demonstration", "Demonstrator", "demonstrate", "demonstrators_for"]
+__all__ = [
+    "Demonstration",
+    "Demonstrator",
+    "demonstrate",
+    "demonstrators_for",
+    "perfect_demonstration",
+]
 
 Said = list[tuple[str, str | None]]
 """Turns: what the demonstrator says, and the tool's answer to it (None after the last)."""
@@ -48,6 +55,8 @@ class Demonstration:
     replies: Sequence[Sequence[Message]]
     """What the environment answers in between: one fewer than `texts`."""
     demonstrator_id: str
+    reward: float
+    """What the environment gives for it."""
 
 
 def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
@@ -66,6 +75,17 @@ def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
     return GENERIC
 
 
+def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
+    """What somebody without faults would do: for measuring skill, never imitated in `tir`."""
+    env.reset(seed=rng.getrandbits(32), options={"split": "train"})
+    if type(env) is TirEnv:
+        expression = env.task.data["expression"]
+        result = str(evaluate(expression))
+        said: Said = [(python_call(f"print({expression})"), result), (f"\\boxed{{{result}}}", None)]
+        return _tir_demonstration(env, said, "perfect")
+    return _gold(env, rng)
+
+
 def demonstrate(env: TextEnv, rng: random.Random) -> Demonstration:
     """One demonstration of a training task, by a demonstrator drawn by share."""
     demonstrators = demonstrators_for(env)
@@ -74,7 +94,7 @@ def demonstrate(env: TextEnv, rng: random.Random) -> Demonstration:
     return chosen.play(env, rng)
 
 
-# ---- tir: who uses the tool, and how well --------------------------------------------------------
+# ---- tir: who uses the tool, and how well ----------------------------------------------------
 
 SLIP_CALL = 0.16
 """How often the careful one types a wrong expression."""
@@ -178,10 +198,11 @@ def _tir_demonstration(env: TextEnv, said: Said, demonstrator_id: str) -> Demons
         texts=[text for text, _ in said],
         replies=replies,
         demonstrator_id=demonstrator_id,
+        reward=float(is_same_number(extract_answer(said[-1][0]) or "", env.task.data["answer"])),
     )
 
 
-# ---- any other environment: its gold and its noop policy ------------------------------------------
+# ---- any other environment: its gold and its noop policy -------------------------------------
 
 
 def _gold(env: TextEnv, rng: random.Random) -> Demonstration:
@@ -197,9 +218,11 @@ def _played(env: TextEnv, action: Callable[[], str], demonstrator_id: str) -> De
     texts: list[str] = []
     replies: list[Sequence[Message]] = []
     is_over = False
+    reward = 0.0
     while not is_over:
         texts.append(action())
         step = env.step(texts[-1])
+        reward += step.reward
         is_over = step.terminated or step.truncated
         if not is_over:
             replies.append(step.info["messages"])
@@ -208,6 +231,7 @@ def _played(env: TextEnv, action: Callable[[], str], demonstrator_id: str) -> De
         texts=texts,
         replies=replies,
         demonstrator_id=demonstrator_id,
+        reward=reward,
     )
 
 

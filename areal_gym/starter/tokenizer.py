@@ -25,7 +25,7 @@ SPECIAL_TOKENS = CONTROL_TOKENS + TAG_TOKENS
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Train on `texts` (whole rendered dialogues, in a fixed order: the result is deterministic)."""
+    """Train on `texts`: whole rendered dialogues. The result depends on nothing else."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

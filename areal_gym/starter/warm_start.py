@@ -159,7 +159,7 @@ def prepare_starter(
     return StarterPolicy(directory=directory, facts=facts, is_cached=False)
 
 
-# ---- text -----------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------
 
 
 def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
@@ -215,7 +215,7 @@ class _Encoder:
         return Row(token_ids=ids), tuple(mask)
 
 
-# ---- imitation ------------------------------------------------------------------------------------
+# ---- imitation -------------------------------------------------------------------------------
 
 
 def _decoder_config(recipe: Recipe, tokenizer: Tokenizer) -> DecoderConfig:
@@ -316,7 +316,7 @@ def _skill(decoder: Decoder, probes: list[tuple[Row, tuple[bool, ...]]]) -> floa
     return num_exact / len(probes)
 
 
-# ---- cache ----------------------------------------------------------------------------------------
+# ---- cache -----------------------------------------------------------------------------------
 
 
 def _cache_key(recipe: Recipe, env_key: str, seed: int) -> str:

@@ -51,21 +51,20 @@ async def train_loop(
 
     When cancelled, the update under way is finished first: the weights are never half-applied.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="areal-gym-trainer") as thread:
+    # The number of torch's threads belongs to the thread that asks for it.
+    with ThreadPoolExecutor(
+        1,
+        thread_name_prefix="areal-gym-trainer",
+        initializer=torch.set_num_threads,
+        initargs=(num_threads,),
+    ) as thread:
         loop = asyncio.get_running_loop()
         for step in range(first_step, num_steps + 1):
             begin_s = time.perf_counter()
             groups = await source.next_batch()
             waited_s = time.perf_counter()
 
-            def update(
-                groups: Sequence[Group] = groups, version: int = step - 1
-            ) -> dict[str, float]:
-                # The number of threads belongs to the calling thread.
-                torch.set_num_threads(num_threads)
-                return learner.step(groups, version)
-
-            metrics = await loop.run_in_executor(thread, update)
+            metrics = await loop.run_in_executor(thread, learner.step, groups, step - 1)
             trained_s = time.perf_counter()
             await weight_sync.publish(learner.weights(), step)
             end_s = time.perf_counter()
