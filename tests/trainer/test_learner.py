@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers import batch, honest_logprobs, random_ids, tiny_decoder, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError, TrainError
+from areal_gym.modeling.decoder import causal_attend
+from areal_gym.trainer.advantages import grpo, reinforce
+from areal_gym.trainer.checkpoint import latest_checkpoint, restore_learner, save_learner
+from areal_gym.trainer.learner import Learner
+from areal_gym.trainer.losses import cispo, gspo, ppo_clip
+from areal_gym.trainer.objective import score_tokens
+from areal_gym.trainer.packing import Row, pack, split_by_tokens
+from areal_gym.trainer.sequences import make_sequence, sequences_of
+from areal_gym.types import Group
+
+
+def learner(seed: int = 0, *, advantage=grpo, loss=ppo_clip, **config) -> Learner:
+    return Learner(tiny_decoder(seed), TrainerConfig(**config), advantage=advantage, loss=loss)
+
+
+def flat_weights(trained: Learner) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in trained.weights()]).clone()
+
+
+# ---- sequences -------------------------------------------------------------------------------
+
+
+def test_a_sequence_is_the_spans_in_order():
+    rng = random.Random(0)
+    played = trajectory(rng, (1, 2, 3), reward=1.0, num_turns=3, version=7, ends_with_env=True)
+    row = make_sequence(played)
+    assert row.token_ids == played.token_ids
+    assert row.num_prompt_tokens == 3
+    assert row.num_trainable == played.num_policy_tokens
+    assert not any(row.loss_mask[:3])
+    assert not row.loss_mask[-1]
+    assert {v for v, m in zip(row.versions, row.loss_mask, strict=True) if m} == {7}
+    assert {v for v, m in zip(row.versions, row.loss_mask, strict=True) if not m} == {-1}
+
+
+def test_a_reward_survives_a_tool_output_at_the_end():
+    played = trajectory(random.Random(1), (5,), reward=1.0, num_turns=2, ends_with_env=True)
+    assert make_sequence(played).reward == 1.0
+
+
+# ---- packing ---------------------------------------------------------------------------------
+
+rows_strategy = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 12)), min_size=1, max_size=10
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(shapes=rows_strategy)
+def test_packed_rows_see_what_lonely_rows_see(shapes):
+    rng = random.Random(len(shapes))
+    prompts = [random_ids(rng, 1, 8) for _ in range(4)]
+    rows = []
+    for which, num_shared, length in shapes:
+        shared = prompts[which][:num_shared]
+        rows.append(Row(token_ids=shared + random_ids(rng, length, length), num_shared=len(shared)))
+    decoder = tiny_decoder()
+    packed = pack(rows)
+    hidden = decoder(packed.token_ids_N, packed.positions_N, packed.attend)
+    for row, index in zip(rows, packed.row_index, strict=True):
+        ids = torch.tensor(row.token_ids)
+        alone = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        torch.testing.assert_close(hidden[torch.tensor(index)], alone, atol=1e-5, rtol=1e-5)
+
+
+@settings(deadline=None)
+@given(shapes=rows_strategy, budget=st.integers(1, 60))
+def test_micro_batches_keep_every_row_once_and_the_budget(shapes, budget):
+    rng = random.Random(3)
+    prompts = [random_ids(rng, 6, 6) for _ in range(4)]
+    rows = [
+        Row(token_ids=prompts[w][:n] + random_ids(rng, length, length), num_shared=n)
+        for w, n, length in shapes
+    ]
+    parts = split_by_tokens(rows, budget)
+    assert sorted(i for part in parts for i in part) == list(range(len(rows)))
+    for part in parts:
+        size = len(pack([rows[i] for i in part]).token_ids_N)
+        assert size <= budget or len(part) == 1
+
+
+def test_shared_prompts_give_the_padded_gradient():
+    groups = batch(num_groups=4, group_size=5)
+    rows = sequences_of(tuple(groups))
+
+    def gradient(is_shared: bool) -> torch.Tensor:
+        decoder = tiny_decoder()
+        packed = pack(
+            [
+                Row(token_ids=r.token_ids, num_shared=r.num_prompt_tokens if is_shared else 0)
+                for r in rows
+            ]
+        )
+        score_tokens(decoder, packed, [r.loss_mask for r in rows]).logprobs.sum().backward()
+        return torch.cat([p.grad.flatten() for p in decoder.parameters()])
+
+    plain, shared = gradient(False), gradient(True)
+    assert float((plain - shared).norm() / plain.norm()) < 1e-5
+
+
+def test_scores_do_not_depend_on_the_chunk(monkeypatch):
+    rows = sequences_of(tuple(batch()))
+    packed = pack([Row(token_ids=r.token_ids) for r in rows])
+    masks = [r.loss_mask for r in rows]
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        decoder = tiny_decoder()
+        scores = score_tokens(decoder, packed, masks, temperature=0.7)
+        scores.logprobs.sum().backward()
+        return scores.logprobs.detach(), decoder.lm_head_weight.grad
+
+    whole = run()
+    monkeypatch.setattr("areal_gym.trainer.objective._CHUNK_LOGITS", 150)
+    for found, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+# ---- the learner -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "constant_length"])
+def test_micro_batches_do_not_change_the_update(loss, aggregation):
+    groups = batch(num_groups=4)
+    moved = []
+    for budget in (64, 100_000):
+        trained = learner(loss=loss, aggregation=aggregation, tokens_per_microbatch=budget)
+        before = flat_weights(trained)
+        trained.step(groups, version=0)
+        moved.append(flat_weights(trained) - before)
+    assert float(moved[0].abs().max()) > 0
+    # Adam's first step is the sign of the gradient, so compare where it is not about zero.
+    assert float((moved[0] - moved[1]).norm() / moved[1].norm()) < 1e-2
+
+
+def test_a_tiny_learning_rate_still_moves_the_weights():
+    trained = learner(lr=1e-6)
+    before = flat_weights(trained)
+    trained.step(batch(), version=0)
+    moved = (flat_weights(trained) - before).abs()
+    assert float(moved.max()) > 0
+    assert float((moved > 0).float().mean()) > 0.5
+
+
+def test_bfloat16_master_weights_are_refused():
+    with pytest.raises(ConfigError, match="float32"):
+        Learner(tiny_decoder().bfloat16(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
+
+
+def test_reinforcement_makes_rewarded_tokens_likelier():
+    decoder = tiny_decoder()
+    groups = honest_logprobs(decoder, batch(seed=5, num_groups=4))
+    trained = Learner(decoder, TrainerConfig(lr=3e-3), advantage=grpo, loss=ppo_clip)
+
+    def gap() -> float:
+        rows = [r for r in sequences_of(tuple(groups)) if r.num_trainable]
+        packed = pack([Row(token_ids=r.token_ids) for r in rows])
+        with torch.no_grad():
+            scores = score_tokens(decoder, packed, [r.loss_mask for r in rows]).logprobs
+        parts = torch.split(scores, [r.num_trainable for r in rows])
+        good = [float(p.mean()) for p, r in zip(parts, rows, strict=True) if r.reward == 1]
+        bad = [float(p.mean()) for p, r in zip(parts, rows, strict=True) if r.reward == 0]
+        return sum(good) / len(good) - sum(bad) / len(bad)
+
+    before = gap()
+    metrics = trained.step(groups, version=0)
+    assert metrics["train/ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["train/approx_kl"] == pytest.approx(0.0, abs=1e-5)
+    for _ in range(3):
+        trained.step(groups, version=0)
+    assert gap() > before
+
+
+def test_groups_without_contrast_change_nothing():
+    rng = random.Random(2)
+    members = tuple(trajectory(rng, (1, 2), reward=1.0) for _ in range(4))
+    trained = learner()
+    before = flat_weights(trained)
+    group = Group(id="g", task=members[0].task, trajectories=members)
+    metrics = trained.step([group], version=0)
+    assert metrics["train/zero_advantage"] == 1.0
+    assert torch.equal(flat_weights(trained), before)
+
+
+@pytest.mark.parametrize("reward", [True, 1, 0.5])
+def test_any_real_reward_trains(reward):
+    rng = random.Random(2)
+    members = tuple(trajectory(rng, (1, 2), reward=r) for r in (reward, 0.0, 0.0))
+    group = Group(id="g", task=members[0].task, trajectories=members)
+    assert learner().step([group], version=0)["reward/mean"] == pytest.approx(float(reward) / 3)
+
+
+def test_staleness_is_measured_and_corrected():
+    fresh, stale = learner(), learner()
+    groups = batch(version=3)
+    assert "train/stale_weight" not in fresh.step(groups, version=3)
+    metrics = stale.step(groups, version=5)
+    assert metrics["rollout/staleness_mean"] == metrics["rollout/staleness_max"] == 2
+    assert 0 < metrics["train/stale_weight"] <= 5
+
+
+def test_minibatches_split_by_group():
+    trained = learner(minibatches=3)
+    metrics = trained.step(batch(num_groups=3), version=0)
+    assert metrics["train/skipped_updates"] == 0
+    assert trained.num_steps == 1
+
+
+def test_infinite_gradients_are_skipped_then_refused():
+    trained = learner(advantage=reinforce)
+    rng = random.Random(0)
+    bad = trajectory(rng, (1, 2), reward=float("inf"))
+    group = Group(id="g", task=bad.task, trajectories=(bad,))
+    before = flat_weights(trained)
+    assert trained.step([group], version=0)["train/skipped_updates"] == 1
+    assert torch.equal(flat_weights(trained), before)
+    trained.step([group], version=0)
+    with pytest.raises(TrainError, match="not finite"):
+        trained.step([group], version=0)
+
+
+def test_unknown_loss_arguments_are_named():
+    with pytest.raises(ConfigError, match="'dual_clipp'") as error:
+        learner(loss_kwargs={"dual_clipp": 3})
+    assert "dual_clip" in error.value.hints[0]
+
+
+def test_training_is_reproducible():
+    found = []
+    for _ in range(2):
+        trained = learner(optimizer="muon")
+        for seed in range(3):
+            trained.step(batch(seed=seed), version=0)
+        found.append(flat_weights(trained))
+    assert torch.equal(*found)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
+    from areal_gym.modeling.checkpoint import load_checkpoint
+
+    whole = learner()
+    for seed in range(4):
+        whole.step(batch(seed=seed), version=0)
+        if seed == 1:
+            save_learner(whole, tmp_path, 2, tmp_path)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    step, path = found
+    assert step == 2
+    resumed = Learner(load_checkpoint(path), TrainerConfig(), advantage=grpo, loss=ppo_clip)
+    restore_learner(resumed, path)
+    for seed in (2, 3):
+        resumed.step(batch(seed=seed), version=0)
+    assert torch.equal(flat_weights(resumed), flat_weights(whole))
+
+
+def test_only_the_last_two_checkpoints_are_kept(tmp_path):
+    trained = learner()
+    for step in (1, 2, 10):
+        save_learner(trained, tmp_path, step, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000010"]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    trained = learner()
+    path = save_learner(trained, tmp_path, 1, tmp_path)
+    (path / "trainer.pt").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match=r"trainer\.pt"):
+        restore_learner(trained, path)
