@@ -21,7 +21,6 @@ from typing import Any
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
-from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tir import TirEnv, python_call, tir_tasks
 from areal_gym.envs.tools import tool
@@ -33,8 +32,8 @@ REPLIES = [python_call("37*48+12")] * (NUM_TURNS - 1) + [r"The result is \boxed{
 
 @tool
 def python(code: str) -> str:
-    """Evaluate an expression."""
-    return str(evaluate(code))
+    """Do next to nothing: the path to a tool and back is what is measured."""
+    return str(len(code))
 
 
 class ToolEnv(TextEnv):

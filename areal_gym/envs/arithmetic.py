@@ -106,7 +106,7 @@ def evaluate(expression: str) -> Fraction:
     Raises:
         ValueError: it is anything else, longer than 500 characters, or divides by zero.
     """
-    return _value(_parse(expression))
+    return Fraction(_value(_parse(expression)))
 
 
 def canonical(expression: str) -> str:
@@ -162,10 +162,10 @@ def _parse(expression: str) -> ast.expr:
         raise ValueError(f"{expression[:80]!r} is no arithmetic") from error
 
 
-def _value(node: ast.expr) -> Fraction:
+def _value(node: ast.expr) -> int | Fraction:
     match node:
         case ast.Constant(value=int(number)):
-            return Fraction(number)
+            return number
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _value(left) + _value(right)
         case ast.BinOp(left=left, op=ast.Sub(), right=right):
@@ -176,7 +176,7 @@ def _value(node: ast.expr) -> Fraction:
             divisor = _value(right)
             if divisor == 0:
                 raise ValueError("division by zero")
-            return _value(left) / divisor
+            return Fraction(_value(left)) / divisor
     raise ValueError(f"{ast.unparse(node)[:80]!r} is more than + - * / on unsigned integers")
 
 
