@@ -95,7 +95,7 @@ class GymGroup(click.Group):
 @click.group(
     cls=GymGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="First steps:  areal-gym list envs  |  areal-gym play tir  |  areal-gym train --env tir",
+    epilog="First steps:  list envs,  play tir,  train --env tir",
 )
 @click.option(
     "-p",
@@ -123,7 +123,7 @@ def app(ctx: click.Context, plugins: tuple[str, ...], verbose: bool, plain: bool
     # `areal-gym plugins` says it in full.
     if ctx.invoked_subcommand != "plugins":
         for plugin in manager.failed:
-            warn(f"plugin {plugin} is {plugin.status}: {plugin.problems[0]}")
+            warn(f"plugin {plugin} {plugin.status}: {plugin.problems[0]}")
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
-from areal_gym.errors import NothingToDoError, UsageError, did_you_mean
+from areal_gym.errors import NothingToDoError
 from areal_gym.plugins import KINDS, Entry, Kind, registry
+from areal_gym.plugins.registry import as_kind
 
 __all__ = ["list_command"]
 
@@ -32,8 +33,8 @@ def list_command(what: str | None, as_json: bool, root: Path) -> None:
         _list_runs(root, as_json)
     elif what is None:
         _list_everything(as_json)
-    elif what in KINDS:
-        kind = cast(Kind, what)
+    else:
+        kind = as_kind(what)
         entries = registry().entries(kind)
         if as_json:
             print_json([entry.to_dict() for entry in entries])
@@ -41,13 +42,6 @@ def list_command(what: str | None, as_json: bool, root: Path) -> None:
             _print_entries(entries)
             talk(_count(kind, entries))
         registry().check_duplicates(kind)
-    else:
-        words = [*KINDS, "runs"]
-        near = did_you_mean(what, words)
-        raise UsageError(
-            f"no list of {what!r}",
-            hints=[*([near] if near else []), f"there is: {', '.join(words)}"],
-        )
 
 
 def _list_everything(as_json: bool) -> None:

@@ -26,7 +26,7 @@ from areal_gym.plugins.specs import (
     WeightSyncSpec,
 )
 
-__all__ = ["KINDS", "Entry", "Kind", "Registry", "registry", "set_registry"]
+__all__ = ["KINDS", "Entry", "Kind", "Registry", "as_kind", "registry", "set_registry"]
 
 Kind = Literal[
     "envs",
@@ -62,6 +62,22 @@ KINDS: dict[Kind, type[Spec]] = dict(
     )
 )
 """The words that people type (`areal-gym list WORD`), and the specs they mean."""
+
+
+def as_kind(word: str) -> Kind:
+    """The kind that the word names.
+
+    Raises:
+        UsageError: none; with a suggestion.
+    """
+    for kind in KINDS:
+        if word == kind:
+            return kind
+    near = did_you_mean(word, KINDS)
+    raise UsageError(
+        f"no kind of things is called {word!r}",
+        hints=[*([near] if near else []), f"there are: {', '.join(KINDS)}"],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +194,23 @@ class Registry:
             if len(claims) > 1:
                 raise _duplicate(claims)
 
+    def absences(self) -> list[str]:
+        """Why something may be missing: plugins that failed or are blocked, a sentence each."""
+        return [
+            f"plugin {plugin} failed to load, and it may be its: {problem}"
+            for plugin in self.manager.plugins
+            for problem in plugin.problems
+        ] + [
+            f"plugin {plugin} is blocked, and with it what it offers"
+            for plugin in self.manager.plugins
+            if plugin.is_blocked
+        ]
+
     def _unknown(self, kind: Kind, id: str, known: list[str]) -> UnknownIdError:
         near = did_you_mean(id, known)
         hints = [near] if near else []
         hints.append(f"all of them: areal-gym list {kind}")
-        for plugin in self.manager.plugins:
-            if plugin.is_blocked:
-                hints.append(f"plugin {plugin} is blocked, and with it what it offers")
-            for problem in plugin.problems:
-                hints.append(f"plugin {plugin} failed to load, it may be its: {problem}")
+        hints += self.absences()
         return UnknownIdError(f"no {KINDS[kind].kind} {id!r}", hints=hints)
 
 

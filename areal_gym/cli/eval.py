@@ -1,0 +1,146 @@
+"""`areal-gym eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from areal_gym.cli.output import Options, common_options, print_data, print_json, talk
+from areal_gym.errors import NothingToDoError, UsageError, did_you_mean
+
+__all__ = ["eval_command"]
+
+
+@click.command("eval")
+@click.argument("overrides", nargs=-1, metavar="[key=value]...")
+@click.option("--env", help="The environment's id (areal-gym list envs).")
+@click.option(
+    "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
+)
+@click.option("--run", type=click.Path(path_type=Path), help="A run: its newest checkpoint.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="A checkpoint's directory.")
+@click.option("--model", help="A model's directory, or 'starter'.")
+@click.option("-n", "num_tasks", type=click.IntRange(min=1), help="Held-out tasks.")
+@click.option("-k", "num_samples", type=click.IntRange(min=1), help="Episodes per task.")
+@click.option("--greedy", is_flag=True, help="Take the likeliest token instead of sampling.")
+@click.option("--split", help="Which tasks; what there is says areal-gym show ENV.")
+@click.option("--seed", type=int, help="Of tasks and sampling.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where trajectories are written.")
+@click.option(
+    "--fail-under", metavar="[METRIC=]X", help="Exit with 1 when it (default: pass@1) is below X."
+)
+@common_options
+@click.pass_obj
+def eval_command(
+    options: Options,
+    overrides: tuple[str, ...],
+    env: str | None,
+    recipe: Path | None,
+    run: Path | None,
+    checkpoint: Path | None,
+    model: str | None,
+    num_tasks: int | None,
+    num_samples: int | None,
+    greedy: bool,
+    split: str | None,
+    seed: int | None,
+    as_json: bool,
+    out: Path | None,
+    fail_under: str | None,
+) -> int:
+    """Measure a policy on held-out tasks: pass@1 and pass@k with 95% intervals, and what failed.
+
+    With --run, the settings are those of the run; without --run, --checkpoint and --model, the
+    policy is the one that a run would start with.
+    """
+    from areal_gym.cli.settings import require_env, resolve
+
+    bar = _parse_bar(fail_under)
+    if sum(given is not None for given in (run, checkpoint, model)) > 1:
+        raise UsageError("--run, --checkpoint and --model exclude each other")
+    if run is not None:
+        recipe = recipe or _existing(run / "config.yaml", f"{run} holds no run")
+        checkpoint = _newest_checkpoint(run)
+    elif checkpoint is not None:
+        _existing(checkpoint / "config.json", f"{checkpoint} holds no checkpoint")
+    require_env(env, recipe, overrides)
+    config = resolve(
+        file=recipe,
+        overrides=overrides,
+        env__id=env,
+        engine__model=model,
+        eval__num_tasks=num_tasks,
+        eval__num_samples=num_samples,
+        eval__split=split,
+        seed=seed,
+    )
+
+    from areal_gym import run as runs
+    from areal_gym.cli.display import make_display
+
+    display = make_display(is_plain=options.is_plain)
+    try:
+        report = runs.evaluate(
+            config,
+            checkpoint=checkpoint,
+            out=out,
+            num_tasks=config.eval.num_tasks,
+            num_samples=config.eval.num_samples,
+            greedy=greedy,
+            display=display,
+        )
+    finally:
+        display.close()
+    numbers = report.to_dict()
+    if as_json:
+        print_json(numbers)
+    else:
+        print_data(report.to_text())
+    return 0 if bar is None else _judge(numbers, *bar)
+
+
+def _existing(file: Path, complaint: str) -> Path:
+    if not file.is_file():
+        raise UsageError(
+            f"{complaint}: there is no {file}", hints=["all runs: areal-gym list runs"]
+        )
+    return file
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    steps = sorted((run / "checkpoints").glob("step-*/config.json"))
+    if not steps:
+        raise NothingToDoError(
+            f"{run} has no checkpoint yet",
+            hints=[f"continue it: areal-gym train --resume --out {run}"],
+        )
+    return steps[-1].parent
+
+
+def _parse_bar(text: str | None) -> tuple[str, float] | None:
+    if text is None:
+        return None
+    metric, separator, raw = text.rpartition("=")
+    try:
+        return (metric if separator else "pass@1"), float(raw)
+    except ValueError:
+        raise UsageError(
+            f"--fail-under {text!r} names no number", hints=["like --fail-under pass@1=0.8"]
+        ) from None
+
+
+def _judge(numbers: Mapping[str, Any], metric: str, least: float) -> int:
+    """The exit code: 1 when the metric is below the bar."""
+    if metric not in numbers:
+        near = did_you_mean(metric, numbers) or f"there is: {', '.join(numbers)}"
+        raise UsageError(f"--fail-under: no metric {metric!r}", hints=[near])
+    found = numbers[metric]
+    value = float(found["mean"] if isinstance(found, Mapping) else found)
+    if value >= least:
+        return 0
+    talk(f"areal-gym: {metric} is {value:.4f}, below {least:g}")
+    return 1

@@ -1,0 +1,76 @@
+"""What `train` and `eval` share: flags to settings, and the resolved settings to text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from areal_gym.config import RunConfig, load_config
+from areal_gym.errors import UsageError
+from areal_gym.provenance import entries_used
+
+__all__ = ["describe", "require_env", "resolve", "to_yaml"]
+
+
+def resolve(*, file: Path | None, overrides: Sequence[str], **flags: str | int | None) -> RunConfig:
+    """Settings from the recipe, then the flags that were given, then `key=value`.
+
+    Args:
+        file: the recipe.
+        overrides: `key=value` texts; they win.
+        flags: values by dotted key, with "__" for the dot; None was not given.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+        UnknownIdError: an id is.
+    """
+    given = [
+        f"{key.replace('__', '.')}={json.dumps(value)}"
+        for key, value in flags.items()
+        if value is not None
+    ]
+    config = load_config(file, [*given, *overrides])
+    entries_used(config)
+    return config
+
+
+def require_env(env: str | None, file: Path | None, overrides: Sequence[str]) -> None:
+    """Refuse to guess which environment is meant.
+
+    Raises:
+        UsageError: neither flag, recipe nor override names one.
+    """
+    if env is None and file is None and not any(o.startswith("env.id=") for o in overrides):
+        raise UsageError(
+            "which environment?",
+            hints=["name one: --env tir", "all of them: areal-gym list envs"],
+        )
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The settings as a recipe that gives them again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def describe(config: RunConfig) -> str:
+    """What one step and the run amount to, and who provides the parts."""
+    rollout, trainer = config.rollout, config.trainer
+    num_trajectories = rollout.batch_groups * rollout.group_size
+    most_tokens = num_trajectories * config.engine.max_context
+    num_microbatches = math.ceil(most_tokens / trainer.tokens_per_microbatch)
+    lines = [
+        f"per step: {rollout.batch_groups} groups x {rollout.group_size} = {num_trajectories} "
+        f"trajectories, at most {most_tokens:,} tokens = {num_microbatches} micro-batches of "
+        f"{trainer.tokens_per_microbatch:,}; {trainer.minibatches} optimizer updates",
+        f"the run:  {config.steps} steps = {config.steps * num_trajectories:,} trajectories; "
+        f"{rollout.max_in_flight} in flight, staleness at most {rollout.max_staleness}",
+    ]
+    lines += [
+        f"{entry.spec.kind}: {entry.id}, from {entry.plugin.source}"
+        for entry in entries_used(config)
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,171 @@
+"""`areal-gym show`."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import click
+
+from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
+from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
+from areal_gym.plugins import KINDS, Entry, EnvSpec, registry
+from areal_gym.plugins.registry import as_kind
+
+__all__ = ["show_command"]
+
+
+@click.command("show")
+@click.argument("id")
+@click.option("--kind", help="When several kinds of things have the id: envs, losses, ...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@common_options
+def show_command(id: str, kind: str | None, as_json: bool) -> None:
+    """One thing in full: an environment, an agent, a loss, ..., or a run's directory."""
+    if kind is None and "/" in id and Path(id).is_dir():
+        card = _run_card(Path(id))
+        if as_json:
+            print_json(card)
+        else:
+            print_columns([(name, str(value)) for name, value in card.items()])
+        return
+    entry = _find(id, kind)
+    card = _card(entry)
+    if as_json:
+        print_json(card)
+    else:
+        _print_card(card)
+
+
+def _find(id: str, kind: str | None) -> Entry:
+    if kind is not None:
+        return registry().get(as_kind(kind), id)
+    homes = [word for word in KINDS if any(e.id == id for e in registry().entries(word))]
+    if not homes:
+        known = {entry.id for word in KINDS for entry in registry().entries(word)}
+        near = did_you_mean(id, sorted(known))
+        raise UnknownIdError(
+            f"nothing has the id {id!r}",
+            hints=[
+                *([near] if near else []),
+                "all there is: areal-gym list",
+                *registry().absences(),
+            ],
+        )
+    if len(homes) > 1:
+        talk(f"{id!r} is also in: {', '.join(homes[1:])} (areal-gym show {id} --kind {homes[1]})")
+    return registry().get(homes[0], id)
+
+
+def _card(entry: Entry) -> dict[str, Any]:
+    card = entry.to_dict()
+    if entry.missing:
+        return card
+    thing = entry.load()
+    card["description"] = inspect.getdoc(thing) or ""
+    card["arguments"] = _arguments(entry, thing)
+    if isinstance(entry.spec, EnvSpec):
+        from areal_gym.envs.registration import gymnasium_id
+
+        card["gymnasium_id"] = gymnasium_id(entry.spec)
+        card["tags"] = list(entry.spec.tags)
+        try:
+            card |= _sample(entry)
+        except GymError as error:
+            card["sample_error"] = str(error)
+    return card
+
+
+def _arguments(entry: Entry, thing: Any) -> list[dict[str, Any]]:
+    if not callable(thing):
+        return []
+    given = dict(getattr(entry.spec, "kwargs", {}))
+    rows = []
+    for name, parameter in inspect.signature(thing).parameters.items():
+        is_required = parameter.default is parameter.empty and name not in given
+        default = given.get(name, None if is_required else parameter.default)
+        annotation = "" if parameter.annotation is parameter.empty else parameter.annotation
+        rows.append(
+            {
+                "name": name,
+                "type": annotation if isinstance(annotation, str) else annotation.__name__,
+                "default": default if _is_plain(default) else repr(default),
+                "is_required": is_required,
+            }
+        )
+    return rows
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def _sample(entry: Entry) -> dict[str, Any]:
+    env = registry().make("envs", entry.id)
+    try:
+        _, info = env.reset(seed=0)
+        return {
+            "max_turns": env.max_turns,
+            "tools": [tool.schema()["function"] for tool in env.tools],
+            "sample_task": info["task"],
+            "sample_messages": list(info["messages"]),
+        }
+    finally:
+        env.close()
+
+
+def _run_card(path: Path) -> dict[str, Any]:
+    from areal_gym.rundir import list_runs
+
+    for info in list_runs(path.parent):
+        if info.path.name == path.name:
+            return {
+                "run": str(path),
+                "env": info.env_id,
+                "steps": info.num_steps,
+                "is_finished": info.is_finished,
+                "reward": info.reward,
+                **info.summary,
+            }
+    raise UsageError(f"{path} holds no run", hints=["all runs: areal-gym list runs"])
+
+
+def _print_card(card: dict[str, Any]) -> None:
+    print_data(f"{card['id']}: {card['summary']}")
+    print_data(
+        f"{card['kind']} of plugin {card['plugin']}, from {card['distribution']} {card['version']}"
+        f" ({card['entry_point']})"
+    )
+    if card["missing"]:
+        print_data(f"needs: pip install {' '.join(card['missing'])}")
+    if "gymnasium_id" in card:
+        print_data(f"gymnasium.make({card['gymnasium_id']!r})")
+    if card.get("description"):
+        print_data("\n" + card["description"])
+    if card.get("arguments"):
+        print_data("\narguments:")
+        print_columns(
+            [
+                (
+                    row["name"],
+                    str(row["type"]),
+                    "required" if row["is_required"] else f"default {row['default']!r}",
+                )
+                for row in card["arguments"]
+            ],
+            indent="  ",
+        )
+    if card.get("tools"):
+        print_data("\ntools:")
+        for tool in card["tools"]:
+            parameters = ", ".join(tool["parameters"].get("properties", {}))
+            print_data(f"  {tool['name']}({parameters}): {tool['description']}")
+    if "sample_messages" in card:
+        print_data(f"\na task ({card['sample_task']['id']}, split {card['sample_task']['split']}):")
+        for message in card["sample_messages"]:
+            print_data(textwrap.indent(f"[{message['role']}] {message['content']}", "  "))
+        print_data(f"\nplay it yourself: areal-gym play {card['id']}")
+    if "sample_error" in card:
+        print_data(f"\nit gives no task: {card['sample_error']}")

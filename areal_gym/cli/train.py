@@ -1,0 +1,101 @@
+"""`areal-gym train`."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from areal_gym.cli.output import Options, common_options, print_data
+from areal_gym.errors import UsageError
+
+if TYPE_CHECKING:
+    from areal_gym.rundir import RunDir, RunMode
+
+__all__ = ["train_command"]
+
+
+@click.command("train")
+@click.argument("overrides", nargs=-1, metavar="[key=value]...")
+@click.option("--env", help="The environment's id (areal-gym list envs).")
+@click.option(
+    "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
+)
+@click.option("--steps", type=int, help="Training steps.")
+@click.option("--seed", type=int, help="Of tasks, sampling and the model.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="The run's directory [runs/ENV-DATE-TIME]."
+)
+@click.option("--resume", is_flag=True, help="Continue the run in --out.")
+@click.option("--clean", is_flag=True, help="Replace the run in --out.")
+@click.option("--dry-run", is_flag=True, help="Print the settings and what a step amounts to.")
+@common_options
+@click.pass_obj
+def train_command(
+    options: Options,
+    overrides: tuple[str, ...],
+    env: str | None,
+    recipe: Path | None,
+    steps: int | None,
+    seed: int | None,
+    out: Path | None,
+    resume: bool,
+    clean: bool,
+    dry_run: bool,
+) -> None:
+    """Improve a policy in an environment.
+
+    key=value sets anything: areal-gym train --env tir trainer.lr=1e-4 env.kwargs.level=3
+
+    The order of precedence is: defaults, the recipe, flags, key=value.
+    """
+    from areal_gym.cli.settings import describe, require_env, resolve, to_yaml
+    from areal_gym.rundir import RunDir, new_run_path
+
+    mode = _mode(resume, clean, out)
+    if mode == "resume" and recipe is None:
+        assert out is not None
+        recipe = _recipe_of(RunDir(out))
+    if not dry_run:
+        require_env(env, recipe, overrides)
+    config = resolve(file=recipe, overrides=overrides, env__id=env, steps=steps, seed=seed)
+    if dry_run:
+        for line in describe(config).splitlines():
+            print_data(f"# {line}")
+        print_data(to_yaml(config).rstrip())
+        return
+
+    from areal_gym import run
+    from areal_gym.cli.display import make_display
+
+    run_dir = out or new_run_path(config.env.id)
+    display = make_display(is_plain=options.is_plain)
+    try:
+        run.train(config, run_dir=run_dir, mode=mode, display=display)
+    finally:
+        display.close()
+        # A name that was reserved, and a run that never wrote into it.
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()
+
+
+def _mode(resume: bool, clean: bool, out: Path | None) -> RunMode:
+    if resume and clean:
+        raise UsageError("--resume and --clean exclude each other")
+    if (resume or clean) and out is None:
+        flag = "--resume" if resume else "--clean"
+        raise UsageError(
+            f"{flag} needs the run's directory",
+            hints=[f"name it: {flag} --out runs/NAME", "all of them: areal-gym list runs"],
+        )
+    return "resume" if resume else "clean" if clean else "new"
+
+
+def _recipe_of(run_dir: RunDir) -> Path:
+    if not run_dir.config_file.exists():
+        raise UsageError(
+            f"{run_dir.path} holds no run to resume", hints=["start one: leave --resume out"]
+        )
+    return run_dir.config_file
