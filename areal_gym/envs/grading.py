@@ -99,7 +99,7 @@ _NO_UNITS = {
 """Words that change what the number before them means."""
 
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|textit)\s*\{([^{}]*)\}")
-_IGNORED = re.compile(r"\\[,!;: ]|\\left|\\right|\\displaystyle|\$|~")
+_IGNORED = re.compile(r"(?<!\\)\\[,!;: ]|\\left|\\right|\\displaystyle|\$|~")
 _CURRENCY = re.compile(r"[€£¥]|\\(?:pounds|euro)(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|°")
 
@@ -205,6 +205,9 @@ def is_equal(prediction: str, gold: str) -> bool:
         return False
     if b is not None and _UNFINISHED.search(prediction):
         return False
+    a_base, b_base = (_BASED.fullmatch(_tidy(text)) for text in (prediction, gold))
+    if a_base or b_base:  # 52_8 is another number than 52_9; algebra would drop the base
+        return a_base is not None and b_base is not None and a_base.groups() == b_base.groups()
     left, right = _collection(prediction), _collection(gold)
     if left is not None or right is not None:
         return left is not None and right is not None and _are_same_collections(left, right)
@@ -220,6 +223,9 @@ def _bare(text: str) -> str:
     return text.casefold() if text.isalpha() else text
 
 
+_BASED = re.compile(r"([0-9A-F]+)_\s*\{?\s*(\d+)\s*\}?")
+
+
 class _Collection(NamedTuple):
     brackets: str
     """ "()", "[)", ... of a tuple or an interval; empty for sets and bare lists."""
@@ -227,8 +233,10 @@ class _Collection(NamedTuple):
 
 
 def _collection(text: str) -> _Collection | None:
-    """The parts of an answer that is a list; None when it is one thing."""
+    """The parts of an answer that is a list or a union; None when it is one thing."""
     text = _tidy(text)
+    if "\\cup" in text:
+        return _Collection("", [part.strip() for part in text.split("\\cup")])
     brackets = ""
     if text.startswith("\\{") and text.endswith("\\}"):
         text = text[2:-2]

@@ -105,6 +105,9 @@ EQUAL = [
     (r"\sqrt{4}", "2"),
     (r"\frac{\sqrt3}{3}", r"1/\sqrt{3}"),
     ("x^2+2x+1", "(x+1)^2"),
+    ("52_8", "52_{8}"),
+    (r"(3,\infty) \cup (-\infty, 2)", r"(-\infty,2) \cup (3,\infty)"),
+    (r"\begin{pmatrix}-1\\2\end{pmatrix}", r"\begin{pmatrix} -1 \\ 2 \end{pmatrix}"),
     ("9" * 100_000, "9" * 100_000),
 ]
 DIFFERENT = [
@@ -124,6 +127,8 @@ DIFFERENT = [
     ("(1,2)", "[1,2)"),
     (r"1 - 1/\mathrm{e}", r"1 + 1/\mathrm{e}"),
     ("1/0", "0"),
+    ("52_8", "52_9"),
+    (r"(-\infty, 2) \cup (3, \infty)", r"(-\infty, 2) \cup (4, \infty)"),
     ("()", "0"),
     ("p - q", r"\dfrac{3}{5}"),
     ("2^{2^{2^{100}}}", "5"),
