@@ -116,11 +116,14 @@ class ProcessSandbox:
         async with self._starting:
             zygote = self._zygotes.get(needs_modules)
             if zygote is None or not zygote.is_alive:
-                zygote = self._zygotes[needs_modules] = await Zygote.start(
+                zygote = await Zygote.start(
                     modules=self._modules if needs_modules else (),
                     without=self._without,
                     num_warm=self.num_workers,
                 )
+                self._zygotes[needs_modules] = zygote
+                if not self._without:
+                    _require_walls(zygote.protections)
         return zygote
 
 
@@ -163,6 +166,20 @@ class ProcessSession:
         cell, self._cell = self._cell, None
         if cell is not None:
             await cell.aclose()
+
+
+def _require_walls(protections: Collection[str]) -> None:
+    """Refuse to run where nothing keeps a snippet from this user's files and processes."""
+    for what, walls in (
+        ("files", ("private root", "landlock")),
+        ("processes", ("pid namespace", "seccomp")),
+        ("network", ("network namespace", "seccomp")),
+    ):
+        if not set(walls) & set(protections):
+            raise SandboxError(
+                f"nothing on this machine would keep a snippet from the {what} of this user",
+                hints=(f"it needs one of: {', '.join(walls)}", "Linux 5.13 has them for any user"),
+            )
 
 
 def _close_all(zygotes: dict[bool, Zygote]) -> None:

@@ -51,15 +51,22 @@ class Jail:
             # Namespaces one by one: some kernels and containers refuse only some of them.
             self._attempt("network namespace", lambda: kernel.unshare(kernel.NEWNET))
             self._attempt("ipc namespace", lambda: kernel.unshare(kernel.NEWIPC | kernel.NEWUTS))
-            self._attempt("pid namespace", self._keep_pid_namespace)
+            is_root = os.geteuid() == 0
+            keep = self._keep_pid_namespace if is_root else self._move_to_pid_namespace
+            self._attempt("pid namespace", keep)
         kernel.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
         self.protections.append("no new privileges")
         # Before the private root: it has no /proc to ask.
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         has_seccomp = seccomp.is_supported()
         if has_capability:
             self._has_mounts = self._attempt("private root", self._build_root)
         if not self._has_mounts:
             self._attempt("landlock", self._find_landlock)
+            if self._uid_count and not _is_open_to_all(os.__file__):
+                # Under another uid the interpreter could not import what it has not yet.
+                self._uid_count = 0
+                self.protections.remove("private uid")
         self.can_fork = self._pid_namespace >= 0 and self._uid_count > 0
         self._has_seccomp = has_seccomp and self._attempt("seccomp", self._build_filter)
         if self._has_seccomp and not self.can_fork:
@@ -96,6 +103,17 @@ class Jail:
         fd = os.open("/proc/self/ns/pid", os.O_RDONLY)
         kernel.setns(fd, kernel.NEWPID)
         self._pid_namespace = fd
+
+    def _move_to_pid_namespace(self) -> None:
+        # Only the owner of a pid namespace may return to it, and the first one is not ours.
+        kernel.unshare(kernel.NEWPID)
+        pid = os.fork()
+        if pid:
+            os.closerange(3, 1 << 16)
+            os.waitpid(pid, 0)
+            os._exit(0)
+        kernel.prctl(1, 9)  # PR_SET_PDEATHSIG
+        self._keep_pid_namespace()
 
     def _build_root(self) -> None:
         kernel.unshare(kernel.NEWNS)
@@ -138,6 +156,10 @@ class Jail:
             if pid != 0:
                 kernel.setns(self._pid_namespace, kernel.NEWPID)
         return pid
+
+    def address_space(self) -> int:
+        """Bytes of address space that this process has, and its children begin with."""
+        return int(os.pread(self._statm, 100, 0).split()[0]) * resource.getpagesize()
 
     def directory(self, number: int) -> str:
         """The private writable directory of child `number`."""
@@ -229,6 +251,14 @@ def _bind(path: str, *, is_device: bool) -> None:
     if not is_device:
         restrictions = kernel.RDONLY | kernel.NOSUID | kernel.NODEV
         kernel.restrict_mount(target, restrictions, recursive=True)
+
+
+def _is_open_to_all(path: str) -> bool:
+    """Whether every directory on the way to `path` lets every user through."""
+    while (path := os.path.dirname(path)) != "/":
+        if not os.stat(path).st_mode & 0o001:
+            return False
+    return True
 
 
 def _own_user_namespace() -> None:

@@ -48,20 +48,16 @@ def main(control_fd: int, parent_fd: int, settings: dict[str, Any]) -> NoReturn:
         except ImportError:
             continue  # the snippet that wants it will say so
     control = socket.socket(fileno=control_fd)
-    statm = os.open("/proc/self/statm", os.O_RDONLY)
     null = os.open("/dev/null", os.O_RDWR)
     jail = Jail(without=settings["without"], paths=settings["paths"], scratch=settings["scratch"])
-    _Zygote(control, parent_fd, jail, statm, null).serve()
+    _Zygote(control, parent_fd, jail, null).serve()
 
 
 class _Zygote:
-    def __init__(
-        self, control: socket.socket, parent_fd: int, jail: Jail, statm: int, null: int
-    ) -> None:
+    def __init__(self, control: socket.socket, parent_fd: int, jail: Jail, null: int) -> None:
         self._control = control
         self._parent_fd = parent_fd
         self._jail = jail
-        self._statm = statm
         self._null = null
         self._cells: dict[int, int] = {}
         """Number of each running cell, by pid."""
@@ -105,24 +101,24 @@ class _Zygote:
             self._stop()
 
     def _spawn(self, number: int, fds: list[int]) -> None:
+        base_memory = self._jail.address_space()
         try:
             pid = self._jail.fork()
         except OSError as error:
             self._tell(event="exit", number=number, status=-1, cpu_s=0.0, error=str(error))
         else:
             if pid == 0:
-                self._become_cell(number, fds)
+                self._become_cell(number, fds, base_memory)
             self._cells[pid] = number
         for fd in fds:
             os.close(fd)
 
-    def _become_cell(self, number: int, fds: list[int]) -> NoReturn:
+    def _become_cell(self, number: int, fds: list[int], base_memory: int) -> NoReturn:
         try:
             channel_fd, stdout, stderr = fds
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            base_memory = int(os.pread(self._statm, 100, 0).split()[0]) * 4096
             os.setsid()
             os.dup2(self._null, 0)
             os.dup2(stdout, 1)
