@@ -179,10 +179,19 @@ class Registry:
         entry = self.get(kind, id)
         cls = entry.load()
         arguments = {**getattr(entry.spec, "kwargs", {}), **kwargs}
+        signature = inspect.signature(cls)
         try:
-            inspect.signature(cls).bind(**arguments)
+            signature.bind(**arguments)
         except TypeError as error:
-            raise _wrong_arguments(entry, cls, arguments, error) from None
+            known = list(signature.parameters)
+            wrong = [name for name in arguments if name not in known]
+            raise UsageError(
+                f"{entry.spec.kind} {id!r}: {error}",
+                hints=[
+                    *filter(None, (did_you_mean(name, known) for name in wrong)),
+                    f"it takes: {', '.join(known) or 'no arguments'}",
+                ],
+            ) from None
         return cls(**arguments)
 
     def check_duplicates(self, kind: Kind) -> None:
@@ -221,17 +230,6 @@ def _duplicate(claims: list[Entry]) -> DuplicateIdError:
         + " and by plugin ".join(str(claim.plugin) for claim in claims),
         hints=[f"leave one out: areal-gym -p no:{claims[-1].plugin.name} ..."],
     )
-
-
-def _wrong_arguments(
-    entry: Entry, cls: Any, arguments: dict[str, Any], error: TypeError
-) -> UsageError:
-    taken = list(inspect.signature(cls).parameters)
-    hints = [
-        near for name in arguments if name not in taken and (near := did_you_mean(name, taken))
-    ]
-    hints.append(f"it takes: {', '.join(taken) or 'no arguments'}")
-    return UsageError(f"{entry.spec.kind} {entry.id!r}: {error}", hints=hints)
 
 
 def _is_importable(name: str) -> bool:
