@@ -1,0 +1,141 @@
+"""Settings: precedence, overrides, and errors that say what to type next."""
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_gym.config import RunConfig, field_names, load_config, parse_override
+from areal_gym.errors import ConfigError
+
+
+def explain(*overrides, file=None):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert caught.value.exit_code == 2
+    return "\n".join((str(caught.value), *caught.value.hints))
+
+
+def test_defaults_need_nothing():
+    assert load_config() == RunConfig()
+
+
+def test_precedence_is_base_file_overrides(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("steps: 7\ntrainer:\n  lr: 0.5\n")
+    base = {"steps": 3, "seed": 4, "trainer": {"warmup_steps": 9}}
+    config = load_config(recipe, ["trainer.lr=1e-5"], base)
+    assert (config.steps, config.seed) == (7, 4)
+    assert (config.trainer.lr, config.trainer.warmup_steps) == (1e-5, 9)
+
+
+def test_resolved_settings_run_again_as_they_are(tmp_path):
+    config = load_config(overrides=["env.kwargs.level=3", "trainer.clip_low=null", "steps=2"])
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(recipe) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=1", 1),
+        ("a=1e-5", 1e-5),
+        ("a=-2E3", -2000.0),
+        ("a=null", None),
+        ("a=[1, 2]", [1, 2]),
+        ("a={x: y}", {"x": "y"}),
+        ("a=x=y", "x=y"),
+        ("a=", None),
+        ("a=true", True),
+        ("a='1'", "1"),
+    ],
+)
+def test_override_values_are_yaml(text, value):
+    assert parse_override(text)[1] == value
+
+
+@pytest.mark.parametrize("text", ["novalue", "=3", " =3", "a=[1", "a={"])
+def test_a_malformed_override_is_explained(text):
+    assert text in explain(text) or "override" in explain(text)
+
+
+@given(st.sampled_from(field_names()), st.data())
+def test_a_mistyped_key_is_an_error_with_a_suggestion(key, data):
+    at = data.draw(st.integers(min_value=1, max_value=len(key) - 1))
+    typo = key[:at] + "q" + key[at:]
+    text = explain(f"{typo}=1")
+    assert "unknown key" in text or "is no" in text or "Input should" in text
+    assert typo.partition(".")[0] in text
+
+
+def test_a_mistyped_leaf_suggests_the_true_one():
+    text = explain("rollout.max_stalness=2")
+    assert "unknown key 'rollout.max_stalness'" in text
+    assert "did you mean 'rollout.max_staleness'" in text
+
+
+def test_the_file_is_named(tmp_path):
+    recipe = tmp_path / "gsm8k.yaml"
+    recipe.write_text("rollout:\n  group_sise: 3\n")
+    text = explain(file=recipe)
+    assert "gsm8k.yaml" in text
+    assert "rollout.group_size" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("- a\n- b\n", "mapping"), ("a: [", "YAML"), ("steps: many\n", "steps = 'many'")],
+)
+def test_a_file_that_holds_no_settings(tmp_path, content, reason):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text(content)
+    assert reason in explain(file=recipe)
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("# only a comment\n")
+    assert load_config(recipe) == RunConfig()
+
+
+def test_a_missing_file(tmp_path):
+    assert "cannot read" in explain(file=tmp_path / "none.yaml")
+    assert "cannot read" in explain(file=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["rollout.group_size=1", "rollout.min_group_size=1"], "always has advantage 0"),
+        (["rollout.group_size=0"], "rollout.group_size"),
+        (["rollout.min_group_size=9"], "every group would be dropped"),
+        (["rollout.max_new_tokens=512"], "no room for a prompt"),
+        (["rollout.batch_groups=2", "trainer.minibatches=3"], "at least one group each"),
+        (["trainer.clip_high=0.0"], "use null"),
+        (["trainer.lr=0"], "trainer.lr"),
+        (["seed=-1"], "seed"),
+        (["trainer.aggregation=median"], "token_mean"),
+        (["steps=3", "steps.more=1"], "holds a value"),
+    ],
+)
+def test_what_fights_is_refused_with_the_reason(overrides, reason):
+    assert reason in explain(*overrides)
+
+
+def test_there_are_fewer_than_a_hundred_settings():
+    assert len(field_names()) < 100
+
+
+def test_every_setting_can_be_named_on_the_command_line():
+    config = RunConfig()
+    for key in field_names():
+        value = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert load_config(overrides=[f"{key}={yaml.safe_dump(value, default_flow_style=True)}"])
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().steps = 3
