@@ -63,7 +63,7 @@ class Cell:
         """Execute `code`; after it, a fresh cell has ended and one of a session waits for more.
 
         Raises:
-            SandboxError: the cell could not start.
+            SandboxError: the cell could not start, or was lost before or beside the snippet.
         """
         try:
             async with asyncio.timeout(_START_S):
@@ -97,6 +97,9 @@ class Cell:
         elapsed_s = time.monotonic() - started
         if self._exit is not None:
             self.close()
+            is_lost = self._exit.status < 0 and is_fresh
+            if call.stopped is None and (is_lost or not call.has_begun):
+                raise SandboxError("a sandbox process was lost through no fault of its snippet")
         return call.result(self._exit, elapsed_s)
 
     async def _send(self, code: str, call: _Call) -> None:
@@ -139,7 +142,11 @@ class Cell:
             return
         if message.get("ready") and not self._ready.done():
             self._ready.set_result(None)
-        elif self._call is not None and message.get("nonce") == self._call.nonce:
+        elif self._call is None or message.get("nonce") != self._call.nonce:
+            return
+        elif message.get("status") == "begun":
+            self._call.has_begun = True
+        else:
             self._call.message = message
             if not self._call.is_fresh:
                 self._call.finish()
@@ -243,6 +250,7 @@ class _Call:
         self.nonce = secrets.token_hex(8)
         self.captures = (_Capture(limits.output_bytes), _Capture(limits.output_bytes))
         self.message: dict[str, Any] = {}
+        self.has_begun = False
         self.stopped: SandboxStatus | None = None
 
     def finish(self) -> None:

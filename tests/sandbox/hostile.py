@@ -17,7 +17,7 @@ from pathlib import Path
 from areal_gym.sandbox import ProcessSandbox, SandboxLimits
 from areal_gym.sandbox.worker import kernel
 
-HANG_S, WALL_S = 1.0, 10.0  # for snippets that are meant to hang, and for all others
+HANG_S, WALL_S = 0.6, 10.0  # for snippets that are meant to hang, and for all others
 STATUSES = {"memory": "error", "output": "killed"}  # names of ours that the file does not know
 
 
@@ -121,7 +121,9 @@ async def survivors(sandbox: ProcessSandbox) -> int:
     """Processes under the fork servers beyond the waiting cells, once things have settled."""
     for _ in range(100):
         num_extra = sum(
-            len(descendants(zygote._process.pid)) - len(zygote._warm)
+            len(descendants(zygote._process.pid))
+            - len(zygote._warm)
+            - ("user namespace" in zygote.protections)  # there the server is a child itself
             for zygote in sandbox._zygotes.values()
         )
         if num_extra <= 0:
@@ -131,24 +133,29 @@ async def survivors(sandbox: ProcessSandbox) -> int:
 
 
 def failed(checks: list[str], status: str, output: str) -> Iterator[str]:
+    def is_met(name: str, argument: str) -> bool:
+        match name:
+            case "status":
+                return status in argument.split("|")
+            case "in_output":
+                return argument in output
+            case "not_in_output":
+                return argument not in output
+            case "exit":
+                return (status == "ok") == (argument == "0")
+            case "output_cap":
+                return len(output) <= int(argument)
+            case "host_absent":
+                return not os.path.exists(argument)
+            case "max_number_after":
+                word, _, bound = argument.partition(":")
+                return word not in output or int(output.split(word)[1].split()[0]) <= int(bound)
+        return True  # looked at elsewhere
+
     for check in checks:
         name, _, argument = check.partition(":")
-        if name == "status" and status not in argument.split("|"):
+        if not is_met(name, argument):
             yield f"{check} (is {status})"
-        elif (name == "in_output" and argument not in output) or (
-            name == "not_in_output" and argument in output
-        ):
-            yield check
-        elif name == "exit" and (status == "ok") != (argument == "0"):
-            yield f"{check} (is {status})"
-        elif (name == "output_cap" and len(output) > int(argument)) or (
-            name == "host_absent" and os.path.exists(argument)
-        ):
-            yield check
-        elif name == "max_number_after":
-            word, _, bound = argument.partition(":")
-            if word in output and int(output.split(word)[1].split()[0]) > int(bound):
-                yield check
 
 
 async def attack(snippets: list[dict], without: list[str]) -> dict[str, object]:

@@ -30,7 +30,7 @@ __all__ = ["serve"]
 CHUNK_BYTES = 32 * 1024
 """Longest message on the socket."""
 _NAME = "<snippet>"
-_MAX_TEXT = 12_000
+_MAX_TEXT = 8_000
 _MAX_LINE = 2_000
 _HEADROOM = 64 << 20
 
@@ -54,12 +54,14 @@ def serve(channel: socket.socket, base_memory: int) -> NoReturn:
         source = b""
         while len(source) < request["size"]:
             source += channel.recv(CHUNK_BYTES)
+        # From here on its end is the snippet's doing.
+        channel.send(json.dumps({"nonce": request["nonce"], "status": "begun"}).encode())
         is_last = request["is_fresh"]
         _apply_limits(request["limits"], base_memory, is_last=is_last)
         outcome, exit_code = _execute(source, namespace)
         _flush()
         outcome["nonce"] = request["nonce"]
-        channel.send(json.dumps(outcome).encode("utf-8", "backslashreplace"))
+        channel.send(json.dumps(outcome).encode())
         if is_last:
             _exit(exit_code)
 

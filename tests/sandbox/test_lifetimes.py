@@ -1,0 +1,223 @@
+"""Starting, sharing, losing and ending sandboxes."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_gym.errors import SandboxError
+from areal_gym.sandbox import ProcessSandbox, SandboxLimits, shared_sandbox
+from areal_gym.sandbox.plugin import register_sandboxes
+
+ROOT = Path(__file__).parents[2]
+LIMITS = SandboxLimits(wall_s=20)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pid):
+    for _ in range(200):
+        if not is_running(pid):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{pid} still runs")
+
+
+def server_pid(sandbox):
+    return sandbox._zygotes[False]._process.pid
+
+
+def children(pid):
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_the_plugin_names_it():
+    (spec,) = register_sandboxes()
+    assert (spec.id, spec.entry_point) == ("process", "areal_gym.sandbox.process:ProcessSandbox")
+
+
+def test_many_callers():
+    async def go():
+        async with ProcessSandbox(num_workers=2) as sandbox:
+            codes = [f"print({i})" for i in range(64)]
+            return await asyncio.gather(*(sandbox.run(code, limits=LIMITS) for code in codes))
+
+    assert [result.stdout for result in asyncio.run(go())] == [f"{i}\n" for i in range(64)]
+
+
+def test_protections_are_named():
+    async def go():
+        async with ProcessSandbox() as sandbox:
+            return await sandbox.protections()
+
+    protections = asyncio.run(go())
+    assert {"limits", "empty environment", "no new privileges"} <= set(protections)
+
+
+def test_closing_leaves_no_process_and_no_descriptor():
+    async def go():
+        async with ProcessSandbox(num_workers=2) as sandbox:
+            session = await sandbox.session()
+            await session.run("import time", limits=LIMITS)
+            await sandbox.run("1", limits=LIMITS)
+            pid = server_pid(sandbox)
+            pids = [pid, *children(pid)]
+        await sandbox.aclose()
+        with pytest.raises(SandboxError, match="closed"):
+            await sandbox.run("1")
+        return pids
+
+    asyncio.run(go())  # whatever opens for ever, is open now
+    before = len(os.listdir("/proc/self/fd"))
+    pids = asyncio.run(go())
+    assert len(os.listdir("/proc/self/fd")) == before
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_a_killed_cell_or_server_is_replaced():
+    async def go():
+        async with ProcessSandbox(num_workers=2) as sandbox:
+            server = server_pid(sandbox)
+            while len(cells := children(server)) < 2:
+                await asyncio.sleep(0.01)
+            for pid in cells:
+                os.kill(pid, signal.SIGKILL)
+            assert (await sandbox.run("1", limits=LIMITS)).value == "1"
+            assert server_pid(sandbox) == server
+            os.kill(server, signal.SIGKILL)
+            assert (await sandbox.run("2", limits=LIMITS)).value == "2"
+            assert server_pid(sandbox) != server
+            session = await sandbox.session()
+            await session.run("x = 1", limits=LIMITS)
+            os.kill(server_pid(sandbox), signal.SIGKILL)
+            assert (await session.run("'x' in globals()", limits=LIMITS)).value == "False"
+            await session.aclose()
+            return [server, *cells]
+
+    for pid in asyncio.run(go()):
+        wait_until_gone(pid)
+
+
+def test_a_server_lost_in_the_middle_is_told():
+    async def go():
+        async with ProcessSandbox(num_workers=1) as sandbox:
+            running = asyncio.create_task(sandbox.run("while True: pass", limits=LIMITS))
+            await asyncio.sleep(0.3)
+            first = server_pid(sandbox)
+            os.kill(first, signal.SIGKILL)
+            await asyncio.sleep(0.3)
+            while server_pid(sandbox) == first:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            os.kill(server_pid(sandbox), signal.SIGKILL)
+            # Tried again once; the second loss is told.
+            with pytest.raises(SandboxError, match="lost"):
+                await running
+
+    asyncio.run(go())
+
+
+def test_a_cancelled_call_ends_its_process_and_frees_its_slot():
+    async def go():
+        async with ProcessSandbox(num_workers=1) as sandbox:
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.1):
+                        await sandbox.run("while True: pass", limits=LIMITS)
+            assert (await sandbox.run("1", limits=LIMITS)).value == "1"
+            for _ in range(200):
+                if len(children(server_pid(sandbox))) <= 1:
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError("cancelled snippets still run")
+
+    asyncio.run(go())
+
+
+def test_each_loop_has_a_shared_sandbox_that_ends_with_it():
+    async def go():
+        sandbox = shared_sandbox()
+        assert shared_sandbox() is sandbox
+        assert (await sandbox.run("1", limits=LIMITS)).value == "1"
+        return sandbox, server_pid(sandbox)
+
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(asyncio.run(go()))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (first, pid), (second, other_pid) = results
+    assert first is not second
+    wait_until_gone(pid)
+    wait_until_gone(other_pid)
+
+
+def test_another_loop_is_refused_while_the_first_lives():
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        sandbox = ProcessSandbox(num_workers=1)
+        first.run(sandbox.run("1", limits=LIMITS))
+        with pytest.raises(SandboxError, match="another event loop"):
+            second.run(sandbox.run("1", limits=LIMITS))
+        first.run(sandbox.aclose())
+
+
+def test_a_forgotten_sandbox_is_closed():
+    async def go():
+        sandbox = ProcessSandbox(num_workers=1)
+        await sandbox.run("1", limits=LIMITS)
+        pid = server_pid(sandbox)
+        del sandbox
+        gc.collect()
+        return pid
+
+    wait_until_gone(asyncio.run(go()))
+
+
+OWNER = """
+import asyncio, os, sys
+from areal_gym.sandbox import ProcessSandbox
+async def main():
+    sandbox = ProcessSandbox(num_workers=2, without=sys.argv[1:])
+    session = await sandbox.session()
+    await session.run("import time")
+    pid = sandbox._zygotes[False]._process.pid
+    print(pid, open(f"/proc/{pid}/task/{pid}/children").read(), flush=True)
+    await session.run("time.sleep(600)")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("without", [[], ["namespaces"]])
+def test_killing_the_owner_leaves_nothing(without):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", OWNER, *without]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as owner:
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        assert len(pids) > 1
+        owner.kill()
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_a_machine_without_walls_is_refused(monkeypatch):
+    from areal_gym.sandbox import process
+
+    process._require_walls(("private uid", "landlock", "seccomp"))
+    with pytest.raises(SandboxError, match="from the files"):
+        process._require_walls(("limits", "seccomp", "pid namespace"))
+    with pytest.raises(SandboxError, match="from the processes"):
+        process._require_walls(("limits", "landlock"))
