@@ -92,6 +92,13 @@ class GymGroup(click.Group):
                 formatter.write_dl([(entry.id, entry.spec.summary) for entry in theirs])
 
 
+def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> None:
+    if names:
+        blocked = [name.removeprefix("no:") for name in names if name.startswith("no:")]
+        modules = [name for name in names if not name.startswith("no:")]
+        set_registry(Registry(PluginManager.installed(blocked=blocked, modules=modules)))
+
+
 @click.group(
     cls=GymGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -99,24 +106,23 @@ class GymGroup(click.Group):
 )
 @click.option(
     "-p",
-    "plugins",
+    "names",
     multiple=True,
     metavar="MODULE|no:NAME",
+    is_eager=True,  # before --help, which lists the commands of plugins
+    expose_value=False,
+    callback=_choose_plugins,
     help="Load a plugin module that is not installed, or leave an installed plugin out.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")
 @click.option("--plain", is_flag=True, help="No live display, no colours.")
 @click.version_option(__version__, "--version", prog_name="areal-gym")
 @click.pass_context
-def app(ctx: click.Context, plugins: tuple[str, ...], verbose: bool, plain: bool) -> None:
+def app(ctx: click.Context, verbose: bool, plain: bool) -> None:
     """Train language-model agents by reinforcement learning in text environments."""
     options = ctx.ensure_object(Options)
     options.is_verbose |= verbose
     options.is_plain |= plain
-    if plugins:
-        blocked = [name.removeprefix("no:") for name in plugins if name.startswith("no:")]
-        modules = [name for name in plugins if not name.startswith("no:")]
-        set_registry(Registry(PluginManager.installed(blocked=blocked, modules=modules)))
     manager = registry().manager
     for notice in manager.notices:
         warn(notice)

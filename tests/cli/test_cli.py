@@ -1,0 +1,496 @@
+"""The program as people use it: in process where it is quick, as a process where it matters."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from areal_gym.cli.app import COMMANDS, run
+from areal_gym.cli.output import render_error
+from areal_gym.errors import (
+    DuplicateIdError,
+    GymError,
+    NothingToDoError,
+    TrainError,
+    UsageError,
+)
+from areal_gym.plugins import KINDS
+from areal_gym.rundir import RunDir
+
+HEAVY = {"torch", "transformers", "datasets", "gymnasium", "pydantic", "numpy", "rich", "sympy"}
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch, tmp_path):
+    """Run the program in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv):
+        code = run(argv)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def process(*argv, stdin="", python=(), **env):
+    return subprocess.run(
+        [sys.executable, *python, "-m", "areal_gym", *argv],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, **env},
+    )
+
+
+# ---- start-up -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["list", "envs"], ["plugins"], ["list", "--json"]])
+def test_looking_imports_nothing_heavy(argv):
+    done = process(*argv, python=("-X", "importtime"))
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "areal_gym.cli.app" in imported
+    assert not HEAVY & {name.partition(".")[0] for name in imported}
+
+
+def test_help_is_quick():
+    before = os.times()
+    assert process("--help").returncode == 0
+    after = os.times()
+    cpu_s = (after.children_user - before.children_user) + (
+        after.children_system - before.children_system
+    )
+    # The aim is 0.3; other work on the machine makes even CPU time a bit longer.
+    assert cpu_s < 1.0
+
+
+def test_help_names_every_command(cli):
+    code, out, _ = cli("--help")
+    assert code == 0
+    for section, commands in COMMANDS.items():
+        assert f"{section}:" in out
+        for name, (_, summary) in commands.items():
+            assert name in out
+            assert summary in out
+
+
+@pytest.mark.parametrize("name", [name for section in COMMANDS.values() for name in section])
+def test_every_command_has_help(cli, name):
+    code, out, _ = cli(name, "--help")
+    assert code == 0
+    assert out.startswith(f"Usage: areal-gym {name}")
+
+
+def test_version(cli):
+    assert cli("--version")[:2] == (0, "areal-gym, version 0.1.0\n")
+
+
+def test_the_installed_program_answers():
+    program = Path(sys.executable).with_name("areal-gym")
+    if not program.exists():
+        pytest.skip("not installed")
+    done = subprocess.run([program, "list", "envs"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "tir" in done.stdout
+
+
+def test_the_source_tree_serves_without_being_installed(tmp_path):
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "m.entry_points = lambda **_: []\n"
+        "def none(name): raise m.PackageNotFoundError(name)\n"
+        "m.distribution = none\n"
+        "from areal_gym.cli import main; main(['list', 'envs'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "tir" in done.stdout
+    assert done.stderr.count("is not installed") == 1
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["lst"], 2, ["no command 'lst'", "did you mean 'list'?"]),
+        (["list", "env"], 2, ["'env'", "did you mean 'envs'?"]),
+        (["list", "envs", "--jsn"], 2, ["no option '--jsn'", "'--json'", "list --help"]),
+        (["list", "runs"], 5, ["no runs in runs", "areal-gym train"]),
+        (["list", "envs", "extra"], 2, ["unexpected extra argument"]),
+        (["show", "ti"], 2, ["'ti'", "did you mean 'tir'?"]),
+        (["show", "tir", "--kind", "losses"], 2, ["no policy loss 'tir'"]),
+        (["show"], 2, ["missing argument 'ID'"]),
+        (["play", "coundown"], 2, ["did you mean 'countdown'?"]),
+        (["play", "tir", "levl=2"], 2, ["levl", "did you mean 'level'?"]),
+        (["play", "tir", "--seed", "x"], 2, ["'x'"]),
+        (["check", "nothing"], 2, ["no environment 'nothing'"]),
+        (["train"], 2, ["which environment?", "--env tir"]),
+        (["train", "--env", "tri"], 2, ["no environment 'tri'", "did you mean 'tir'?"]),
+        (["train", "--env", "tir", "trainer.lrr=1"], 2, ["trainer.lrr", "'trainer.lr'"]),
+        (["train", "--env", "tir", "trainer.loss=ppo_clap"], 2, ["did you mean 'ppo_clip'?"]),
+        (["train", "--env", "tir", "rollout.group_size=0"], 2, ["rollout.group_size"]),
+        (["train", "--env", "tir", "what"], 2, ["key=value"]),
+        (["train", "--env", "tir", "--steps", "-1"], 2, ["steps"]),
+        (["train", "-c", "none.yaml"], 2, ["cannot read none.yaml"]),
+        (["train", "--env", "tir", "--resume", "--clean"], 2, ["exclude each other"]),
+        (["train", "--env", "tir", "--resume"], 2, ["needs the run's directory"]),
+        (["train", "--resume", "--out", "gone"], 2, ["gone holds no run to resume"]),
+        (["eval"], 2, ["which environment?"]),
+        (["eval", "--run", "gone"], 2, ["gone holds no run", "list runs"]),
+        (["eval", "--env", "tir", "--checkpoint", "gone"], 2, ["gone holds no checkpoint"]),
+        (["eval", "--run", "a", "--model", "b"], 2, ["exclude each other"]),
+        (["eval", "--env", "tir", "--fail-under", "x"], 2, ["names no number"]),
+        (["eval", "--env", "tir", "-n", "0"], 2, ["'-n'", "0 is not in the range"]),
+    ],
+)
+def test_mistakes_are_explained(cli, tmp_path, argv, code, says):
+    exit_code, out, err = cli(*argv)
+    assert exit_code == code
+    assert out == ""
+    assert "areal-gym: error: " in err
+    assert "Traceback" not in err
+    for text in says:
+        assert text.lower() in err.lower()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UsageError("no", hints=["one\ntwo"]), 2, "areal-gym: error: no\n  one\n  two\n"),
+        (TrainError("full"), 3, "areal-gym: error: full\n"),
+        (DuplicateIdError("twice"), 4, "areal-gym: error: twice\n"),
+        (NothingToDoError("none"), 5, "areal-gym: error: none\n"),
+        (GymError("no"), 1, "areal-gym: error: no\n"),
+        (KeyboardInterrupt(), 130, "areal-gym: interrupted\n"),
+        (click.Abort(), 130, "areal-gym: interrupted\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), 3, "the disk is full"),
+        (MemoryError(), 3, "out of memory"),
+        (ZeroDivisionError("oh"), 70, "ZeroDivisionError: oh"),
+        (SystemExit(7), 7, ""),
+    ],
+)
+def test_every_error_ends_in_one_place(capsys, error, code, says):
+    assert render_error(error) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_verbose_shows_the_traceback(cli):
+    for argv in (["-v", "show", "ti"], ["show", "ti", "-v"]):
+        code, _, err = cli(*argv)
+        assert code == 2
+        assert "Traceback" in err
+
+
+def test_a_reader_that_leaves_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m areal_gym list --json | head -c 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "{"
+    assert "Error" not in done.stderr
+
+
+def test_the_exit_codes_are_documented():
+    import areal_gym.cli.app
+
+    for code in ("0", "1", "2", "3", "4", "5", "70", "130"):
+        assert f"\n    {code} " in areal_gym.cli.app.__doc__
+
+
+# ---- look ---------------------------------------------------------------------------------------
+
+
+def test_list_as_json_and_as_text(cli):
+    code, out, err = cli("list", "envs", "--json")
+    assert code == 0
+    rows = {row["id"]: row for row in json.loads(out)}
+    assert {"countdown", "math", "tir"} <= set(rows)
+    assert rows["tir"]["distribution"] == "areal-gym"
+    code, out, err = cli("list", "envs")
+    assert code == 0
+    assert "tir" in out
+    assert "environments from" in err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_listed(cli, kind):
+    code, out, _ = cli("list", kind, "--json")
+    assert code == 0
+    assert isinstance(json.loads(out), list)
+
+
+def test_list_everything(cli):
+    code, out, _ = cli("list", "--json")
+    assert code == 0
+    assert set(json.loads(out)) == set(KINDS)
+    assert "losses:" in cli("list")[1]
+
+
+def test_list_runs(cli, tmp_path):
+    with RunDir.open(tmp_path / "runs" / "a") as made:
+        made.save_config("env: {id: tir}\n")
+        made.append_metrics({"step": 3, "reward/mean": 0.5})
+    code, out, _ = cli("list", "runs", "--json")
+    assert code == 0
+    (row,) = json.loads(out)
+    assert (row["path"], row["env"], row["steps"], row["reward"]) == ("runs/a", "tir", 3, 0.5)
+    assert "not finished" in cli("list", "runs")[1]
+    assert json.loads(cli("show", "runs/a", "--json")[1])["steps"] == 3
+
+
+def test_show_an_environment(cli):
+    code, out, _ = cli("show", "tir", "--json")
+    assert code == 0
+    card = json.loads(out)
+    assert card["gymnasium_id"] == "areal_gym/tir-v0"
+    assert card["tools"][0]["name"] == "python"
+    assert {"name": "level", "type": "int", "default": 2, "is_required": False} in card["arguments"]
+    assert card["sample_task"]["id"]
+    code, out, _ = cli("show", "tir")
+    for text in ("Reward:", "level", "python(code)", "areal-gym 0.1.0", "areal-gym play tir"):
+        assert text in out
+
+
+def test_show_a_loss_is_an_algorithm_card(cli):
+    code, out, _ = cli("show", "ppo_clip")
+    assert code == 0
+    assert "clip_low" in out
+    assert "policy loss" in out
+
+
+def test_plugins(cli):
+    code, out, _ = cli("plugins", "--json")
+    assert code == 0
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert {"kind": "environment", "id": "tir"} in rows["envs"]["offers"]
+    assert "areal-gym 0.1.0" in cli("plugins")[1]
+    assert "policy loss" in cli("plugins", "--all")[1]
+
+
+def test_a_plugin_can_be_left_out(cli):
+    assert "tir" not in cli("-p", "no:envs", "list", "envs", "--json")[1]
+    code, _, err = cli("-p", "no:envs", "show", "tir", "--kind", "envs")
+    assert code == 2
+    assert "plugin envs (areal-gym 0.1.0) is blocked" in err
+    assert "blocked" in cli("-p", "no:envs", "plugins", "--all")[1]
+    # The next call starts afresh.
+    assert "tir" in cli("list", "envs", "--json")[1]
+
+
+def test_a_mistyped_plugin_is_noticed(cli):
+    _, _, err = cli("-p", "no:enfs", "list", "envs")
+    assert "did you mean 'envs'" in err
+
+
+def test_the_environment_variable_restricts():
+    done = process("list", "--json", AREAL_GYM_PLUGINS="agents")
+    assert json.loads(done.stdout)["envs"] == []
+    assert json.loads(done.stdout)["agents"]
+
+
+PLUGIN = """
+from areal_gym.plugins import CommandSpec, EnvSpec, hookimpl
+
+@hookimpl
+def register_envs():
+    yield EnvSpec(id="{id}", entry_point="areal_gym.envs.countdown:CountdownEnv", summary="mine")
+
+@hookimpl
+def register_commands():
+    yield CommandSpec(id="greet", entry_point="{module}:greet", summary="say hello")
+
+def __getattr__(name):
+    import click
+
+    if name != "greet":
+        raise AttributeError(name)
+    return click.Command("greet", callback=lambda: click.echo("hello"))
+"""
+
+
+@pytest.fixture
+def plugin_module(tmp_path, monkeypatch):
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        return name
+
+    yield write
+    for name in [n for n in sys.modules if n.startswith("plugin_for_cli")]:
+        del sys.modules[name]
+
+
+def test_a_module_that_is_not_installed_can_be_loaded(cli, plugin_module):
+    name = plugin_module(
+        "plugin_for_cli_a", PLUGIN.format(id="mine/dice", module="plugin_for_cli_a")
+    )
+    assert "mine/dice" in cli("-p", name, "list", "envs")[1]
+    assert cli("-p", name, "greet")[:2] == (0, "hello\n")
+    assert "say hello" in cli("-p", name, "--help")[1]
+
+
+def test_a_duplicate_id_is_shown_and_ends_with_4(cli, plugin_module):
+    name = plugin_module("plugin_for_cli_b", PLUGIN.format(id="tir", module="plugin_for_cli_b"))
+    for argv in (["list", "envs"], ["play", "tir"], ["train", "--env", "tir", "--dry-run"]):
+        code, _, err = cli("-p", name, *argv)
+        assert code == 4
+        assert "registered twice" in err
+        assert "areal-gym 0.1.0" in err
+        assert name in err
+
+
+def test_a_broken_plugin_is_said_and_harms_nobody(cli, plugin_module):
+    name = plugin_module("plugin_for_cli_c", "import nowhere_to_be_found\n")
+    code, out, err = cli("-p", name, "list", "envs")
+    assert code == 0
+    assert "tir" in out
+    assert f"warning: plugin {name}" in err
+    assert "No module named 'nowhere_to_be_found'" in err
+    code, out, _ = cli("-p", name, "plugins")
+    assert code == 0
+    assert "No module named 'nowhere_to_be_found'" in out
+    assert cli("-p", name, "plugins", "--strict")[0] == 4
+
+
+# ---- try ----------------------------------------------------------------------------------------
+
+
+def test_play_from_a_pipe():
+    lines = "/help\n/tools\n\n/call python print(6*7)\n/nonsense\n/call pyton 1\n/gold\n"
+    done = process("play", "tir", "--seed", "3", stdin=lines)
+    assert done.returncode == 0
+    assert "[tool] 42" in done.stdout
+    assert "over after" in done.stdout
+    assert "no '/nonsense' here" in done.stderr
+    assert "did you mean 'python'?" in done.stderr
+
+
+def test_play_gold_from_the_start_is_right():
+    done = process("play", "countdown", "--task", "5", "--split", "test", stdin="/gold\n")
+    assert done.returncode == 0
+    assert "reward 1" in done.stdout
+    assert (
+        done.stdout
+        == process("play", "countdown", "--task", "5", "--split", "test", stdin="/gold\n").stdout
+    )
+
+
+def test_play_can_be_left():
+    for stdin in ("", "/quit\n"):
+        done = process("play", "math", stdin=stdin)
+        assert done.returncode == 0
+        assert "left after 0 turns" in done.stdout
+
+
+def test_check(cli):
+    code, out, _ = cli("check", "countdown", "-n", "2", "--json")
+    assert code == 0
+    (report,) = json.loads(out).values()
+    assert {"gold", "noop", "deterministic"} <= {row["rule"] for row in report}
+    assert all(row["is_ok"] for row in report)
+
+
+BROKEN_ENV = """
+from areal_gym.plugins import EnvSpec, hookimpl
+import itertools
+
+@hookimpl
+def register_envs():
+    yield EnvSpec(id="mine/broken", entry_point="plugin_for_cli_d:make", summary="random")
+
+def __getattr__(name):
+    if name != "make":
+        raise AttributeError(name)
+    from areal_gym.envs.countdown import CountdownEnv
+
+    class Generous(CountdownEnv):
+        def noop_action(self):
+            return self.gold_action()
+
+    return Generous
+"""
+
+
+def test_check_says_which_rule_is_broken(cli, plugin_module):
+    name = plugin_module("plugin_for_cli_d", BROKEN_ENV)
+    for what in ("mine/broken", name):
+        code, out, _ = cli("-p", name, "check", what, "-n", "2")
+        assert code == 1
+        (line,) = (line for line in out.splitlines() if line.strip().startswith("noop"))
+        assert "BROKEN" in line
+
+
+# ---- run ----------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_a_recipe_that_gives_the_same_settings(cli, tmp_path):
+    argv = ["train", "--env", "math", "--steps", "3", "trainer.lr=1e-5", "--dry-run"]
+    code, out, _ = cli(*argv)
+    assert code == 0
+    assert "# per step: 16 groups x 8 = 128 trajectories" in out
+    assert "# environment: math, from areal-gym 0.1.0" in out
+    (tmp_path / "recipe.yaml").write_text(out)
+    assert cli("train", "-c", "recipe.yaml", "--dry-run")[1] == out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_without_an_environment_shows_all_settings(cli):
+    code, out, _ = cli("train", "--dry-run")
+    assert code == 0
+    assert "max_staleness: 0" in out
+
+
+def test_flags_win_over_the_recipe_and_overrides_over_flags(cli, tmp_path):
+    (tmp_path / "r.yaml").write_text("env: {id: math}\nsteps: 1\nseed: 1\n")
+    _, out, _ = cli("train", "-c", "r.yaml", "--steps", "2", "--seed", "2", "seed=3", "--dry-run")
+    assert "\nsteps: 2\n" in out
+    assert "\nseed: 3\n" in out
+    assert "id: math" in out
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("examples/recipes").glob("*.yaml")), ids=str)
+def test_every_recipe_resolves(cli, recipe):
+    recipe = Path(__file__).parents[2] / recipe
+    assert cli("train", "-c", str(recipe), "--dry-run")[0] == 0
+
+
+def test_train_refuses_a_directory_that_holds_a_run(cli, tmp_path):
+    with RunDir.open(tmp_path / "mine") as made:
+        made.save_config("env: {id: tir}\n")
+    code, _, err = cli("train", "--env", "tir", "--out", "mine")
+    assert code == 2
+    for text in ("mine already holds a run", "--resume", "--clean", "--out"):
+        assert text in err
+    assert (tmp_path / "mine" / "config.yaml").read_text() == "env: {id: tir}\n"
+
+
+def test_train_with_a_model_that_is_not_there_leaves_nothing_behind(cli, tmp_path):
+    code, _, err = cli("train", "--env", "tir", "engine.model=gone")
+    assert code == 2
+    assert "'gone' is no checkpoint directory" in err
+
+
+def test_eval_of_a_run_without_a_checkpoint(cli, tmp_path):
+    with RunDir.open(tmp_path / "mine") as made:
+        made.save_config("env: {id: tir}\n")
+    code, _, err = cli("eval", "--run", "mine")
+    assert code == 5
+    assert "areal-gym train --resume --out mine" in err
