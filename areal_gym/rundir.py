@@ -42,6 +42,7 @@ __all__ = [
     "list_runs",
     "new_run_path",
     "readable_disk_errors",
+    "run_info",
     "write_atomic",
 ]
 
@@ -247,13 +248,14 @@ def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
     """The runs directly under `root`, by name. Empty when there is no such directory."""
     if not root.is_dir():
         return []
-    runs = [RunDir(path) for path in sorted(root.iterdir()) if path.is_dir()]
-    return [_info(run) for run in runs if run.config_file.exists()]
+    return [run_info(path) for path in sorted(root.iterdir()) if RunDir(path).config_file.exists()]
 
 
-def _info(run: RunDir) -> RunInfo:
+def run_info(path: Path) -> RunInfo:
+    """What there is to say about one run, finished or not."""
     import yaml
 
+    run = RunDir(path)
     try:
         config = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
         env_id = str(config["env"]["id"])

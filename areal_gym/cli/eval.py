@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ __all__ = ["eval_command"]
 @click.option("--split", help="Which tasks; what there is says areal-gym show ENV.")
 @click.option("--seed", type=int, help="Of tasks and sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where trajectories are written.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Where trajectories are written [the run, or runs/eval-ENV-DATE-TIME].",
+)
 @click.option(
     "--fail-under", metavar="[METRIC=]X", help="Exit with 1 when it (default: pass@1) is below X."
 )
@@ -58,6 +63,7 @@ def eval_command(
     policy is the one that a run would start with.
     """
     from areal_gym.cli.settings import require_env, resolve
+    from areal_gym.rundir import new_run_path
 
     bar = _parse_bar(fail_under)
     if sum(given is not None for given in (run, checkpoint, model)) > 1:
@@ -83,11 +89,12 @@ def eval_command(
     from areal_gym.cli.display import make_display
 
     display = make_display(is_plain=options.is_plain)
+    place = out or run or new_run_path(f"eval-{config.env.id}")
     try:
         report = runs.evaluate(
             config,
             checkpoint=checkpoint,
-            out=out,
+            out=place,
             num_tasks=config.eval.num_tasks,
             num_samples=config.eval.num_samples,
             greedy=greedy,
@@ -95,11 +102,15 @@ def eval_command(
         )
     finally:
         display.close()
+        # A name that was reserved for trajectories that never came.
+        with contextlib.suppress(OSError):
+            place.rmdir()
     numbers = report.to_dict()
     if as_json:
         print_json(numbers)
     else:
         print_data(report.to_text())
+    talk(f"trajectories: {place / 'trajectories'}")
     return 0 if bar is None else _judge(numbers, *bar)
 
 
@@ -135,12 +146,11 @@ def _parse_bar(text: str | None) -> tuple[str, float] | None:
 
 def _judge(numbers: Mapping[str, Any], metric: str, least: float) -> int:
     """The exit code: 1 when the metric is below the bar."""
-    if metric not in numbers:
-        near = did_you_mean(metric, numbers) or f"there is: {', '.join(numbers)}"
+    known = [name for name, value in numbers.items() if isinstance(value, int | float)]
+    if metric not in known:
+        near = did_you_mean(metric, known) or f"there is: {', '.join(known)}"
         raise UsageError(f"--fail-under: no metric {metric!r}", hints=[near])
-    found = numbers[metric]
-    value = float(found["mean"] if isinstance(found, Mapping) else found)
-    if value >= least:
+    if numbers[metric] >= least:
         return 0
-    talk(f"areal-gym: {metric} is {value:.4f}, below {least:g}")
+    talk(f"areal-gym: {metric} is {numbers[metric]:.4f}, below {least:g}")
     return 1

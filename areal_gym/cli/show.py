@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
-from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
+from areal_gym.errors import GymError, UnknownIdError, did_you_mean
 from areal_gym.plugins import KINDS, Entry, EnvSpec, registry
 from areal_gym.plugins.registry import as_kind
 
@@ -24,7 +24,7 @@ __all__ = ["show_command"]
 @common_options
 def show_command(id: str, kind: str | None, as_json: bool) -> None:
     """One thing in full: an environment, an agent, a loss, ..., or a run's directory."""
-    if kind is None and "/" in id and Path(id).is_dir():
+    if kind is None and (Path(id) / "config.yaml").is_file():
         card = _run_card(Path(id))
         if as_json:
             print_json(card)
@@ -90,7 +90,9 @@ def _arguments(entry: Entry, thing: Any) -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": name,
-                "type": annotation if isinstance(annotation, str) else annotation.__name__,
+                "type": annotation
+                if isinstance(annotation, str)
+                else getattr(annotation, "__name__", str(annotation)),
                 "default": default if _is_plain(default) else repr(default),
                 "is_required": is_required,
             }
@@ -117,19 +119,17 @@ def _sample(entry: Entry) -> dict[str, Any]:
 
 
 def _run_card(path: Path) -> dict[str, Any]:
-    from areal_gym.rundir import list_runs
+    from areal_gym.rundir import run_info
 
-    for info in list_runs(path.parent):
-        if info.path.name == path.name:
-            return {
-                "run": str(path),
-                "env": info.env_id,
-                "steps": info.num_steps,
-                "is_finished": info.is_finished,
-                "reward": info.reward,
-                **info.summary,
-            }
-    raise UsageError(f"{path} holds no run", hints=["all runs: areal-gym list runs"])
+    info = run_info(path)
+    return {
+        "run": str(path),
+        "env": info.env_id,
+        "steps": info.num_steps,
+        "is_finished": info.is_finished,
+        "reward": info.reward,
+        **info.summary,
+    }
 
 
 def _print_card(card: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -205,7 +206,7 @@ def test_a_reader_that_leaves_is_no_error():
         check=False,
     )
     assert done.stdout == "{"
-    assert "Error" not in done.stderr
+    assert "areal-gym: error" not in done.stderr
 
 
 def test_the_exit_codes_are_documented():
@@ -213,6 +214,23 @@ def test_the_exit_codes_are_documented():
 
     for code in ("0", "1", "2", "3", "4", "5", "70", "130"):
         assert f"\n    {code} " in areal_gym.cli.app.__doc__
+
+
+def test_ctrl_c_ends_with_130():
+    playing = subprocess.Popen(
+        [sys.executable, "-m", "areal_gym", "play", "countdown"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # It reads lines when the task is on the screen.
+    while not playing.stderr.readline().startswith("your turn"):
+        pass
+    playing.send_signal(signal.SIGINT)
+    _, err = playing.communicate(timeout=30)
+    assert playing.returncode == 130
+    assert err.endswith("areal-gym: interrupted\n")
 
 
 # ---- look ---------------------------------------------------------------------------------------
