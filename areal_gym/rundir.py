@@ -72,6 +72,7 @@ class RunDir:
         self.summary_file = path / "summary.json"
         self.log_file = path / "log.txt"
         self._lock: int | None = None
+        self._is_new = False
 
     @classmethod
     def open(cls, path: Path, mode: RunMode = "new") -> Self:
@@ -104,7 +105,10 @@ class RunDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # A request that cannot be served leaves no run behind.
+        if isinstance(error, UsageError) and self._is_new and not self.trajectories_dir.exists():
+            self._clear()
         self.close()
 
     @property
@@ -218,15 +222,19 @@ class RunDir:
                         "keep it:      choose another directory with --out",
                     ],
                 )
-            # Only what runs write goes: a mistyped --out must not cost anybody a home directory.
-            for path in self._contents():
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            self._clear()
         elif any(self.path.iterdir()):
             error = RunExistsError if mode == "new" else UsageError
             raise error(
                 f"{self.path} is not empty, and what is in it is no run",
                 hints=["choose another directory with --out"],
             )
+        self._is_new = True
+
+    def _clear(self) -> None:
+        # Only what runs write goes: a mistyped --out must not cost anybody a home directory.
+        for path in self._contents():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

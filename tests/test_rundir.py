@@ -148,6 +148,20 @@ def test_an_empty_claim_disappears(tmp_path):
     assert not (tmp_path / "empty").exists()
 
 
+def test_a_request_that_cannot_be_served_leaves_no_run_behind(tmp_path):
+    with pytest.raises(UsageError), RunDir.open(tmp_path / "run") as run:
+        run.save_config(CONFIG)
+        raise UsageError("no such model")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(TrainError), RunDir.open(tmp_path / "run") as run:
+        run.save_config(CONFIG)
+        raise TrainError("not finite")
+    assert (tmp_path / "run" / "config.yaml").exists()
+    with pytest.raises(UsageError), RunDir.open(tmp_path / "run", "resume") as run:
+        raise UsageError("no such model")
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+
 def test_two_writers_are_refused(run):
     code = (
         "import sys; from pathlib import Path; from areal_gym.rundir import RunDir\n"

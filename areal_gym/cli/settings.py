@@ -62,10 +62,11 @@ def describe(config: RunConfig) -> str:
     num_trajectories = rollout.batch_groups * rollout.group_size
     most_tokens = num_trajectories * config.engine.max_context
     num_microbatches = math.ceil(most_tokens / trainer.tokens_per_microbatch)
+    updates = f"{trainer.minibatches} optimizer update{'s' * (trainer.minibatches > 1)}"
     lines = [
         f"per step: {rollout.batch_groups} groups x {rollout.group_size} = {num_trajectories} "
         f"trajectories, at most {most_tokens:,} tokens = {num_microbatches} micro-batches of "
-        f"{trainer.tokens_per_microbatch:,}; {trainer.minibatches} optimizer updates",
+        f"{trainer.tokens_per_microbatch:,}; {updates}",
         f"the run:  {config.steps} steps = {config.steps * num_trajectories:,} trajectories; "
         f"{rollout.max_in_flight} in flight, staleness at most {rollout.max_staleness}",
     ]
