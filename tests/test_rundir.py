@@ -149,17 +149,22 @@ def test_an_empty_claim_disappears(tmp_path):
 
 
 def test_a_request_that_cannot_be_served_leaves_no_run_behind(tmp_path):
-    with pytest.raises(UsageError), RunDir.open(tmp_path / "run") as run:
-        run.save_config(CONFIG)
-        raise UsageError("no such model")
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(TrainError), RunDir.open(tmp_path / "run") as run:
-        run.save_config(CONFIG)
-        raise TrainError("not finite")
-    assert (tmp_path / "run" / "config.yaml").exists()
-    with pytest.raises(UsageError), RunDir.open(tmp_path / "run", "resume") as run:
-        raise UsageError("no such model")
-    assert (tmp_path / "run" / "config.yaml").exists()
+    path = tmp_path / "run"
+
+    def fail(error, mode="new"):
+        with RunDir.open(path, mode) as run:
+            run.save_config(CONFIG)
+            raise error
+
+    with pytest.raises(UsageError):
+        fail(UsageError("no such model"))
+    assert not path.exists()
+    with pytest.raises(TrainError):
+        fail(TrainError("not finite"))
+    assert (path / "config.yaml").exists()
+    with pytest.raises(UsageError):
+        fail(UsageError("no such model"), "resume")
+    assert (path / "config.yaml").exists()
 
 
 def test_two_writers_are_refused(run):
