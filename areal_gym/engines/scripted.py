@@ -1,0 +1,205 @@
+"""An engine that needs no model: it answers from a script.
+
+For tests, for trying an environment out, for measuring everything but the model::
+
+    engine = ScriptedEngine(["<tool_call>...</tool_call>", "The answer is 4."])
+    trajectory = await play_episode(env, ChatAgent(), engine, byte_renderer())
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from areal_gym.engines.base import Generation, SamplingParams
+from areal_gym.errors import EngineError
+from areal_gym.rendering import Renderer, Tokenizer
+from areal_gym.types import FinishReason
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ByteTokenizer", "Question", "ScriptedEngine", "byte_renderer"]
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
+    "{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A plain ChatML template that knows tools."""
+
+
+class ByteTokenizer:
+    """One id per byte of UTF-8, and three control tokens."""
+
+    SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    vocab_size = 256 + len(SPECIAL)
+    eos_token_id = 257
+
+    _ids = {token: 256 + index for index, token in enumerate(SPECIAL)}  # noqa: RUF012
+    _split = re.compile("(" + "|".join(map(re.escape, SPECIAL)) + ")")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; lone surrogates become a question mark."""
+        if "<|" not in text:
+            return list(text.encode("utf-8", "replace"))
+        ids: list[int] = []
+        for part in self._split.split(text):
+            special = self._ids.get(part)
+            if special is None:
+                ids += part.encode("utf-8", "replace")
+            else:
+                ids.append(special)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        try:
+            return bytes(ids).decode("utf-8", "replace")
+        except ValueError:  # control tokens do not fit a byte
+            pieces = (bytes([i]) if i < 256 else self.SPECIAL[i - 256].encode() for i in ids)
+            return b"".join(pieces).decode("utf-8", "replace")
+
+
+def byte_renderer() -> Renderer:
+    """ChatML over bytes: whole episodes without any checkpoint."""
+    return Renderer(ByteTokenizer(), CHATML)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a scripted policy is asked: one engine call."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    turn: int
+    """How many turns this session has had before."""
+    tokenizer: Tokenizer
+
+    @cached_property
+    def text(self) -> str:
+        """The whole prompt, decoded on demand."""
+        return self.tokenizer.decode(self.prompt_ids)
+
+
+Reply = str | Sequence[int]
+"""Text (the end of turn is added) or exact ids (nothing is)."""
+
+
+class ScriptedEngine:
+    """Plays a script: a list, of which every session gets one entry per turn, or a function.
+
+    It keeps the whole contract of `Engine`: limits cut replies, `publish` changes the version (a
+    reply in flight then carries both), sampling can be cancelled. Log-probabilities are all -1.
+    """
+
+    def __init__(
+        self,
+        replies: Sequence[Reply] | Callable[[Question], Reply],
+        *,
+        tokenizer: Tokenizer | None = None,
+        end_of_turn_id: int = ByteTokenizer.eos_token_id,
+        max_context: int = 32768,
+        latency_s: float | Callable[[Question], float] = 0.0,
+    ) -> None:
+        """Prepare the script.
+
+        Args:
+            replies: the script.
+            tokenizer: encodes texts; bytes by default.
+            end_of_turn_id: ends a reply that is given as text.
+            max_context: tokens of one sequence.
+            latency_s: how long a turn takes.
+        """
+        self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
+        self.end_of_turn_id = end_of_turn_id
+        self.policy_version = 0
+        self.max_context = max_context
+        self.num_calls = 0
+        """How many turns were asked for."""
+        self._replies = replies
+        self._latency_s = latency_s
+        self._turns: dict[str | None, int] = {}
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Generation:
+        """The script's next reply.
+
+        Raises:
+            EngineError: the script is over, or the context is full.
+        """
+        room = min(params.max_new_tokens, self.max_context - len(prompt_ids))
+        if room <= 0:
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens fills the context of {self.max_context}"
+            )
+        self.num_calls += 1
+        turn = self._turns.get(session, 0)
+        self._turns[session] = turn + 1
+        question = Question(
+            prompt_ids=tuple(prompt_ids), params=params, turn=turn, tokenizer=self.tokenizer
+        )
+        before = self.policy_version
+        latency_s = (
+            self._latency_s
+            if isinstance(self._latency_s, float | int)
+            else (self._latency_s(question))
+        )
+        await asyncio.sleep(latency_s)
+        ids, finish_reason = self._cut(self._reply(question), room, params)
+        after = self.policy_version
+        half = len(ids) // 2 if before != after else 0
+        return Generation(
+            token_ids=ids,
+            logprobs=(-1.0,) * len(ids),
+            versions=(before,) * half + (after,) * (len(ids) - half),
+            finish_reason=finish_reason,
+        )
+
+    def release(self, session: str) -> None:
+        """Forget how far the session got."""
+        self._turns.pop(session, None)
+
+    async def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Stamp `version` on what is sampled from now on; the weights are read and dropped."""
+        for _ in weights:
+            pass
+        self.policy_version = version
+
+    async def aclose(self) -> None:
+        """Nothing to end."""
+
+    def _reply(self, question: Question) -> list[int]:
+        reply: Any
+        if callable(self._replies):
+            reply = self._replies(question)
+        elif question.turn < len(self._replies):
+            reply = self._replies[question.turn]
+        else:
+            raise EngineError(
+                f"the script has {len(self._replies)} replies, and a session asks for one more"
+            )
+        if isinstance(reply, str):
+            return [*self.tokenizer.encode(reply), self.end_of_turn_id]
+        return list(reply)
+
+    def _cut(
+        self, ids: list[int], room: int, params: SamplingParams
+    ) -> tuple[tuple[int, ...], FinishReason]:
+        stops = [ids.index(stop) for stop in params.stop_token_ids if stop in ids]
+        end = min(stops, default=len(ids)) + 1
+        if end <= min(room, len(ids)):
+            return tuple(ids[:end]), FinishReason.STOP
+        return tuple(ids[:room]), FinishReason.LENGTH
