@@ -72,11 +72,14 @@ class ProcessSandbox:
             except SandboxError:
                 if self._is_closed:
                     raise
-                return await self._run_once(code, limits or self.limits)
+                return await self._run_once(code, limits or self.limits, is_retry=True)
 
-    async def _run_once(self, code: str, limits: SandboxLimits) -> SandboxResult:
+    async def _run_once(
+        self, code: str, limits: SandboxLimits, *, is_retry: bool = False
+    ) -> SandboxResult:
         zygote = await self._zygote_for(code)
-        cell = zygote.take()
+        # What ended a waiting cell may have ended the others, and we not have heard of it yet.
+        cell = zygote.spawn() if is_retry else zygote.take()
         try:
             return await cell.execute(code, limits, is_fresh=True)
         finally:
@@ -152,12 +155,14 @@ class ProcessSession:
             except SandboxError:
                 if sandbox._is_closed:
                     raise
-                return await self._run_once(code, limits or sandbox.limits)
+                return await self._run_once(code, limits or sandbox.limits, is_retry=True)
 
-    async def _run_once(self, code: str, limits: SandboxLimits) -> SandboxResult:
+    async def _run_once(
+        self, code: str, limits: SandboxLimits, *, is_retry: bool = False
+    ) -> SandboxResult:
         if self._cell is None or not self._cell.is_alive:
             zygote = await self._sandbox._zygote_for(code)
-            self._cell = zygote.take()
+            self._cell = zygote.spawn() if is_retry else zygote.take()
             zygote.refill()
         return await self._cell.execute(code, limits, is_fresh=False)
 

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -46,14 +45,12 @@ class Zygote:
         self._cells: dict[int, Cell] = {}
         self._last_number = 0
         self._started = self._loop.create_future()
-        self._scratch = tempfile.mkdtemp(prefix="areal-gym-")
-        os.chmod(self._scratch, 0o711)  # each cell makes its own private directory in it
+        self._scratch = ""
         paths = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
         settings = {
             "modules": list(modules),
             "without": list(without),
             "paths": [os.path.abspath(path) for path in paths if os.path.isdir(path)],
-            "scratch": self._scratch,
         }
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -169,6 +166,7 @@ class Zygote:
     def _handle(self, event: dict[str, Any]) -> None:
         if event["event"] == "started":
             self.protections = tuple(event["protections"])
+            self._scratch = event["scratch"]
             if not self._started.done():
                 self._started.set_result(None)
             return
@@ -207,4 +205,6 @@ class Zygote:
         self._warm.clear()
         if self._process.stderr is not None:
             self._process.stderr.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch:
+            # Only a server that was killed leaves it.
+            shutil.rmtree(self._scratch, ignore_errors=True)

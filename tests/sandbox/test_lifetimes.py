@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import glob
 import os
 import signal
 import subprocess
@@ -102,7 +103,10 @@ def test_a_killed_cell_or_server_is_replaced():
             assert server_pid(sandbox) != server
             session = await sandbox.session()
             await session.run("x = 1", limits=LIMITS)
-            os.kill(server_pid(sandbox), signal.SIGKILL)
+            lost = [server_pid(sandbox), *children(server_pid(sandbox))]
+            os.kill(lost[0], signal.SIGKILL)
+            for pid in lost:
+                await asyncio.to_thread(wait_until_gone, pid)
             assert (await session.run("'x' in globals()", limits=LIMITS)).value == "False"
             await session.aclose()
             return [server, *cells]
@@ -205,12 +209,14 @@ asyncio.run(main())
 def test_killing_the_owner_leaves_nothing(without):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OWNER, *without]
+    before = set(glob.glob("/tmp/areal-gym-*"))
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as owner:
         pids = [int(word) for word in owner.stdout.readline().split()]
         assert len(pids) > 1
         owner.kill()
     for pid in pids:
         wait_until_gone(pid)
+    assert set(glob.glob("/tmp/areal-gym-*")) <= before
 
 
 def test_a_machine_without_walls_is_refused(monkeypatch):

@@ -18,6 +18,7 @@ import os
 import resource
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 
 from . import kernel, landlock, seccomp
@@ -35,10 +36,11 @@ _CAP_SETUID, _CAP_SETGID, _CAP_SYS_ADMIN = 7, 6, 21
 class Jail:
     """What this kernel and user allow. Built in the fork server before it forks anything."""
 
-    def __init__(self, *, without: list[str], paths: list[str], scratch: str) -> None:
+    def __init__(self, *, without: list[str], paths: list[str]) -> None:
         self._without = frozenset(without)
         self._readable = _readable_paths(paths)
-        self._scratch = scratch
+        self.scratch = ""
+        """Holds the private directories, where no private root does."""
         self._pid_namespace = -1
         self._uid_base = self._uid_count = self._landlock = 0
         self._has_mounts = False
@@ -62,6 +64,9 @@ class Jail:
         if has_capability:
             self._has_mounts = self._attempt("private root", self._build_root)
         if not self._has_mounts:
+            self.scratch = tempfile.mkdtemp(prefix="areal-gym-")
+            tempfile.tempdir = None  # the snippets shall look for their own
+            os.chmod(self.scratch, 0o711)
             self._attempt("landlock", self._find_landlock)
             if self._uid_count and not _is_open_to_all(os.__file__):
                 # Under another uid the interpreter could not import what it has not yet.
@@ -163,7 +168,7 @@ class Jail:
 
     def directory(self, number: int) -> str:
         """The private writable directory of child `number`."""
-        return "/tmp" if self._has_mounts else f"{self._scratch}/{number}"
+        return "/tmp" if self._has_mounts else f"{self.scratch}/{number}"
 
     def clean(self, number: int) -> None:
         """Remove what child `number` wrote; a private mount went with its namespace."""

@@ -36,7 +36,7 @@ def main(control_fd: int, parent_fd: int, settings: dict[str, Any]) -> NoReturn:
     Args:
         control_fd: message socket to the parent.
         parent_fd: pidfd of the parent; unlike a closed socket it cannot be held open by a fork.
-        settings: `without`, `paths`, `modules`, `scratch`.
+        settings: `without`, `paths`, `modules`.
     """
     os.environ.clear()
     os.chdir("/")
@@ -49,7 +49,7 @@ def main(control_fd: int, parent_fd: int, settings: dict[str, Any]) -> NoReturn:
             continue  # the snippet that wants it will say so
     control = socket.socket(fileno=control_fd)
     null = os.open("/dev/null", os.O_RDWR)
-    jail = Jail(without=settings["without"], paths=settings["paths"], scratch=settings["scratch"])
+    jail = Jail(without=settings["without"], paths=settings["paths"])
     _Zygote(control, parent_fd, jail, null).serve()
 
 
@@ -76,7 +76,7 @@ class _Zygote:
         gc.freeze()
         gc.disable()
         os.dup2(self._null, 2)  # until here the parent listens for what went wrong
-        self._tell(event="started", protections=self._jail.protections)
+        self._tell(event="started", protections=self._jail.protections, scratch=self._jail.scratch)
         while True:
             ready = {fd for fd, _ in poll.poll()}
             if self._parent_fd in ready:
@@ -85,9 +85,12 @@ class _Zygote:
                 os.read(wake, 4096)
                 self._reap()
             if self._control.fileno() in ready:
-                message, fds, _, _ = socket.recv_fds(self._control, 4096, 3)
+                try:
+                    message, fds, _, _ = socket.recv_fds(self._control, 4096, 3)
+                except ConnectionError:
+                    message = b""  # the parent died with news of ours unread
                 if not message:
-                    self._stop()  # the parent closed us
+                    self._stop()
                 order = json.loads(message)
                 if order["order"] == "spawn":
                     self._spawn(order["number"], fds)
@@ -181,6 +184,8 @@ class _Zygote:
             self._sweep()
         for number in self._cells.values():
             self._jail.clean(number)
+        if self._jail.scratch:
+            os.rmdir(self._jail.scratch)
         os._exit(0)
 
 
