@@ -29,7 +29,7 @@ def merge_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: mean(row[key] for row in rows if key in row) for key in keys}
 
 
-def wilson_interval(num_successes: float, num_trials: int, *, z: float = 1.96) -> Interval:
+def wilson_interval(num_successes: float, num_trials: float, *, z: float = 1.96) -> Interval:
     """95% score interval of a proportion (Wilson 1927): sane at 0, at 1 and for small samples."""
     if num_trials == 0:
         return Interval(math.nan, 0.0, 1.0)

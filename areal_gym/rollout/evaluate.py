@@ -1,11 +1,12 @@
-"""Measuring a policy: pass@1 and pass@k on tasks of a split, with confidence intervals."""
+"""Measure a policy on held-out tasks: pass@1, pass@k, and why episodes ended as they did."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,91 +17,111 @@ from areal_gym.errors import FailureBudgetError, NothingToDoError
 from areal_gym.metrics import Interval, mean, merge_means, pass_at_k, wilson_interval
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import derive_seed, play_episode
+from areal_gym.rollout.failures import FailureBudget
 from areal_gym.rollout.pool import EnvPool
-from areal_gym.types import Trajectory
+from areal_gym.types import Task, Trajectory
 
 __all__ = ["EvalReport", "evaluate"]
 
-_SOLVED = 1.0 - 1e-9
-"""A reward of 1 (up to rounding) counts as solved."""
+_TASK, _EPISODE = 2, 3
+"""Streams of seeds; 0 and 1 are the training runner's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalReport:
-    """What an evaluation found. Failed episodes are counted, and in no other number."""
+    """What an evaluation found. An episode succeeds when its reward reaches `success_reward`."""
 
     env_id: str
     split: str
+    policy_versions: tuple[int, ...]
+    """Versions that sampled; more than one when weights were published meanwhile."""
+    temperature: float
     num_tasks: int
+    """Tasks with at least one scored episode."""
     num_samples: int
     """Episodes per task that were asked for."""
-    pass_at_1: Interval
-    pass_at: dict[int, Interval]
-    """pass@k for k = 2, 4, ... up to `num_samples`."""
-    reward: Interval
-    reward_parts: dict[str, float]
-    metrics: dict[str, float]
-    """The environment's own, per episode."""
-    stop_reasons: dict[str, int]
-    solved_by_stop_reason: dict[str, int]
+    num_episodes: int
+    """Scored episodes."""
     num_failed: int
-    """Episodes that infrastructure failed."""
+    """Episodes that infrastructure failed; excluded from every number but this one."""
+    pass_at_k: Mapping[int, Interval]
+    """Estimates with 95% intervals over tasks (see `pass_at_k_interval`)."""
+    reward: float
+    reward_parts: Mapping[str, float]
+    """Means over the episodes."""
+    metrics: Mapping[str, float]
+    """The environment's own measurements, means over the episodes that have them."""
     mean_turns: float
-    mean_tokens: float
-    """Sampled by the policy."""
+    mean_policy_tokens: float
+    stop_reasons: Mapping[str, int]
+    """All episodes, failures included."""
+    errors: Mapping[str, int]
+    """The most common error messages of failed episodes, at most five."""
+    wall_s: float
+
+    @property
+    def pass_at_1(self) -> Interval:
+        """The share of episodes that succeed."""
+        return self.pass_at_k[1]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; keys like `pass@1`, intervals under `KEY_interval`."""
-        found: dict[str, Any] = {
+        """Plain and JSON-ready; `pass@1` and the like are keys of their own."""
+        row: dict[str, Any] = {
             "env": self.env_id,
             "split": self.split,
+            "policy_versions": list(self.policy_versions),
+            "temperature": self.temperature,
             "num_tasks": self.num_tasks,
             "num_samples": self.num_samples,
-        }
-        for key, interval in (
-            ("pass@1", self.pass_at_1),
-            *((f"pass@{k}", interval) for k, interval in self.pass_at.items()),
-            ("reward", self.reward),
-        ):
-            found[key] = interval.mean
-            found[f"{key}_interval"] = [interval.low, interval.high]
-        return {
-            **found,
-            "reward_parts": self.reward_parts,
-            "metrics": self.metrics,
-            "stop_reasons": self.stop_reasons,
-            "solved_by_stop_reason": self.solved_by_stop_reason,
+            "num_episodes": self.num_episodes,
             "num_failed": self.num_failed,
+        }
+        for k, interval in self.pass_at_k.items():
+            row[f"pass@{k}"] = interval.mean
+            row[f"pass@{k}_low"] = interval.low
+            row[f"pass@{k}_high"] = interval.high
+        return row | {
+            "reward": self.reward,
+            "reward_parts": dict(self.reward_parts),
+            "metrics": dict(self.metrics),
             "mean_turns": self.mean_turns,
-            "mean_tokens": self.mean_tokens,
+            "mean_policy_tokens": self.mean_policy_tokens,
+            "stop_reasons": dict(self.stop_reasons),
+            "errors": dict(self.errors),
+            "wall_s": self.wall_s,
         }
 
     def to_text(self) -> str:
-        """The same for people."""
-        lines = [f"{self.env_id}, {self.split}: {self.num_tasks} tasks x {self.num_samples}"]
-        for name, interval in (
-            ("pass@1", self.pass_at_1),
-            *((f"pass@{k}", interval) for k, interval in self.pass_at.items()),
-            ("reward", self.reward),
-        ):
-            lines.append(
-                f"  {name:<10}{interval.mean:.3f}  (95%: {interval.low:.3f} to {interval.high:.3f})"
-            )
-        for name, value in {**self.reward_parts, **self.metrics}.items():
-            lines.append(f"  {name:<10}{value:.3f}")
-        lines.append(f"  turns     {self.mean_turns:.2f}")
-        lines.append(f"  tokens    {self.mean_tokens:.1f}")
-        lines.append("  stopped by          episodes   solved")
-        for reason, count in sorted(self.stop_reasons.items(), key=lambda pair: -pair[1]):
-            solved = self.solved_by_stop_reason.get(reason, 0)
-            lines.append(f"    {reason:<18}{count:>8} {solved:>8}")
+        """A table for people."""
+        how = f"temperature {self.temperature:g}" if self.temperature > 0 else "greedy"
+        lines = [
+            f"{self.env_id} {self.split}: {self.num_tasks} tasks x {self.num_samples}, {how}, "
+            f"{self.wall_s:.1f} s",
+            "",
+            f"{'':<20}{'mean':>8}   95% interval",
+        ]
+        for k, (estimate, low, high) in self.pass_at_k.items():
+            lines.append(f"{f'pass@{k}':<20}{estimate:>8.3f}   {low:.3f} to {high:.3f}")
+        numbers = {"reward": self.reward}
+        numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
+        numbers |= {"turns": self.mean_turns, "tokens sampled": self.mean_policy_tokens}
+        numbers |= self.metrics
+        lines += [f"{name:<20}{value:>8.3f}" for name, value in numbers.items()]
+        lines += ["", f"{'stopped by':<20}{'episodes':>8}{'share':>8}"]
+        total = sum(self.stop_reasons.values())
+        for reason, count in self.stop_reasons.items():
+            lines.append(f"{reason:<20}{count:>8}{count / total:>8.1%}")
         if self.num_failed:
-            lines.append(f"  {self.num_failed} episodes failed and are in no number above")
+            lines += [
+                "",
+                f"{self.num_failed} failed episodes are in no other number; their errors:",
+            ]
+            lines += [f"  {count} x {error}" for error, count in self.errors.items()]
         return "\n".join(lines)
 
 
 async def evaluate(
-    make_env: Callable[[], TextEnv],
+    env_factory: Callable[[], TextEnv],
     agent: Agent,
     engine: Engine,
     renderer: Renderer,
@@ -111,129 +132,192 @@ async def evaluate(
     temperature: float = 1.0,
     max_new_tokens: int = 96,
     max_in_flight: int = 128,
-    timeout_s: float | None = 120.0,
+    timeout_s: float = 120.0,
+    max_retries: int = 1,
+    max_failure_rate: float = 0.5,
+    success_reward: float = 1.0,
     seed: int = 0,
-    env_id: str = "env",
+    env_id: str | None = None,
     agent_id: str = "chat",
     on_progress: Callable[[int, int], None] | None = None,
     on_trajectory: Callable[[Trajectory], None] | None = None,
 ) -> EvalReport:
-    """Play `num_samples` episodes of each of the first `num_tasks` tasks of a split.
+    """Play tasks 0 to `num_tasks - 1` of the split, `num_samples` episodes each.
 
-    A split that has fewer tasks is played whole. Training may go on meanwhile, on the same engine.
+    It runs beside anything else that uses the engine. The tasks depend on the split only; a split
+    with fewer tasks than asked for is played whole.
+
+    Args:
+        env_factory: makes one environment instance.
+        agent: one object that plays all episodes.
+        engine: started already.
+        renderer: messages to ids.
+        split: whose tasks.
+        num_tasks: how many tasks at most.
+        num_samples: episodes per task; pass@k is estimated for powers of two up to it.
+        temperature: 0 is greedy.
+        max_new_tokens: per turn.
+        max_in_flight: episodes played at once.
+        timeout_s: wall-clock limit of one episode.
+        max_retries: how often a failed episode is played again.
+        max_failure_rate: above this share of failures the evaluation stops.
+        success_reward: the reward from which on an episode counts as a success.
+        seed: of sampling and of the environment's own chance.
+        env_id: the environment's registered id.
+        agent_id: the agent's registered id.
+        on_progress: called with (episodes done, episodes in all).
+        on_trajectory: sees every episode that ends, failures included.
 
     Raises:
-        NothingToDoError: the split is empty.
-        FailureBudgetError: every episode failed; says how.
+        NothingToDoError: the split has no tasks.
+        FailureBudgetError: too many episodes fail for the numbers to mean anything.
+        UsageError: the environment has no such split.
     """
-    envs = EnvPool(make_env)
-    env = envs.take()
-    known = env.num_tasks(split)
-    envs.give_back(env)
-    num_tasks = num_tasks if known is None else min(num_tasks, known)
-    if num_tasks == 0:
-        raise NothingToDoError(f"{env_id} has no task in the split {split!r}")
+    start_s = time.perf_counter()
+    envs = EnvPool(env_factory)
+    tasks = _tasks(envs, split, num_tasks)
+    jobs = ((index, sample) for index in range(len(tasks)) for sample in range(num_samples))
+    total = len(tasks) * num_samples
+    budget = FailureBudget(max_failure_rate)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
-    slots = asyncio.Semaphore(max_in_flight)
-    total = num_tasks * num_samples
+    scored: list[list[Trajectory]] = [[] for _ in tasks]
+    failed: list[Trajectory] = []
     num_done = 0
 
-    async def play(index: int, sample: int) -> Trajectory:
-        nonlocal num_done
-        async with slots:
-            env = envs.take()
-            trajectory = await play_episode(
-                env,
-                agent,
-                engine,
-                renderer,
-                options={"split": split, "index": index},
-                seed=derive_seed(seed, index, sample),
-                params=params,
-                trajectory_id=f"{split}-{index:06d}-{sample}",
-                group_id=f"{split}-{index:06d}",
-                env_id=env_id,
-                agent_id=agent_id,
-                timeout_s=timeout_s,
-            )
-            if not trajectory.stop_reason.is_failure:
-                envs.give_back(env)
-        num_done += 1
+    async def play(index: int, sample: int, attempt: int) -> Trajectory:
+        env = envs.take()
+        trajectory = await play_episode(
+            env,
+            agent,
+            engine,
+            renderer,
+            options={"task": tasks[index]},
+            seed=derive_seed(seed, _EPISODE, index, sample, attempt),
+            params=params,
+            trajectory_id=f"eval-{index:06d}-{sample}" + (f"-retry{attempt}" if attempt else ""),
+            group_id=f"eval-{index:06d}",
+            env_id=env_id,
+            agent_id=agent_id,
+            timeout_s=timeout_s,
+        )
+        if not trajectory.stop_reason.is_failure:
+            envs.give_back(env)
         if on_trajectory is not None:
             on_trajectory(trajectory)
-        if on_progress is not None:
-            on_progress(num_done, total)
+        budget.record(trajectory.stop_reason, trajectory.error)
         return trajectory
 
-    jobs = [
-        asyncio.create_task(play(index, sample))
-        for index in range(num_tasks)
-        for sample in range(num_samples)
-    ]
-    try:
-        played = await asyncio.gather(*jobs)
-    finally:
-        for job in jobs:
-            job.cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
-    return _report(played, env_id, split, num_tasks, num_samples)
+    async def work() -> None:
+        nonlocal num_done
+        for index, sample in jobs:
+            for attempt in range(1 + max_retries):
+                trajectory = await play(index, sample, attempt)
+                if not trajectory.stop_reason.is_failure:
+                    scored[index].append(trajectory)
+                    break
+            else:
+                failed.append(trajectory)
+            num_done += 1
+            if on_progress is not None:
+                on_progress(num_done, total)
 
-
-def _report(
-    played: Sequence[Trajectory], env_id: str, split: str, num_tasks: int, num_samples: int
-) -> EvalReport:
-    scored = [t for t in played if not t.stop_reason.is_failure]
-    if not scored:
-        reasons = Counter(str(t.stop_reason) for t in played)
-        raise FailureBudgetError(
-            f"all {len(played)} episodes failed "
-            f"({', '.join(f'{name} x{n}' for name, n in reasons.items())}); "
-            f"the first one: {played[0].error}"
-        )
-    by_task: dict[str, list[bool]] = {}
-    for t in scored:
-        by_task.setdefault(t.group_id, []).append(t.reward >= _SOLVED)
-    ks = [k for k in (2, 4, 8, 16, 32, 64) if k <= num_samples]
-    if num_samples > 1 and num_samples not in ks:
-        ks.append(num_samples)
-    solved = Counter(str(t.stop_reason) for t in scored if t.reward >= _SOLVED)
-    return EvalReport(
-        env_id=env_id,
+    await _gather([work() for _ in range(min(max_in_flight, total))])
+    if len(failed) == total:
+        raise FailureBudgetError(budget.describe(), hints=budget.hints())
+    return _report(
+        scored,
+        failed,
+        env_id=env_id or type(envs.take()).__name__,
         split=split,
-        num_tasks=num_tasks,
+        temperature=temperature,
         num_samples=num_samples,
-        pass_at_1=_over_tasks([sum(hits) / len(hits) for hits in by_task.values()], num_samples),
-        pass_at={
-            k: _over_tasks(
-                [pass_at_k(len(h), sum(h), k) for h in by_task.values() if len(h) >= k], num_samples
-            )
-            for k in ks
-        },
-        reward=_normal([mean(t.reward for t in scored if t.group_id == g) for g in by_task])
-        if num_samples > 1
-        else _normal([t.reward for t in scored]),
-        reward_parts=merge_means([t.reward_parts for t in scored]),
-        metrics=merge_means([t.metrics for t in scored]),
-        stop_reasons=dict(Counter(str(t.stop_reason) for t in played)),
-        solved_by_stop_reason=dict(solved),
-        num_failed=len(played) - len(scored),
-        mean_turns=mean(len(t.turns) for t in scored),
-        mean_tokens=mean(t.num_policy_tokens for t in scored),
+        success_reward=success_reward,
+        wall_s=time.perf_counter() - start_s,
     )
 
 
-def _over_tasks(values: list[float], num_samples: int) -> Interval:
-    """Tasks are the independent unit: samples of one task are alike."""
-    if num_samples == 1:
-        return wilson_interval(sum(values), len(values))
-    return _normal(values)
+def _tasks(envs: EnvPool, split: str, num_tasks: int) -> list[Task]:
+    """The first tasks of the split: the same ones whatever the evaluation's seed."""
+    env = envs.take()
+    limit = env.num_tasks(split)
+    if limit is not None:
+        num_tasks = min(num_tasks, limit)
+    tasks = []
+    for index in range(num_tasks):
+        env.reset(seed=derive_seed(_TASK, index), options={"split": split, "index": index})
+        tasks.append(env.task)
+    envs.give_back(env)
+    if not tasks:
+        raise NothingToDoError(f"the split {split!r} has no tasks to evaluate on")
+    return tasks
 
 
-def _normal(values: list[float]) -> Interval:
-    """Mean with a 95% normal interval."""
-    centre = mean(values)
-    if len(values) < 2:
-        return Interval(centre, centre, centre)
-    variance = sum((v - centre) ** 2 for v in values) / (len(values) - 1)
-    spread = 1.96 * math.sqrt(variance / len(values))
-    return Interval(centre, centre - spread, centre + spread)
+async def _gather(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all; the first error cancels the others, waits for them and is raised as it is."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def pass_at_k_interval(counts: Sequence[tuple[int, int]], k: int, *, num_samples: int) -> Interval:
+    """pass@k with a 95% interval over tasks.
+
+    Samples of one task are not independent, so the score interval is taken with as many trials as
+    independent ones would be needed for the variance that is seen between tasks.
+
+    Args:
+        counts: for each task, (scored episodes, successes).
+        k: tasks with fewer episodes are left out.
+        num_samples: episodes per task that were asked for.
+    """
+    estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+    if not estimates:
+        return Interval(math.nan, 0.0, 1.0)
+    p = mean(estimates)
+    variance = mean((estimate - p) ** 2 for estimate in estimates)
+    num_trials = float(len(estimates))
+    if variance > 0:
+        num_trials = min(num_trials * num_samples, num_trials * p * (1 - p) / variance)
+    return wilson_interval(p * num_trials, num_trials)
+
+
+def _report(
+    scored: Sequence[Sequence[Trajectory]],
+    failed: Sequence[Trajectory],
+    *,
+    num_samples: int,
+    success_reward: float,
+    **facts: Any,
+) -> EvalReport:
+    episodes = [trajectory for siblings in scored for trajectory in siblings]
+    counts = [
+        (len(siblings), sum(t.reward >= success_reward - 1e-9 for t in siblings))
+        for siblings in scored
+        if siblings
+    ]
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
+    reasons = Counter(str(t.stop_reason) for t in [*episodes, *failed])
+    errors = Counter(t.error or "" for t in failed)
+    return EvalReport(
+        policy_versions=tuple(sorted({v for t in episodes for v in t.policy_versions})),
+        num_tasks=len(counts),
+        num_samples=num_samples,
+        num_episodes=len(episodes),
+        num_failed=len(failed),
+        pass_at_k={
+            k: pass_at_k_interval(counts, k, num_samples=num_samples)
+            for k in sorted({*powers, num_samples})
+        },
+        reward=mean(t.reward for t in episodes),
+        reward_parts=merge_means([t.reward_parts for t in episodes]),
+        metrics=merge_means([t.metrics for t in episodes]),
+        mean_turns=mean(len(t.turns) for t in episodes),
+        mean_policy_tokens=mean(t.num_policy_tokens for t in episodes),
+        stop_reasons=dict(reasons.most_common()),
+        errors=dict(errors.most_common(5)),
+        **facts,
+    )

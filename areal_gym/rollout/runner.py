@@ -118,7 +118,8 @@ class RolloutRunner:
             agent_id: the agent's registered id.
             on_trajectory: sees every episode that ends, failures included. What it raises stops
                 the runner.
-            state: what `state()` of the interrupted run gave.
+            state: what `state()` of the interrupted run gave. Without it, a run that starts at
+                version v goes on after the tasks of v whole batches.
         """
         self.config = config
         self.in_flight = InFlight()
@@ -141,8 +142,8 @@ class RolloutRunner:
         )
         self._buffer = GroupBuffer()
         self._budget = FailureBudget(config.max_failure_rate)
-        self._next_group: int = state["next_group"] if state else 0
-        self._again: deque[int] = deque(state["unfinished"] if state else ())
+        self._next_group: int = (state or {}).get("next_group", self._admission.num_accepted)
+        self._again: deque[int] = deque((state or {}).get("unfinished", ()))
         self._running: dict[int, _RunningGroup] = {}
         self._jobs: deque[tuple[_RunningGroup, int]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
