@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from areal_gym.errors import ConfigError, did_you_mean
 
 __all__ = [
+    "STARTER_DEFAULTS",
     "AgentConfig",
     "EngineConfig",
     "EnvConfig",
@@ -184,12 +185,22 @@ class RunConfig(_Settings):
         return self
 
 
+STARTER_DEFAULTS: Mapping[str, Any] = {
+    "engine": {"max_context": 256},
+    "trainer": {"optimizer": "muon", "lr": 3e-4, "muon_lr": 3e-3},
+    "steps": 40,
+}
+"""What fits the small policy that `engine.model=starter` builds, and no pretrained model."""
+
+
 def load_config(
     file: Path | None = None,
     overrides: Sequence[str] = (),
     base: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """Settings from defaults < `base` < the YAML `file` < `overrides` (each `key=value`).
+
+    The defaults depend on the policy: `engine.model=starter` brings `STARTER_DEFAULTS`.
 
     Raises:
         ConfigError: unreadable file, unknown key (with a suggestion), wrong value, or a conflict.
@@ -211,6 +222,11 @@ def load_config(
                 raise ConfigError(f"{text}: {parent!r} holds a value, not settings")
             node = child
         node[leaf] = value
+    engine = tree.get("engine")
+    if not isinstance(engine, dict) or engine.get("model", "starter") == "starter":
+        given, tree = tree, {}
+        _merge(tree, STARTER_DEFAULTS)
+        _merge(tree, given)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

@@ -27,7 +27,7 @@ from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.evaluate import EvalReport
 from areal_gym.rollout.evaluate import evaluate as evaluate_policy
-from areal_gym.rollout.runner import RolloutRunner
+from areal_gym.rollout.runner import RolloutRunner, RolloutStats
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.types import Group, Trajectory
 from areal_gym.version import __version__
@@ -247,13 +247,6 @@ async def _engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[Engine
         yield engine, renderer
     finally:
         await engine.aclose()
-        await _close_sandboxes()
-
-
-async def _close_sandboxes() -> None:
-    from areal_gym.sandbox import close_shared_sandbox
-
-    await close_shared_sandbox()
 
 
 async def _measure(
@@ -329,14 +322,15 @@ class _Training:
             temperature=config.rollout.temperature,
             constant_length=config.rollout.max_new_tokens,
         )
+        rollout_state = None
         if found is not None:
-            restore_learner(learner, source)
+            rollout_state = restore_learner(learner, source)
         async with _engine(config, source) as (engine, renderer):
             if first_step > 1:
                 await engine.publish(learner.weights(), first_step - 1)
             before = await self._point(directory, parts, engine, renderer, first_step - 1)
             train_s = await self._steps(
-                directory, parts, engine, renderer, learner, policy, first_step
+                directory, parts, engine, renderer, learner, policy, first_step, rollout_state
             )
             after = await self._point(directory, parts, engine, renderer, config.steps)
         summary = {
@@ -368,6 +362,7 @@ class _Training:
         learner: Any,
         tokenizer_dir: Path,
         first_step: int,
+        rollout_state: Mapping[str, Any] | None,
     ) -> float:
         """Train to the end; saves what was learned, also when it is interrupted."""
         from areal_gym.trainer.checkpoint import save_learner
@@ -381,13 +376,15 @@ class _Training:
         def save() -> None:
             nonlocal saved
             if saved != done and done > 0:
-                save_learner(learner, directory.checkpoints_dir, done, tokenizer_dir)
+                save_learner(
+                    learner, directory.checkpoints_dir, done, tokenizer_dir, runner.state()
+                )
                 saved = done
 
         async def on_step(step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
             nonlocal done
             done = step
-            row = {"step": step, **metrics, **runner.metrics()}
+            row = {"step": step, **metrics, **_rollout_metrics(runner.stats())}
             directory.append_metrics(row)
             directory.save_trajectories((t for group in groups for t in group), name=step)
             for logger in loggers:
@@ -402,19 +399,19 @@ class _Training:
         display.phase("train", config.steps)
         start_s = time.perf_counter()
         runner = RolloutRunner(
-            engine=engine,
-            renderer=renderer,
-            agent=parts.agent,
-            make_env=parts.make_env,
-            config=config.rollout,
+            parts.make_env,
+            parts.agent,
+            engine,
+            renderer,
+            config.rollout,
             seed=config.seed,
-            first_version=first_step - 1,
             env_id=config.env.id,
             agent_id=config.agent.id,
+            state=rollout_state,
         )
         try:
             async with runner:
-                display.watch(runner.describe)
+                display.watch(lambda: _waiting(runner.stats()))
                 await train_loop(
                     runner,
                     learner,
@@ -502,6 +499,26 @@ class _Training:
         display.say(f"curve:     {directory.learning_curve_file}")
         display.say(f"policy:    {directory.path / summary['checkpoint']}")
         display.say(f"next:      areal-gym eval --env {summary['env']} --run {directory.path} -k 4")
+
+
+def _waiting(stats: RolloutStats) -> str:
+    """One line for people: what the episodes wait for."""
+    text = (
+        f"{stats.episodes_in_flight} episodes in flight: {stats.waiting_on_engine} wait for the "
+        f"engine, {stats.waiting_on_env} for the environment; {stats.groups_ready} groups ready"
+    )
+    num_failed = sum(stats.num_failures.values())
+    return f"{text}; {num_failed} failures" if num_failed else text
+
+
+def _rollout_metrics(stats: RolloutStats) -> dict[str, float]:
+    return {
+        "rollout/failed_groups": float(stats.num_groups_failed),
+        "rollout/stale_groups": float(stats.num_groups_stale),
+        "rollout/retries": float(stats.num_retries),
+        "rollout/groups_ready": float(stats.groups_ready),
+        **{f"rollout/failures/{name}": float(n) for name, n in stats.num_failures.items()},
+    }
 
 
 def _device(name: str) -> str:

@@ -1,17 +1,19 @@
-"""Checkpoints in Hugging Face's layout: config.json, safetensors, tokenizer files."""
+"""Checkpoints in Hugging Face's format: a directory of `config.json` and safetensors files."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
+from torch import Tensor
 
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.modeling.config import DecoderConfig
@@ -23,153 +25,175 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
+    "vocab.json",
+    "merges.txt",
 )
-"""What belongs to a checkpoint besides the weights, where it exists."""
+"""What `save_checkpoint` takes over from `tokenizer_dir`, where it exists."""
 
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load_checkpoint(
-    directory: Path | str,
+    path: Path | str,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """Read a Qwen2-, Qwen3- or Llama-shaped checkpoint.
+    """Read a Llama, Qwen2 or Qwen3 checkpoint directory.
 
     Raises:
-        ConfigError: no checkpoint there, another architecture, or tensors are missing, left over
-            or of another shape; names them.
+        ConfigError: no such directory, an unsupported architecture, a tensor that is missing,
+            unknown or of another shape, or a damaged file.
     """
-    directory = Path(directory)
-    config = DecoderConfig.from_hf(_read_config(directory))
+    path = Path(path)
+    config = DecoderConfig.from_hf(_read_json(path / "config.json", path))
     decoder = Decoder(config, device=device, dtype=dtype)
-    wanted = decoder.state_dict()
-    missing = set(wanted)
+    wanted = dict(decoder.named_parameters())
     unknown: list[str] = []
-    for file in _weight_files(directory):
+    found: set[str] = set()
+    for file in _weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - no mapping, only named like one
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     if name in wanted:
-                        source = tensors.get_tensor(name)
-                        if source.shape != wanted[name].shape:
-                            raise ConfigError(
-                                f"{file}: {name} has the shape {tuple(source.shape)}, but "
-                                f"config.json makes it {tuple(wanted[name].shape)}"
-                            )
-                        wanted[name].copy_(source)
-                        missing.discard(name)
-                    elif not _is_ignored(name, config):
+                        _fill(wanted[name], tensors.get_tensor(name), name, file)
+                        found.add(name)
+                    elif not _is_redundant(name, config):
                         unknown.append(name)
-        except SafetensorError as error:
-            raise ConfigError(f"{file} is damaged: {error}") from None
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from None
+    missing = [name for name in wanted if name not in found]
     if missing or unknown:
+        parts = [
+            f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            for what, names in (("missing tensors", missing), ("unknown tensors", unknown))
+            if names
+        ]
         raise ConfigError(
-            f"{directory} does not fit its config.json: "
-            + "; ".join(
-                f"{len(names)} tensors {what} ({', '.join(sorted(names)[:3])}, ...)"
-                for what, names in (("missing", missing), ("left over", unknown))
-                if names
-            )
+            f"the weights in {path} do not fit its config.json ({'; '.join(parts)})",
+            hints=[f"config.json says model_type {config.architecture!r}"],
         )
     return decoder
 
 
 def save_checkpoint(
     decoder: Decoder,
-    directory: Path | str,
+    path: Path | str,
     *,
     tokenizer_dir: Path | str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
-) -> None:
-    """Write what `transformers.AutoModelForCausalLM.from_pretrained` loads.
+) -> Path:
+    """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-    The directory appears whole or not at all; one that exists is replaced.
+    All or nothing: it is written beside `path` and renamed when it is on the disk. An older
+    checkpoint at `path` is replaced; it is there until the new one is complete.
 
     Args:
         decoder: the policy.
-        directory: where to.
+        path: the directory to be.
         tokenizer_dir: a checkpoint whose tokenizer files are copied along.
-        extra_files: further contents by file name.
+        extra_files: further contents by file name, as complete as the rest.
 
     Raises:
-        TrainError: the disk is full or not writable.
+        TrainError: the disk is full or cannot be written; nothing half-written is left.
     """
-    directory = Path(directory)
-    draft: Path | None = None
+    path = Path(path)
+    config = decoder.config.to_hf()
+    config["torch_dtype"] = str(next(decoder.parameters()).dtype).removeprefix("torch.")
+    weights = {name: _for_file(tensor) for name, tensor in decoder.named_parameters()}
+    fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
+    old = fresh.with_suffix(".old")
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-        draft.chmod(0o755)
-        config = decoder.config.to_hf()
-        (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tensors = {name: t.detach().cpu().contiguous() for name, t in decoder.state_dict().items()}
-        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
-        for name in TOKENIZER_FILES:
-            if tokenizer_dir is not None and (Path(tokenizer_dir) / name).exists():
-                shutil.copyfile(Path(tokenizer_dir) / name, draft / name)
+        fresh.mkdir(parents=True)
+        _write(fresh / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        if tokenizer_dir is not None:
+            for name in TOKENIZER_FILES:
+                source = Path(tokenizer_dir) / name
+                if source.is_file():
+                    _write(fresh / name, source.read_bytes())
         for name, content in (extra_files or {}).items():
-            (draft / name).write_bytes(content)
-        for file in draft.iterdir():
-            _sync(file)
-        if directory.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
-            os.rename(directory, old / "replaced")
-            os.rename(draft, directory)
-            shutil.rmtree(old)
-        else:
-            os.rename(draft, directory)
-        _sync(directory.parent)
-    except (OSError, SafetensorError) as error:
+            _write(fresh / name, content)
+        _write(fresh / _SINGLE, save(weights, metadata={"format": "pt"}))
+        _sync_directory(fresh)
+        if path.exists():
+            path.rename(old)
+        fresh.rename(path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        if old.exists() and not path.exists():
+            old.rename(path)
         raise TrainError(
-            f"cannot write the checkpoint {directory}: {error}",
-            hints=["free some space, or choose another place with --out DIR"],
+            f"cannot write the checkpoint {path}: {error.strerror or error}",
+            hints=["free some space, then run the command again; nothing half-written is left"],
         ) from error
     finally:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    return path
 
 
-def _read_config(directory: Path) -> dict[str, object]:
-    file = directory / "config.json"
+def _weight_files(path: Path) -> list[Path]:
+    if (path / _SINGLE).is_file():
+        return [path / _SINGLE]
+    if (path / _INDEX).is_file():
+        weight_map = _read_json(path / _INDEX, path).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{path / _INDEX} has no weight_map")
+        return [path / name for name in sorted(set(weight_map.values()))]
+    others = sorted(file.name for file in path.glob("*.bin"))
+    raise ConfigError(
+        f"{path} holds neither {_SINGLE} nor {_INDEX}",
+        hints=[f"it holds {', '.join(others)}: convert it to safetensors"] if others else [],
+    )
+
+
+def _read_json(file: Path, checkpoint: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads(file.read_text())
-    except FileNotFoundError:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
         raise ConfigError(
-            f"{directory} is no checkpoint: there is no config.json",
-            hints=["name a directory that holds config.json and *.safetensors"],
+            f"{checkpoint} is no checkpoint directory: cannot read {file.name} ({error.strerror})",
+            hints=["a checkpoint directory holds config.json and model.safetensors"],
         ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds no settings")
-    return config
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds a {type(content).__name__}, not an object")
+    return content
 
 
-def _weight_files(directory: Path) -> Iterator[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    for name in names:
-        if not (directory / name).exists():
-            raise ConfigError(
-                f"{directory} has no {name}",
-                hints=["only safetensors are read; save_pretrained() of transformers writes them"],
-            )
-        yield directory / name
+def _fill(parameter: Tensor, tensor: Tensor, name: str, file: Path) -> None:
+    if parameter.shape != tensor.shape:
+        raise ConfigError(
+            f"{name} in {file} has shape {tuple(tensor.shape)}; "
+            f"config.json makes it {tuple(parameter.shape)}"
+        )
+    with torch.no_grad():
+        parameter.copy_(tensor)
 
 
-def _is_ignored(name: str, config: DecoderConfig) -> bool:
-    is_copy = name == "lm_head.weight" and config.tie_word_embeddings
-    return is_copy or name.endswith(_IGNORED_SUFFIXES)
+def _is_redundant(name: str, config: DecoderConfig) -> bool:
+    """Some tools save the tied head, or the rotary frequencies, which follow from the config."""
+    return name.endswith("rotary_emb.inv_freq") or (
+        name == "lm_head.weight" and config.tie_word_embeddings
+    )
 
 
-def _sync(path: Path) -> None:
+def _for_file(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _write(file: Path, content: bytes) -> None:
+    with file.open("wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -295,7 +295,7 @@ def _imitation_gradient(
         batch = pack([rows[i][0] for i in part])
         scores = score_tokens(decoder, batch, [rows[i][1] for i in part])
         loss = -scores.logprobs.sum() / num_trained
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += float(loss.detach())
     return total
 

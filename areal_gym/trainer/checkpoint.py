@@ -2,7 +2,7 @@
 
     checkpoints/step-000010/      config.json, model.safetensors, tokenizer files
                 trainer.pt        optimizer states, number of steps
-                trainer.json      the step, in plain text
+                trainer.json      the step, and which tasks come next
 
 A new checkpoint is a new directory, which appears whole; then all but the last two are deleted.
 """
@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,14 +33,23 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def save_learner(learner: Learner, directory: Path, step: int, tokenizer_dir: Path) -> Path:
+def save_learner(
+    learner: Learner,
+    directory: Path,
+    step: int,
+    tokenizer_dir: Path,
+    rollout_state: Mapping[str, Any] | None = None,
+) -> Path:
     """Write checkpoint `step` below `directory` and return its path.
+
+    `rollout_state` (JSON) says which tasks come next; `restore_learner` gives it back.
 
     Raises:
         TrainError: the disk is full or not writable; earlier checkpoints are as they were.
     """
     path = directory / checkpoint_name(step)
     extra = directory / f".trainer-{step}.pt"
+    facts = {"step": step, "rollout": dict(rollout_state or {})}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         torch.save(learner.state_dict(), extra)
@@ -48,7 +59,7 @@ def save_learner(learner: Learner, directory: Path, step: int, tokenizer_dir: Pa
             tokenizer_dir=tokenizer_dir,
             extra_files={
                 "trainer.pt": extra.read_bytes(),
-                "trainer.json": (json.dumps({"step": step}) + "\n").encode(),
+                "trainer.json": (json.dumps(facts) + "\n").encode(),
             },
         )
     except (OSError, RuntimeError) as error:
@@ -71,8 +82,11 @@ def latest_checkpoint(directory: Path) -> tuple[int, Path] | None:
     return (int(found[-1].name.removeprefix("step-")), found[-1]) if found else None
 
 
-def restore_learner(learner: Learner, path: Path) -> None:
+def restore_learner(learner: Learner, path: Path) -> dict[str, Any] | None:
     """Bring optimizer and counters back; the weights were loaded with the decoder.
+
+    Returns:
+        The rollout's state, None when none was saved.
 
     Raises:
         ConfigError: the file is missing or damaged.
@@ -80,11 +94,13 @@ def restore_learner(learner: Learner, path: Path) -> None:
     file = path / "trainer.pt"
     try:
         learner.load_state_dict(torch.load(file, weights_only=True))
+        state: dict[str, Any] = json.loads((path / "trainer.json").read_text())["rollout"]
     except Exception as error:
         raise ConfigError(
             f"cannot continue from {file}: {error}",
             hints=["start again from its weights: engine.model=" + str(path)],
         ) from error
+    return state or None
 
 
 def _all(directory: Path) -> list[Path]:

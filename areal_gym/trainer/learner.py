@@ -179,7 +179,7 @@ class Learner:
                 loss_T = weight_T * loss_T
                 _add(totals, "stale_weight", weight_T, num_tokens)
             loss = aggregate(loss_T, self._per_token([weights_G[i] for i in indexes], lengths))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             totals["loss"] = totals.get("loss", 0.0) + float(loss.detach())
             for name, values_T in output.metrics.items():
                 _add(totals, name, values_T, num_tokens)

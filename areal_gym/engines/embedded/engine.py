@@ -1,0 +1,260 @@
+"""The embedded engine: a policy sampled in this process, on a thread of its own.
+
+event loop:  generate() --inbox--> engine thread: [commands] -> step -> step -> ...
+             futures <--call_soon_threadsafe, once per step, all that ended--
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from areal_gym.engines.base import Generation, SamplingParams
+from areal_gym.engines.embedded.network import CachedDecoder
+from areal_gym.engines.embedded.scheduler import EngineStats, Request, Scheduler
+from areal_gym.errors import ConfigError, EngineError
+from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.modeling.decoder import Decoder
+
+__all__ = ["EmbeddedEngine"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_anonymous = itertools.count()
+
+
+class EmbeddedEngine:
+    """Samples a Qwen2-, Qwen3- or Llama-shaped policy with torch, on CPU or CUDA.
+
+    Continuous batching over a preallocated cache: a row is refilled as soon as its turn ends. A
+    session keeps its row between turns, so that a turn computes new tokens only; siblings that
+    begin with the same prompt compute it once.
+
+    Args:
+        decoder: the policy; its weights are copied.
+        num_slots: sequences sampled at once.
+        max_context: tokens of one sequence, prompt included.
+        dtype: "float32" or "bfloat16".
+        device: "auto" takes CUDA when there is one.
+        num_threads: CPU threads of the engine's thread.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_slots: int = 128,
+        max_context: int = 512,
+        dtype: str = "float32",
+        device: str = "auto",
+        num_threads: int = 1,
+    ) -> None:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if dtype not in _DTYPES:
+            raise ConfigError(f"no dtype {dtype!r}; there is: {', '.join(_DTYPES)}")
+        self._num_threads = num_threads
+        self._max_context = min(max_context, decoder.config.max_position_embeddings)
+        network = CachedDecoder(
+            decoder.config,
+            num_rows=num_slots,
+            max_context=self._max_context,
+            dtype=_DTYPES[dtype],
+            device=torch.device(device),
+        )
+        self._scheduler = Scheduler(network, num_slots)
+        weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
+        self._scheduler.load(weights, version=0)
+        self._version = 0
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._futures: dict[Request, asyncio.Future[Generation]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        directory: Path | str,
+        *,
+        num_slots: int = 128,
+        max_context: int = 512,
+        dtype: str = "float32",
+        device: str = "auto",
+        num_threads: int = 1,
+    ) -> Self:
+        """An engine for a Hugging Face checkpoint directory; arguments as the constructor's.
+
+        Raises:
+            ConfigError: there is no checkpoint, or one that this engine cannot sample.
+        """
+        return cls(
+            load_checkpoint(directory),
+            num_slots=num_slots,
+            max_context=max_context,
+            dtype=dtype,
+            device=device,
+            num_threads=num_threads,
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that sample now."""
+        return self._version
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens that one sequence may have; never more than the model's positions."""
+        return self._max_context
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters; read only."""
+        return self._scheduler.stats
+
+    async def start(self) -> None:
+        """Start the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="areal-gym-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Generation:
+        """Sample a continuation; see `Engine.generate`.
+
+        Raises:
+            EngineError: an empty prompt, one that fills the context, or the engine has stopped.
+        """
+        if self._loop is None or self._is_stopping:
+            raise EngineError("the engine is not running; call start() first")
+        room = self._max_context - len(prompt_ids)
+        if not prompt_ids or room <= 0:
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens; 1 to {self._max_context - 1} fit"
+            )
+        is_own = session is None
+        request = Request(
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            session=f"anonymous-{next(_anonymous)}" if session is None else session,
+            max_new_tokens=min(params.max_new_tokens, room),
+        )
+        future: asyncio.Future[Generation] = self._loop.create_future()
+        self._futures[request] = future
+        self._inbox.put(lambda: self._scheduler.submit(request))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._inbox.put(lambda: self._scheduler.cancel(request))
+            raise
+        finally:
+            self._futures.pop(request, None)
+            if is_own:
+                self.release(request.session)
+
+    def release(self, session: str) -> None:
+        """The session's row can serve others."""
+        self._inbox.put(lambda: self._scheduler.release(session))
+
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy new weights between two steps. Turns in flight go on; see `Scheduler.load`.
+
+        Raises:
+            EngineError: the weights are of another model; the old ones stay.
+        """
+        if self._loop is None or self._is_stopping:
+            raise EngineError("the engine is not running; call start() first")
+        loop, done = self._loop, self._loop.create_future()
+        tensors = dict(weights)
+
+        def load() -> None:
+            error: EngineError | None = None
+            try:
+                self._scheduler.load(tensors, version)
+                self._version = version
+            except EngineError as refused:
+                error = refused
+            loop.call_soon_threadsafe(_settle, done, error)
+
+        self._inbox.put(load)
+        await done
+
+    async def aclose(self) -> None:
+        """End the thread; turns in flight fail. Idempotent."""
+        if self._thread is None:
+            return
+        self._is_stopping = True
+        self._inbox.put(lambda: None)  # wakes it
+        thread, self._thread = self._thread, None
+        await asyncio.to_thread(thread.join)
+        self._fail_all(EngineError("the engine was closed"))
+
+    # ---- the engine's thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        scheduler = self._scheduler
+        with torch.inference_mode():
+            while not self._is_stopping:
+                try:
+                    self._obey(block=not scheduler.has_work)
+                    if self._is_stopping or not scheduler.has_work:
+                        continue
+                    start_s = time.perf_counter()
+                    finished = scheduler.step()
+                    scheduler.stats.busy_s += time.perf_counter() - start_s
+                except Exception as error:
+                    scheduler.fail_all()
+                    self._tell(
+                        self._fail_all, EngineError(f"the embedded engine failed: {error!r}")
+                    )
+                    continue
+                if finished:
+                    self._tell(self._deliver, finished)
+
+    def _obey(self, *, block: bool) -> None:
+        """Run what callers asked for; wait for something when there is nothing to compute."""
+        if block:
+            self._inbox.get()()
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    # ---- back on the event loop ---------------------------------------------------------------
+
+    def _deliver(self, finished: list[Request]) -> None:
+        for request in finished:
+            future = self._futures.get(request)
+            if future is not None and not future.done():
+                future.set_result(request.generation())
+
+    def _fail_all(self, error: EngineError) -> None:
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+def _settle(future: asyncio.Future[None], error: EngineError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

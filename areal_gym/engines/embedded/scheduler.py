@@ -1,0 +1,324 @@
+"""Which sequence sits in which cache row, and what each step of the network computes.
+
+    request -> pending -> [a row: its own, a sibling's copy, a free one, an idle one's] -> prefill
+            -> decode, one token a step -> finished; the row stays with the session -> released
+
+Used from one thread, and knows nothing of asyncio: `step` takes and returns plain objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_gym.engines.base import Generation, SamplingParams
+from areal_gym.engines.embedded.network import CachedDecoder, Prompt
+from areal_gym.engines.embedded.sampling import filter_logits, sample, uniforms
+from areal_gym.types import FinishReason
+
+__all__ = ["EngineStats", "Request", "Scheduler"]
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What the engine has done so far."""
+
+    num_steps: int = 0
+    generated: int = 0
+    """Tokens sampled."""
+    prefilled: int = 0
+    """Prompt tokens computed."""
+    reused: int = 0
+    """Prompt tokens that a session's own earlier turn, or a sibling's prompt, had computed."""
+    occupancy: int = 0
+    """Sum over the steps of the rows that decoded: divided by `num_steps`, the mean batch."""
+    busy_s: float = 0.0
+    """Wall seconds in the network and the sampler."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One turn to sample."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    session: str
+    max_new_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    uniforms: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    is_cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        seed = self.params.seed if self.params.seed is not None else random.getrandbits(48)
+        start = len(self.prompt_ids)
+        self.uniforms = uniforms(seed, start, start + self.max_new_tokens).tolist()
+
+    def generation(self) -> Generation:
+        """What was sampled."""
+        assert self.finish_reason is not None
+        return Generation(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=self.finish_reason,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One row of the cache."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    """What is cached, from position 0."""
+    session: str | None = None
+    request: Request | None = None
+    """The turn that is being sampled; None while the session is idle or the row is free."""
+    last_used: int = 0
+
+
+class Scheduler:
+    """Continuous batching over the rows of a `CachedDecoder`."""
+
+    def __init__(self, network: CachedDecoder, num_rows: int) -> None:
+        self.network = network
+        self.stats = EngineStats()
+        self.version = 0
+        self._rows = [_Row(index) for index in range(num_rows)]
+        self._by_session: dict[str, _Row] = {}
+        self._by_prompt: dict[tuple[int, ...], _Row] = {}
+        self._pending: deque[Request] = deque()
+        self._clock = itertools.count(1)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._pending) or any(row.request is not None for row in self._rows)
+
+    def submit(self, request: Request) -> None:
+        """Queue a turn."""
+        self._pending.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for it any more: its row is free at once."""
+        request.is_cancelled = True
+        for row in self._rows:
+            if row.request is request:
+                row.request = None
+        self.release(request.session)
+
+    def release(self, session: str) -> None:
+        """The session's row is free. What it cached serves siblings until it is overwritten."""
+        row = self._by_session.pop(session, None)
+        if row is not None:
+            row.session = None
+            row.request = None
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Sample with new weights from now on.
+
+        Turns in flight go on with the keys and values that the old weights computed (recomputing
+        them would cost a prefill each). All other caches are forgotten: no later turn, and no new
+        episode, sees old weights' work, which makes staleness 0 exact.
+        """
+        self.network.load(weights)
+        self.version = version
+        self._by_prompt.clear()
+        for row in self._rows:
+            if row.request is None:
+                row.tokens = []
+
+    def fail_all(self) -> list[Request]:
+        """Drop everything; returns the turns that were waited for."""
+        lost = [row.request for row in self._rows if row.request is not None] + [*self._pending]
+        self._pending.clear()
+        self._by_session.clear()
+        self._by_prompt.clear()
+        for row in self._rows:
+            row.tokens, row.session, row.request = [], None, None
+        self.network.clear()
+        return lost
+
+    def step(self) -> list[Request]:
+        """Admit what fits, compute one token for every turn; returns the turns that ended."""
+        entering = self._admit()
+        self._compact()
+        decoding = [row for row in self._rows if row.request is not None and row not in entering]
+        if not decoding and not entering:
+            return []
+        num_decoding = max((row.index + 1 for row in decoding), default=0)
+        ids, positions = [0] * num_decoding, [self.network.scratch] * num_decoding
+        num_keys = 1
+        for row in decoding:
+            assert row.request is not None
+            ids[row.index] = row.request.token_ids[-1]
+            positions[row.index] = len(row.tokens)
+            row.tokens.append(ids[row.index])
+            num_keys = max(num_keys, len(row.tokens))
+        rows = list(range(num_decoding))
+        prompts = []
+        for row in entering:
+            assert row.request is not None
+            start, prompt_ids = len(row.tokens), row.request.prompt_ids
+            prompts.append(Prompt(row.index, start, len(prompt_ids)))
+            ids += prompt_ids[start:]
+            positions += range(start, len(prompt_ids))
+            rows += [row.index] * (len(prompt_ids) - start)
+            row.tokens += prompt_ids[start:]
+        device = self.network.device
+        logits = self.network.forward(
+            torch.tensor(ids, device=device),
+            torch.tensor(positions, device=device),
+            torch.tensor(rows, device=device),
+            num_decoding=num_decoding,
+            num_keys=num_keys,
+            prompts=prompts,
+        )
+        places = [row.index for row in decoding] + [num_decoding + i for i in range(len(entering))]
+        if places != list(range(len(logits))):
+            logits = logits[torch.tensor(places, device=device)]
+        self.stats.num_steps += 1
+        self.stats.occupancy += len(places)
+        return self._take_tokens(decoding + entering, logits)
+
+    # ---- rows ---------------------------------------------------------------------------------
+
+    def _admit(self) -> list[_Row]:
+        """Give rows to pending turns, first come, first served."""
+        entering: list[_Row] = []
+        started: set[tuple[int, ...]] = set()
+        postponed: list[Request] = []
+        while self._pending:
+            request = self._pending.popleft()
+            if request.is_cancelled:
+                continue
+            prompt = request.prompt_ids
+            row = self._by_session.get(request.session)
+            if row is None and prompt in started:
+                # A sibling's prompt is computed in this very step: copy it in the next one.
+                postponed.append(request)
+                continue
+            if row is None:
+                row = self._free_row(avoid=self._by_prompt.get(prompt))
+                if row is None:
+                    postponed.append(request)
+                    break
+                self._adopt(row, request)
+            num_cached = _common_prefix(row.tokens, prompt)
+            # The last token is computed again where all are cached: its logits are needed.
+            num_cached = min(num_cached, len(prompt) - 1)
+            row.tokens = row.tokens[:num_cached]
+            self.stats.reused += num_cached
+            self.stats.prefilled += len(prompt) - num_cached
+            row.request = request
+            row.last_used = next(self._clock)
+            if prompt not in self._by_prompt:
+                self._by_prompt[prompt] = row
+                started.add(prompt)
+            entering.append(row)
+        self._pending.extendleft(reversed(postponed))
+        return entering
+
+    def _adopt(self, row: _Row, request: Request) -> None:
+        """Make a free row the session's, with a sibling's cached prompt where there is one."""
+        prompt = request.prompt_ids
+        source = self._by_prompt.get(prompt)
+        if source is not row:
+            self._forget(row)
+            row.tokens = []
+            if source is not None:
+                num_cached = _common_prefix(source.tokens, prompt)
+                self.network.copy_row(source.index, row.index, num_cached)
+                row.tokens = list(prompt[:num_cached])
+        row.session = request.session
+        self._by_session[request.session] = row
+
+    def _free_row(self, avoid: _Row | None) -> _Row | None:
+        """A row without a session, else the idle session's that waits longest; None if all work.
+
+        A row that holds the prompt already (`avoid`, when it is free) is the best of all.
+        """
+        if avoid is not None and avoid.session is None:
+            return avoid
+        free = [row for row in self._rows if row.session is None]
+        if not free:
+            free = [row for row in self._rows if row.request is None and row is not avoid]
+        if not free:
+            return None
+        row = min(free, key=lambda row: (row.last_used, row.index))
+        if row.session is not None:
+            del self._by_session[row.session]
+            row.session = None
+        return row
+
+    def _forget(self, row: _Row) -> None:
+        for prompt in [p for p, holder in self._by_prompt.items() if holder is row]:
+            del self._by_prompt[prompt]
+
+    def _compact(self) -> None:
+        """Bring working rows to the front when most rows before the last one idle.
+
+        The network decodes rows 0 to R - 1 in one product, whoever of them takes part.
+        """
+        working = [row for row in self._rows if row.request is not None]
+        if not working or working[-1].index < 2 * len(working) + 8:
+            return
+        idle = [row for row in self._rows[: len(working)] if row.request is None]
+        for low, high in zip(idle, reversed(working), strict=False):
+            if low.index >= high.index:
+                break
+            num_tokens = max(len(low.tokens), len(high.tokens))
+            self.network.swap_rows(low.index, high.index, num_tokens)
+            low.index, high.index = high.index, low.index
+        self._rows.sort(key=lambda row: row.index)
+
+    # ---- tokens -------------------------------------------------------------------------------
+
+    def _take_tokens(self, rows: Sequence[_Row], logits_BV: Tensor) -> list[Request]:
+        requests = [row.request for row in rows if row.request is not None]
+        heats = [request.params.temperature for request in requests]
+        drawn = [request.uniforms[len(request.token_ids)] for request in requests]
+        device = self.network.device
+        # Through numpy: twice as fast as torch.tensor for lists of floats.
+        temperature_B = torch.from_numpy(np.asarray(heats, dtype=np.float32)).to(device)
+        u_B = torch.from_numpy(np.asarray(drawn, dtype=np.float32)).to(device)
+        if any(r.params.top_p < 1 or r.params.top_k > 0 for r in requests):
+            top_k_B = torch.tensor([r.params.top_k for r in requests], device=device)
+            top_p_B = torch.tensor([r.params.top_p for r in requests], device=device)
+            logits_BV = filter_logits(logits_BV, temperature_B, top_k_B, top_p_B)
+        ids_B, logprobs_B = sample(logits_BV, temperature_B, u_B)
+        finished = []
+        for row, request, token_id, logprob in zip(
+            rows, requests, ids_B.tolist(), logprobs_B.tolist(), strict=True
+        ):
+            request.token_ids.append(token_id)
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+            if token_id in request.params.stop_token_ids:
+                request.finish_reason = FinishReason.STOP
+            elif len(request.token_ids) >= request.max_new_tokens:
+                request.finish_reason = FinishReason.LENGTH
+            else:
+                continue
+            finished.append(request)
+            row.request = None
+        self.stats.generated += len(requests)
+        return finished
+
+
+def _common_prefix(cached: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many leading tokens agree. Turns extend their session's: one comparison settles it."""
+    size = min(len(cached), len(prompt))
+    if tuple(cached[:size]) == tuple(prompt[:size]):
+        return size
+    return next(i for i in range(size) if cached[i] != prompt[i])

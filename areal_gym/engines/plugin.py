@@ -1,0 +1,22 @@
+"""The built-in engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from areal_gym.plugins import EngineSpec, hookimpl
+
+
+@hookimpl
+def register_engines() -> Iterable[EngineSpec]:
+    """In this process, and scripted."""
+    yield EngineSpec(
+        id="embedded",
+        entry_point="areal_gym.engines.embedded:EmbeddedEngine",
+        summary="torch in this process, no server; Qwen2, Qwen3 and Llama shapes",
+    )
+    yield EngineSpec(
+        id="scripted",
+        entry_point="areal_gym.engines.scripted:ScriptedEngine",
+        summary="says what it was told to: for tests and for trying environments",
+    )
