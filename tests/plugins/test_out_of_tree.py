@@ -68,42 +68,6 @@ def areal_gym(python, home):
     return run
 
 
-@pytest.fixture(scope="module")
-def policy(home):
-    """A tiny policy of random weights: one step needs no skill."""
-    from importlib import resources
-
-    from areal_gym.modeling.checkpoint import save_checkpoint
-    from areal_gym.modeling.config import DecoderConfig
-    from areal_gym.modeling.decoder import build_decoder
-    from areal_gym.starter.tokenizer import build_tokenizer, save_tokenizer
-
-    template = resources.files("areal_gym.starter").joinpath("chat_template.jinja").read_text()
-    tokenizer = build_tokenizer(["Make 17 from 3, 4 and 5.", template], vocab_size=320)
-    draft = home / "tokenizer"
-    draft.mkdir()
-    save_tokenizer(tokenizer, draft, max_context=256)
-    decoder = build_decoder(
-        DecoderConfig(
-            architecture="qwen3",
-            vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.token_to_id("<|im_end|>"),
-            pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
-        ),
-        seed=0,
-    )
-    save_checkpoint(decoder, home / "policy", tokenizer_dir=draft)
-    return home / "policy"
-
-
 def test_it_is_listed_beside_the_built_ins(areal_gym):
     rows = {row["id"]: row for row in json.loads(areal_gym("list", "envs", "--json").stdout)}
     assert rows["countdown/numbers"]["distribution"] == "areal-gym-countdown"
@@ -129,11 +93,11 @@ def test_gymnasium_makes_it(python, home):
     assert call(python, "-c", code, cwd=home).stdout.startswith("Make ")
 
 
-def test_it_trains_a_step(areal_gym, policy, home):
+def test_it_trains_a_step(areal_gym, tiny_policy, home):
     areal_gym(
         *("train", "--env", "countdown/numbers", "--steps", "1", "--out", "run", "--plain"),
         *("agent.id=countdown/reminder", "trainer.loss=countdown/vanilla"),
-        *(f"engine.model={policy}", "engine.max_context=256", "rollout.max_new_tokens=8"),
+        *(f"engine.model={tiny_policy}", "engine.max_context=256", "rollout.max_new_tokens=8"),
         *("rollout.batch_groups=2", "rollout.group_size=2", "eval.num_tasks=4"),
     )
     run = home / "run"

@@ -1,0 +1,40 @@
+"""What tests of several parts need."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory):
+    """A checkpoint directory: a tiny policy of random weights, for what needs no skill."""
+    from importlib import resources
+
+    from areal_gym.modeling.checkpoint import save_checkpoint
+    from areal_gym.modeling.config import DecoderConfig
+    from areal_gym.modeling.decoder import build_decoder
+    from areal_gym.starter.tokenizer import build_tokenizer, save_tokenizer
+
+    home = tmp_path_factory.mktemp("tiny")
+    template = resources.files("areal_gym.starter").joinpath("chat_template.jinja").read_text()
+    tokenizer = build_tokenizer(["Make 17 from 3, 4 and 5.", template], vocab_size=320)
+    draft = home / "tokenizer"
+    draft.mkdir()
+    save_tokenizer(tokenizer, draft, max_context=256)
+    decoder = build_decoder(
+        DecoderConfig(
+            architecture="qwen3",
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+            pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
+        ),
+        seed=0,
+    )
+    save_checkpoint(decoder, home / "policy", tokenizer_dir=draft)
+    return home / "policy"
