@@ -50,7 +50,8 @@ class Renderer:
         renderer = Renderer.from_checkpoint(Path("my-checkpoint"))
         prompt = renderer.first_ids([{"role": "user", "content": "2+2?"}])
         generation = await engine.generate(prompt, ...)
-        prompt += [*generation.token_ids, *renderer.bridge_ids(generation.token_ids[-1], reply)]
+        prompt += generation.token_ids
+        prompt += renderer.bridge_ids(generation.token_ids[-1], reply)
 
     A bridge is what the template writes between the assistant's own text and its next turn: the
     end of turn (unless it was sampled), the new messages, the header of the next turn. It is read
@@ -133,7 +134,7 @@ class Renderer:
                 _remember(self._first, (key, tools_key), cached)
         return list(cached)
 
-    def bridge_ids(self, last_id: int, messages: Sequence[Message]) -> Sequence[int]:
+    def bridge_ids(self, last_id: int, messages: Sequence[Message]) -> tuple[int, ...]:
         """The ids between a sampled turn and the next.
 
         Args:

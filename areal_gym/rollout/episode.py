@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import struct
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -213,7 +214,8 @@ class _Played:
 
     async def ask(self, new_messages: Sequence[Message]) -> Message:
         self._check_open("asks the policy")
-        prompt = self._extended_prompt(new_messages)
+        added = self._added_ids(new_messages)
+        prompt = (*self.ids, *added)
         if len(prompt) >= self.engine.max_context:
             self.stop_reason = StopReason.MAX_TOKENS
             self.is_full = True
@@ -232,9 +234,9 @@ class _Played:
             generation = await self.engine.generate(prompt, params, session=self.session)
             sampled = _policy_spans(generation, turn)
         origin: Origin = "env" if self.ids else "prompt"
-        added = prompt[len(self.ids) :]
         self.spans += [TokenSpan(origin=origin, token_ids=added, turn=turn), *sampled]
-        self.ids = [*prompt, *generation.token_ids]
+        self.ids += added
+        self.ids += generation.token_ids
         self.turns.append(_TurnDraft(generation.finish_reason, time.perf_counter() - start))
         text = self.renderer.decode(generation.token_ids)
         message = parse_assistant(text, self.env.tool_dialect)
@@ -270,12 +272,11 @@ class _Played:
             self.stop_reason = StopReason.MAX_TURNS if by_turns else StopReason.TRUNCATED
         return result
 
-    def _extended_prompt(self, new_messages: Sequence[Message]) -> tuple[int, ...]:
-        """Everything sent and sampled so far, and what `new_messages` add to it."""
-        if not self.ids:
-            schemas = [tool.schema() for tool in self.env.tools]
-            return tuple(self.renderer.first_ids(new_messages, schemas))
-        return (*self.ids, *self.renderer.bridge_ids(self.ids[-1], new_messages))
+    def _added_ids(self, new_messages: Sequence[Message]) -> Sequence[int]:
+        """What `new_messages` add to everything sent and sampled so far."""
+        if self.ids:
+            return self.renderer.bridge_ids(self.ids[-1], new_messages)
+        return self.renderer.first_ids(new_messages, [tool.schema() for tool in self.env.tools])
 
     def outcome(self) -> dict[str, Any]:
         """The fields of the trajectory that playing decides."""
@@ -375,10 +376,13 @@ def _policy_spans(generation: Generation, turn: int) -> list[TokenSpan]:
         raise EngineError("the engine sampled no token")
     if len(generation.versions) != len(generation.token_ids):
         raise EngineError("the engine must give one policy version per token")
+    if sorted(generation.versions) != list(generation.versions):
+        raise EngineError("the policy version went back inside a turn")
     spans: list[TokenSpan] = []
     start = 0
-    for version, run in itertools.groupby(generation.versions):
-        end = start + sum(1 for _ in run)
+    while start < len(generation.token_ids):
+        version = generation.versions[start]
+        end = bisect_right(generation.versions, version, lo=start)
         spans.append(
             TokenSpan(
                 origin="policy",
