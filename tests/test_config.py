@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_gym.config import RunConfig, field_names, load_config, parse_override
+from areal_gym.config import STARTER_DEFAULTS, RunConfig, field_names, load_config, parse_override
 from areal_gym.errors import ConfigError
 
 
@@ -16,8 +16,15 @@ def explain(*overrides, file=None):
     return "\n".join((str(caught.value), *caught.value.hints))
 
 
-def test_defaults_need_nothing():
-    assert load_config() == RunConfig()
+def test_defaults_need_nothing_and_depend_on_the_policy():
+    starter = load_config()
+    assert starter.trainer.optimizer == "muon"
+    assert starter.steps == STARTER_DEFAULTS["steps"]
+    # What suits a small policy built from nothing would ruin a pretrained one.
+    mine = load_config(overrides=["engine.model=some/dir"])
+    assert mine == RunConfig(engine=mine.engine)
+    assert mine.trainer.optimizer == "adamw"
+    assert load_config(overrides=["trainer.optimizer=adamw"]).trainer.optimizer == "adamw"
 
 
 def test_precedence_is_base_file_overrides(tmp_path):
@@ -96,7 +103,7 @@ def test_a_file_that_holds_no_settings(tmp_path, content, reason):
 def test_an_empty_file_changes_nothing(tmp_path):
     recipe = tmp_path / "empty.yaml"
     recipe.write_text("# only a comment\n")
-    assert load_config(recipe) == RunConfig()
+    assert load_config(recipe) == load_config()
 
 
 def test_a_missing_file(tmp_path):
