@@ -12,8 +12,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.errors import EngineError
@@ -74,19 +73,19 @@ def byte_renderer() -> Renderer:
     return Renderer(ByteTokenizer(), CHATML)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True)
 class Question:
     """What a scripted policy is asked: one engine call."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     params: SamplingParams
     turn: int
     """How many turns this session has had before."""
     tokenizer: Tokenizer
 
-    @cached_property
+    @property
     def text(self) -> str:
-        """The whole prompt, decoded on demand."""
+        """The whole prompt, decoded."""
         return self.tokenizer.decode(self.prompt_ids)
 
 
@@ -125,7 +124,7 @@ class ScriptedEngine:
         self.max_context = max_context
         self.num_calls = 0
         """How many turns were asked for."""
-        self._replies = replies
+        self._replies = replies if callable(replies) else [self._ids(reply) for reply in replies]
         self._latency_s = latency_s
         self._turns: dict[str | None, int] = {}
 
@@ -148,17 +147,11 @@ class ScriptedEngine:
         self.num_calls += 1
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
-        question = Question(
-            prompt_ids=tuple(prompt_ids), params=params, turn=turn, tokenizer=self.tokenizer
-        )
+        question = Question(prompt_ids, params, turn, self.tokenizer)
         before = self.policy_version
-        latency_s = (
-            self._latency_s
-            if isinstance(self._latency_s, float | int)
-            else (self._latency_s(question))
-        )
+        latency_s = self._latency_s(question) if callable(self._latency_s) else self._latency_s
         await asyncio.sleep(latency_s)
-        ids, finish_reason = self._cut(self._reply(question), room, params)
+        ids, finish_reason = _cut(self._reply(question), room, params.stop_token_ids)
         after = self.policy_version
         half = len(ids) // 2 if before != after else 0
         return Generation(
@@ -181,25 +174,26 @@ class ScriptedEngine:
     async def aclose(self) -> None:
         """Nothing to end."""
 
-    def _reply(self, question: Question) -> list[int]:
-        reply: Any
+    def _reply(self, question: Question) -> tuple[int, ...]:
         if callable(self._replies):
-            reply = self._replies(question)
-        elif question.turn < len(self._replies):
-            reply = self._replies[question.turn]
-        else:
-            raise EngineError(
-                f"the script has {len(self._replies)} replies, and a session asks for one more"
-            )
-        if isinstance(reply, str):
-            return [*self.tokenizer.encode(reply), self.end_of_turn_id]
-        return list(reply)
+            return self._ids(self._replies(question))
+        if question.turn < len(self._replies):
+            return self._replies[question.turn]
+        raise EngineError(
+            f"the script has {len(self._replies)} replies, and a session asks for one more"
+        )
 
-    def _cut(
-        self, ids: list[int], room: int, params: SamplingParams
-    ) -> tuple[tuple[int, ...], FinishReason]:
-        stops = [ids.index(stop) for stop in params.stop_token_ids if stop in ids]
-        end = min(stops, default=len(ids)) + 1
-        if end <= min(room, len(ids)):
-            return tuple(ids[:end]), FinishReason.STOP
-        return tuple(ids[:room]), FinishReason.LENGTH
+    def _ids(self, reply: Reply) -> tuple[int, ...]:
+        if isinstance(reply, str):
+            return (*self.tokenizer.encode(reply), self.end_of_turn_id)
+        return tuple(reply)
+
+
+def _cut(
+    ids: tuple[int, ...], room: int, stop_token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason]:
+    """What a sampler would have given: up to the first stop token, or as much as fits."""
+    end = min((ids.index(stop) for stop in stop_token_ids if stop in ids), default=len(ids)) + 1
+    if end <= min(room, len(ids)):
+        return ids[:end], FinishReason.STOP
+    return ids[:room], FinishReason.LENGTH

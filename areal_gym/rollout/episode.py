@@ -214,7 +214,7 @@ class _Played:
 
     async def ask(self, new_messages: Sequence[Message]) -> Message:
         self._check_open("asks the policy")
-        added = self._added_ids(new_messages)
+        added = tuple(self._added_ids(new_messages))
         prompt = (*self.ids, *added)
         if len(prompt) >= self.engine.max_context:
             self.stop_reason = StopReason.MAX_TOKENS
