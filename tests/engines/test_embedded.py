@@ -1,0 +1,393 @@
+"""The embedded engine gives what the plain model gives, whatever happens around it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+import torch
+import transformers
+
+from areal_gym.engines.base import Engine, Generation, SamplingParams
+from areal_gym.engines.embedded import EmbeddedEngine
+from areal_gym.errors import ConfigError, EngineError
+from areal_gym.modeling.config import DecoderConfig
+from areal_gym.modeling.decoder import Decoder, build_decoder, causal_attend
+from areal_gym.types import FinishReason
+
+CONFIG = DecoderConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.3,
+    max_position_embeddings=256,
+)
+
+
+def decoder(seed: int = 0) -> Decoder:
+    torch.set_num_threads(1)
+    return build_decoder(CONFIG, seed=seed)
+
+
+def logprobs(model: Decoder, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        hidden = model(torch.tensor(ids), torch.arange(len(ids)), causal_attend([len(ids)]))
+        return (hidden @ model.lm_head_weight.T).log_softmax(-1)
+
+
+def run(play, *, model: Decoder | None = None, **settings):
+    """Play with a started engine; it is closed whatever happens."""
+
+    async def main():
+        engine = EmbeddedEngine(model or decoder(), **{"max_context": 128, **settings})
+        await engine.start()
+        try:
+            return await play(engine)
+        finally:
+            await engine.aclose()
+
+    return asyncio.run(main())
+
+
+def worst_gap(model: Decoder, prompt: list[int], found: Generation) -> float:
+    scores = logprobs(model, [*prompt, *found.token_ids])
+    return max(
+        abs(float(scores[len(prompt) + i - 1, token]) - logprob)
+        for i, (token, logprob) in enumerate(zip(found.token_ids, found.logprobs, strict=True))
+    )
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(CONFIG.vocab_size) for _ in range(length)]
+
+
+def test_it_has_the_protocol():
+    assert isinstance(EmbeddedEngine(decoder()), Engine)
+
+
+@pytest.mark.parametrize("num_slots", [2, 8])
+def test_log_probabilities_through_turns_siblings_refills_and_evictions(num_slots):
+    model = decoder()
+    rng = random.Random(0)
+    prompts = [prompt_of(rng, rng.randint(5, 30)) for _ in range(3)]
+
+    async def episode(engine: EmbeddedEngine, index: int) -> float:
+        own = random.Random(index)
+        ids, worst = list(prompts[index % 3]), 0.0
+        for turn in range(3):
+            params = SamplingParams(
+                max_new_tokens=own.randint(1, 12), stop_token_ids=(3, 4, 5), seed=index * 9 + turn
+            )
+            found = await engine.generate(ids, params, session=f"s{index}")
+            worst = max(worst, worst_gap(model, ids, found))
+            ids += [*found.token_ids, *prompt_of(own, own.randint(1, 5))]
+            await asyncio.sleep(own.random() * 0.003)
+        engine.release(f"s{index}")
+        return worst
+
+    async def play(engine: EmbeddedEngine):
+        gaps = await asyncio.gather(*(episode(engine, i) for i in range(24)))
+        return max(gaps), engine.stats
+
+    worst, stats = run(play, model=model, num_slots=num_slots)
+    assert worst < 1e-4
+    assert stats.reused > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_it_agrees_with_transformers(name, tmp_path):
+    make_config = {
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "llama": transformers.LlamaConfig,
+    }[name]
+    torch.manual_seed(0)
+    config = make_config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.3,
+        max_position_embeddings=256,
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    prompt = prompt_of(random.Random(1), 12)
+
+    async def main():
+        engine = EmbeddedEngine.from_checkpoint(tmp_path, max_context=128)
+        await engine.start()
+        try:
+            greedy = await engine.generate(
+                prompt, SamplingParams(max_new_tokens=20, temperature=0.0)
+            )
+            warm = await engine.generate(
+                prompt, SamplingParams(max_new_tokens=20, temperature=0.7, seed=3)
+            )
+        finally:
+            await engine.aclose()
+        return greedy, warm
+
+    greedy, warm = asyncio.run(main())
+    with torch.no_grad():
+        expected = theirs.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=20,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )[0, len(prompt) :].tolist()
+        ids = torch.tensor([[*prompt, *warm.token_ids]])
+        scores = (theirs(ids).logits[0] / 0.7).log_softmax(-1)
+    assert list(greedy.token_ids) == expected
+    for i, (token, logprob) in enumerate(zip(warm.token_ids, warm.logprobs, strict=True)):
+        assert float(scores[len(prompt) + i - 1, token]) == pytest.approx(logprob, abs=1e-4)
+
+
+def test_a_seed_decides_whoever_else_is_in_the_batch():
+    prompt = prompt_of(random.Random(2), 10)
+    params = SamplingParams(max_new_tokens=15, seed=11)
+
+    async def alone(engine: EmbeddedEngine):
+        return await engine.generate(prompt, params)
+
+    async def crowded(engine: EmbeddedEngine):
+        others = [
+            engine.generate(prompt_of(random.Random(i), 5 + i), SamplingParams(max_new_tokens=20))
+            for i in range(7)
+        ]
+        return (await asyncio.gather(*others, engine.generate(prompt, params)))[-1]
+
+    assert run(alone).token_ids == run(crowded).token_ids
+    assert (
+        run(alone).token_ids
+        != run(
+            lambda engine: engine.generate(prompt, SamplingParams(max_new_tokens=15, seed=12))
+        ).token_ids
+    )
+
+
+def test_siblings_compute_their_prompt_once():
+    prompt = prompt_of(random.Random(3), 40)
+
+    async def play(engine: EmbeddedEngine):
+        await asyncio.gather(
+            *(
+                engine.generate(prompt, SamplingParams(max_new_tokens=5, seed=i), session=f"{i}")
+                for i in range(6)
+            )
+        )
+        late = await engine.generate(prompt, SamplingParams(max_new_tokens=5), session="late")
+        return late, engine.stats
+
+    model = decoder()
+    late, stats = run(play, model=model)
+    assert worst_gap(model, prompt, late) < 1e-4
+    # 40 tokens once, and for each of six others the last one again.
+    assert stats.prefilled == 40 + 6
+    assert stats.reused == 6 * 39
+
+
+def test_a_turn_prefills_new_tokens_only():
+    prompt = prompt_of(random.Random(4), 30)
+
+    async def play(engine: EmbeddedEngine):
+        params = SamplingParams(max_new_tokens=6, seed=1)
+        first = await engine.generate(prompt, params, session="a")
+        before = engine.stats.prefilled
+        longer = [*prompt, *first.token_ids, 1, 2, 3]
+        second = await engine.generate(longer, params, session="a")
+        rewritten = [*longer[:20], 9, 9]
+        third = await engine.generate(rewritten, params, session="a")
+        return before, engine.stats.prefilled, longer, second, rewritten, third
+
+    model = decoder()
+    before, after, longer, second, rewritten, third = run(play, model=model)
+    # The last sampled token was never fed; then the three new ones; then the rewritten two.
+    assert after - before == 4 + 2
+    assert worst_gap(model, longer, second) < 1e-4
+    assert worst_gap(model, rewritten, third) < 1e-4
+
+
+def test_published_weights_stamp_and_sample_the_rest_of_a_turn():
+    old, new = decoder(0), decoder(1)
+    prompt = prompt_of(random.Random(5), 8)
+
+    async def play(engine: EmbeddedEngine):
+        turn = asyncio.create_task(
+            engine.generate(prompt, SamplingParams(max_new_tokens=110, seed=1))
+        )
+        while engine.stats.generated < 20:
+            await asyncio.sleep(0)
+        await engine.publish(new.state_dict().items(), 7)
+        assert engine.policy_version == 7
+        during = await turn
+        after = await engine.generate(prompt, SamplingParams(max_new_tokens=10, seed=1))
+        return during, after
+
+    during, after = run(play, model=old)
+    assert set(during.versions) == {0, 7}
+    assert list(during.versions) == sorted(during.versions)
+    num_old = during.versions.count(0)
+    scores = logprobs(old, [*prompt, *during.token_ids])
+    for i in range(num_old):
+        expected = float(scores[len(prompt) + i - 1, during.token_ids[i]])
+        assert during.logprobs[i] == pytest.approx(expected, abs=1e-4)
+    # A new episode sees nothing of what the old weights computed.
+    assert set(after.versions) == {7}
+    assert worst_gap(new, prompt, after) < 1e-4
+
+
+def test_weights_of_another_model_are_refused_and_the_old_ones_stay():
+    model = decoder()
+
+    async def play(engine: EmbeddedEngine):
+        with pytest.raises(EngineError, match="another model"):
+            await engine.publish([("lm_head.weight", torch.zeros(1))], 1)
+        return engine.policy_version, await engine.generate([1, 2], SamplingParams())
+
+    version, found = run(play, model=model)
+    assert version == 0
+    assert worst_gap(model, [1, 2], found) < 1e-4
+
+
+def test_stop_tokens_end_a_turn_and_are_part_of_it():
+    async def play(engine: EmbeddedEngine):
+        params = SamplingParams(max_new_tokens=60, stop_token_ids=tuple(range(30)), seed=0)
+        return await engine.generate([1, 2, 3], params)
+
+    found = run(play)
+    assert found.finish_reason is FinishReason.STOP
+    assert found.token_ids[-1] < 30
+    assert all(token >= 30 for token in found.token_ids[:-1])
+
+
+def test_the_context_limits_a_turn():
+    async def play(engine: EmbeddedEngine):
+        full = await engine.generate([1] * 120, SamplingParams(max_new_tokens=50))
+        with pytest.raises(EngineError, match="128 tokens"):
+            await engine.generate([1] * 128, SamplingParams())
+        with pytest.raises(EngineError, match="0 tokens"):
+            await engine.generate([], SamplingParams())
+        return full
+
+    found = run(play)
+    assert len(found.token_ids) == 8
+    assert found.finish_reason is FinishReason.LENGTH
+
+
+def test_top_k_and_top_p():
+    model = decoder()
+    scores = logprobs(model, [5, 6])[-1]
+    best = set(scores.topk(3).indices.tolist())
+
+    async def play(engine: EmbeddedEngine):
+        found = await asyncio.gather(
+            *(
+                engine.generate([5, 6], SamplingParams(max_new_tokens=1, top_k=3, seed=i))
+                for i in range(30)
+            )
+        )
+        nucleus = await engine.generate(
+            [5, 6], SamplingParams(max_new_tokens=1, top_p=1e-6, seed=1)
+        )
+        return {g.token_ids[0] for g in found}, nucleus
+
+    sampled, nucleus = run(play, model=model, num_slots=30)
+    assert sampled <= best
+    assert len(sampled) > 1
+    assert nucleus.token_ids[0] == int(scores.argmax())
+    assert nucleus.logprobs[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_samples_follow_the_distribution():
+    model = decoder()
+    expected = logprobs(model, [5, 6])[-1].exp()
+
+    async def play(engine: EmbeddedEngine):
+        found = await asyncio.gather(
+            *(
+                engine.generate([5, 6], SamplingParams(max_new_tokens=1, seed=i))
+                for i in range(4000)
+            )
+        )
+        return torch.bincount(torch.tensor([g.token_ids[0] for g in found]), minlength=61) / 4000
+
+    frequency = run(play, model=model)
+    assert float((frequency - expected).abs().sum()) / 2 < 0.06  # total variation
+
+
+def test_a_cancelled_turn_frees_its_slot():
+    async def play(engine: EmbeddedEngine):
+        endless = [
+            asyncio.create_task(engine.generate([1], SamplingParams(max_new_tokens=120)))
+            for _ in range(2)
+        ]
+        await asyncio.sleep(0.01)
+        for task in endless:
+            task.cancel()
+        await asyncio.gather(*endless, return_exceptions=True)
+        return await asyncio.wait_for(engine.generate([2], SamplingParams(max_new_tokens=3)), 20)
+
+    assert len(run(play, num_slots=2).token_ids) == 3
+
+
+def test_closing_fails_what_waits_and_ends_the_thread():
+    async def main():
+        engine = EmbeddedEngine(decoder(), max_context=128)
+        await engine.start()
+        turn = asyncio.create_task(engine.generate([1], SamplingParams(max_new_tokens=127)))
+        await asyncio.sleep(0)
+        await engine.aclose()
+        await engine.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await turn
+        with pytest.raises(EngineError, match="not running"):
+            await engine.generate([1], SamplingParams())
+
+    asyncio.run(main())
+    assert not any(thread.name == "areal-gym-engine" for thread in threading.enumerate())
+
+
+def test_a_broken_network_fails_the_turns_and_serves_again(monkeypatch):
+    async def play(engine: EmbeddedEngine):
+        network = engine._scheduler.network
+        forward = network.forward
+
+        def broken(*args, **kwargs):
+            raise RuntimeError("no luck")
+
+        monkeypatch.setattr(network, "forward", broken)
+        with pytest.raises(EngineError, match="no luck"):
+            await engine.generate([1, 2], SamplingParams())
+        monkeypatch.setattr(network, "forward", forward)
+        return await engine.generate([1, 2], SamplingParams())
+
+    model = decoder()
+    assert worst_gap(model, [1, 2], run(play, model=model)) < 1e-4
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ConfigError, match="float13"):
+        EmbeddedEngine(decoder(), dtype="float13")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda():
+    model = decoder()
+    found = run(
+        lambda engine: engine.generate([1, 2, 3], SamplingParams(seed=0)),
+        model=model,
+        device="cuda",
+    )
+    assert worst_gap(model, [1, 2, 3], found) < 1e-3
