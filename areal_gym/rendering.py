@@ -173,9 +173,13 @@ class Renderer:
                 (answer,), reply = rest[index], rest[index + 1]
                 bridge = self._bridge_text(reply)
                 text += answer["content"] + bridge
-                ids = self._encode(answer["content"] + bridge)
-                parts = self._encode(answer["content"]) + self._encode(bridge)
-                if not bridge.startswith(end_of_turn) or ids != parts:
+                answer_ids, bridge_ids = self._encode(answer["content"]), self._encode(bridge)
+                if (
+                    not bridge.startswith(end_of_turn)
+                    or not end_of_turn.strip()
+                    or self.end_of_turn_id in answer_ids
+                    or self._encode(answer["content"] + bridge) != answer_ids + bridge_ids
+                ):
                     raise ConfigError(
                         "the chat template does not end an assistant's turn with one token of its "
                         f"own: after the text comes {bridge[:40]!r}",

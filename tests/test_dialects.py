@@ -1,0 +1,125 @@
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_gym.dialects import DIALECTS
+from areal_gym.errors import ConfigError
+from areal_gym.rendering import parse_assistant
+
+ANY_TEXT = st.text(st.characters(), max_size=200)  # surrogates too
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | ANY_TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+json_objects = st.dictionaries(ANY_TEXT, json_values, max_size=4)
+
+
+def hermes(name, arguments):
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def arguments_of(message):
+    return [call["function"]["arguments"] for call in message.get("tool_calls", [])]
+
+
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=10), json_objects), min_size=1, max_size=4))
+def test_hermes_calls_come_back_as_they_were_written(calls):
+    message = parse_assistant("Let me see. " + " then ".join(hermes(n, a) for n, a in calls))
+    assert [c["function"]["name"] for c in message["tool_calls"]] == [name for name, _ in calls]
+    assert arguments_of(message) == [arguments for _, arguments in calls]
+    assert [c["id"] for c in message["tool_calls"]] == [f"call_{i}" for i in range(len(calls))]
+    assert "parse_error" not in message
+    assert "tool_call" not in message["content"]
+    assert message["content"].startswith("Let me see.")
+
+
+@given(json_objects)
+def test_arguments_given_as_json_text_are_decoded(arguments):  # trap 25
+    message = parse_assistant(hermes("f", json.dumps(arguments)))
+    assert arguments_of(message) == [arguments]
+
+
+def test_a_closing_tag_inside_a_string_does_not_end_the_call():
+    code = "print('</tool_call>', {1: {2: 3}})"
+    message = parse_assistant(hermes("python", {"code": code}) + " bye")
+    assert arguments_of(message) == [{"code": code}]
+    assert message["content"] == "bye"
+
+
+def test_text_without_calls_is_unchanged():
+    assert parse_assistant("  42 \n") == {"role": "assistant", "content": "  42 \n"}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("<tool_call>{'name': 1}</tool_call>", "no JSON"),
+        ('<tool_call>{"name": "f"', "no JSON"),
+        ('<tool_call>{"name": "f"}', "never closed"),
+        ('<tool_call>{"name": "f"} and</tool_call>', "text between"),
+        ("<tool_call>[1]</tool_call>", "is an object"),
+        ('<tool_call>{"name": 7}</tool_call>', "is an object"),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "are an object"),
+        ('<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>', "are an object"),
+        ('<tool_call>{"name": "f", "arguments": "{} x"}</tool_call>', "after the arguments"),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON"),
+        ("<tool_call>" + "[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_malformed_calls_are_explained_and_kept(text, reason):
+    message = parse_assistant(text)
+    assert reason in message["parse_error"]
+    assert message["content"] == text
+    assert "tool_calls" not in message
+
+
+def test_a_malformed_call_beside_a_good_one_costs_only_itself():
+    message = parse_assistant("<tool_call>oops</tool_call>" + hermes("f", {}))
+    assert message["parse_error"]
+    assert arguments_of(message) == [{}]
+    assert message["content"] == "<tool_call>oops</tool_call>"
+
+
+def test_fenced_blocks_are_calls_of_python():
+    message = parse_assistant("First\n```python\nx = 1\n```\nthen\n  ```py\nx\n```\nend", "fenced")
+    assert arguments_of(message) == [{"code": "x = 1\n"}, {"code": "x\n"}]
+    assert message["content"].split() == ["First", "then", "end"]
+    assert "never closed" in parse_assistant("```python\nx", "fenced")["parse_error"]
+    assert "tool_calls" not in parse_assistant("```text\nx\n```", "fenced")
+
+
+def test_an_unknown_dialect_is_named():
+    with pytest.raises(ConfigError) as caught:
+        parse_assistant("x", "hermess")
+    assert "did you mean 'hermes'" in caught.value.hints[0]
+
+
+@given(ANY_TEXT | st.text(st.sampled_from('<tool_cal>/{}":,[]`python\n \\'), max_size=300))
+def test_no_text_raises(text):
+    for dialect in DIALECTS:
+        message = parse_assistant(text, dialect)
+        assert all(isinstance(a, dict) for a in arguments_of(message))
+
+
+def test_hostile_megabytes_cost_linear_time():
+    units = [
+        "<tool_call>",
+        '<tool_call>"</tool_call>',
+        '<tool_call>{"name":"a"}</tool_call>',
+        '<tool_call>{"a":"</tool_call>',
+        "<tool_call>[",
+        "```python\n",
+        "```python\n```\n",
+        "\n\t",
+        " ",
+    ]
+    start = time.process_time()
+    for unit in units:
+        for dialect in DIALECTS:
+            parse_assistant("<tool_call>" + unit * (1_000_000 // len(unit)), dialect)
+    assert time.process_time() - start < 10  # quadratic parsing takes minutes
