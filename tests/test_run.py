@@ -1,0 +1,186 @@
+"""Whole runs, small: what is in the directory afterwards, and what happens when they are cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+
+from areal_gym.config import load_config
+from areal_gym.errors import ConfigError, NothingToDoError, RunExistsError
+from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
+from areal_gym.modeling.config import DecoderConfig
+from areal_gym.modeling.decoder import build_decoder
+from areal_gym.run import evaluate, train
+from areal_gym.rundir import RunDir
+from areal_gym.starter.tokenizer import build_tokenizer, save_tokenizer
+
+SMALL = [
+    "rollout.group_size=4",
+    "rollout.batch_groups=2",
+    "rollout.max_in_flight=8",
+    "rollout.max_new_tokens=12",
+    "engine.num_slots=8",
+    "engine.max_context=256",
+    "eval.num_tasks=4",
+    "trainer.advantage=reinforce",
+]
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """An untrained policy; nobody needs a warm start to see whether a run works."""
+    torch.set_num_threads(1)
+    draft = tmp_path_factory.mktemp("tokenizer")
+    texts = [f"What is {a}+{b}? \\boxed{{{a + b}}}" for a in range(30) for b in range(30)]
+    tokenizer = build_tokenizer(texts, vocab_size=380)
+    save_tokenizer(tokenizer, draft, max_context=256)
+    config = DecoderConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
+    directory = tmp_path_factory.mktemp("policy") / "checkpoint"
+    return save_checkpoint(build_decoder(config, seed=0), directory, tokenizer_dir=draft)
+
+
+def config_of(policy, *overrides, env="tir", steps=2):
+    return load_config(
+        overrides=[f"engine.model={policy}", f"env.id={env}", f"steps={steps}", *SMALL, *overrides]
+    )
+
+
+@pytest.mark.parametrize("env", ["tir", "math", "countdown"])
+def test_a_run_leaves_a_whole_directory(policy, tmp_path, env):
+    summary = train(config_of(policy, env=env), run_dir=tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    assert run.read_summary() == summary
+    assert {
+        "heldout_before",
+        "heldout_after",
+        "heldout_greedy_before",
+        "heldout_greedy_after",
+        "num_steps",
+        "warm_start_s",
+        "train_s",
+        "seed",
+    } <= set(summary)
+    assert [row["step"] for row in run.read_metrics()] == [1, 2]
+    assert run.learning_curve_file.read_bytes().startswith(b"\x89PNG")
+    used = json.loads(run.plugins_file.read_text())["used"]
+    assert {"embedded", "chat", env} <= {entry["id"] for entry in used}
+    assert all(entry["distribution"] == "areal-gym" for entry in used)
+    trajectories = list(run.read_trajectories(2))
+    assert len(trajectories) == 8
+    assert {v for t in trajectories for v in t.policy_versions} == {1}
+    assert len(list(run.read_trajectories("eval-000000"))) == 4
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / summary["checkpoint"]
+    )
+    ours = load_checkpoint(tmp_path / "run" / summary["checkpoint"]).state_dict()
+    assert torch.equal(ours["model.norm.weight"], model.state_dict()["model.norm.weight"])
+
+
+def test_the_same_seed_gives_the_same_run(policy, tmp_path):
+    rows = []
+    for name in ("a", "b"):
+        train(config_of(policy), run_dir=tmp_path / name)
+        run = RunDir(tmp_path / name)
+        rows.append(
+            [[(t.token_ids, t.reward) for t in run.read_trajectories(step)] for step in (1, 2)]
+        )
+    assert rows[0] == rows[1]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(policy, tmp_path):
+    train(config_of(policy, steps=3), run_dir=tmp_path / "whole")
+    train(config_of(policy, steps=1), run_dir=tmp_path / "cut")
+    train(config_of(policy, steps=3), run_dir=tmp_path / "cut", mode="resume")
+    weights = [
+        load_checkpoint(tmp_path / name / "checkpoints" / "step-000003").state_dict()
+        for name in ("whole", "cut")
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert [row["step"] for row in RunDir(tmp_path / "cut").read_metrics()] == [1, 2, 3]
+
+
+def test_asynchronous_training_keeps_its_bound(policy, tmp_path):
+    train(
+        config_of(policy, "rollout.max_staleness=2", steps=4),
+        run_dir=tmp_path / "run",
+    )
+    rows = RunDir(tmp_path / "run").read_metrics()
+    assert all(row["rollout/staleness_max"] <= 2 for row in rows)
+
+
+def test_a_taken_directory_is_refused(policy, tmp_path):
+    train(config_of(policy, steps=1), run_dir=tmp_path / "run")
+    with pytest.raises(RunExistsError):
+        train(config_of(policy, steps=1), run_dir=tmp_path / "run")
+
+
+def test_evaluation_of_a_checkpoint(policy, tmp_path):
+    report = evaluate(
+        config_of(policy, env="math"), num_tasks=6, num_samples=4, out=tmp_path / "out"
+    )
+    assert report.num_tasks == 6
+    assert {1, 4} <= set(report.pass_at_k)
+    assert report.pass_at_1.mean <= report.pass_at_k[4].mean
+    assert len(list(RunDir(tmp_path / "out").read_trajectories("eval"))) == 24
+    assert "pass@4" in report.to_text()
+
+
+def test_a_missing_checkpoint_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        train(config_of(tmp_path / "nowhere"), run_dir=tmp_path / "run")
+
+
+def test_wrong_environment_arguments_are_named(policy, tmp_path):
+    with pytest.raises(ConfigError, match="colour"):
+        train(config_of(policy, "env.kwargs.colour=red"), run_dir=tmp_path / "run")
+
+
+def test_no_tasks_is_said(policy, tmp_path):
+    file = tmp_path / "empty.jsonl"
+    file.write_text("")
+    with pytest.raises((NothingToDoError, ConfigError, ValueError)):
+        train(config_of(policy, f"env.kwargs.path={file}", env="math"), run_dir=tmp_path / "run")
+
+
+def test_ctrl_c_saves_what_was_learned_and_resume_goes_on(policy, tmp_path):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "areal_gym", "train", "--env", "math", "--out", str(run_dir)]
+    settings = [f"engine.model={policy}", *SMALL]
+    process = subprocess.Popen(
+        [*command, "--steps", "100000", *settings],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline_s = time.monotonic() + 60
+    while len(RunDir(run_dir).read_metrics()) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, talk = process.communicate(timeout=60)
+    assert process.returncode == 130, talk
+    assert "--resume" in talk
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert step >= 2
+    done = subprocess.run(
+        [*command, "--resume", f"steps={step + 1}"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert RunDir(run_dir).read_metrics()[-1]["step"] == step + 1
