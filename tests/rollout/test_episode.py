@@ -1,0 +1,332 @@
+import asyncio
+import math
+
+import numpy as np
+import pytest
+from small import CALL, Sums, add
+
+from areal_gym.agents.chat import ChatAgent
+from areal_gym.engines.base import SamplingParams
+from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
+from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.tools import tool
+from areal_gym.errors import EngineError, SandboxError, UsageError
+from areal_gym.rollout.episode import InFlight, derive_seed, play_episode
+from areal_gym.types import FinishReason, StopReason, Task, freeze
+
+RENDERER = byte_renderer()
+TEST = {"split": "test"}
+
+
+def play(env, engine, agent=None, **options):
+    if not isinstance(engine, ScriptedEngine):
+        engine = ScriptedEngine(engine)
+    options.setdefault("params", SamplingParams(max_new_tokens=200))
+    options.setdefault("options", TEST)
+    return asyncio.run(play_episode(env, agent or ChatAgent(), engine, RENDERER, **options))
+
+
+class Once(TextEnv):
+    """Answers the first message with what `answer` gives."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def sample_task(self, rng, options):
+        return Task(id="t", data={})
+
+    def first_messages(self, task):
+        return [{"role": "user", "content": "?"}]
+
+    async def respond(self, message):
+        return self.answer(message)
+
+
+class Asks:
+    """An agent given as a coroutine function."""
+
+    def __init__(self, play):
+        self.play = play
+
+
+def test_a_tool_episode_is_recorded_turn_by_turn():
+    trajectory = play(Sums(), [CALL, "It is 10."], seed=5, trajectory_id="a", group_id="g")
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert [span.origin for span in trajectory.spans] == ["prompt", "policy", "env", "policy"]
+    assert [span.turn for span in trajectory.spans] == [0, 0, 1, 1]
+    assert [turn.reward for turn in trajectory.turns] == [0.25, 1.0]
+    assert trajectory.turns[1].reward_parts == {"answer": 1.0}
+    assert trajectory.metrics == {"calls": 1.0}
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 3, "b": 4}
+    assert (trajectory.id, trajectory.group_id, trajectory.seed) == ("a", "g", 5)
+    assert trajectory.env_id == "Sums"
+    assert all(turn.engine_s >= 0 and turn.env_s >= 0 for turn in trajectory.turns)
+
+
+def test_an_episode_that_ends_in_a_tool_result_keeps_its_reward():  # trap 1
+    env = Sums()
+    env.max_turns = 1
+    trajectory = play(env, [CALL])
+    assert trajectory.stop_reason is StopReason.MAX_TURNS
+    assert trajectory.messages[-1]["role"] == "tool"  # for people
+    assert trajectory.spans[-1].origin == "policy"  # the policy never read it
+    assert trajectory.turns[-1].reward == 0.25
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1)])
+def test_any_number_is_a_reward(reward):  # trap 4
+    trajectory = play(Once(lambda m: Response(reward=reward, is_terminated=True)), ["x"])
+    assert trajectory.reward == 1.0
+
+
+@pytest.mark.parametrize("reward", [None, "1", math.nan, math.inf])
+def test_what_is_no_number_is_the_environments_failure(reward):
+    trajectory = play(Once(lambda m: Response(reward=reward, is_terminated=True)), ["x"])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert trajectory.reward == 0.0
+
+
+def test_a_turn_that_is_cut_is_graded_and_ends_the_episode():
+    seen = []
+
+    def answer(message):
+        seen.append(message["content"])
+        return Response(reward=0.5, messages=[{"role": "user", "content": "go on"}])
+
+    trajectory = play(Once(answer), ["x" * 50], params=SamplingParams(max_new_tokens=10))
+    assert seen == ["x" * 10]
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert trajectory.turns[0].finish_reason is FinishReason.LENGTH
+    assert trajectory.reward == 0.5
+    assert trajectory.num_policy_tokens == 10
+    ended = Once(lambda m: Response(is_terminated=True))
+    trajectory = play(ended, ["x" * 50], params=SamplingParams(max_new_tokens=10))
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS  # whatever the environment thought
+
+
+def test_a_full_context_truncates_between_turns():  # trap 16
+    engine = ScriptedEngine([CALL] * 9, max_context=500)
+    trajectory = play(Sums(), engine)
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert trajectory.spans[-1].origin == "policy"
+    assert len(trajectory.turns) == engine.num_calls >= 1
+    assert trajectory.reward == 0.25 * engine.num_calls
+
+
+def test_a_first_prompt_that_does_not_fit_is_a_truncation_without_tokens():
+    trajectory = play(Sums(), ScriptedEngine(["x"], max_context=20))
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert trajectory.spans == () == trajectory.turns
+
+
+def raising(error):
+    def answer(*_):
+        raise error
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("env", "replies", "reason"),
+    [
+        (Once(raising(KeyError("bug"))), ["x"], StopReason.ENV_ERROR),
+        (Once(raising(TimeoutError("slow"))), ["x"], StopReason.ENV_ERROR),
+        (Once(raising(SandboxError("no sandbox"))), ["x"], StopReason.SANDBOX_ERROR),
+        (Sums(), [CALL], StopReason.ENGINE_ERROR),  # the script is too short
+        (Sums(), raising(EngineError("gone")), StopReason.ENGINE_ERROR),
+        (Sums(), raising(OSError("gone")), StopReason.ENGINE_ERROR),
+        (Sums(), [[]], StopReason.ENGINE_ERROR),  # sampled nothing
+    ],
+)
+def test_failures_are_attributed_to_one_boundary(env, replies, reason):
+    trajectory = play(env, replies)
+    assert trajectory.stop_reason is reason
+    assert trajectory.error
+    assert trajectory.stop_reason.is_failure
+
+
+def test_a_failing_reset_is_the_environments():
+    class Broken(Sums):
+        def first_messages(self, task):
+            raise KeyError("row without a question")
+
+    trajectory = play(Broken(), ["x"])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert "row without a question" in trajectory.error
+
+
+def test_a_wrong_request_is_raised_not_recorded():
+    class Picky(Sums):
+        def sample_task(self, rng, options):
+            raise UsageError("no split 'tset'")
+
+    with pytest.raises(UsageError, match="tset"):
+        play(Picky(), ["x"])
+
+
+async def gives_up(episode):
+    await episode.ask(episode.first_messages)
+
+
+async def acts_unasked(episode):
+    await episode.act({"role": "assistant", "content": "x"})
+
+
+async def crashes(episode):
+    raise ValueError("bug")
+
+
+async def goes_on(episode):
+    await ChatAgent().play(episode)
+    await episode.ask([])
+
+
+async def acts_on(episode):
+    await ChatAgent().play(episode)
+    await episode.act({"role": "assistant", "content": "x"})
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        (gives_up, "stopped before"),
+        (acts_unasked, "before it has asked"),
+        (crashes, "bug"),
+        (goes_on, "asks the policy after the end"),
+        (acts_on, "acts after the end"),
+    ],
+)
+def test_an_agents_mistakes_are_its_own(agent, words):
+    trajectory = play(Sums(), ["10", "10"], Asks(agent))
+    assert trajectory.stop_reason is StopReason.AGENT_ERROR
+    assert words in trajectory.error
+
+
+def test_an_agent_that_swallows_errors_does_not_hide_them():
+    async def stubborn(episode):
+        for _ in range(3):
+            try:
+                await episode.ask(episode.first_messages)
+            except Exception:
+                continue
+
+    trajectory = play(Sums(), raising(OSError("gone")), Asks(stubborn))
+    assert trajectory.stop_reason is StopReason.ENGINE_ERROR
+    trajectory = play(Sums(), ScriptedEngine(["x"], max_context=20), Asks(stubborn))
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+
+
+def test_an_agent_may_think_before_it_acts():
+    async def thinks(episode):
+        assert [t.name for t in episode.tools] == ["add"]
+        await episode.ask([{"role": "system", "content": "Plan."}, *episode.first_messages])
+        await episode.act(await episode.ask([{"role": "user", "content": "Now answer."}]))
+
+    trajectory = play(Sums(), ["plan", "10"], Asks(thinks))
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
+    assert [m["role"] for m in trajectory.messages].count("assistant") == 2
+
+
+def test_the_wall_clock_is_a_failure_not_a_reward():  # trap 5
+    class Hangs(Sums):
+        async def respond(self, message):
+            await asyncio.sleep(60)
+
+    trajectory = play(Hangs(), ["10"], timeout_s=0.05)
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    assert "0.05 s" in trajectory.error
+
+
+def test_siblings_cannot_change_the_task_they_share():  # trap 6
+    class Vandal(Sums):
+        async def respond(self, message):
+            self.task.data["row"].append(2)
+            return Response(is_terminated=True)
+
+    task = Task(id="t", data={"number": 1, "row": [1]})
+    trajectory = play(Vandal(), ["x"], options={"task": task})
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert task.data == freeze({"number": 1, "row": [1]})
+    assert trajectory.task is task
+
+
+def test_a_tool_error_is_told_to_the_policy():
+    trajectory = play(Sums(), ['<tool_call>{"name": "sub"}</tool_call>', "10"])
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert "no tool 'sub'" in trajectory.messages[2]["content"]
+
+
+def test_the_episode_is_released_everywhere_even_when_cancelled():
+    released, closed = [], []
+
+    class Engine(ScriptedEngine):
+        def release(self, session):
+            released.append(session)
+
+    class Closes(Sums):
+        async def aclose(self):
+            closed.append(True)
+
+    async def cancel():
+        in_flight = InFlight()
+        engine = Engine(["10"], latency_s=60)
+        task = asyncio.create_task(
+            play_episode(Closes(), ChatAgent(), engine, RENDERER, options=TEST, in_flight=in_flight)
+        )
+        await asyncio.sleep(0.01)
+        assert (in_flight.episodes, in_flight.engine, in_flight.env, in_flight.agent) == (
+            1,
+            1,
+            0,
+            0,
+        )
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (in_flight.episodes, in_flight.engine, in_flight.agent) == (0, 0, 0)
+
+    asyncio.run(cancel())
+    assert len(released) == len(closed) == 1
+    play(Closes(), Engine(["10"]))
+    assert len(released) == len(closed) == 2
+
+
+def test_what_fails_while_closing_is_a_failure():
+    class Leaks(Sums):
+        async def aclose(self):
+            raise OSError("the interpreter does not end")
+
+    trajectory = play(Leaks(), ["10"])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert "does not end" in trajectory.error
+
+
+def test_one_seed_one_episode():
+    seeds = []
+
+    def reply(question):
+        seeds.append(question.params.seed)
+        return CALL if question.turn < 2 else "10"
+
+    first, again = (play(Sums(), reply, seed=3) for _ in range(2))
+    other = play(Sums(), reply, seed=4)
+    assert first.token_ids == again.token_ids != other.token_ids
+    assert seeds[:3] == seeds[3:6]
+    assert len(set(seeds)) == 6
+    assert derive_seed(1, 2) != derive_seed(2, 1)
+    assert all(0 <= seed < 2**48 for seed in seeds)
+
+
+def test_tools_that_wait_are_awaited():
+    @tool
+    async def slow() -> str:
+        """Wait."""
+        await asyncio.sleep(0)
+        return "done"
+
+    env = Sums()
+    env.tools = (add, slow)
+    trajectory = play(env, ['<tool_call>{"name": "slow"}</tool_call>', "10"])
+    assert trajectory.messages[2]["content"] == "done"
