@@ -280,8 +280,9 @@ def pass_at_k_interval(counts: Sequence[tuple[int, int]], k: int, *, num_samples
     p = mean(estimates)
     variance = mean((estimate - p) ** 2 for estimate in estimates)
     num_trials = float(len(estimates))
-    if variance > 0:
-        num_trials = min(num_trials * num_samples, num_trials * p * (1 - p) / variance)
+    if 0 < p < 1:  # at the ends the variance says nothing: one trial per task
+        num_independent = num_trials * p * (1 - p) / variance if variance > 0 else math.inf
+        num_trials = min(num_trials * num_samples, num_independent)
     return wilson_interval(p * num_trials, num_trials)
 
 
