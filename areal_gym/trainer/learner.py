@@ -95,13 +95,20 @@ class Learner:
             TrainError: the gradient was not finite several times in a row.
         """
         start_s = time.perf_counter()
-        rows = [row for row in sequences_of(tuple(groups)) if row.num_trainable]
-        if not rows:
-            raise TrainError("the batch holds no token that the policy sampled")
+        rows = sequences_of(tuple(groups))
         rewards_G = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         group_ids_G = torch.tensor([row.group_id for row in rows])
         advantages_G = self._advantage(rewards_G, group_ids_G).tolist()
+        if not any(row.num_trainable for row in rows):
+            raise TrainError(
+                "the batch holds no token that the policy sampled",
+                hints=["are the prompts longer than engine.max_context?"],
+            )
         metrics = _batch_metrics(rows, rewards_G, group_ids_G, advantages_G, version)
+        # An episode whose first prompt filled the context has a reward, but nothing to train on:
+        # it counts among its siblings and goes no further.
+        kept = [i for i, row in enumerate(rows) if row.num_trainable]
+        rows, advantages_G = [rows[i] for i in kept], [advantages_G[i] for i in kept]
         proximal = self._proximal(rows) if metrics["rollout/staleness_max"] > 0 else None
         totals: dict[str, float] = {}
         norms = []

@@ -18,7 +18,7 @@ from areal_gym.trainer.losses import cispo, gspo, ppo_clip
 from areal_gym.trainer.objective import score_tokens
 from areal_gym.trainer.packing import Row, pack, split_by_tokens
 from areal_gym.trainer.sequences import make_sequence, sequences_of
-from areal_gym.types import Group
+from areal_gym.types import Group, Trajectory
 
 
 def learner(seed: int = 0, *, advantage=grpo, loss=ppo_clip, **config) -> Learner:
@@ -192,6 +192,18 @@ def test_groups_without_contrast_change_nothing():
     metrics = trained.step([group], version=0)
     assert metrics["train/zero_advantage"] == 1.0
     assert torch.equal(flat_weights(trained), before)
+
+
+def test_a_member_without_tokens_counts_among_its_siblings_only():
+    rng = random.Random(2)
+    played = trajectory(rng, (1, 2), reward=1.0)
+    empty = Trajectory(id="e", group_id="g", task=played.task, env_id="test")
+    group = Group(id="g", task=played.task, trajectories=(played, empty))
+    metrics = learner().step([group], version=0)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["train/zero_advantage"] == 0
+    with pytest.raises(TrainError, match="no token"):
+        learner().step([Group(id="g", task=played.task, trajectories=(empty, empty))], version=0)
 
 
 @pytest.mark.parametrize("reward", [True, 1, 0.5])
