@@ -188,7 +188,7 @@ class RunConfig(_Settings):
 STARTER_DEFAULTS: Mapping[str, Any] = {
     "engine": {"max_context": 256},
     "trainer": {"optimizer": "muon", "lr": 3e-4, "muon_lr": 3e-3},
-    "steps": 40,
+    "steps": 60,
 }
 """What fits the small policy that `engine.model=starter` builds, and no pretrained model."""
 

@@ -319,13 +319,21 @@ def _skill(decoder: Decoder, probes: list[tuple[Row, tuple[bool, ...]]]) -> floa
 # ---- cache -----------------------------------------------------------------------------------
 
 
+_MAKERS = ("starter", "modeling", "envs")
+_TRAINER_FILES = ("objective.py", "optimizer.py", "packing.py")
+"""What of the trainer imitation uses: a new policy loss must not cost anybody a warm start."""
+
+
 def _cache_key(recipe: Recipe, env_key: str, seed: int) -> str:
     """Changes with the recipe, the environment, the seed, torch, the processor and our sources."""
     package = resources.files("areal_gym")
+    files = [
+        *(file for folder in _MAKERS for file in package.joinpath(folder).iterdir()),
+        *(package.joinpath("trainer", name) for name in _TRAINER_FILES),
+    ]
     sources = {
-        f"{folder}/{file.name}": content_hash(file.read_text())
-        for folder in ("starter", "modeling", "trainer", "envs")
-        for file in sorted(package.joinpath(folder).iterdir(), key=lambda file: file.name)
+        str(file).rpartition("areal_gym")[2]: content_hash(file.read_text())
+        for file in files
         if file.name.endswith((".py", ".jinja"))
     }
     made_by = {
