@@ -119,8 +119,8 @@ class TrainerConfig(_Settings):
     """Compute type; master weights and optimizer states are always float32."""
     device: str = "auto"
     num_threads: int = Field(1, ge=1)
-    save_every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 saves at the end only."""
+    save_every: int = Field(20, ge=0)
+    """Steps between checkpoints; 0 saves at the end, and when interrupted, only."""
 
     @model_validator(mode="after")
     def _check_clips(self) -> Self:

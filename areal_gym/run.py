@@ -296,7 +296,11 @@ class _Training:
 
     async def play(self, directory: RunDir, *, is_resumed: bool) -> dict[str, Any]:
         from areal_gym.modeling.checkpoint import load_checkpoint
-        from areal_gym.trainer.checkpoint import latest_checkpoint, restore_learner
+        from areal_gym.trainer.checkpoint import (
+            latest_checkpoint,
+            require_space,
+            restore_learner,
+        )
 
         config, display = self.config, self.display
         used = entries_used(config)
@@ -322,6 +326,7 @@ class _Training:
             temperature=config.rollout.temperature,
             constant_length=config.rollout.max_new_tokens,
         )
+        require_space(learner, directory.path)
         rollout_state = None
         if found is not None:
             rollout_state = restore_learner(learner, source)

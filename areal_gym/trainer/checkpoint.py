@@ -9,6 +9,7 @@ A new checkpoint is a new directory, which appears whole; then all but the last 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -22,7 +23,13 @@ from areal_gym.errors import ConfigError, TrainError
 from areal_gym.modeling.checkpoint import save_checkpoint
 from areal_gym.trainer.learner import Learner
 
-__all__ = ["checkpoint_name", "latest_checkpoint", "restore_learner", "save_learner"]
+__all__ = [
+    "checkpoint_name",
+    "latest_checkpoint",
+    "require_space",
+    "restore_learner",
+    "save_learner",
+]
 
 _NAME = re.compile(r"step-(\d{6,})")
 _KEPT = 2
@@ -47,33 +54,37 @@ def save_learner(
     Raises:
         TrainError: the disk is full or not writable; earlier checkpoints are as they were.
     """
-    path = directory / checkpoint_name(step)
-    extra = directory / f".trainer-{step}.pt"
     facts = {"step": step, "rollout": dict(rollout_state or {})}
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        torch.save(learner.state_dict(), extra)
-        save_checkpoint(
-            learner.decoder,
-            path,
-            tokenizer_dir=tokenizer_dir,
-            extra_files={
-                "trainer.pt": extra.read_bytes(),
-                "trainer.json": (json.dumps(facts) + "\n").encode(),
-            },
-        )
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, TrainError):
-            raise
-        raise TrainError(
-            f"cannot write the checkpoint {path}: {error}",
-            hints=["free some space, then continue with --resume"],
-        ) from error
-    finally:
-        extra.unlink(missing_ok=True)
+    states = io.BytesIO()
+    torch.save(learner.state_dict(), states)
+    path = save_checkpoint(
+        learner.decoder,
+        directory / checkpoint_name(step),
+        tokenizer_dir=tokenizer_dir,
+        extra_files={
+            "trainer.pt": states.getvalue(),
+            "trainer.json": (json.dumps(facts) + "\n").encode(),
+        },
+    )
     for old in _all(directory)[:-_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def require_space(learner: Learner, directory: Path) -> None:
+    """Refuse to begin what could not be saved: room for two checkpoints and the one being written.
+
+    Raises:
+        TrainError: the disk has too little room left.
+    """
+    # Weights and two Adam states, all float32.
+    needed = 3 * 3 * 4 * sum(p.numel() for p in learner.decoder.parameters())
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise TrainError(
+            f"{directory} has {free / 1e6:.1f} MB left, but checkpoints need {needed / 1e6:.1f} MB",
+            hints=["free some space, or choose another disk with --out"],
+        )
 
 
 def latest_checkpoint(directory: Path) -> tuple[int, Path] | None:

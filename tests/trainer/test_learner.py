@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.modeling.decoder import causal_attend
 from areal_gym.trainer.advantages import grpo, reinforce
-from areal_gym.trainer.checkpoint import latest_checkpoint, restore_learner, save_learner
+from areal_gym.trainer.checkpoint import (
+    latest_checkpoint,
+    require_space,
+    restore_learner,
+    save_learner,
+)
 from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.losses import cispo, gspo, ppo_clip
 from areal_gym.trainer.objective import score_tokens
@@ -294,3 +300,10 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     (path / "trainer.pt").write_bytes(b"torn")
     with pytest.raises(ConfigError, match=r"trainer\.pt"):
         restore_learner(trained, path)
+
+
+def test_a_disk_without_room_is_refused_before_training(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("areal_gym.trainer.checkpoint.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(TrainError, match=r"0\.0 MB left, but checkpoints need"):
+        require_space(learner(), tmp_path)
