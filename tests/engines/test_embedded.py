@@ -247,6 +247,107 @@ def test_published_weights_stamp_and_sample_the_rest_of_a_turn():
     assert worst_gap(new, prompt, after) < 1e-4
 
 
+def test_the_turn_after_an_interrupted_one_sees_nothing_of_the_old_weights():
+    old, new = decoder(0), decoder(1)
+    prompt = prompt_of(random.Random(6), 8)
+
+    async def play(engine: EmbeddedEngine):
+        turn = asyncio.create_task(
+            engine.generate(prompt, SamplingParams(max_new_tokens=60, seed=1), session="a")
+        )
+        while engine.stats.generated < 20:
+            await asyncio.sleep(0)
+        await engine.publish(new.state_dict().items(), 1)
+        first = await turn
+        longer = [*prompt, *first.token_ids, 1, 2]
+        reused = engine.stats.reused
+        second = await engine.generate(
+            longer, SamplingParams(max_new_tokens=20, seed=2), session="a"
+        )
+        return first, longer, second, engine.stats.reused - reused
+
+    first, longer, second, reused = run(play, model=old)
+    assert set(first.versions) == {0, 1}
+    assert reused == 0
+    assert worst_gap(new, longer, second) < 1e-4
+
+
+def test_weights_that_are_not_finite_fail_the_turn_and_leave_nothing_behind():
+    good, broken = decoder(), decoder()
+    with torch.no_grad():
+        broken.lm_head_weight.fill_(torch.nan)
+
+    async def play(engine: EmbeddedEngine):
+        await engine.publish(broken.state_dict().items(), 1)
+        with pytest.raises(EngineError, match="not finite"):
+            await engine.generate([1, 2], SamplingParams())
+        await engine.publish(good.state_dict().items(), 2)
+        return await engine.generate([1, 2], SamplingParams(seed=0))
+
+    assert worst_gap(good, [1, 2], run(play)) < 1e-4
+
+
+def test_siblings_and_sessions_take_turns_on_a_single_slot():
+    prompt = prompt_of(random.Random(7), 12)
+
+    async def episode(engine: EmbeddedEngine, name: str) -> float:
+        ids, worst = list(prompt), 0.0
+        for turn in range(3):
+            params = SamplingParams(max_new_tokens=4, seed=turn)
+            found = await engine.generate(ids, params, session=name)
+            worst = max(worst, worst_gap(model, ids, found))
+            ids += [*found.token_ids, 7]
+        return worst
+
+    async def play(engine: EmbeddedEngine):
+        # Nobody releases a session: idle ones have to make room.
+        return await asyncio.wait_for(
+            asyncio.gather(*(episode(engine, name) for name in "abcd")), timeout=30
+        )
+
+    model = decoder()
+    assert max(run(play, model=model, num_slots=1)) < 1e-4
+
+
+def test_two_turns_of_one_session_follow_one_another():
+    model = decoder()
+    prompts = [prompt_of(random.Random(8), 10), prompt_of(random.Random(9), 14)]
+
+    async def play(engine: EmbeddedEngine):
+        turns = [
+            asyncio.create_task(
+                engine.generate(p, SamplingParams(max_new_tokens=6, seed=0), session="a")
+            )
+            for p in prompts
+        ]
+        await asyncio.sleep(0)
+        engine.release("a")  # too early: what is in flight still ends
+        return await asyncio.wait_for(asyncio.gather(*turns), timeout=30)
+
+    for prompt, found in zip(prompts, run(play, model=model), strict=True):
+        assert worst_gap(model, prompt, found) < 1e-4
+
+
+def test_rows_are_compacted_and_stay_right():
+    model = decoder()
+    rng = random.Random(10)
+    prompts = [prompt_of(rng, rng.randint(3, 20)) for _ in range(40)]
+
+    async def one(engine: EmbeddedEngine, index: int):
+        # Most are short, and keep their rows; the long ones move to the front.
+        length = 60 if index % 10 == 9 else 3
+        params = SamplingParams(max_new_tokens=length, seed=index)
+        found = await engine.generate(prompts[index], params, session=str(index))
+        longer = [*prompts[index], *found.token_ids, 5]
+        again = await engine.generate(longer, params, session=str(index))
+        return max(worst_gap(model, prompts[index], found), worst_gap(model, longer, again))
+
+    async def play(engine: EmbeddedEngine):
+        return await asyncio.gather(*(one(engine, i) for i in range(40)))
+
+    assert max(run(play, model=model, num_slots=40, max_context=200)) < 1e-4
+
+
 def test_weights_of_another_model_are_refused_and_the_old_ones_stay():
     model = decoder()
 

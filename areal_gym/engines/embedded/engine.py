@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class EmbeddedEngine:
         self._version = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._futures: dict[Request, asyncio.Future[Generation]] = {}
+        self._publications: set[asyncio.Future[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_stopping = False
@@ -173,7 +174,7 @@ class EmbeddedEngine:
         """
         if self._loop is None or self._is_stopping:
             raise EngineError("the engine is not running; call start() first")
-        loop, done = self._loop, self._loop.create_future()
+        done: asyncio.Future[None] = self._loop.create_future()
         tensors = dict(weights)
 
         def load() -> None:
@@ -183,10 +184,14 @@ class EmbeddedEngine:
                 self._version = version
             except EngineError as refused:
                 error = refused
-            loop.call_soon_threadsafe(_settle, done, error)
+            self._tell(_settle, done, error)
 
+        self._publications.add(done)
         self._inbox.put(load)
-        await done
+        try:
+            await done
+        finally:
+            self._publications.discard(done)
 
     async def aclose(self) -> None:
         """End the thread; turns in flight fail. Idempotent."""
@@ -214,9 +219,9 @@ class EmbeddedEngine:
                     scheduler.stats.busy_s += time.perf_counter() - start_s
                 except Exception as error:
                     scheduler.fail_all()
-                    self._tell(
-                        self._fail_all, EngineError(f"the embedded engine failed: {error!r}")
-                    )
+                    if not isinstance(error, EngineError):
+                        error = EngineError(f"the embedded engine failed: {error!r}")
+                    self._tell(self._fail_all, error)
                     continue
                 if finished:
                     self._tell(self._deliver, finished)
@@ -246,7 +251,8 @@ class EmbeddedEngine:
                 future.set_result(request.generation())
 
     def _fail_all(self, error: EngineError) -> None:
-        for future in self._futures.values():
+        waiting: list[asyncio.Future[Any]] = [*self._futures.values(), *self._publications]
+        for future in waiting:
             if not future.done():
                 future.set_exception(error)
 

@@ -9,6 +9,7 @@ Used from one thread, and knows nothing of asyncio: `step` takes and returns pla
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,14 @@ from torch import Tensor
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.engines.embedded.network import CachedDecoder, Prompt
 from areal_gym.engines.embedded.sampling import filter_logits, sample, uniforms
+from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason
 
 __all__ = ["EngineStats", "Request", "Scheduler"]
+
+_MAX_SPREAD = 1.25
+"""Rows decoded per working row; exchanging two rows costs about as much as one wasted row does
+in twenty steps."""
 
 
 @dataclass(slots=True)
@@ -85,6 +91,19 @@ class _Row:
     request: Request | None = None
     """The turn that is being sampled; None while the session is idle or the row is free."""
     last_used: int = 0
+    is_stale: bool = False
+    """Old weights computed some of `tokens`; only the turn in flight may go on with them."""
+
+    @property
+    def is_free(self) -> bool:
+        """Nobody's: what it caches may still serve siblings."""
+        return self.session is None and self.request is None
+
+    def end_turn(self) -> None:
+        """Nobody is sampled here any more."""
+        self.request = None
+        if self.is_stale:
+            self.tokens, self.is_stale = [], False
 
 
 class Scheduler:
@@ -114,22 +133,25 @@ class Scheduler:
         request.is_cancelled = True
         for row in self._rows:
             if row.request is request:
-                row.request = None
+                row.end_turn()
         self.release(request.session)
 
     def release(self, session: str) -> None:
-        """The session's row is free. What it cached serves siblings until it is overwritten."""
+        """The session's row is free, once a turn in flight has ended.
+
+        What it cached serves siblings until it is overwritten.
+        """
         row = self._by_session.pop(session, None)
         if row is not None:
             row.session = None
-            row.request = None
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sample with new weights from now on.
 
         Turns in flight go on with the keys and values that the old weights computed (recomputing
-        them would cost a prefill each). All other caches are forgotten: no later turn, and no new
-        episode, sees old weights' work, which makes staleness 0 exact.
+        them would cost a prefill each), which are forgotten when the turn ends. All other caches
+        are forgotten now: no later turn, and no new episode, sees old weights' work, which makes
+        staleness 0 exact.
         """
         self.network.load(weights)
         self.version = version
@@ -137,6 +159,8 @@ class Scheduler:
         for row in self._rows:
             if row.request is None:
                 row.tokens = []
+            else:
+                row.is_stale = True
 
     def fail_all(self) -> list[Request]:
         """Drop everything; returns the turns that were waited for."""
@@ -145,7 +169,7 @@ class Scheduler:
         self._by_session.clear()
         self._by_prompt.clear()
         for row in self._rows:
-            row.tokens, row.session, row.request = [], None, None
+            row.tokens, row.session, row.request, row.is_stale = [], None, None, False
         self.network.clear()
         return lost
 
@@ -204,6 +228,10 @@ class Scheduler:
                 continue
             prompt = request.prompt_ids
             row = self._by_session.get(request.session)
+            if row is not None and row.request is not None:
+                # Turns of one session follow one another.
+                postponed.append(request)
+                continue
             if row is None and prompt in started:
                 # A sibling's prompt is computed in this very step: copy it in the next one.
                 postponed.append(request)
@@ -246,19 +274,22 @@ class Scheduler:
     def _free_row(self, avoid: _Row | None) -> _Row | None:
         """A row without a session, else the idle session's that waits longest; None if all work.
 
-        A row that holds the prompt already (`avoid`, when it is free) is the best of all.
+        A row that holds the prompt already (`avoid`) is the best of all when it is free, and the
+        last to be taken from an idle session.
         """
-        if avoid is not None and avoid.session is None:
+        if avoid is not None and avoid.is_free:
             return avoid
-        free = [row for row in self._rows if row.session is None]
-        if not free:
-            free = [row for row in self._rows if row.request is None and row is not avoid]
-        if not free:
+        # The first, not the oldest: working rows stay together at the front.
+        free = next((row for row in self._rows if row.is_free), None)
+        if free is not None:
+            return free
+        idle = [row for row in self._rows if row.request is None]
+        if not idle:
             return None
-        row = min(free, key=lambda row: (row.last_used, row.index))
-        if row.session is not None:
-            del self._by_session[row.session]
-            row.session = None
+        row = min(idle, key=lambda row: (row is avoid, row.last_used))
+        assert row.session is not None
+        del self._by_session[row.session]
+        row.session = None
         return row
 
     def _forget(self, row: _Row) -> None:
@@ -266,12 +297,12 @@ class Scheduler:
             del self._by_prompt[prompt]
 
     def _compact(self) -> None:
-        """Bring working rows to the front when most rows before the last one idle.
+        """Bring working rows to the front when too many rows before the last one idle.
 
         The network decodes rows 0 to R - 1 in one product, whoever of them takes part.
         """
         working = [row for row in self._rows if row.request is not None]
-        if not working or working[-1].index < 2 * len(working) + 8:
+        if not working or working[-1].index < _MAX_SPREAD * len(working) + 4:
             return
         idle = [row for row in self._rows[: len(working)] if row.request is None]
         for low, high in zip(idle, reversed(working), strict=False):
@@ -297,9 +328,15 @@ class Scheduler:
             top_p_B = torch.tensor([r.params.top_p for r in requests], device=device)
             logits_BV = filter_logits(logits_BV, temperature_B, top_k_B, top_p_B)
         ids_B, logprobs_B = sample(logits_BV, temperature_B, u_B)
+        logprobs = logprobs_B.tolist()
+        if not math.isfinite(sum(logprobs)):
+            raise EngineError(
+                f"the policy's logits are not finite (weights of version {self.version})",
+                hints=["the last training step diverged: try a lower trainer.lr"],
+            )
         finished = []
         for row, request, token_id, logprob in zip(
-            rows, requests, ids_B.tolist(), logprobs_B.tolist(), strict=True
+            rows, requests, ids_B.tolist(), logprobs, strict=True
         ):
             request.token_ids.append(token_id)
             request.logprobs.append(logprob)
@@ -311,7 +348,7 @@ class Scheduler:
             else:
                 continue
             finished.append(request)
-            row.request = None
+            row.end_turn()
         self.stats.generated += len(requests)
         return finished
 
