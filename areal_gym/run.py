@@ -194,8 +194,12 @@ def _policy_directory(
                 ],
             )
         return directory, {}
+    import torch
+
     from areal_gym.starter.warm_start import prepare_starter
 
+    # Small products on several threads wait for each other: on a busy machine, many times longer.
+    torch.set_num_threads(config.trainer.num_threads)
     display.phase("warm start")
     total = 0
 

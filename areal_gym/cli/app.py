@@ -14,6 +14,7 @@ Exit codes:
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -135,6 +136,9 @@ def app(ctx: click.Context, verbose: bool, plain: bool) -> None:
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code, and never raises."""
     options = Options()
+    # OpenMP's threads spin while they wait, which starves whoever else wants the processor. Read
+    # when torch is imported, so it must be said before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         result: Any = app.main(
             args=None if argv is None else list(argv),
