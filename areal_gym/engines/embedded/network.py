@@ -26,6 +26,8 @@ _MASKED = -1e30
 """Finite, because a row without any visible key would otherwise turn into NaN."""
 _CACHE_ALIGNMENT = 16
 """Cached lengths are rounded up to this: matrix products like it, and the mask is there anyway."""
+_CPU_BLOCK = 256
+"""Tokens whose feed-forward activations stay in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,6 @@ class CachedDecoder:
         eps, num_heads = self.config.rms_norm_eps, self.config.num_attention_heads
         hidden, head_dim = (self.config.hidden_size,), self.config.head_dim
         num_qk = num_heads + self.config.num_key_value_heads
-        ffn = self.config.intermediate_size
         num_tokens = len(token_ids_N)
         rotations = self._rotations[positions_N]
         heads_N = rows_N[:, None] * self.config.num_key_value_heads + self._head_offsets
@@ -258,6 +259,7 @@ class CachedDecoder:
         bias = torch.zeros(is_hidden.shape, dtype=self.cache_dtype, device=self.device)
         bias = bias.masked_fill_(is_hidden, _MASKED)[:, None, None]
         buckets = self._buckets(prompts, num_decoding)
+        ends = [Prompt(prompt.row, prompt.stop - 1, prompt.stop) for prompt in prompts]
 
         x = F.embedding(token_ids_N, self._embedding)
         for layer, cache in zip(self._layers, self._cache, strict=True):
@@ -274,16 +276,25 @@ class CachedDecoder:
             new = qkv[:, num_heads:].reshape(-1, head_dim)
             cache.view(-1, head_dim).index_copy_(0, slots, new)
             q = qkv[:, :num_heads]
+            if prompts and layer is self._layers[-1]:
+                # The last layer owes its keys to later steps, and its output to the last tokens.
+                last = self._last_tokens(prompts, num_decoding)
+                x, q, buckets = x[last], q[last], self._buckets(ends, num_decoding)
             seen = self._attend_rows(q[:num_decoding], cache, num_keys, bias)
             if buckets:
                 seen = torch.cat((seen, self._attend_prompts(q, num_decoding, cache, buckets)))
             x = torch.addmm(x, seen.to(self.dtype), layer.out.t())
-            gate_up = F.linear(F.rms_norm(x, hidden, layer.post_norm, eps), layer.gate_up)
-            h = F.silu(gate_up[:, :ffn]).mul_(gate_up[:, ffn:])
-            x = torch.addmm(x, h, layer.down.t())
-        if prompts:
-            x = x[self._last_tokens(prompts, num_decoding)]
+            self._feed_forward(x, layer)
         return F.linear(F.rms_norm(x, hidden, self._final_norm, eps), self._head).float()
+
+    def _feed_forward(self, x_NC: Tensor, layer: _LayerWeights) -> None:
+        """Add the gated feed-forward to `x_NC`, in place."""
+        eps, ffn = self.config.rms_norm_eps, self.config.intermediate_size
+        on_cpu = self.device.type == "cpu"
+        for part in torch.split(x_NC, _CPU_BLOCK) if on_cpu else (x_NC,):
+            h = F.rms_norm(part, layer.post_norm.shape, layer.post_norm, eps)
+            gate_up = F.linear(h, layer.gate_up)
+            part.addmm_(F.silu(gate_up[:, :ffn]).mul_(gate_up[:, ffn:]), layer.down.t())
 
     def _attend_rows(self, q_RHD: Tensor, cache: Tensor, num_keys: int, bias: Tensor) -> Tensor:
         """One query per row against the row's cache: [R, H D]."""
