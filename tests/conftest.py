@@ -1,6 +1,13 @@
 """What tests of several parts need."""
 
 import pytest
+from hypothesis import settings
+
+# The same examples on every machine: what a search finds by chance must not fail somebody's
+# change. To search: pytest --hypothesis-profile=search
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", max_examples=2000, deadline=None)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")

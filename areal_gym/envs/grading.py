@@ -240,7 +240,7 @@ def _collection(text: str) -> _Collection | None:
     brackets = ""
     if text.startswith("\\{") and text.endswith("\\}"):
         text = text[2:-2]
-    elif text[:1] in "([" and text[-1:] in ")]" and len(_split(text)) == 1:
+    elif len(text) > 1 and text[0] in "([" and text[-1] in ")]" and len(_split(text)) == 1:
         brackets, text = text[0] + text[-1], text[1:-1]
     items = _split(text)
     return _Collection(brackets, items) if len(items) > 1 else None
