@@ -6,14 +6,14 @@ ragged) and gives `advantages_G` [G], one number for all policy tokens of a traj
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
 
-__all__ = ["AdvantageEstimator", "dr_grpo", "grpo", "reinforce", "rloo"]
+__all__ = ["AdvantageEstimator", "dr_grpo", "grpo", "reinforce", "returns_to_go", "rloo"]
 
 AdvantageEstimator = Callable[[Tensor, Tensor], Tensor]
 
@@ -59,6 +59,17 @@ def rloo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
 def reinforce(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
     """The reward itself (Williams 1992), without a baseline; groups do not matter."""
     return rewards_G.to("cpu", torch.float64)
+
+
+def returns_to_go(turn_rewards: Sequence[float], discount: float = 1.0) -> list[float]:
+    """R_k = r_k + discount R_{k+1}, for each turn of one trajectory.
+
+    Discounting follows the trajectory's own turns, never the order in which calls were made.
+    """
+    returns: list[float] = []
+    for reward in reversed(turn_rewards):
+        returns.append(reward + discount * (returns[-1] if returns else 0.0))
+    return returns[::-1]
 
 
 def _centred(rewards_G: Tensor, group_ids_G: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:

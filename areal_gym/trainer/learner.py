@@ -191,7 +191,8 @@ class Learner:
             for name, values_T in output.metrics.items():
                 _add(totals, name, values_T, num_tokens)
             _add(totals, "entropy", scores.entropy, num_tokens)
-            _add(totals, "approx_kl", k3(scores.logprobs.detach(), old_T), num_tokens)
+            # The tokens are the old policy's, so this is the divergence *from* it.
+            _add(totals, "approx_kl", k3(old_T, scores.logprobs.detach()), num_tokens)
         norm = self._optimizer.step(self._lr_scale())
         self._num_bad = 0 if math.isfinite(norm) else self._num_bad + 1
         if self._num_bad >= _MAX_BAD_STEPS:
@@ -301,5 +302,6 @@ def _batch_metrics(
         "rollout/tokens": float(len(staleness)),
         "rollout/turns": sum(len(row.turn_rewards) for row in rows) / len(rows),
         "train/sequences": float(len(rows)),
+        "train/masked_fraction": 1 - len(staleness) / sum(len(row) for row in rows),
         "train/zero_advantage": sum(a == 0 for a in advantages_G) / len(rows),
     }

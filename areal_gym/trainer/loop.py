@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -34,7 +34,12 @@ class BatchSource(Protocol):
 
 
 OnStep = Callable[[int, dict[str, float], Sequence[Group]], Awaitable[None]]
-"""Called after each step with (step, metrics, batch); weights are published already."""
+"""Called after each step with (step, metrics, batch); weights are published already.
+
+It records before it waits for anything: when the run is being cancelled, its first wait raises.
+"""
+
+_T = TypeVar("_T")
 
 
 async def train_loop(
@@ -49,8 +54,10 @@ async def train_loop(
 ) -> None:
     """Train from `first_step` to `num_steps`; the version of the weights is the number of steps.
 
-    When cancelled, the update under way is finished first: the weights are never half-applied.
+    When cancelled, the update under way is finished, published and recorded first: weights,
+    engine and records never disagree about how many steps were taken.
     """
+    loop = asyncio.get_running_loop()
     # The number of torch's threads belongs to the thread that asks for it.
     with ThreadPoolExecutor(
         1,
@@ -58,18 +65,39 @@ async def train_loop(
         initializer=torch.set_num_threads,
         initargs=(num_threads,),
     ) as thread:
-        loop = asyncio.get_running_loop()
-        for step in range(first_step, num_steps + 1):
-            begin_s = time.perf_counter()
-            groups = await source.next_batch()
-            waited_s = time.perf_counter()
 
+        async def update(groups: Sequence[Group], step: int) -> dict[str, float]:
+            begin_s = time.perf_counter()
             metrics = await loop.run_in_executor(thread, learner.step, groups, step - 1)
             trained_s = time.perf_counter()
             await weight_sync.publish(learner.weights(), step)
-            end_s = time.perf_counter()
-            metrics["time/wait_s"] = waited_s - begin_s
-            metrics["time/publish_s"] = end_s - trained_s
-            metrics["time/step_s"] = end_s - begin_s
-            metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / (end_s - begin_s)
+            metrics["time/publish_s"] = time.perf_counter() - trained_s
+            metrics["time/step_s"] = time.perf_counter() - begin_s
+            return metrics
+
+        for step in range(first_step, num_steps + 1):
+            begin_s = time.perf_counter()
+            groups = await source.next_batch()
+            wait_s = time.perf_counter() - begin_s
+            metrics = await _unbroken(update(groups, step))
+            metrics["time/wait_s"] = wait_s
+            metrics["time/step_s"] += wait_s
+            metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
             await on_step(step, metrics, groups)
+            await asyncio.sleep(0)  # where a cancellation that `_unbroken` put off is raised
+
+
+async def _unbroken(work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which a cancellation does not reach; the next wait raises it."""
+    task = asyncio.create_task(work)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            is_cancelled = True
+    current = asyncio.current_task()
+    if is_cancelled and current is not None:
+        current.cancel()
+        current.uncancel()  # the request was counted when it was made
+    return task.result()

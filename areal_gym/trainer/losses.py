@@ -133,7 +133,7 @@ def importance_weights(proximal_T: Tensor, old_logprobs_T: Tensor, *, cap: float
 def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
     """exp(-d) - 1 + d for d = logp - base: an estimate of KL(p || base) that is never negative.
 
-    Schulman 2020, "Approximating KL Divergence".
+    Unbiased on tokens that p sampled (Schulman 2020, "Approximating KL Divergence").
     """
     difference_T = logprobs_T - base_T
     return _ratio(-difference_T) - 1 + difference_T

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.advantages import dr_grpo, grpo, reinforce, rloo
+from areal_gym.trainer.advantages import dr_grpo, grpo, reinforce, returns_to_go, rloo
 from areal_gym.trainer.losses import (
     LossInputs,
     aggregate,
@@ -161,6 +161,12 @@ def test_aggregations_by_hand():
     assert total("constant_length") == pytest.approx((6 / 10 + 6 / 10) / 2)
 
 
+def test_k3_on_the_old_policys_tokens_is_its_divergence_to_the_new():
+    old, new = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    exact = (old * (old / new).log()).sum()
+    assert float((old * k3(old.log(), new.log())).sum()) == pytest.approx(float(exact))
+
+
 def test_k3_and_importance_weights():
     d = torch.tensor([0.0, 1.0, -1.0])
     assert k3(d, torch.zeros(3)).tolist() == pytest.approx([0.0, math.exp(-1), math.e - 2])
@@ -205,6 +211,20 @@ def test_shift_and_order_do_not_matter(estimator, rewards, shift, data):
 def test_a_group_of_equal_rewards_gets_exactly_zero(estimator, value, size):
     rewards = torch.full((size,), value, dtype=torch.float64)
     assert estimator(rewards, torch.zeros(size, dtype=torch.long)).tolist() == [0.0] * size
+
+
+def test_returns_to_go_turn_by_turn():
+    assert returns_to_go([]) == []
+    assert returns_to_go([0.0, 1.0, 2.0]) == [3.0, 3.0, 2.0]
+    assert returns_to_go([1.0, 0.0, 4.0], discount=0.5) == [2.0, 2.0, 4.0]
+
+
+@given(rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=9), discount=st.floats(0, 1))
+def test_returns_to_go_obey_their_recursion(rewards, discount):
+    returns = returns_to_go(rewards, discount)
+    assert returns[-1] == rewards[-1]
+    for k in range(len(rewards) - 1):
+        assert returns[k] == pytest.approx(rewards[k] + discount * returns[k + 1])
 
 
 @pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo])
