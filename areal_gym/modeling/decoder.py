@@ -52,7 +52,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape; the last axis is normalised."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # Under autocast x may be bfloat16 and the weight float32, for which no fused kernel exists.
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
