@@ -7,6 +7,7 @@ The only module that knows all parts. `areal-gym train` and `areal-gym eval` are
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -32,7 +33,7 @@ from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.types import Group, Trajectory
 from areal_gym.version import __version__
 
-__all__ = ["Display", "SilentDisplay", "evaluate", "train"]
+__all__ = ["Display", "SilentDisplay", "evaluate", "relax_garbage_collection", "train"]
 
 
 class Display(Protocol):
@@ -140,6 +141,17 @@ def evaluate(
             return report
 
     return asyncio.run(measure())
+
+
+def relax_garbage_collection() -> None:
+    """Look for reference cycles more rarely, and never among what is loaded already.
+
+    Trajectories are many small objects and hold no cycles; Python's default looks through all of
+    them again and again, which costs about a sixth of an episode's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 # ---- parts ------------------------------------------------------------------------------------
@@ -405,6 +417,7 @@ class _Training:
                 await self._point(directory, parts, engine, renderer, step)
                 display.phase("train", config.steps)
 
+        relax_garbage_collection()
         display.phase("train", config.steps)
         start_s = time.perf_counter()
         runner = RolloutRunner(

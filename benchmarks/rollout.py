@@ -23,6 +23,7 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tools import tool
 from areal_gym.rollout.runner import RolloutRunner
+from areal_gym.run import relax_garbage_collection
 from areal_gym.types import Message, Task
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--episodes", type=int, default=2048, help="per round")
     options = parser.parse_args()
+    relax_garbage_collection()  # as a run does
     rows = []
     for name, num_turns, in_flight in ROWS:
         numbers = asyncio.run(measure(num_turns, in_flight, options.episodes))
