@@ -167,6 +167,11 @@ class RunConfig(_Settings):
                 f"{trainer.advantage!r}: it compares siblings, so a group of one always has "
                 "advantage 0; use rollout.group_size=2 or more, or trainer.advantage=reinforce"
             )
+        if rollout.min_group_size == 1 and trainer.advantage in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f"rollout.min_group_size = 1 with trainer.advantage = {trainer.advantage!r}: a "
+                "member whose siblings failed would have nobody to be compared with; use 2 or more"
+            )
         if rollout.min_group_size > rollout.group_size:
             raise ValueError(
                 f"rollout.min_group_size = {rollout.min_group_size} is more than "

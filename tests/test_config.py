@@ -146,3 +146,8 @@ def test_every_setting_can_be_named_on_the_command_line():
 def test_settings_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().steps = 3
+
+
+def test_a_lone_survivor_is_refused_at_the_door():
+    assert "nobody to be compared with" in explain("rollout.min_group_size=1")
+    load_config(overrides=["rollout.min_group_size=1", "trainer.advantage=reinforce"])
