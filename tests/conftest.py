@@ -1,7 +1,13 @@
 """What tests of several parts need."""
 
+import signal
+
 import pytest
 from hypothesis import settings
+
+# A shell that starts us in the background makes us, and all we start, deaf to Ctrl-C, which is
+# what several tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every machine: what a search finds by chance must not fail somebody's
 # change. To search: pytest --hypothesis-profile=search
