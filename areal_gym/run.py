@@ -312,6 +312,7 @@ class _Training:
 
     async def play(self, directory: RunDir, *, is_resumed: bool) -> dict[str, Any]:
         from areal_gym.modeling.checkpoint import load_checkpoint
+        from areal_gym.modeling.device import pick_device
         from areal_gym.trainer.checkpoint import (
             latest_checkpoint,
             require_space,
@@ -335,7 +336,7 @@ class _Training:
             display.say(f"resumed at step {step} from {source}")
         train_class = registry().load("trainers", config.trainer.id)
         learner = train_class(
-            load_checkpoint(source, device=_device(config.trainer.device)),
+            load_checkpoint(source, device=pick_device(config.trainer.device)),
             config.trainer,
             advantage=registry().load("advantages", config.trainer.advantage),
             loss=registry().load("losses", config.trainer.loss),
@@ -541,11 +542,3 @@ def _rollout_metrics(stats: RolloutStats) -> dict[str, float]:
         "rollout/groups_ready": float(stats.groups_ready),
         **{f"rollout/failures/{name}": float(n) for name, n in stats.num_failures.items()},
     }
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

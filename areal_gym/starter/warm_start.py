@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.scripted import ByteTokenizer
 from areal_gym.envs.base import TextEnv
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
+from areal_gym.modeling.checkpoint import save_checkpoint
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder, build_decoder
 from areal_gym.rendering import Renderer
@@ -154,8 +154,6 @@ def prepare_starter(
         )
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    # Read back: a policy from the cache and one made now are the same to the bit.
-    load_checkpoint(directory)
     return StarterPolicy(directory=directory, facts=facts, is_cached=False)
 
 

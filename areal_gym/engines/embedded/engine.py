@@ -24,6 +24,7 @@ from areal_gym.engines.embedded.scheduler import EngineStats, Request, Scheduler
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.modeling.decoder import Decoder
+from areal_gym.modeling.device import pick_device
 
 __all__ = ["EmbeddedEngine"]
 
@@ -57,8 +58,6 @@ class EmbeddedEngine:
         device: str = "auto",
         num_threads: int = 1,
     ) -> None:
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         if dtype not in _DTYPES:
             raise ConfigError(f"no dtype {dtype!r}; there is: {', '.join(_DTYPES)}")
         self._num_threads = num_threads
@@ -68,7 +67,7 @@ class EmbeddedEngine:
             num_rows=num_slots,
             max_context=self._max_context,
             dtype=_DTYPES[dtype],
-            device=torch.device(device),
+            device=pick_device(device),
         )
         self._scheduler = Scheduler(network, num_slots)
         weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
