@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from areal_gym.errors import ConfigError, did_you_mean
@@ -22,6 +22,7 @@ __all__ = [
     "EngineConfig",
     "EnvConfig",
     "EvalConfig",
+    "PluginConfig",
     "RolloutConfig",
     "RunConfig",
     "TrainerConfig",
@@ -50,10 +51,26 @@ class AgentConfig(_Settings):
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
+class PluginConfig(_Settings):
+    """A plugin and its keyword arguments; its id alone (a text) will do."""
+
+    id: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_id(cls, value: Any) -> Any:
+        return {"id": value} if isinstance(value, str) else value
+
+
 class EngineConfig(_Settings):
     """Who samples the policy."""
 
     id: str = "embedded"
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the engine's own (see `areal-gym show ENGINE`)."""
+    url: tuple[str, ...] = ()
+    """Servers of engine "sglang", one or several; without any, areal-gym starts one itself."""
     model: str = "starter"
     """"starter" builds (or takes from the cache) the small policy; else a checkpoint directory."""
     max_context: int = Field(512, ge=16)
@@ -65,6 +82,11 @@ class EngineConfig(_Settings):
     """"auto" takes CUDA when there is one."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of the engine; one is fastest for small models."""
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _accept_one_url(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
 
 class RolloutConfig(_Settings):
@@ -81,6 +103,14 @@ class RolloutConfig(_Settings):
     max_new_tokens: int = Field(96, ge=1)
     """Per turn."""
     temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that make up this much. For `eval` only: training needs 1."""
+    top_k: int = Field(0, ge=0)
+    """Sample from this many of the likeliest tokens; 0 is off. For `eval` only."""
+    filters: tuple[PluginConfig, ...] = ()
+    """Which finished groups are not trained on but replaced (`areal-gym list filters`)."""
+    curriculum: PluginConfig | None = None
+    """Who chooses the next task (`areal-gym list curricula`); null takes them as they come."""
     min_group_size: int = Field(2, ge=1)
     """A group that failures leave smaller than this is dropped and counted."""
     episode_timeout_s: float = Field(120.0, gt=0)
@@ -119,6 +149,9 @@ class TrainerConfig(_Settings):
     """Compute type; master weights and optimizer states are always float32."""
     device: str = "auto"
     num_threads: int = Field(1, ge=1)
+    weight_sync: PluginConfig = PluginConfig(id="auto")
+    """How new weights reach the engine (`areal-gym list weight-syncs`); "auto" is "in-process" for
+    an engine in this process and "disk" for servers."""
     save_every: int = Field(20, ge=0)
     """Steps between checkpoints; 0 saves at the end, and when interrupted, only."""
 

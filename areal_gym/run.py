@@ -244,20 +244,12 @@ def _policy_directory(
 async def _engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[Engine, Renderer]]:
     renderer = Renderer.from_checkpoint(policy)
     engine_class = registry().load("engines", config.engine.id)
-    if not hasattr(engine_class, "from_checkpoint"):
+    if not hasattr(engine_class, "from_settings"):
         raise UsageError(
             f"the engine {config.engine.id!r} cannot serve a checkpoint",
-            hints=["engine.id=embedded does"],
+            hints=["engine.id=embedded and engine.id=sglang do"],
         )
-    settings = config.engine
-    engine: Engine = engine_class.from_checkpoint(
-        policy,
-        num_slots=settings.num_slots,
-        max_context=settings.max_context,
-        dtype=settings.dtype,
-        device=settings.device,
-        num_threads=settings.num_threads,
-    )
+    engine: Engine = engine_class.from_settings(policy, config.engine)
     try:
         await engine.start()
         yield engine, renderer
@@ -349,7 +341,7 @@ class _Training:
             rollout_state = restore_learner(learner, source)
         async with _engine(config, source) as (engine, renderer):
             if first_step > 1:
-                await engine.publish(learner.weights(), first_step - 1)
+                await _weight_sync(engine).publish(learner.weights(), first_step - 1)
             before = await self._point(directory, parts, engine, renderer, first_step - 1)
             train_s = await self._steps(
                 directory, parts, engine, renderer, learner, policy, first_step, rollout_state
@@ -392,7 +384,7 @@ class _Training:
 
         config, display = self.config, self.display
         done = saved = first_step - 1
-        weight_sync = registry().load("weight-syncs", "in-process")(engine)
+        weight_sync = _weight_sync(engine)
         loggers = [registry().load("loggers", id)(directory.path) for id in config.loggers]
 
         def save() -> None:
@@ -522,6 +514,10 @@ class _Training:
         display.say(f"curve:     {directory.learning_curve_file}")
         display.say(f"policy:    {directory.path / summary['checkpoint']}")
         display.say(f"next:      areal-gym eval --env {summary['env']} --run {directory.path} -k 4")
+
+
+def _weight_sync(engine: Engine) -> Any:
+    return registry().load("weight-syncs", "in-process")(engine)
 
 
 def _waiting(stats: RolloutStats) -> str:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from areal_gym.types import FinishReason
 
 if TYPE_CHECKING:  # the protocol names tensors, but importing torch is the engine's business
     import torch
 
-__all__ = ["Engine", "Generation", "SamplingParams"]
+__all__ = [
+    "Engine",
+    "Generation",
+    "LocalEngine",
+    "RemoteEngine",
+    "SamplingParams",
+    "WeightServer",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +53,11 @@ class Generation:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Serves one policy to many concurrent callers on one event loop."""
+    """Serves one policy to many concurrent callers on one event loop.
+
+    A class that a run can name (`engine.id`) also has the class method
+    `from_settings(policy: Path, settings: EngineConfig) -> Engine`.
+    """
 
     @property
     def policy_version(self) -> int:
@@ -80,6 +93,15 @@ class Engine(Protocol):
         """The episode ended; what was kept for it can go. Unknown sessions are ignored."""
         ...
 
+    async def aclose(self) -> None:
+        """End threads, connections, processes. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class LocalEngine(Engine, Protocol):
+    """An engine in this process: it takes tensors as they are."""
+
     async def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take new weights (Hugging Face parameter names) and sample with them from now on.
 
@@ -87,6 +109,36 @@ class Engine(Protocol):
         """
         ...
 
-    async def aclose(self) -> None:
-        """End threads, connections, processes. Idempotent."""
+
+class WeightServer(Protocol):
+    """One server whose weights are being replaced. What fails raises EngineError."""
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        ...
+
+    async def post(self, route: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Ask a control route; a refusal of the server is an EngineError with its words."""
+        ...
+
+    async def load_from_disk(self, directory: Path, version: int) -> None:
+        """Take the checkpoint in `directory`, and report `version` from now on."""
+        ...
+
+
+@runtime_checkable
+class RemoteEngine(Engine, Protocol):
+    """An engine whose weights live in other processes; weight syncs bring new ones there."""
+
+    def updating(self, version: int) -> AbstractAsyncContextManager[Sequence[WeightServer]]:
+        """Interrupt generation, hand out the living servers, check them, go on.
+
+        Inside, the caller brings the weights of `version` to every server it was given. On
+        leaving, a server that does not report `version` takes no more requests; requests that were
+        interrupted continue where they stopped, under the new weights.
+
+        Raises:
+            EngineError: no server took the new weights.
+        """
         ...

@@ -27,8 +27,10 @@ from areal_gym.plugins.specs import (
     AdvantageSpec,
     AgentSpec,
     CommandSpec,
+    CurriculumSpec,
     EngineSpec,
     EnvSpec,
+    FilterSpec,
     LoggerSpec,
     PolicyLossSpec,
     SandboxSpec,
@@ -156,6 +158,30 @@ class HookSpecs:
             @hookimpl
             def register_weight_syncs() -> Iterable[WeightSyncSpec]:
                 yield WeightSyncSpec(id="disk", entry_point="my_sync:Disk", summary="over a disk")
+        """
+        yield from ()
+
+    @_hookspec
+    def register_filters(self) -> Iterable[FilterSpec]:
+        """Offer group filters: see `areal_gym.rollout.filters`.
+
+        Example::
+
+            @hookimpl
+            def register_filters() -> Iterable[FilterSpec]:
+                yield FilterSpec(id="short", entry_point="my_filter:Short", summary="no long ones")
+        """
+        yield from ()
+
+    @_hookspec
+    def register_curricula(self) -> Iterable[CurriculumSpec]:
+        """Offer curricula: see `areal_gym.rollout.curriculum`.
+
+        Example::
+
+            @hookimpl
+            def register_curricula() -> Iterable[CurriculumSpec]:
+                yield CurriculumSpec(id="slow", entry_point="my_cur:Slow", summary="easy first")
         """
         yield from ()
 

@@ -10,8 +10,10 @@ __all__ = [
     "AdvantageSpec",
     "AgentSpec",
     "CommandSpec",
+    "CurriculumSpec",
     "EngineSpec",
     "EnvSpec",
+    "FilterSpec",
     "LoggerSpec",
     "PolicyLossSpec",
     "SandboxSpec",
@@ -117,6 +119,22 @@ class WeightSyncSpec(Spec):
 
     kind: ClassVar[str] = "weight sync"
     hook: ClassVar[str] = "register_weight_syncs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterSpec(Spec):
+    """A group filter: a class whose objects say why a finished group is not worth training on."""
+
+    kind: ClassVar[str] = "filter"
+    hook: ClassVar[str] = "register_filters"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurriculumSpec(Spec):
+    """A curriculum: a class whose objects choose the next task from how the last ones went."""
+
+    kind: ClassVar[str] = "curriculum"
+    hook: ClassVar[str] = "register_curricula"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

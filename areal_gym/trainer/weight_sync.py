@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from areal_gym.engines.base import Engine
+from areal_gym.engines.base import LocalEngine
 
 __all__ = ["InProcessWeightSync", "WeightSync"]
 
@@ -23,7 +23,7 @@ class WeightSync(Protocol):
 class InProcessWeightSync:
     """The engine lives in this process and copies the tensors itself: no disk, no network."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.engines.embedded.network import CachedDecoder
 from areal_gym.engines.embedded.scheduler import EngineStats, Request, Scheduler
@@ -103,6 +104,22 @@ class EmbeddedEngine:
             dtype=dtype,
             device=device,
             num_threads=num_threads,
+        )
+
+    @classmethod
+    def from_settings(cls, policy: Path, settings: EngineConfig) -> Self:
+        """An engine as a run's settings want it.
+
+        Raises:
+            ConfigError: there is no checkpoint, or one that this engine cannot sample.
+        """
+        return cls.from_checkpoint(
+            policy,
+            num_slots=settings.num_slots,
+            max_context=settings.max_context,
+            dtype=settings.dtype,
+            device=settings.device,
+            num_threads=settings.num_threads,
         )
 
     @property
