@@ -26,6 +26,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "TrainerConfig",
+    "WeightSyncConfig",
     "field_names",
     "load_config",
     "parse_override",
@@ -63,6 +64,14 @@ class PluginConfig(_Settings):
         return {"id": value} if isinstance(value, str) else value
 
 
+class WeightSyncConfig(PluginConfig):
+    """How new weights reach the engine."""
+
+    id: str = "auto"
+    """"auto" is "in-process" for an engine in this process, "disk" for servers; see
+    `areal-gym list weight-syncs`."""
+
+
 class EngineConfig(_Settings):
     """Who samples the policy."""
 
@@ -77,6 +86,9 @@ class EngineConfig(_Settings):
     """Tokens of one sequence, prompt included."""
     num_slots: int = Field(128, ge=1)
     """Sequences that are sampled at once."""
+    max_logprob_gap: float = Field(0.05, gt=0)
+    """Engine and trainer score the same sampled tokens at the start; when their log-probabilities
+    differ by more than this in the mean, they are not the same model, and the run is refused."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     """"auto" takes CUDA when there is one."""
@@ -104,9 +116,9 @@ class RolloutConfig(_Settings):
     """Per turn."""
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that make up this much. For `eval` only: training needs 1."""
+    """Sample from the likeliest tokens that make up this much; for `eval` only."""
     top_k: int = Field(0, ge=0)
-    """Sample from this many of the likeliest tokens; 0 is off. For `eval` only."""
+    """Sample from this many of the likeliest tokens, 0 is all; for `eval` only."""
     filters: tuple[PluginConfig, ...] = ()
     """Which finished groups are not trained on but replaced (`areal-gym list filters`)."""
     curriculum: PluginConfig | None = None
@@ -149,9 +161,7 @@ class TrainerConfig(_Settings):
     """Compute type; master weights and optimizer states are always float32."""
     device: str = "auto"
     num_threads: int = Field(1, ge=1)
-    weight_sync: PluginConfig = PluginConfig(id="auto")
-    """How new weights reach the engine (`areal-gym list weight-syncs`); "auto" is "in-process" for
-    an engine in this process and "disk" for servers."""
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     save_every: int = Field(20, ge=0)
     """Steps between checkpoints; 0 saves at the end, and when interrupted, only."""
 

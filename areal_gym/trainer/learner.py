@@ -109,7 +109,7 @@ class Learner:
         # it counts among its siblings and goes no further.
         kept = [i for i, row in enumerate(rows) if row.num_trainable]
         rows, advantages_G = [rows[i] for i in kept], [advantages_G[i] for i in kept]
-        proximal = self._proximal(rows) if metrics["rollout/staleness_max"] > 0 else None
+        proximal = self.score(rows) if metrics["rollout/staleness_max"] > 0 else None
         totals: dict[str, float] = {}
         norms = []
         minibatches = _by_group(rows, self.config.minibatches)
@@ -122,6 +122,17 @@ class Learner:
         self.num_steps += 1
         metrics["time/train_s"] = time.perf_counter() - start_s
         return metrics
+
+    def score(self, rows: list[TokenSequence]) -> list[Tensor]:
+        """Log-probabilities of each row's trained tokens under the weights as they are now."""
+        found: dict[int, Tensor] = {}
+        with torch.no_grad(), self._autocast():
+            for batch, indexes in self._micro_batches(rows, list(range(len(rows)))):
+                masks = [rows[i].loss_mask for i in indexes]
+                scores = score_tokens(self.decoder, batch, masks, self._temperature)
+                parts = torch.split(scores.logprobs, [rows[i].num_trainable for i in indexes])
+                found.update(zip(indexes, parts, strict=True))
+        return [found[i] for i in range(len(rows))]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and the live tensors; copy them before the next step."""
@@ -201,17 +212,6 @@ class Learner:
                 hints=[f"a smaller learning rate may help: trainer.lr={self.config.lr / 10:g}"],
             )
         return norm
-
-    def _proximal(self, rows: list[TokenSequence]) -> list[Tensor]:
-        """Log-probabilities of all trained tokens under the weights at the start of the step."""
-        found: dict[int, Tensor] = {}
-        with torch.no_grad(), self._autocast():
-            for batch, indexes in self._micro_batches(rows, list(range(len(rows)))):
-                masks = [rows[i].loss_mask for i in indexes]
-                scores = score_tokens(self.decoder, batch, masks, self._temperature)
-                parts = torch.split(scores.logprobs, [rows[i].num_trainable for i in indexes])
-                found.update(zip(indexes, parts, strict=True))
-        return [found[i] for i in range(len(rows))]
 
     def _micro_batches(
         self, rows: list[TokenSequence], members: list[int]
