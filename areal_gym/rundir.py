@@ -3,6 +3,8 @@
     config.yaml           the resolved settings; they run again as they are
     plugins.json          what was used: plugin, distribution and version, Python, platform
     metrics.jsonl         one line per step
+    evaluations.jsonl     one line per evaluation on held-out tasks
+    journal.jsonl         what became of each group; finished ones survive a crash in it
     trajectories/         step-000012.jsonl, one trajectory per line; eval-*.jsonl
     checkpoints/          written by the trainer
     learning_curve.png    written at the end
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from areal_gym.errors import DataError, InfrastructureError, RunExistsError, TrainError, UsageError
-from areal_gym.types import Trajectory
+from areal_gym.types import Group, Trajectory
 from areal_gym.version import __version__
 
 __all__ = [
@@ -66,6 +68,8 @@ class RunDir:
         self.config_file = path / "config.yaml"
         self.plugins_file = path / "plugins.json"
         self.metrics_file = path / "metrics.jsonl"
+        self.evaluations_file = path / "evaluations.jsonl"
+        self.journal_file = path / "journal.jsonl"
         self.trajectories_dir = path / "trajectories"
         self.checkpoints_dir = path / "checkpoints"
         self.learning_curve_file = path / "learning_curve.png"
@@ -127,9 +131,22 @@ class RunDir:
         """The resolved settings, as YAML."""
         write_atomic(self.config_file, text)
 
-    def save_provenance(self, used: Iterable[Mapping[str, Any]]) -> None:
-        """What the run is made of: rows of `Entry.to_dict()`; versions of the rest are added."""
-        write_atomic(self.plugins_file, _json({"used": list(used), **_facts()}, indent=2))
+    def save_provenance(self, used: Iterable[Mapping[str, Any]], policy: str) -> None:
+        """What the run is made of; versions of the rest are added.
+
+        Args:
+            used: rows of `Entry.to_dict()`.
+            policy: the hash of the weights that it starts with.
+        """
+        facts = {"used": list(used), "initial_policy": policy, **_facts()}
+        write_atomic(self.plugins_file, _json(facts, indent=2))
+
+    def read_provenance(self) -> dict[str, Any]:
+        """What `save_provenance` wrote; empty when nothing did."""
+        if not self.plugins_file.exists():
+            return {}
+        facts: dict[str, Any] = json.loads(self.plugins_file.read_text(encoding="utf-8"))
+        return facts
 
     def save_summary(self, summary: Mapping[str, Any]) -> None:
         """The run's outcome; after this it counts as finished."""
@@ -138,6 +155,10 @@ class RunDir:
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """One step's numbers; `row["step"]` says which. Not a number becomes null."""
         _append(self.metrics_file, _json(row) + "\n")
+
+    def append_evaluation(self, row: Mapping[str, Any]) -> None:
+        """One evaluation: `step`, and the reports `sampled` and `greedy`."""
+        _append(self.evaluations_file, _json(row) + "\n")
 
     def append_log(self, text: str) -> None:
         """A line for people, with the time before it."""
@@ -151,8 +172,9 @@ class RunDir:
 
     def rewind(self, step: int) -> None:
         """Forget what lies after `step`: a run resumes where its checkpoint is, not its metrics."""
-        rows = [row for row in self.read_metrics() if row.get("step", 0) <= step]
-        write_atomic(self.metrics_file, "".join(_json(row) + "\n" for row in rows))
+        for file in (self.metrics_file, self.evaluations_file):
+            rows = [row for row in _read_lines(file) if row.get("step", 0) <= step]
+            write_atomic(file, "".join(_json(row) + "\n" for row in rows))
         for file in self.trajectories_dir.glob("step-*.jsonl"):
             number = file.stem.removeprefix("step-")
             if number.isdigit() and int(number) > step:
@@ -165,6 +187,10 @@ class RunDir:
         """All whole lines, in order."""
         return list(_read_lines(self.metrics_file))
 
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """All evaluations, in order."""
+        return list(_read_lines(self.evaluations_file))
+
     def read_summary(self) -> dict[str, Any] | None:
         """The run's outcome; None while it has none."""
         if not self.summary_file.exists():
@@ -175,6 +201,16 @@ class RunDir:
     def read_trajectories(self, name: int | str) -> Iterator[Trajectory]:
         """What `save_trajectories` wrote under that name."""
         return map(Trajectory.from_dict, _read_lines(self._trajectories_file(name)))
+
+    def read_groups(self, step: int) -> list[Group]:
+        """The batch of a step, in the order in which it was trained on."""
+        found: dict[str, list[Trajectory]] = {}
+        for trajectory in self.read_trajectories(step):
+            found.setdefault(trajectory.group_id, []).append(trajectory)
+        return [
+            Group(id=id, task=members[0].task, trajectories=tuple(members))
+            for id, members in found.items()
+        ]
 
     # ---- inside ------------------------------------------------------------------------------
 
@@ -210,6 +246,7 @@ class RunDir:
                     f"{self.path} holds no run to resume", hints=["start one: leave --resume out"]
                 )
             _cut_torn_line(self.metrics_file)
+            _cut_torn_line(self.evaluations_file)
             return
         if self.holds_run:
             if mode == "new":

@@ -16,6 +16,16 @@ settings.register_profile("search", max_examples=2000, deadline=None)
 settings.load_profile("fixed")
 
 
+@pytest.fixture
+def shaped_env():
+    """The plugin of the environment `shaped` is installed, so to speak."""
+    from areal_gym.plugins import PluginManager, Registry, set_registry
+
+    set_registry(Registry(PluginManager.installed(modules=["shaped_env"])))
+    yield "shaped"
+    set_registry(None)
+
+
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory):
     """A checkpoint directory: a tiny policy of random weights, for what needs no skill."""

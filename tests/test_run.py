@@ -104,10 +104,10 @@ def test_the_same_seed_gives_the_same_run(policy, tmp_path):
     assert rows[0] == rows[1]
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(policy, tmp_path):
-    train(config_of(policy, steps=3), run_dir=tmp_path / "whole")
-    train(config_of(policy, steps=1), run_dir=tmp_path / "cut")
-    train(config_of(policy, steps=3), run_dir=tmp_path / "cut", mode="resume")
+def test_a_resumed_run_is_the_uninterrupted_one(policy, shaped_env, tmp_path):
+    train(config_of(policy, env=shaped_env, steps=3), run_dir=tmp_path / "whole")
+    train(config_of(policy, env=shaped_env, steps=1), run_dir=tmp_path / "cut")
+    train(config_of(policy, env=shaped_env, steps=3), run_dir=tmp_path / "cut", mode="resume")
     weights = [
         load_checkpoint(tmp_path / name / "checkpoints" / "step-000003").state_dict()
         for name in ("whole", "cut")
@@ -123,6 +123,46 @@ def test_asynchronous_training_keeps_its_bound(policy, tmp_path):
     )
     rows = RunDir(tmp_path / "run").read_metrics()
     assert all(row["rollout/staleness_max"] <= 2 for row in rows)
+
+
+def test_evaluations_on_a_schedule_measure_exactly_their_step(policy, tmp_path):
+    settings = ("eval.every=2", "rollout.max_staleness=1")
+    train(config_of(policy, *settings, steps=5), run_dir=tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    found = run.read_evaluations()
+    assert [row["step"] for row in found] == [0, 2, 4, 5]
+    assert [row["sampled"]["policy_versions"] for row in found] == [[0], [2], [4], [5]]
+    for step in (0, 2, 4, 5):
+        trajectories = list(run.read_trajectories(f"eval-{step:06d}"))
+        assert {v for t in trajectories for v in t.policy_versions} == {step}
+
+
+def test_evaluating_changes_nothing_that_is_trained(policy, shaped_env, tmp_path):
+    for name, every in (("plain", 0), ("measured", 1)):
+        config = config_of(policy, f"eval.every={every}", env=shaped_env, steps=3)
+        train(config, run_dir=tmp_path / name)
+    weights = [
+        load_checkpoint(tmp_path / name / "checkpoints" / "step-000003").state_dict()
+        for name in ("plain", "measured")
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_resumed_run_keeps_the_evaluation_before_training(policy, tmp_path):
+    train(config_of(policy, steps=1), run_dir=tmp_path / "run")
+    before = RunDir(tmp_path / "run").read_evaluations()[0]
+    summary = train(config_of(policy, steps=2), run_dir=tmp_path / "run", mode="resume")
+    found = RunDir(tmp_path / "run").read_evaluations()
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert found[0] == before
+    assert summary["heldout_before"] == before["sampled"]["pass@1"]
+
+
+@pytest.mark.parametrize("setting", ["rollout.top_p=0.9", "rollout.top_k=5"])
+def test_truncated_sampling_is_refused_with_its_reason(policy, tmp_path, setting):
+    with pytest.raises(ConfigError, match="importance ratio would be wrong"):
+        train(config_of(policy, setting), run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_taken_directory_is_refused(policy, tmp_path):

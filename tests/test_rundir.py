@@ -67,7 +67,7 @@ def test_a_run_is_written_and_read_back(run):
     run.append_metrics({"step": 1, "reward/mean": 0.25})
     run.append_metrics({"step": 2, "reward/mean": 0.5})
     run.save_trajectories([trajectory("a"), trajectory("b")], name=12)
-    run.save_provenance([{"id": "tir", "distribution": "areal-gym"}])
+    run.save_provenance([{"id": "tir", "distribution": "areal-gym"}], "0123abcd")
     assert not run.is_finished
     assert run.read_summary() is None
     run.save_summary({"heldout_after": 0.9})

@@ -42,6 +42,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Run": {
         "train": ("train:train_command", "Improve a policy in an environment."),
         "eval": ("eval:eval_command", "Measure a policy on held-out tasks."),
+        "replay": ("replay:replay_command", "Train again from a run's record, without any engine."),
     },
 }
 """Section -> name -> (where under `areal_gym.cli`, one line). Help imports none of them."""

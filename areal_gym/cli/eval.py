@@ -21,6 +21,11 @@ __all__ = ["eval_command"]
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
+@click.option("--agent", help="The agent's id (areal-gym list agents).")
+@click.option("--engine", help="The engine's id (areal-gym list engines).")
+@click.option(
+    "--engine.url", "engine_url", multiple=True, help="A server of the engine; several: again."
+)
 @click.option("--run", type=click.Path(path_type=Path), help="A run: its newest checkpoint.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="A checkpoint's directory.")
 @click.option("--model", help="A model's directory, or 'starter'.")
@@ -45,6 +50,9 @@ def eval_command(
     overrides: tuple[str, ...],
     env: str | None,
     recipe: Path | None,
+    agent: str | None,
+    engine: str | None,
+    engine_url: tuple[str, ...],
     run: Path | None,
     checkpoint: Path | None,
     model: str | None,
@@ -78,6 +86,9 @@ def eval_command(
         file=recipe,
         overrides=overrides,
         env__id=env,
+        agent__id=agent,
+        engine__id=engine,
+        engine__url=engine_url or None,
         engine__model=model,
         eval__num_tasks=num_tasks,
         eval__num_samples=num_samples,

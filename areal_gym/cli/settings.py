@@ -16,7 +16,12 @@ from areal_gym.provenance import entries_used
 __all__ = ["describe", "require_env", "resolve", "to_yaml"]
 
 
-def resolve(*, file: Path | None, overrides: Sequence[str], **flags: str | int | None) -> RunConfig:
+def resolve(
+    *,
+    file: Path | None,
+    overrides: Sequence[str],
+    **flags: str | int | Sequence[str] | None,
+) -> RunConfig:
     """Settings from the recipe, then the flags that were given, then `key=value`.
 
     Args:

@@ -23,6 +23,11 @@ __all__ = ["train_command"]
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
+@click.option("--agent", help="The agent's id (areal-gym list agents).")
+@click.option("--engine", help="The engine's id (areal-gym list engines).")
+@click.option(
+    "--engine.url", "engine_url", multiple=True, help="A server of the engine; several: again."
+)
 @click.option("--steps", type=int, help="Training steps.")
 @click.option("--seed", type=int, help="Of tasks, sampling and the model.")
 @click.option(
@@ -38,6 +43,9 @@ def train_command(
     overrides: tuple[str, ...],
     env: str | None,
     recipe: Path | None,
+    agent: str | None,
+    engine: str | None,
+    engine_url: tuple[str, ...],
     steps: int | None,
     seed: int | None,
     out: Path | None,
@@ -60,7 +68,16 @@ def train_command(
         recipe = _recipe_of(RunDir(out))
     if not dry_run:
         require_env(env, recipe, overrides)
-    config = resolve(file=recipe, overrides=overrides, env__id=env, steps=steps, seed=seed)
+    config = resolve(
+        file=recipe,
+        overrides=overrides,
+        env__id=env,
+        agent__id=agent,
+        engine__id=engine,
+        engine__url=engine_url or None,
+        steps=steps,
+        seed=seed,
+    )
     if dry_run:
         for line in describe(config).splitlines():
             print_data(f"# {line}")

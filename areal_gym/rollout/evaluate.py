@@ -130,6 +130,8 @@ async def evaluate(
     num_tasks: int = 512,
     num_samples: int = 1,
     temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
     max_new_tokens: int = 96,
     max_in_flight: int = 128,
     timeout_s: float = 120.0,
@@ -156,6 +158,8 @@ async def evaluate(
         num_tasks: how many tasks at most.
         num_samples: episodes per task; pass@k is estimated for powers of two up to it.
         temperature: 0 is greedy.
+        top_p: sample from the likeliest tokens that make up this much.
+        top_k: sample from this many of the likeliest tokens; 0 is all.
         max_new_tokens: per turn.
         max_in_flight: episodes played at once.
         timeout_s: wall-clock limit of one episode.
@@ -179,7 +183,9 @@ async def evaluate(
     jobs = ((index, sample) for index in range(len(tasks)) for sample in range(num_samples))
     total = len(tasks) * num_samples
     budget = FailureBudget(max_failure_rate)
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
+    )
     scored: list[list[Trajectory]] = [[] for _ in tasks]
     failed: list[Trajectory] = []
     num_done = 0

@@ -1,0 +1,75 @@
+"""`areal-gym replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from areal_gym.cli.output import Options, common_options, print_data, print_json
+from areal_gym.errors import UsageError
+
+__all__ = ["replay_command"]
+
+
+@click.command("replay")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[key=value]...")
+@click.option("--steps", type=click.IntRange(min=1), help="Only the first steps.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Keep metrics and the policy in this directory."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@common_options
+@click.pass_obj
+def replay_command(
+    options: Options,
+    run: Path,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    """Train again from the trajectories that RUN recorded: no engine, no environment.
+
+    With RUN's own settings the weights must come out the same, bit for bit on a CPU; the exit code
+    is 1 when they do not. With other settings (key=value), it shows what these would have made of
+    the same experience.
+    """
+    from areal_gym.cli.settings import resolve
+
+    recipe = run / "config.yaml"
+    if not recipe.is_file():
+        raise UsageError(f"{run} holds no run", hints=["all runs: areal-gym list runs"])
+    if overrides and out is None:
+        raise UsageError(
+            "other settings make another policy; where should it go?",
+            hints=["name a directory: --out runs/NAME"],
+        )
+    config = resolve(file=recipe, overrides=overrides)
+
+    from areal_gym import run as runs
+    from areal_gym.cli.display import make_display
+
+    display = make_display(is_plain=options.is_plain)
+    try:
+        report = runs.replay(config, run, out=out, num_steps=steps, display=display)
+    finally:
+        display.close()
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_data(f"{report.num_steps} steps replayed from {run}")
+        if report.first_difference is None:
+            print_data("loss, gradient norm and reward of every step are the recorded ones")
+        else:
+            print_data(f"the first step that differs from the record: {report.first_difference}")
+        if report.max_difference is None:
+            print_data("weights not compared: the run keeps no checkpoint of that step")
+        elif report.max_difference == 0:
+            print_data(f"weights: bit for bit those of {report.checkpoint}")
+        else:
+            print_data(f"weights differ from {report.checkpoint} by {report.max_difference:.3g}")
+    if out is not None:
+        print_data(f"policy: {out / 'checkpoints'}")
+    return 0 if overrides or report.is_identical else 1

@@ -1,0 +1,188 @@
+"""From settings to the objects of a run."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_gym.agents.base import Agent
+from areal_gym.config import RunConfig
+from areal_gym.engines.base import Engine
+from areal_gym.envs.base import TextEnv
+from areal_gym.errors import ConfigError, UsageError
+from areal_gym.plugins import registry
+from areal_gym.rendering import Renderer
+from areal_gym.run.display import Display
+
+__all__ = [
+    "Parts",
+    "hash_of_policy",
+    "make_learner",
+    "open_engine",
+    "policy_directory",
+    "relax_garbage_collection",
+]
+
+
+def relax_garbage_collection() -> None:
+    """Look for reference cycles more rarely, and never among what is loaded already.
+
+    Trajectories are many small objects and hold no cycles; Python's default looks through all of
+    them again and again, which costs about a sixth of an episode's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What the settings name, imported."""
+
+    env_class: Callable[..., TextEnv]
+    env_kwargs: Mapping[str, Any]
+    agent: Agent
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Parts:
+        """Import environment and agent, and try whether they can be made.
+
+        Raises:
+            UnknownIdError: nobody registered them.
+            ConfigError: they do not take the arguments that the settings give.
+        """
+        found = registry()
+        env = found.get("envs", config.env.id)
+        parts = cls(
+            env_class=env.load(),
+            env_kwargs={**getattr(env.spec, "kwargs", {}), **config.env.kwargs},
+            agent=found.load("agents", config.agent.id)(**config.agent.kwargs),
+        )
+        parts.make_env().close()  # a wrong argument is found before anything has been waited for
+        return parts
+
+    def make_env(self) -> TextEnv:
+        """A new instance.
+
+        Raises:
+            ConfigError: the environment takes no such argument.
+        """
+        try:
+            return self.env_class(**self.env_kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"env.kwargs do not fit: {error}", hints=["its arguments: areal-gym show ENV"]
+            ) from error
+
+
+def policy_directory(
+    config: RunConfig, parts: Parts, display: Display
+) -> tuple[Path, dict[str, Any]]:
+    """Where the initial policy is, and how it came to be (for the starter policy).
+
+    Raises:
+        ConfigError: `engine.model` is no checkpoint directory.
+    """
+    if config.engine.model != "starter":
+        directory = Path(config.engine.model)
+        if not (directory / "config.json").exists():
+            raise ConfigError(
+                f"engine.model = {config.engine.model!r} is no checkpoint directory",
+                hints=[
+                    "it must hold config.json, *.safetensors and tokenizer.json",
+                    "or let areal-gym build a small policy: engine.model=starter",
+                ],
+            )
+        return directory, {}
+    return _starter(config, parts, display)
+
+
+def _starter(config: RunConfig, parts: Parts, display: Display) -> tuple[Path, dict[str, Any]]:
+    import torch
+
+    from areal_gym.starter.warm_start import prepare_starter
+
+    # Small products on several threads wait for each other: on a busy machine, many times longer.
+    torch.set_num_threads(config.trainer.num_threads)
+    display.phase("warm start")
+    total = 0
+
+    def progress(done: int, at_most: int, detail: str) -> None:
+        nonlocal total
+        if at_most != total:
+            total = at_most
+            display.phase("warm start", total)
+        display.advance(done, detail)
+
+    key = yaml.safe_dump({"id": config.env.id, "kwargs": dict(parts.env_kwargs)})
+    starter = prepare_starter(parts.make_env(), env_key=key, seed=config.seed, on_progress=progress)
+    facts = {**starter.facts, "best_demonstrator": starter.best_demonstrator}
+    if starter.is_cached:
+        display.say(f"warm start: from the cache ({starter.directory})")
+        facts["warm_start_s"] = 0.0
+    else:
+        display.say(
+            f"warm start: {facts['num_steps']} steps of imitation in {facts['warm_start_s']:.0f} s"
+        )
+    shown = ", ".join(
+        f"{name} {d['accuracy']:.2f} (x{d['share']:.2f})"
+        for name, d in facts["demonstrators"].items()
+    )
+    display.say(f"  it imitates demonstrators whose accuracy (and share) is: {shown}")
+    return starter.directory, facts
+
+
+def hash_of_policy(directory: Path) -> str:
+    """16 hex digits of a checkpoint's weights: the same digits, the same policy."""
+    digest = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def make_learner(config: RunConfig, policy: Path) -> Any:
+    """The trainer of the settings, with the weights in `policy`."""
+    from areal_gym.modeling.checkpoint import load_checkpoint
+    from areal_gym.modeling.device import pick_device
+
+    found = registry()
+    return found.load("trainers", config.trainer.id)(
+        load_checkpoint(policy, device=pick_device(config.trainer.device)),
+        config.trainer,
+        advantage=found.load("advantages", config.trainer.advantage),
+        loss=found.load("losses", config.trainer.loss),
+        temperature=config.rollout.temperature,
+        constant_length=config.rollout.max_new_tokens,
+    )
+
+
+@asynccontextmanager
+async def open_engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[Engine, Renderer]]:
+    """The engine of the settings, started, with `policy`'s renderer; ended on the way out."""
+    renderer = Renderer.from_checkpoint(policy)
+    engine_class = registry().load("engines", config.engine.id)
+    if not hasattr(engine_class, "from_settings"):
+        raise UsageError(
+            f"the engine {config.engine.id!r} cannot serve a checkpoint",
+            hints=["engine.id=embedded and engine.id=sglang do"],
+        )
+    try:
+        engine: Engine = engine_class.from_settings(policy, config.engine)
+    except TypeError as error:
+        raise ConfigError(
+            f"engine.kwargs do not fit: {error}",
+            hints=[f"its arguments: areal-gym show {config.engine.id}"],
+        ) from error
+    try:
+        await engine.start()
+        yield engine, renderer
+    finally:
+        await engine.aclose()

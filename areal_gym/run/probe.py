@@ -1,0 +1,107 @@
+"""Do engine and trainer run the same model?
+
+A few turns are sampled by the engine and scored by the trainer. When they disagree, the ratio of
+every token is wrong, and training goes astray without a word: another model, dtype, temperature or
+an adapter that was never loaded all show here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_gym.config import RunConfig
+from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.errors import ConfigError
+from areal_gym.rendering import Renderer
+from areal_gym.rollout.episode import derive_seed
+from areal_gym.run.parts import Parts
+
+__all__ = ["LogprobGap", "measure_gap", "require_agreement"]
+
+_NUM_PROMPTS = 8
+_NUM_TOKENS = 32
+_PROBE = 4
+"""A stream of seeds of its own; training and evaluation have 0 to 3."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobGap:
+    """|log-probability(engine) - log-probability(trainer)| over the probe's sampled tokens."""
+
+    mean: float
+    max: float
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2g} in the mean, {self.max:.2g} at most, over {self.num_tokens} tokens"
+
+
+async def measure_gap(
+    config: RunConfig, parts: Parts, engine: Engine, renderer: Renderer, learner: Any
+) -> LogprobGap:
+    """Sample some turns at the run's temperature, score them with the trainer's weights.
+
+    Raises:
+        EngineError: the engine cannot sample.
+    """
+    from areal_gym.trainer.sequences import Sequence as TokenSequence
+
+    async def sample(index: int) -> TokenSequence:
+        seed = derive_seed(config.seed, _PROBE, index)
+        env = parts.make_env()
+        _, info = env.reset(seed=seed, options={"split": "train"})
+        schemas = [tool.schema() for tool in env.tools]
+        prompt = renderer.first_ids(info["messages"], schemas)
+        await env.aclose()
+        params = SamplingParams(
+            max_new_tokens=min(_NUM_TOKENS, config.rollout.max_new_tokens),
+            temperature=config.rollout.temperature,
+            stop_token_ids=renderer.stop_token_ids,
+            seed=seed,
+        )
+        generation = await engine.generate(prompt, params)
+        num_prompt, num_new = len(prompt), len(generation.token_ids)
+        return TokenSequence(
+            token_ids=(*prompt, *generation.token_ids),
+            loss_mask=(False,) * num_prompt + (True,) * num_new,
+            old_logprobs=(0.0,) * num_prompt + generation.logprobs,
+            versions=(-1,) * num_prompt + generation.versions,
+        )
+
+    rows = await asyncio.gather(*(sample(index) for index in range(_NUM_PROMPTS)))
+    rows = [row for row in rows if row.num_trainable]
+    scores = await asyncio.to_thread(learner.score, rows)
+    return _gap(rows, [score.tolist() for score in scores])
+
+
+def _gap(rows: Sequence[Any], scores: Sequence[Sequence[float]]) -> LogprobGap:
+    gaps = [
+        abs(theirs - ours)
+        for row, score in zip(rows, scores, strict=True)
+        for theirs, ours in zip(row.old_logprobs[-row.num_trainable :], score, strict=True)
+    ]
+    return LogprobGap(mean=sum(gaps) / len(gaps), max=max(gaps), num_tokens=len(gaps))
+
+
+def require_agreement(gap: LogprobGap, config: RunConfig) -> None:
+    """Refuse a run whose engine and trainer are not the same model.
+
+    Raises:
+        ConfigError: the gap is above `engine.max_logprob_gap`.
+    """
+    if gap.mean <= config.engine.max_logprob_gap:
+        return
+    hints = [
+        "the usual causes: another model or adapter, another temperature, another dtype",
+        f"if this much is expected of the dtype: engine.max_logprob_gap={gap.mean * 1.5:.2g}",
+    ]
+    if config.engine.url:
+        hints.insert(0, f"start the servers with the model of engine.model: {config.engine.model}")
+    raise ConfigError(
+        f"engine and trainer are not the same model: the log-probabilities of what the engine "
+        f"samples differ by {gap} (allowed: {config.engine.max_logprob_gap:g} in the mean)",
+        hints=hints,
+    )

@@ -1,0 +1,147 @@
+"""A run trained again from its record: no engine, no environment, no sampling.
+
+A run directory holds, step by step, the trajectories that were trained on, with ids,
+log-probabilities and versions, in the order in which they were. That is all that training takes
+in, so the same settings give the same weights, bit for bit on a CPU; other settings show what they
+would have made of the same experience.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_gym.config import RunConfig
+from areal_gym.errors import ConfigError, NothingToDoError
+from areal_gym.run.display import Display, SilentDisplay
+from areal_gym.run.parts import Parts, hash_of_policy, make_learner, policy_directory
+from areal_gym.rundir import RunDir
+
+__all__ = ["ReplayReport", "replay"]
+
+_COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayReport:
+    """How a replay compares with its run."""
+
+    num_steps: int
+    checkpoint: str | None
+    """The run's checkpoint that the weights were compared with; None when none is left to."""
+    max_difference: float | None
+    """Largest absolute difference of a weight; 0.0 is bit for bit."""
+    first_difference: int | None
+    """The first step whose loss, gradient norm or reward differ from the record; None if none."""
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether nothing that was compared differs."""
+        return self.first_difference is None and not self.max_difference
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain and JSON-ready."""
+        return {**asdict(self), "is_identical": self.is_identical}
+
+
+def replay(
+    config: RunConfig,
+    source: Path,
+    *,
+    out: Path | None = None,
+    num_steps: int | None = None,
+    display: Display | None = None,
+) -> ReplayReport:
+    """Train the policy that `source` started with on what `source` recorded.
+
+    Args:
+        config: the settings; `source`'s own for a faithful replay.
+        source: a run directory.
+        out: a new run directory for metrics and the final checkpoint; nothing is kept without.
+        num_steps: how many steps; all that were recorded by default.
+        display: where to say what goes on.
+
+    Raises:
+        NothingToDoError: no step was recorded.
+        ConfigError: the initial policy is not the one that the run started with.
+        GymError: see `areal_gym.errors`.
+    """
+    shown = display or SilentDisplay()
+    run = RunDir(source)
+    recorded = {row["step"]: row for row in run.read_metrics()}
+    steps = sorted(recorded)[:num_steps]
+    if not steps:
+        raise NothingToDoError(f"{source} has recorded no step to replay")
+    policy, _ = policy_directory(config, Parts.of(config), shown)
+    _require_same_start(run, policy)
+    learner = make_learner(config, policy)
+    shown.phase("replay", len(steps))
+    first_difference: int | None = None
+    rows: list[dict[str, Any]] = []
+    for step in steps:
+        metrics = learner.step(run.read_groups(step), step - 1)
+        rows.append({"step": step, **metrics})
+        if first_difference is None and not _agree(metrics, recorded[step]):
+            first_difference = step
+        shown.step(step, len(steps), metrics)
+    if out is not None:
+        _save(config, learner, out, rows, policy)
+    checkpoint = run.checkpoints_dir / f"step-{steps[-1]:06d}"
+    if not checkpoint.is_dir():
+        return ReplayReport(
+            num_steps=len(steps),
+            checkpoint=None,
+            max_difference=None,
+            first_difference=first_difference,
+        )
+    return ReplayReport(
+        num_steps=len(steps),
+        checkpoint=str(checkpoint),
+        max_difference=_largest_difference(learner, checkpoint),
+        first_difference=first_difference,
+    )
+
+
+def _require_same_start(run: RunDir, policy: Path) -> None:
+    known = run.read_provenance().get("initial_policy")
+    found = hash_of_policy(policy)
+    if known is not None and known != found:
+        raise ConfigError(
+            f"{run.path} started with the policy {known}, and {policy} is {found}",
+            hints=[
+                "name the directory with the weights that the run started with: engine.model=DIR",
+                "a warm start is made anew when the code or the versions below it change",
+            ],
+        )
+
+
+def _agree(metrics: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
+    def same(ours: float, theirs: float | None) -> bool:
+        # JSON has no NaN; the record holds null in its place.
+        return ours == theirs or (theirs is None and not math.isfinite(ours))
+
+    return all(same(metrics[key], recorded[key]) for key in _COMPARED if key in recorded)
+
+
+def _largest_difference(learner: Any, checkpoint: Path) -> float:
+    from areal_gym.modeling.checkpoint import load_checkpoint
+
+    theirs = load_checkpoint(checkpoint).state_dict()
+    return max(float((ours.cpu() - theirs[name]).abs().max()) for name, ours in learner.weights())
+
+
+def _save(
+    config: RunConfig, learner: Any, out: Path, rows: list[dict[str, Any]], policy: Path
+) -> None:
+    import yaml
+
+    from areal_gym.trainer.checkpoint import save_learner
+
+    with RunDir.open(out, "new") as directory:
+        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        for row in rows:
+            directory.append_metrics(row)
+        save_learner(learner, directory.checkpoints_dir, rows[-1]["step"], policy)

@@ -1,0 +1,312 @@
+"""One training run, from the warm start to the summary."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_gym.config import RunConfig
+from areal_gym.engines.base import Engine, RemoteEngine
+from areal_gym.errors import ConfigError
+from areal_gym.learning_curve import draw_learning_curve
+from areal_gym.plugins import registry
+from areal_gym.provenance import entries_used
+from areal_gym.rendering import Renderer
+from areal_gym.rollout.runner import RolloutRunner, RolloutStats
+from areal_gym.run.display import Display, SilentDisplay
+from areal_gym.run.evaluation import Evaluations
+from areal_gym.run.parts import (
+    Parts,
+    hash_of_policy,
+    make_learner,
+    open_engine,
+    policy_directory,
+    relax_garbage_collection,
+)
+from areal_gym.run.probe import measure_gap, require_agreement
+from areal_gym.rundir import RunDir, RunMode, write_atomic
+from areal_gym.types import Group
+from areal_gym.version import __version__
+
+__all__ = ["train"]
+
+
+def train(
+    config: RunConfig, *, run_dir: Path, mode: RunMode = "new", display: Display | None = None
+) -> dict[str, Any]:
+    """Run the whole of it and return the summary, which is also in `summary.json`.
+
+    Interrupted (Ctrl-C), it saves a checkpoint of what was learned and raises KeyboardInterrupt;
+    `mode="resume"` goes on from there.
+
+    Raises:
+        GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
+    """
+    _require_plain_sampling(config)
+    run = _Training(config, display or SilentDisplay())
+    with RunDir.open(run_dir, mode) as directory:
+        return asyncio.run(run.play(directory, is_resumed=mode == "resume"))
+
+
+def _require_plain_sampling(config: RunConfig) -> None:
+    # Engines report log-probabilities over the whole vocabulary: ratios against them would say
+    # that tokens were sampled less often than they were.
+    rollout = config.rollout
+    for name, value, plain in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        if value != plain:
+            raise ConfigError(
+                f"rollout.{name} = {value:g} cannot be trained with: the recorded "
+                "log-probabilities are not those of the truncated distribution that is sampled, "
+                "and every importance ratio would be wrong",
+                hints=[
+                    f"train with rollout.{name}={plain:g}; rollout.temperature may be lowered",
+                    f"measure with it: areal-gym eval ... rollout.{name}={value:g}",
+                ],
+            )
+
+
+@dataclass(slots=True)
+class _Training:
+    """One training run."""
+
+    config: RunConfig
+    display: Display
+
+    async def play(self, directory: RunDir, *, is_resumed: bool) -> dict[str, Any]:
+        from areal_gym.trainer.checkpoint import latest_checkpoint, require_space, restore_learner
+
+        config, display = self.config, self.display
+        used = entries_used(config)
+        parts = Parts.of(config)
+        self._announce(directory, used)
+        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        policy, warm_start = policy_directory(config, parts, display)
+        directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
+        done = 0
+        found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
+        source = policy
+        if found is not None:
+            done, source = found
+            directory.rewind(done)
+            display.say(f"resumed at step {done} from {source}")
+        learner = make_learner(config, source)
+        require_space(learner, directory.path)
+        rollout_state = None if found is None else restore_learner(learner, source)
+        async with AsyncExitStack() as stack:
+            engine, renderer = await stack.enter_async_context(open_engine(config, source))
+            weight_sync = registry().load("weight-syncs", "in-process")(engine)
+            if done:
+                await weight_sync.publish(learner.weights(), done)
+            await self._probe(parts, engine, renderer, learner, weight_sync, done)
+            evaluations = Evaluations(config, parts, engine, renderer, directory, display)
+            stack.push_async_callback(evaluations.aclose)
+            # Step 0 is measured before anything is learned; a resumed run has it on record.
+            if evaluations.is_due(done):
+                await evaluations.at(done)
+            train_s = await self._steps(
+                directory,
+                parts,
+                engine,
+                renderer,
+                learner,
+                weight_sync,
+                evaluations,
+                policy,
+                done,
+                rollout_state,
+            )
+            after = await evaluations.at(config.steps)
+        before = evaluations.points[0]
+        summary = {
+            "env": config.env.id,
+            "heldout_before": before.sampled,
+            "heldout_after": after.sampled,
+            "heldout_greedy_before": before.greedy,
+            "heldout_greedy_after": after.greedy,
+            "heldout_after_interval": [after.low, after.high],
+            "num_heldout_tasks": config.eval.num_tasks,
+            "num_steps": config.steps,
+            "first_step": done + 1,
+            "warm_start_s": warm_start.get("warm_start_s", 0.0),
+            "train_s": round(train_s, 2),
+            "seed": config.seed,
+            "warm_start": warm_start,
+            "checkpoint": f"checkpoints/step-{config.steps:06d}",
+            "version": __version__,
+        }
+        self._conclude(directory, evaluations, summary)
+        return summary
+
+    async def _probe(
+        self,
+        parts: Parts,
+        engine: Engine,
+        renderer: Renderer,
+        learner: Any,
+        weight_sync: Any,
+        version: int,
+    ) -> None:
+        """Engine and trainer must be the same model before the first token is trained on."""
+        config, display = self.config, self.display
+        gap = await measure_gap(config, parts, engine, renderer, learner)
+        if gap.mean > config.engine.max_logprob_gap and _was_published_to(engine):
+            display.say(f"the servers hold the weights of an earlier run (they differ by {gap})")
+            await weight_sync.publish(learner.weights(), version)
+            gap = await measure_gap(config, parts, engine, renderer, learner)
+        require_agreement(gap, config)
+        display.say(f"engine and trainer agree: log-probabilities differ by {gap}")
+
+    async def _steps(
+        self,
+        directory: RunDir,
+        parts: Parts,
+        engine: Engine,
+        renderer: Renderer,
+        learner: Any,
+        weight_sync: Any,
+        evaluations: Evaluations,
+        tokenizer_dir: Path,
+        done: int,
+        rollout_state: Mapping[str, Any] | None,
+    ) -> float:
+        """Train to the end; saves what was learned, also when it is interrupted."""
+        from areal_gym.trainer.checkpoint import save_learner
+        from areal_gym.trainer.loop import train_loop
+
+        config, display = self.config, self.display
+        first_step, saved = done + 1, done
+        loggers = [registry().load("loggers", id)(directory.path) for id in config.loggers]
+
+        def save() -> None:
+            nonlocal saved
+            if saved != done and done > 0:
+                save_learner(
+                    learner, directory.checkpoints_dir, done, tokenizer_dir, runner.state()
+                )
+                saved = done
+
+        async def on_step(step: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
+            nonlocal done
+            done = step
+            row = {"step": step, **metrics, **_rollout_metrics(runner.stats())}
+            directory.append_metrics(row)
+            directory.save_trajectories((t for group in groups for t in group), name=step)
+            for logger in loggers:
+                logger.log(step, row)
+            display.step(step, config.steps, row)
+            if config.trainer.save_every and step % config.trainer.save_every == 0:
+                save()
+            if evaluations.is_due(step) and step < config.steps:
+                await evaluations.begin(step)
+
+        relax_garbage_collection()
+        display.phase("train", config.steps)
+        start_s = time.perf_counter()
+        runner = RolloutRunner(
+            parts.make_env,
+            parts.agent,
+            engine,
+            renderer,
+            config.rollout,
+            seed=config.seed,
+            env_id=config.env.id,
+            agent_id=config.agent.id,
+            state=rollout_state,
+        )
+        try:
+            async with runner:
+                display.watch(lambda: _waiting(runner.stats()))
+                await train_loop(
+                    runner,
+                    learner,
+                    weight_sync,
+                    num_steps=config.steps,
+                    first_step=first_step,
+                    on_step=on_step,
+                    num_threads=config.trainer.num_threads,
+                )
+        except (asyncio.CancelledError, Exception):
+            save()
+            if done:
+                display.say(f"stopped after step {done}; what was learned is in {directory.path}")
+                display.say(f"go on with: areal-gym train --resume --out {directory.path}")
+            raise
+        finally:
+            display.watch(None)
+            for logger in loggers:
+                logger.close()
+        save()
+        return time.perf_counter() - start_s
+
+    def _announce(self, directory: RunDir, used: Iterable[Any]) -> None:
+        config = self.config
+        owners = sorted({entry.plugin.source for entry in used})
+        self.display.say(
+            f"areal-gym {__version__} | env {config.env.id} | agent {config.agent.id} | engine "
+            f"{config.engine.id} ({config.engine.model}) | seed {config.seed}"
+        )
+        self.display.say(f"  plugins: {', '.join(owners)} | run directory: {directory.path}")
+
+    def _conclude(
+        self, directory: RunDir, evaluations: Evaluations, summary: dict[str, Any]
+    ) -> None:
+        display = self.display
+        title = f"{self.config.env.id}, seed {self.config.seed}: held-out accuracy"
+        best = summary["warm_start"].get("best_demonstrator")
+        write_atomic(
+            directory.learning_curve_file,
+            draw_learning_curve(
+                directory.read_metrics(),
+                evaluations.points,
+                title=title,
+                baselines={} if best is None else {"best demonstrator": best},
+            ),
+        )
+        directory.save_summary(summary)
+        rows = [("", "before", "after")]
+        for label, key in (("sampled", "heldout"), ("greedy", "heldout_greedy")):
+            before, after = summary[f"{key}_before"], summary[f"{key}_after"]
+            rows.append((f"held-out, {label}", f"{before:.3f}", f"{after:.3f}"))
+        if best is not None:
+            rows.append(("best demonstrator", f"{best:.3f}", ""))
+        for left, middle, right in rows:
+            display.say(f"  {left:<20}{middle:>8}{right:>8}")
+        display.say(
+            f"warm start {summary['warm_start_s']:.0f} s, training {summary['train_s']:.0f} s "
+            f"for {summary['num_steps']} steps"
+        )
+        display.say(f"curve:     {directory.learning_curve_file}")
+        display.say(f"policy:    {directory.path / summary['checkpoint']}")
+        display.say(f"next:      areal-gym eval --env {summary['env']} --run {directory.path} -k 4")
+
+
+def _was_published_to(engine: Engine) -> bool:
+    """Whether a trainer has put weights into these servers before, so that another may."""
+    return isinstance(engine, RemoteEngine) and getattr(engine, "has_foreign_weights", False)
+
+
+def _waiting(stats: RolloutStats) -> str:
+    """One line for people: what the episodes wait for."""
+    text = (
+        f"{stats.episodes_in_flight} episodes in flight: {stats.waiting_on_engine} wait for the "
+        f"engine, {stats.waiting_on_env} for the environment; {stats.groups_ready} groups ready"
+    )
+    num_failed = sum(stats.num_failures.values())
+    return f"{text}; {num_failed} failures" if num_failed else text
+
+
+def _rollout_metrics(stats: RolloutStats) -> dict[str, float]:
+    return {
+        "rollout/failed_groups": float(stats.num_groups_failed),
+        "rollout/stale_groups": float(stats.num_groups_stale),
+        "rollout/retries": float(stats.num_retries),
+        "rollout/groups_ready": float(stats.groups_ready),
+        **{f"rollout/failures/{name}": float(n) for name, n in stats.num_failures.items()},
+    }

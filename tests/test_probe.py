@@ -1,0 +1,69 @@
+"""Engine and trainer must be the same model."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from areal_gym.config import load_config
+from areal_gym.engines.embedded import EmbeddedEngine
+from areal_gym.errors import ConfigError
+from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
+from areal_gym.rendering import Renderer
+from areal_gym.run.parts import Parts, make_learner
+from areal_gym.run.probe import measure_gap, require_agreement
+
+SMALL = ["env.id=countdown", "engine.max_context=256", "rollout.max_new_tokens=16"]
+
+
+def gap_between(served, trained, *overrides, served_at=1.0):
+    """The gap between an engine with one checkpoint and a trainer with another."""
+    torch.set_num_threads(1)
+    config = load_config(overrides=[f"engine.model={trained}", *SMALL, *overrides])
+
+    async def measure():
+        engine = EmbeddedEngine.from_checkpoint(served, num_slots=8, max_context=256)
+        await engine.start()
+        try:
+            asked = config.model_copy(
+                update={"rollout": config.rollout.model_copy(update={"temperature": served_at})}
+            )
+            learner = make_learner(config, trained)
+            renderer = Renderer.from_checkpoint(trained)
+            return await measure_gap(asked, Parts.of(config), engine, renderer, learner)
+        finally:
+            await engine.aclose()
+
+    return config, asyncio.run(measure())
+
+
+def test_the_same_weights_agree(tiny_policy):
+    config, gap = gap_between(tiny_policy, tiny_policy)
+    assert gap.mean < 1e-4
+    assert gap.num_tokens > 8
+    require_agreement(gap, config)
+
+
+def test_another_model_is_refused(tiny_policy, tmp_path):
+    decoder = load_checkpoint(tiny_policy)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(3.0)
+    other = save_checkpoint(decoder, tmp_path / "other", tokenizer_dir=tiny_policy)
+    config, gap = gap_between(other, tiny_policy)
+    with pytest.raises(ConfigError, match="not the same model") as caught:
+        require_agreement(gap, config)
+    assert any("temperature" in hint for hint in caught.value.hints)
+
+
+def test_another_temperature_shows(tiny_policy, tmp_path):
+    decoder = load_checkpoint(tiny_policy)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(3.0)
+    sharp = save_checkpoint(decoder, tmp_path / "sharp", tokenizer_dir=tiny_policy)
+    config, gap = gap_between(sharp, sharp, served_at=0.5)
+    with pytest.raises(ConfigError, match="differ by"):
+        require_agreement(gap, config)

@@ -1,0 +1,102 @@
+"""A run trained again from its record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from areal_gym.config import load_config
+from areal_gym.errors import ConfigError, NothingToDoError
+from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
+from areal_gym.run import replay, train
+from areal_gym.rundir import RunDir
+
+SMALL = [
+    "env.id=shaped",
+    "rollout.group_size=4",
+    "rollout.batch_groups=2",
+    "rollout.max_in_flight=8",
+    "rollout.max_new_tokens=12",
+    "engine.num_slots=8",
+    "engine.max_context=256",
+    "eval.num_tasks=2",
+    "trainer.advantage=reinforce",
+    "trainer.minibatches=2",
+    "trainer.optimizer=muon",
+    "steps=4",
+]
+
+
+def config_of(policy, *overrides):
+    return load_config(overrides=[f"engine.model={policy}", *SMALL, *overrides])
+
+
+@pytest.fixture
+def recorded(shaped_env, tiny_policy, tmp_path):
+    """An asynchronous run, so that stale tokens and their corrections are in the record."""
+    run_dir = tmp_path / "run"
+    train(config_of(tiny_policy, "rollout.max_staleness=2"), run_dir=run_dir)
+    return run_dir
+
+
+def recorded_config(run_dir, *overrides):
+    return load_config(run_dir / "config.yaml", overrides)
+
+
+def test_the_weights_come_out_bit_for_bit(recorded):
+    report = replay(recorded_config(recorded), recorded)
+    assert report.num_steps == 4
+    assert report.max_difference == 0.0
+    assert report.first_difference is None
+    assert report.is_identical
+    first, *_, last = (RunDir(recorded).read_metrics()[i] for i in (0, -1))
+    assert first["train/grad_norm"] > 0
+    assert last["rollout/staleness_max"] > 0
+
+
+def test_a_tampered_record_is_found(recorded, tmp_path):
+    run_dir = tmp_path / "tampered"
+    shutil.copytree(recorded, run_dir)
+    file = run_dir / "trajectories" / "step-000003.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[0]["turns"][0]["reward"] += 1.0
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = replay(recorded_config(run_dir), run_dir)
+    assert report.first_difference == 3
+    assert report.max_difference > 0
+    assert not report.is_identical
+
+
+def test_other_settings_make_another_policy_of_the_same_experience(recorded, tmp_path):
+    config = recorded_config(recorded, "trainer.lr=1e-2")
+    report = replay(config, recorded, out=tmp_path / "other")
+    assert not report.is_identical
+    made = RunDir(tmp_path / "other")
+    assert [row["step"] for row in made.read_metrics()] == [1, 2, 3, 4]
+    assert yaml.safe_load(made.config_file.read_text())["trainer"]["lr"] == 1e-2
+    assert load_checkpoint(made.checkpoints_dir / "step-000004").state_dict()
+
+
+def test_only_the_first_steps(recorded):
+    report = replay(recorded_config(recorded), recorded, num_steps=2)
+    assert report.num_steps == 2
+    assert report.first_difference is None
+    assert report.checkpoint is None  # nothing was saved at step 2
+
+
+def test_another_initial_policy_is_refused(recorded, tiny_policy, tmp_path):
+    decoder = load_checkpoint(tiny_policy)
+    next(decoder.parameters()).data.add_(1.0)
+    other = save_checkpoint(decoder, tmp_path / "policy", tokenizer_dir=tiny_policy)
+    with pytest.raises(ConfigError, match="started with the policy"):
+        replay(recorded_config(recorded, f"engine.model={other}"), recorded)
+
+
+def test_a_run_without_steps_has_nothing_to_replay(recorded, tmp_path):
+    with RunDir.open(tmp_path / "empty") as run:
+        run.save_config((recorded / "config.yaml").read_text())
+    with pytest.raises(NothingToDoError, match="no step"):
+        replay(recorded_config(recorded), tmp_path / "empty")
