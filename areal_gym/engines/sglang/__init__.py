@@ -1,0 +1,1 @@
+"""SGLang: a client of its servers, their launcher, and a stand-in for tests."""
