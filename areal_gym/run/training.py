@@ -31,6 +31,7 @@ from areal_gym.run.parts import (
     relax_garbage_collection,
 )
 from areal_gym.run.probe import measure_gap, require_agreement
+from areal_gym.run.saving import Saver
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.types import Group
 from areal_gym.version import __version__
@@ -177,20 +178,11 @@ class _Training:
         rollout_state: Mapping[str, Any] | None,
     ) -> float:
         """Train to the end; saves what was learned, also when it is interrupted."""
-        from areal_gym.trainer.checkpoint import save_learner
         from areal_gym.trainer.loop import train_loop
 
         config, display = self.config, self.display
-        first_step, saved = done + 1, done
+        first_step = done + 1
         loggers = [registry().load("loggers", id)(directory.path) for id in config.loggers]
-
-        def save() -> None:
-            nonlocal saved
-            if saved != done and done > 0:
-                save_learner(
-                    learner, directory.checkpoints_dir, done, tokenizer_dir, runner.state()
-                )
-                saved = done
 
         async def on_step(step: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
             nonlocal done
@@ -202,7 +194,7 @@ class _Training:
                 logger.log(step, row)
             display.step(step, config.steps, row)
             if config.trainer.save_every and step % config.trainer.save_every == 0:
-                save()
+                await saver.save(step)
             if evaluations.is_due(step) and step < config.steps:
                 await evaluations.begin(step)
 
@@ -220,6 +212,7 @@ class _Training:
             agent_id=config.agent.id,
             state=rollout_state,
         )
+        saver = Saver(learner, directory, tokenizer_dir, runner.state, saved_step=done)
         try:
             async with runner:
                 display.watch(lambda: _waiting(runner.stats()))
@@ -232,17 +225,18 @@ class _Training:
                     on_step=on_step,
                     num_threads=config.trainer.num_threads,
                 )
+            saver.save_now(done)
         except (asyncio.CancelledError, Exception):
-            save()
+            saver.save_now(done)
             if done:
                 display.say(f"stopped after step {done}; what was learned is in {directory.path}")
                 display.say(f"go on with: areal-gym train --resume --out {directory.path}")
             raise
         finally:
             display.watch(None)
+            saver.close()
             for logger in loggers:
                 logger.close()
-        save()
         return time.perf_counter() - start_s
 
     def _announce(self, directory: RunDir, used: Iterable[Any]) -> None:
