@@ -1,1 +1,26 @@
-"""SGLang: a client of its servers, their launcher, and a stand-in for tests."""
+"""SGLang: an engine over its servers, their launcher, and a stand-in for them.
+
+Nothing here imports aiohttp before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_gym.engines.sglang.engine import SGLangEngine
+    from areal_gym.engines.sglang.fake import FakeSGLangServer
+
+__all__ = ["FakeSGLangServer", "SGLangEngine"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SGLangEngine":
+        from areal_gym.engines.sglang.engine import SGLangEngine
+
+        return SGLangEngine
+    if name == "FakeSGLangServer":
+        from areal_gym.engines.sglang.fake import FakeSGLangServer
+
+        return FakeSGLangServer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

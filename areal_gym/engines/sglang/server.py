@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,11 +12,15 @@ import aiohttp
 
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
-__all__ = ["RefusedError", "SGLangServer"]
+__all__ = ["RefusedError", "SGLangServer", "ServerFacts", "is_refused"]
 
 _QUICK_S = 30.0
 """Long enough for a route that only looks something up, on a busy machine."""
 _DISK_S = 600.0
+_KEEPALIVE_S = 3.0
+"""SGLang hangs up on idle connections after 5 s; a request sent at that moment would be lost."""
+_RESERVED_TOKENS = 6
+"""By so much a prompt must be shorter than SGLang's context, as `max_req_input_len` shows."""
 
 
 class RefusedError(EngineError):
@@ -25,6 +30,22 @@ class RefusedError(EngineError):
         super().__init__(message, hints=hints)
         self.status = status
         """Of HTTP; 200 for routes that say no in the body."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts:
+    """What a server says about itself."""
+
+    version: str
+    """Of SGLang."""
+    model_path: str
+    weight_version: str
+    max_context: int
+    """Prompt and at least one new token."""
+    can_retract: bool
+    """Generation can be paused, so that it continues where it stopped."""
+    has_seeds: bool
+    """It samples the same tokens for the same seed (`--enable-deterministic-inference`)."""
 
 
 class SGLangServer:
@@ -52,6 +73,9 @@ class SGLangServer:
         )
         self.loaded_from: tuple[Path, int] | None = None
         """The checkpoint directory that it took last, and as which version."""
+        self.needs_update_session = True
+        """Weights other than a directory's must come between `/begin_weight_update` and
+        `/end_weight_update` (SGLang 0.5.21 and later); `look` finds out."""
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, route: str, *, timeout_s: float = _QUICK_S) -> dict[str, Any]:
@@ -84,51 +108,63 @@ class SGLangServer:
         await self.post("/update_weights_from_disk", body, timeout_s=_DISK_S)
         self.loaded_from = (Path(directory), version)
 
-    async def has_route(self, route: str) -> bool:
-        """Whether a POST route exists: asked with GET, it answers 405 then, and 404 otherwise.
+    async def weight_version(self) -> str:
+        """What it calls the weights that it serves; "default" before the first update.
 
         Raises:
             EngineError: as `get`.
         """
+        info = await self.get("/model_info")
+        if "weight_version" not in info:
+            raise EngineError(f"{self.url} is no SGLang server: it has no weight version")
+        return str(info["weight_version"])
+
+    async def look(self) -> ServerFacts:
+        """What kind of server this is; sets `needs_update_session`.
+
+        Raises:
+            EngineError: as `get`, or it is no SGLang server.
+        """
+        weight_version = await self.weight_version()
+        info = await self.get("/server_info")
+        max_prompt = info.get("max_req_input_len")
+        if max_prompt is None:
+            models = await self.get("/v1/models")
+            max_prompt = models["data"][0]["max_model_len"] - _RESERVED_TOKENS
+        self.needs_update_session = await self._has_route("/begin_weight_update")
+        return ServerFacts(
+            version=str(info.get("version", "unknown")),
+            model_path=str(info.get("model_path", "unknown")),
+            weight_version=weight_version,
+            max_context=int(max_prompt) + 1,
+            can_retract=await self._has_route("/pause_generation"),
+            has_seeds=bool(info.get("enable_deterministic_inference")),
+        )
+
+    async def check_health(self, *, timeout_s: float) -> None:
+        """Return if it serves; a server that idles samples a token for this.
+
+        Raises:
+            EngineError: as `get`; it may also be starting, or stuck.
+        """
+        await self.get("/health", timeout_s=timeout_s)
+
+    async def aclose(self) -> None:
+        """Close the connections; who waits for an answer gets `EngineUnreachableError` now.
+
+        Asking again opens new ones.
+        """
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _has_route(self, route: str) -> bool:
+        """Whether a POST route exists: asked with GET, it answers 405 then, and 404 otherwise."""
         try:
             await self.get(route)
         except RefusedError as refused:
             return refused.status != 404
         return True
-
-    async def weight_version(self) -> str:
-        """What it calls the weights that it serves; "default" before the first update."""
-        return str((await self.get("/model_info"))["weight_version"])
-
-    async def is_healthy(self, *, timeout_s: float) -> bool:
-        """Whether it serves; it may be starting, or too busy to say.
-
-        Raises:
-            EngineUnreachableError: nobody is there any more.
-        """
-        try:
-            await self.get("/health", timeout_s=timeout_s)
-        except EngineUnreachableError as error:
-            if isinstance(error.__cause__, TimeoutError):
-                return False
-            raise
-        except EngineError:
-            return False
-        return True
-
-    def drop_connections(self) -> None:
-        """Whoever waits for an answer gets `EngineUnreachableError` now."""
-        session, self._session = self._session, None
-        if session is not None and session.connector is not None:
-            # Closes sockets at once; the awaitable is only about those that say goodbye (TLS).
-            session.connector.close()
-            session.detach()
-
-    async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
 
     async def _ask(
         self, method: str, route: str, data: bytes | None, timeout_s: float
@@ -136,7 +172,7 @@ class SGLangServer:
         if self._session is None:
             # The default connector has 100 connections, and the 101st episode would wait.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 headers={"Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=None),
             )
@@ -180,6 +216,11 @@ class SGLangServer:
         raise RefusedError(
             f"{self.url}{route} refused (HTTP {status}): {_words(answer)}", status=status
         )
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether nobody even listens; else a server is there, and may only be busy."""
+    return isinstance(error.__cause__, aiohttp.ClientConnectorError)
 
 
 def _words(answer: Any) -> str:

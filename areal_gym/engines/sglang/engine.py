@@ -1,0 +1,421 @@
+"""The SGLang engine: a policy served by other processes, as exact as one in this process.
+
+    generate:  [gate] -> a server -> /generate -> stop, length      the turn is there
+                  ^                     |
+                  |                     +-- abort, by a publication   keep what there is, go on
+                  |                     +-- server lost, 5xx, timeout  again, within the budget
+                  +---------------------+
+
+    updating:  gate closes; generation is interrupted; weights change; each server must report
+               the new version; gate opens
+
+Generation is interrupted in one of two ways. "abort", on every version of SGLang: requests end
+with what they have, and are sent again with it as part of their prompt. "retract": the server
+sets them aside and computes their caches anew under the new weights; nothing is sent again.
+
+No token gets a version that it was not sampled under. Servers since 0.5.19 say it per token. With
+older ones the version is the one when the request was sent, and no request is in flight while
+weights change: aborting is repeated until all have come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from areal_gym.config import EngineConfig
+from areal_gym.engines.base import Generation, SamplingParams, WeightServer
+from areal_gym.engines.sglang.answers import Answer, Draft, read_answer, sampling_params
+from areal_gym.engines.sglang.fleet import Fleet, Member
+from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.engines.sglang.server import RefusedError, SGLangServer
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from areal_gym.types import FinishReason
+
+__all__ = ["SGLangEngine", "SGLangStats"]
+
+_DRAIN_S = 60.0
+"""A server that has not given its requests back by then is lost."""
+_FIRST_WAIT_S = 0.25
+"""Before a request is sent again to a server that failed; doubles each time."""
+
+
+@dataclass(slots=True)
+class SGLangStats:
+    """Counters since the start."""
+
+    num_calls: int = 0
+    num_tokens: int = 0
+    num_retries: int = 0
+    """Requests sent again because a server failed."""
+    num_moved: int = 0
+    """Of these, how many went to another server."""
+    num_continued: int = 0
+    """Requests that a publication interrupted."""
+    num_servers_lost: int = 0
+    num_relaunches: int = 0
+    held_s: float = 0.0
+    """How long calls waited for publications, all together."""
+    publication_s: float = 0.0
+    """How long generation stood still for publications."""
+
+
+class SGLangEngine:
+    """Samples a policy that SGLang serves; see the module.
+
+    Args:
+        policy: the checkpoint directory that the servers serve at the start.
+        urls: the servers; without any, `num_servers` are started here and ended by `aclose`.
+        max_context: tokens of one sequence; never more than the servers take.
+        interrupt: how a publication interrupts generation, "abort" or "retract".
+        max_retries: how often one call is sent again after failures of servers.
+        request_timeout_s: of one request; the only limit in time there is.
+        grace_s: how long calls wait when no server lives.
+        health_interval_s: seconds between two looks at each server.
+        num_servers: how many to start.
+        command: what starts one; `python -m sglang.launch_server` by default.
+        server_args: further arguments of it.
+        gpus: CUDA_VISIBLE_DEVICES of each server that is started.
+        log_dir: keeps their logs; else they are removed when all went well.
+        start_timeout_s: a started server must serve by then.
+
+    Raises:
+        ConfigError: arguments that do not fit together.
+    """
+
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        urls: Sequence[str] = (),
+        max_context: int = 4096,
+        interrupt: Literal["abort", "retract"] = "abort",
+        max_retries: int = 3,
+        request_timeout_s: float = 3600.0,
+        grace_s: float = 60.0,
+        health_interval_s: float = 5.0,
+        num_servers: int = 1,
+        command: str | Sequence[str] | None = None,
+        server_args: str | Sequence[str] = (),
+        gpus: Sequence[str] = (),
+        log_dir: str | Path | None = None,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        if interrupt not in ("abort", "retract"):
+            raise ConfigError(f"no interrupt {interrupt!r}; there is: abort, retract")
+        if gpus and len(gpus) != num_servers:
+            raise ConfigError(
+                f"gpus names {len(gpus)} servers' devices, and num_servers = {num_servers}"
+            )
+        self.policy_version = 0
+        self.max_context = max_context
+        self._interrupt = interrupt
+        self._max_retries = max_retries
+        self._request_timeout_s = request_timeout_s
+        self._stats = SGLangStats()
+        self._call_name = uuid.uuid4().hex[:12]
+        self._call_numbers = itertools.count()
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._aborts: set[asyncio.Task[None]] = set()
+        members = [Member(SGLangServer(url, policy=policy)) for url in dict.fromkeys(urls)]
+        for index in range(0 if urls else num_servers):
+            process = LaunchedServer(
+                policy,
+                command=command,
+                server_args=server_args,
+                gpus=gpus[index] if gpus else None,
+                log=None if log_dir is None else Path(log_dir, f"sglang-{index}.log"),
+                start_timeout_s=start_timeout_s,
+            )
+            members.append(Member(SGLangServer(process.url, policy=policy), process))
+        self._fleet = Fleet(
+            members,
+            grace_s=grace_s,
+            interval_s=health_interval_s,
+            policy_version=lambda: self.policy_version,
+        )
+
+    @classmethod
+    def from_settings(cls, policy: Path, settings: EngineConfig) -> Self:
+        """An engine as a run's settings want it; `engine.kwargs` are the constructor's arguments.
+
+        Raises:
+            ConfigError: arguments that do not fit together.
+            TypeError: arguments that there are not.
+        """
+        return cls(policy, urls=settings.url, max_context=settings.max_context, **settings.kwargs)
+
+    @property
+    def stats(self) -> SGLangStats:
+        """Counters; read only."""
+        self._stats.num_servers_lost = self._fleet.num_lost
+        self._stats.num_relaunches = self._fleet.num_relaunches
+        return self._stats
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The servers, those that do not serve included; read only."""
+        return self._fleet.members
+
+    async def start(self) -> None:
+        """Start servers where none were named; look at all of them.
+
+        Raises:
+            EngineError: one does not answer, or ended while starting.
+            ConfigError: one is no SGLang server, or cannot do what the settings want.
+        """
+        members = self._fleet.members
+        await asyncio.gather(*(m.process.start() for m in members if m.process is not None))
+        try:
+            await self._fleet.start()
+        except EngineUnreachableError:
+            raise
+        except EngineError as error:
+            raise ConfigError(error.message, hints=error.hints) from error
+        for member in members:
+            facts = member.facts
+            assert facts is not None
+            self.max_context = min(self.max_context, facts.max_context)
+            if self._interrupt == "retract" and not facts.can_retract:
+                raise ConfigError(
+                    f"SGLang {facts.version} at {member.server.url} cannot pause generation",
+                    hints=["engine.kwargs.interrupt=abort works with every version"],
+                )
+
+    async def aclose(self) -> None:
+        """End connections, and the servers that were started here. Idempotent."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=5)
+        await self._fleet.aclose()
+
+    # ---- generation ---------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Generation:
+        """Sample a continuation; see `Engine.generate`.
+
+        Raises:
+            EngineError: the prompt does not fit, or the retry budget is spent.
+            EngineUnreachableError: no server has lived for the grace period.
+        """
+        room = min(params.max_new_tokens, self.max_context - len(prompt_ids))
+        if not prompt_ids or room <= 0:
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens; 1 to {self.max_context - 1} fit"
+            )
+        self._stats.num_calls += 1
+        draft = Draft()
+        budget = _Budget(self._max_retries)
+        while left := room - len(draft.token_ids):
+            member = await self._enter(session)
+            if budget.failed_at is not None:
+                self._stats.num_retries += 1
+                self._stats.num_moved += member is not budget.failed_at
+                budget.failed_at = None
+            version = self.policy_version
+            try:
+                answer = await self._sample(member, [*prompt_ids, *draft.token_ids], params, left)
+                if answer.versions and answer.versions[-1] < version:
+                    # It was restarted behind our back. What it sampled is no use to anybody.
+                    self._fleet.lose(member)
+                    raise EngineError(f"{member.server.url} lost the weights it was given")
+            except EngineError as error:
+                if isinstance(error, RefusedError) and 400 <= error.status < 500:
+                    raise
+                self._fleet.failed(member, error)
+                await budget.spend(error, member)
+                continue
+            self._fleet.succeeded(member)
+            draft.add(answer, version)
+            if answer.finish != "abort":
+                return self._finish(draft, FinishReason(answer.finish))
+            if self._gate.is_set() and self.policy_version == version:
+                why = EngineError(f"{member.server.url} aborted a request by itself")
+                await budget.spend(why, member)
+            else:
+                self._stats.num_continued += 1
+        return self._finish(draft, FinishReason.LENGTH)
+
+    def release(self, session: str) -> None:
+        """The session's next call, if any, may go to any server."""
+        self._fleet.release(session)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of `token_ids[1:]`, each given those before it, at temperature 1.
+
+        Raises:
+            EngineError: no server could say.
+        """
+        member = await self._enter(None)
+        body = {
+            "input_ids": list(token_ids),
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+        }
+        answer = await self._post(member, body)
+        try:
+            return [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
+        except KeyError:
+            raise EngineError(f"{member.server.url} did not score: {str(answer)[:200]}") from None
+
+    async def _enter(self, session: str | None) -> Member:
+        """Past the gate, to a server that serves."""
+        if not self._gate.is_set():
+            clock = asyncio.get_running_loop().time
+            since_s = clock()
+            await self._gate.wait()
+            self._stats.held_s += clock() - since_s
+        return await self._fleet.choose(session)
+
+    async def _sample(
+        self, member: Member, prompt_ids: list[int], params: SamplingParams, max_new_tokens: int
+    ) -> Answer:
+        assert member.facts is not None
+        body = {
+            "input_ids": prompt_ids,
+            "sampling_params": sampling_params(
+                params, max_new_tokens, has_seeds=member.facts.has_seeds
+            ),
+            "return_logprob": True,
+        }
+        answer = read_answer(await self._post(member, body))
+        member.has_spans = answer.versions is not None
+        return answer
+
+    async def _post(self, member: Member, body: dict[str, Any]) -> dict[str, Any]:
+        """`/generate`, counted; the server hears of it when nobody waits any more."""
+        rid = body["rid"] = f"{self._call_name}-{next(self._call_numbers)}"
+        member.num_in_flight += 1
+        try:
+            return await member.server.post("/generate", body, timeout_s=self._request_timeout_s)
+        except asyncio.CancelledError:
+            self._spawn_abort(member, rid)
+            raise
+        finally:
+            member.num_in_flight -= 1
+            if not member.num_in_flight:
+                member.drained.set()
+
+    def _finish(self, draft: Draft, finish_reason: FinishReason) -> Generation:
+        self._stats.num_tokens += len(draft.token_ids)
+        return draft.finished(finish_reason)
+
+    def _spawn_abort(self, member: Member, rid: str) -> None:
+        """Nobody waits for the request any more; let the server know."""
+        task = asyncio.create_task(_quietly(member.server.post("/abort_request", {"rid": rid})))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    # ---- publication --------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def updating(self, version: int) -> AsyncIterator[Sequence[WeightServer]]:
+        """Interrupt generation for new weights; see `RemoteEngine.updating`.
+
+        Raises:
+            EngineError: no server took the new weights.
+            EngineUnreachableError: no server has lived for the grace period.
+        """
+        clock = asyncio.get_running_loop().time
+        async with self._fleet.lock:
+            members = await self._fleet.reachable()
+            since_s = clock()
+            self._gate.clear()
+            try:
+                is_quiet = await asyncio.gather(*(self._quieten(member) for member in members))
+                members = [m for m, quiet in zip(members, is_quiet, strict=True) if quiet]
+                published: int | None = None
+                try:
+                    yield [member.server for member in members]
+                    published = version
+                finally:
+                    await self._go_on(members, published)
+            finally:
+                self._gate.set()
+                self._stats.publication_s += clock() - since_s
+        if self.policy_version != version:
+            raise EngineError(f"no server reports version {version} after its publication")
+
+    async def _quieten(self, member: Member) -> bool:
+        """Until `_go_on`, nothing is sampled there. False when the server had to be given up."""
+        try:
+            if self._interrupt == "retract" and member.has_spans:
+                await member.server.post("/pause_generation", {"mode": "retract"})
+                member.is_paused = True
+            else:
+                async with asyncio.timeout(_DRAIN_S):
+                    await self._drain(member)
+        except (EngineError, TimeoutError):
+            self._fleet.lose(member)
+            return False
+        return True
+
+    async def _drain(self, member: Member) -> None:
+        """Abort until every request is back: one may have been on its way to the server."""
+        wait_s = 0.05
+        while True:
+            member.drained.clear()
+            # `/pause_generation` with mode "abort" does the same, but looks only once a second.
+            await member.server.post("/abort_request", {"rid": "", "abort_all": True})
+            if not member.num_in_flight:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(member.drained.wait(), wait_s)
+            wait_s = min(2 * wait_s, 1.0)
+
+    async def _go_on(self, members: Sequence[Member], published: int | None) -> None:
+        """Servers with the right weights serve, all others do not."""
+        reports = await asyncio.gather(
+            *(member.reported_version() for member in members), return_exceptions=True
+        )
+        if published in reports and published is not None:
+            self.policy_version = published
+        for member, report in zip(members, reports, strict=True):
+            if report == self.policy_version:
+                self._fleet.admit(member)
+            else:
+                self._fleet.lose(member)
+        paused = [member for member in members if member.is_paused]
+        for member in paused:
+            member.is_paused = False
+        await asyncio.gather(
+            *(_quietly(member.server.post("/continue_generation", {})) for member in paused)
+        )
+
+
+class _Budget:
+    """How often one call may be sent again."""
+
+    def __init__(self, max_retries: int) -> None:
+        self._left = max_retries
+        self._wait_s = _FIRST_WAIT_S
+        self.failed_at: Member | None = None
+
+    async def spend(self, error: EngineError, member: Member) -> None:
+        """Wait a little, unless the next attempt goes to another server anyway.
+
+        Raises:
+            EngineError: the budget is spent.
+        """
+        if self._left == 0:
+            raise EngineError(f"the retry budget is spent: {error}", hints=error.hints) from error
+        self._left -= 1
+        self.failed_at = member
+        if member.is_serving:
+            await asyncio.sleep(self._wait_s * random.uniform(0.5, 1.0))
+            self._wait_s *= 2
+
+
+async def _quietly(request: Coroutine[Any, Any, object]) -> None:
+    with suppress(EngineError):
+        await request

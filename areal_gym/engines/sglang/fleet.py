@@ -1,0 +1,278 @@
+"""Several servers as one: who serves, who gets the next session, who has died, who came back.
+
+lost ----------------> answers, reports the policy's version ----> serves
+ ^                      ^  (else: the last checkpoint is sent           |
+ |                      |   again, or the next publication is due)      |
+ +-- refused, or fails three times in a row, or has other weights ------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal_gym.engines.sglang.answers import INITIAL_WEIGHTS, version_of
+from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.engines.sglang.server import ServerFacts, SGLangServer, is_refused
+from areal_gym.errors import EngineError, EngineUnreachableError
+
+__all__ = ["Fleet", "Member"]
+
+_MAX_FAILURES = 3
+"""In a row; then a server that still accepts connections is given up, too."""
+_HEALTH_TIMEOUT_S = 30.0
+"""A busy server takes its time; SGLang itself gives up after 20 s."""
+_MAX_RELAUNCHES = 3
+"""In a row, of a server that we started."""
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One server of the fleet."""
+
+    server: SGLangServer
+    process: LaunchedServer | None = None
+    """Where we started the server ourselves."""
+    facts: ServerFacts | None = None
+    """As of the start."""
+    is_serving: bool = False
+    is_paused: bool = False
+    has_spans: bool = False
+    """Answers say which tokens were sampled under which weights (SGLang 0.5.19 and later)."""
+    num_sessions: int = 0
+    num_in_flight: int = 0
+    num_failures: int = 0
+    num_relaunches: int = 0
+    """Both: since something last went well."""
+    last_answer_s: float = 0.0
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever the last request in flight ends."""
+
+    async def reported_version(self) -> int:
+        """The version that it says it serves.
+
+        Raises:
+            EngineError: it does not say.
+        """
+        return version_of(await self.server.weight_version())
+
+
+class Fleet:
+    """Keeps the servers that serve apart from those that do not, all the time.
+
+    Args:
+        members: the servers; none serves yet.
+        grace_s: how long to wait, when none serves, before that is an error.
+        interval_s: seconds between two looks at each server.
+        policy_version: what a server must report to serve.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        grace_s: float,
+        interval_s: float,
+        policy_version: Callable[[], int],
+    ) -> None:
+        self.members = list(members)
+        self.lock = asyncio.Lock()
+        """Held while weights change: by a publication, or by a server's return."""
+        self.num_lost = 0
+        self.num_relaunches = 0
+        self._grace_s = grace_s
+        self._interval_s = interval_s
+        self._policy_version = policy_version
+        self._sessions: dict[str, Member] = {}
+        self._someone_serves = asyncio.Event()
+        self._deserted_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def serving(self) -> list[Member]:
+        """Who takes requests now."""
+        return [member for member in self.members if member.is_serving]
+
+    async def start(self) -> None:
+        """Look at every server, and go on looking.
+
+        Raises:
+            EngineError: one does not answer, or is no SGLang server.
+        """
+        for facts, member in zip(
+            await asyncio.gather(*(member.server.look() for member in self.members)),
+            self.members,
+            strict=True,
+        ):
+            member.facts = facts
+            if version_of(facts.weight_version) != 0:
+                # A number that an earlier run has left would look like one of ours.
+                body = {"new_version": INITIAL_WEIGHTS, "abort_all_requests": False}
+                await member.server.post("/update_weight_version", body)
+            self.admit(member)
+        for member in self.members:
+            self._spawn(self._watch(member))
+
+    async def aclose(self) -> None:
+        """Stop looking; end connections and the servers that we started. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(member.server.aclose() for member in self.members))
+        await asyncio.gather(*(m.process.aclose() for m in self.members if m.process is not None))
+
+    # ---- who takes a request ------------------------------------------------------------------
+
+    async def choose(self, session: str | None) -> Member:
+        """A session stays where its prefix is cached; a new one goes to the least loaded server.
+
+        Raises:
+            EngineUnreachableError: nobody has served for the whole grace period.
+        """
+        if not self._someone_serves.is_set():
+            await self._wait_for_service()
+        member = self._sessions.get(session) if session is not None else None
+        if member is not None and member.is_serving:
+            return member
+        chosen = min(self.serving, key=_load)
+        if session is not None:
+            if member is not None:
+                member.num_sessions -= 1
+            self._sessions[session] = chosen
+            chosen.num_sessions += 1
+        return chosen
+
+    def release(self, session: str) -> None:
+        """The session needs no cache any more. Unknown ones are ignored."""
+        member = self._sessions.pop(session, None)
+        if member is not None:
+            member.num_sessions -= 1
+
+    async def _wait_for_service(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(max(loop.time(), self._deserted_s + self._grace_s)):
+                await self._someone_serves.wait()
+        except TimeoutError:
+            raise self.unreachable() from None
+
+    def unreachable(self) -> EngineUnreachableError:
+        """Nobody serves: which servers there are, and what to type."""
+        urls = ", ".join(member.server.url for member in self.members)
+        hints = [f"start the server: {member.server.start_command}" for member in self.members[:1]]
+        for member in self.members:
+            if member.process is not None:
+                hints = [f"its log: {member.process.log}", *member.process.last_lines()]
+        return EngineUnreachableError(
+            f"for {self._grace_s:g} s no server had version {self._policy_version()}: {urls}",
+            hints=hints,
+        )
+
+    async def reachable(self) -> list[Member]:
+        """Who answers, serving or not.
+
+        Raises:
+            EngineUnreachableError: nobody, for the whole grace period.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._grace_s
+        while True:
+            reports = await asyncio.gather(
+                *(member.reported_version() for member in self.members), return_exceptions=True
+            )
+            answering = [
+                member
+                for member, report in zip(self.members, reports, strict=True)
+                if not isinstance(report, BaseException)
+            ]
+            if answering:
+                return answering
+            if loop.time() >= deadline_s:
+                raise self.unreachable()
+            await asyncio.sleep(min(self._interval_s, 1.0))
+
+    # ---- who serves ---------------------------------------------------------------------------
+
+    def admit(self, member: Member) -> None:
+        """The server takes requests from now on."""
+        member.is_serving = True
+        member.num_failures = 0
+        member.last_answer_s = asyncio.get_running_loop().time()
+        self._someone_serves.set()
+
+    def lose(self, member: Member) -> None:
+        """The server takes no more requests; those in flight there fail now, to be moved."""
+        if not member.is_serving:
+            return
+        member.is_serving = False
+        self.num_lost += 1
+        if not self.serving:
+            self._someone_serves.clear()
+            self._deserted_s = asyncio.get_running_loop().time()
+        self._spawn(member.server.aclose())
+
+    def succeeded(self, member: Member) -> None:
+        """The server has answered as it should."""
+        member.num_failures = member.num_relaunches = 0
+        member.last_answer_s = asyncio.get_running_loop().time()
+
+    def failed(self, member: Member, error: EngineError) -> None:
+        """The server has not answered as it should."""
+        member.num_failures += 1
+        if is_refused(error) or member.num_failures >= _MAX_FAILURES:
+            self.lose(member)
+
+    async def _watch(self, member: Member) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._interval_s)
+            is_quiet = loop.time() - member.last_answer_s >= self._interval_s
+            try:
+                if not member.is_serving:
+                    await self._bring_back(member)
+                elif is_quiet and not self.lock.locked():
+                    await member.server.check_health(timeout_s=_HEALTH_TIMEOUT_S)
+                    self.succeeded(member)
+            except EngineError as error:
+                # A look at SGLang's health samples a token, which a publication holds back.
+                if member.is_serving and not self.lock.locked():
+                    self.failed(member, error)
+
+    async def _bring_back(self, member: Member) -> None:
+        """Raises EngineError while the server cannot serve the policy's version."""
+        if member.process is not None and not member.process.is_running:
+            if member.num_relaunches >= _MAX_RELAUNCHES:
+                return
+            member.num_relaunches += 1
+            self.num_relaunches += 1
+            await member.process.start()
+        await member.server.check_health(timeout_s=_HEALTH_TIMEOUT_S)
+        async with self.lock:
+            version = self._policy_version()
+            if await member.reported_version() != version:
+                directory = self._checkpoint_of(version)
+                if directory is None:
+                    return  # the next publication brings new weights
+                await member.server.load_from_disk(directory, version)
+            if await member.reported_version() == version:
+                self.admit(member)
+
+    def _checkpoint_of(self, version: int) -> Path | None:
+        for member in self.members:
+            if member.server.loaded_from is not None:
+                directory, loaded = member.server.loaded_from
+                if loaded == version and directory.is_dir():
+                    return directory
+        return None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _load(member: Member) -> int:
+    return member.num_sessions + member.num_in_flight

@@ -1,0 +1,146 @@
+"""SGLang servers that areal-gym starts itself, watches, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_gym.engines.sglang import guard
+from areal_gym.engines.sglang.server import SGLangServer
+from areal_gym.errors import EngineError
+
+__all__ = ["LaunchedServer"]
+
+_POLL_S = 0.25
+
+
+class LaunchedServer:
+    """The process of one server on this machine.
+
+    It ends when this process does, however that ends (see `guard`).
+
+    Args:
+        policy: the checkpoint directory to serve.
+        command: what to start, a text or a list; the default is the SGLang of this Python.
+        server_args: further arguments.
+        gpus: for CUDA_VISIBLE_DEVICES; null leaves it alone.
+        log: where its output goes; a temporary file by default, removed when all went well.
+        start_timeout_s: it must serve by then.
+    """
+
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        command: str | Sequence[str] | None = None,
+        server_args: str | Sequence[str] = (),
+        gpus: str | None = None,
+        log: Path | None = None,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log or Path(tempfile.gettempdir(), f"areal-gym-sglang-{os.getpid()}-{port}.log")
+        self._is_log_kept = log is not None
+        self._arguments = [
+            *(_split(command) or [sys.executable, "-m", "sglang.launch_server"]),
+            *("--model-path", str(policy), "--host", "127.0.0.1", "--port", str(port)),
+            *_split(server_args),
+        ]
+        self._gpus = gpus
+        self._start_timeout_s = start_timeout_s
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process lives; it may still be starting."""
+        return self._guard is not None and self._guard.poll() is None
+
+    async def start(self) -> None:
+        """Start the server, and return when it serves.
+
+        Raises:
+            EngineError: it ended instead, or took too long; with the end of its log.
+        """
+        await self.aclose()
+        self._run()
+        server = SGLangServer(self.url)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while not await _is_up(server):
+                    if not self.is_running:
+                        raise self._failure("ended while it was starting")
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise self._failure(f"did not serve within {self._start_timeout_s:g} s") from None
+        finally:
+            await server.aclose()
+
+    async def aclose(self) -> None:
+        """End the server and all that it started. Idempotent."""
+        process, self._guard = self._guard, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        was_running = process.poll() is None
+        with contextlib.suppress(BrokenPipeError):
+            # A forked child of ours may hold the pipe open, too, so its end alone is not enough.
+            process.stdin.write(b"end")
+            process.stdin.close()
+        await asyncio.to_thread(process.wait)
+        if was_running and not self._is_log_kept:
+            self.log.unlink(missing_ok=True)
+
+    def last_lines(self, limit: int = 20) -> list[str]:
+        """The end of its log."""
+        try:
+            return self.log.read_text(errors="replace").splitlines()[-limit:]
+        except OSError:
+            return []
+
+    def _run(self) -> None:
+        environment = dict(os.environ)
+        if self._gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus
+        with self.log.open("ab") as log:
+            self._guard = subprocess.Popen(
+                [sys.executable, guard.__file__, *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def _failure(self, what: str) -> EngineError:
+        self._is_log_kept = True
+        return EngineError(
+            f"the server {what}: {shlex.join(self._arguments)}",
+            hints=[f"its log: {self.log}", *self.last_lines()],
+        )
+
+
+async def _is_up(server: SGLangServer) -> bool:
+    try:
+        await server.check_health(timeout_s=30.0)
+    except EngineError:
+        return False
+    return True
+
+
+def _split(command: str | Sequence[str] | None) -> list[str]:
+    return shlex.split(command) if isinstance(command, str) else [str(c) for c in command or ()]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
