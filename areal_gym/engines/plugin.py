@@ -9,11 +9,16 @@ from areal_gym.plugins import EngineSpec, hookimpl
 
 @hookimpl
 def register_engines() -> Iterable[EngineSpec]:
-    """In this process, and scripted."""
+    """In this process, on servers, and scripted."""
     yield EngineSpec(
         id="embedded",
         entry_point="areal_gym.engines.embedded:EmbeddedEngine",
         summary="torch in this process, no server; Qwen2, Qwen3 and Llama shapes",
+    )
+    yield EngineSpec(
+        id="sglang",
+        entry_point="areal_gym.engines.sglang:SGLangEngine",
+        summary="SGLang servers: named by engine.url, or started and ended with the run",
     )
     yield EngineSpec(
         id="scripted",

@@ -1,0 +1,427 @@
+"""A stand-in for an SGLang server: any engine of this package behind SGLang's endpoints.
+
+For tests, and for whoever has no GPU and no SGLang. It answers in the shapes that SGLang 0.5.23
+was seen to answer in; one suite (`tests/sglang`) runs against it and against the real one::
+
+    async with FakeSGLangServer(EmbeddedEngine.from_checkpoint(policy)) as server:
+        engine = SGLangEngine(policy, urls=[server.url])
+
+    python -m areal_gym.engines.sglang.fake --model-path POLICY --port 30000
+
+What it does not do: text in or out, streams, `n` above 1, parallel ranks. Its "in_place" pause is
+a "retract": there is no cache that could be kept under new weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import signal
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from aiohttp import web
+
+from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.engines.sglang.answers import INITIAL_WEIGHTS
+from areal_gym.engines.sglang.fake_weights import add_weight_routes
+from areal_gym.errors import EngineError
+from areal_gym.types import FinishReason
+
+__all__ = ["FakeSGLangServer"]
+
+_PROMPT_MARGIN = 6
+"""SGLang takes prompts that are shorter than its context by this much."""
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """One sequence that is being sampled."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """What the weights of each token were called."""
+    num_retractions: int = 0
+    is_aborted: bool = False
+    is_parked: bool = False
+
+
+class FakeSGLangServer:
+    """Serves `engine` as SGLang serves a model. Use it as an asynchronous context manager.
+
+    Args:
+        engine: samples; the server starts and ends it.
+        model_path: what the server says that it serves.
+        emulate: which version of SGLang to be: before 0.5.21 there are no update sessions, before
+            0.5.19 no versions per token.
+        chunk_tokens: tokens that are sampled at a stretch; abort and pause act between chunks.
+        host: to listen on.
+        port: 0 takes a free one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_path: str = "fake",
+        emulate: str = "0.5.23",
+        chunk_tokens: int = 4,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.model_path = model_path
+        self.emulate = emulate
+        self.version = INITIAL_WEIGHTS
+        """What it calls its weights; routes that change them set it."""
+        self.update_session = False
+        """Between `/begin_weight_update` and `/end_weight_update`."""
+        self.num_requests = 0
+        """How often `/generate` was asked."""
+        number = tuple(int(part) for part in re.findall(r"\d+", emulate)[:3])
+        self.has_update_sessions = number >= (0, 5, 21)
+        self._has_spans = number >= (0, 5, 19)
+        self._chunk_tokens = chunk_tokens
+        self._host = host
+        self._port = port
+        self._running: set[_Running] = set()
+        self._pause: str | None = None
+        self._changed = asyncio.Condition()
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Start the engine and answer from now on.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        await self.engine.start()
+        app = web.Application(client_max_size=1 << 30)
+        for route, handler in (
+            ("/health", self._health),
+            ("/health_generate", self._health),
+            ("/model_info", self._model_info),
+            ("/get_model_info", self._model_info),
+            ("/server_info", self._server_info),
+            ("/get_server_info", self._server_info),
+            ("/v1/models", self._models),
+            ("/flush_cache", self._flush_cache),
+        ):
+            app.router.add_get(route, handler)
+        for route, handler in (
+            ("/generate", self._generate),
+            ("/abort_request", self._abort_request),
+            ("/pause_generation", self._pause_generation),
+            ("/continue_generation", self._continue_generation),
+            ("/flush_cache", self._flush_cache),
+        ):
+            app.router.add_post(route, handler)
+        add_weight_routes(app, self)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._port).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def aclose(self) -> None:
+        """Stop answering, end the engine. Idempotent."""
+        await self.die()
+        await self.engine.aclose()
+
+    async def die(self) -> None:
+        """Hang up on everybody, in the middle of whatever it is, as kill -9 would."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        server = runner.server
+        assert server is not None
+        for connection in server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """Nothing is sampled inside: weights can change.
+
+        While generation is paused, what runs is set aside already, or will be at its next chunk;
+        else an update waits until all that runs has ended, as SGLang's does.
+        """
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: all(request.is_parked for request in self._running)
+            )
+            yield
+
+    # ---- looking ------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self.model_path,
+                "tokenizer_path": self.model_path,
+                "is_generation": True,
+                "weight_version": self.version,
+            }
+        )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self.model_path,
+                "version": self.emulate,
+                "context_length": None,
+                "max_req_input_len": self.engine.max_context - _PROMPT_MARGIN,
+                "enable_deterministic_inference": False,
+                "weight_version": self.version,
+            }
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {
+            "id": self.model_path,
+            "object": "model",
+            "owned_by": "sglang",
+            "root": self.model_path,
+            "max_model_len": self.engine.max_context,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    # ---- generation ---------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        self.num_requests += 1
+        try:
+            body = await request.json()
+            sequences = self._read(body)
+            answers = await asyncio.gather(*(self._sample(sequence) for sequence in sequences))
+        except (_BadRequestError, EngineError, ValueError) as error:
+            status = 500 if isinstance(error, EngineError) else 400
+            return web.json_response({"error": {"message": str(error)}}, status=status)
+        shown = [self._show(sequence, kind, body) for sequence, kind in answers]
+        is_batch = isinstance(body["input_ids"][0], list)
+        return web.json_response(shown if is_batch else shown[0])
+
+    def _read(self, body: dict[str, Any]) -> list[_Running]:
+        prompts = body.get("input_ids")
+        if body.get("stream") or not isinstance(prompts, list):
+            raise _BadRequestError("the fake server takes input_ids, and does not stream")
+        if not prompts:
+            raise _BadRequestError("input_ids cannot be empty.")
+        if not isinstance(prompts[0], list):
+            prompts = [prompts]
+        rids = body.get("rid") or [uuid.uuid4().hex for _ in prompts]
+        if isinstance(rids, str):
+            rids = [rids]
+        sampling = body.get("sampling_params") or {}
+        params = SamplingParams(
+            max_new_tokens=sampling.get("max_new_tokens", 128),
+            temperature=sampling.get("temperature", 1.0),
+            top_p=sampling.get("top_p", 1.0),
+            top_k=max(0, sampling.get("top_k", 0)),
+            stop_token_ids=tuple(sampling.get("stop_token_ids") or ()),
+            seed=sampling.get("sampling_seed"),
+        )
+        for prompt in prompts:
+            self._check_length(len(prompt), params.max_new_tokens)
+        return [_Running(rid, prompt, params) for rid, prompt in zip(rids, prompts, strict=True)]
+
+    def _check_length(self, num_prompt: int, num_new: int) -> None:
+        context = self.engine.max_context
+        if num_prompt > context - _PROMPT_MARGIN:
+            raise _BadRequestError(
+                f"Input length ({num_prompt} tokens) exceeds the maximum allowed length "
+                f"({context - _PROMPT_MARGIN} tokens)."
+            )
+        if num_prompt + num_new > context:
+            raise _BadRequestError(
+                "Requested token count exceeds the model's maximum context length of "
+                f"{context} tokens."
+            )
+
+    async def _sample(self, running: _Running) -> tuple[_Running, dict[str, Any]]:
+        """Sample chunk by chunk; the second of what is returned is SGLang's finish reason."""
+        async with self._changed:  # a request that comes while generation is paused is held
+            await self._changed.wait_for(lambda: self._pause is None)
+            self._running.add(running)
+        try:
+            while len(running.token_ids) < running.params.max_new_tokens:
+                await self._park(running)
+                if running.is_aborted:
+                    reason = {"type": "abort", "message": "Aborted"}
+                    return running, {**reason, "status_code": None, "err_type": None}
+                if await self._sample_chunk(running) is FinishReason.STOP:
+                    return running, {"type": "stop", "matched": running.token_ids[-1]}
+            return running, {"type": "length", "length": len(running.token_ids)}
+        finally:
+            self._running.discard(running)
+            self.engine.release(running.rid)
+            await self._tell()
+
+    async def _sample_chunk(self, running: _Running) -> FinishReason:
+        name = self.version
+        left = running.params.max_new_tokens - len(running.token_ids)
+        generation = await self.engine.generate(
+            [*running.prompt_ids, *running.token_ids],
+            replace(running.params, max_new_tokens=min(left, self._chunk_tokens)),
+            session=running.rid,
+        )
+        running.token_ids += generation.token_ids
+        running.logprobs += generation.logprobs
+        running.names += [name] * len(generation.token_ids)
+        return generation.finish_reason
+
+    async def _park(self, running: _Running) -> None:
+        """Wait while generation is paused."""
+        if self._pause is None:
+            return
+        async with self._changed:
+            running.is_parked = True
+            running.num_retractions += self._pause == "retract"
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self._pause is None or running.is_aborted)
+            running.is_parked = False
+
+    def _show(
+        self, running: _Running, finish_reason: dict[str, Any], body: dict[str, Any]
+    ) -> dict[str, Any]:
+        num_tokens = len(running.token_ids)
+        meta: dict[str, Any] = {
+            "id": running.rid,
+            "finish_reason": finish_reason,
+            "prompt_tokens": len(running.prompt_ids),
+            "completion_tokens": num_tokens,
+            "cached_tokens": 0,
+            "num_retractions": running.num_retractions,
+            "weight_version": self.version,
+        }
+        if self._has_spans:
+            meta["weight_versions"] = _spans(running.names)
+        if body.get("return_logprob"):
+            rows = zip(running.logprobs, running.token_ids, strict=True)
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
+            meta["output_token_logprobs_length"] = num_tokens
+        return {"text": "", "output_ids": running.token_ids, "meta_info": meta}
+
+    # ---- interruptions ------------------------------------------------------------------------
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self._abort(None if body.get("abort_all") else body.get("rid", ""))
+        await self._tell()
+        return web.Response()
+
+    def _abort(self, rid: str | None) -> None:
+        for running in self._running:
+            if rid is None or running.rid == rid:
+                running.is_aborted = True
+
+    async def _pause_generation(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        mode = body.get("mode", "abort")
+        if mode not in ("abort", "in_place", "retract"):
+            message = "mode: input should be 'abort', 'in_place' or 'retract'"
+            return web.json_response({"object": "error", "message": message}, status=400)
+        self._pause = mode
+        if mode == "abort":
+            self._abort(None)
+            async with self._changed:
+                self._changed.notify_all()
+                await self._changed.wait_for(lambda: not self._running)
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue_generation(self, request: web.Request) -> web.Response:
+        self._pause = None
+        await self._tell()
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        return web.Response(text="Cache flushed.\n")
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class _BadRequestError(Exception):
+    """Answered with HTTP 400."""
+
+
+def _spans(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs of equal names, as SGLang gives them."""
+    spans: list[dict[str, Any]] = []
+    for position, name in enumerate(names):
+        if not spans or spans[-1]["version"] != name:
+            spans.append({"version": name, "start": position, "end": position})
+        spans[-1]["end"] = position + 1
+    return spans
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    from areal_gym.engines.embedded import EmbeddedEngine
+
+    engine = EmbeddedEngine.from_checkpoint(
+        options.model_path,
+        num_slots=options.max_running_requests,
+        max_context=options.context_length,
+    )
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    server = FakeSGLangServer(
+        engine,
+        model_path=str(options.model_path),
+        emulate=options.emulate,
+        host=options.host,
+        port=options.port,
+    )
+    async with server:
+        print(f"a fake SGLang {options.emulate} serves {options.model_path} at {server.url}")
+        await ended.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve a checkpoint with the embedded engine."""
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_gym.engines.sglang.fake",
+        description="Serve a checkpoint behind SGLang's endpoints, without SGLang.",
+        epilog="Other arguments of sglang.launch_server are accepted and ignored.",
+    )
+    parser.add_argument("--model-path", type=Path, required=True, help="a checkpoint directory")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--max-running-requests", type=int, default=32)
+    parser.add_argument("--context-length", type=int, default=4096)
+    parser.add_argument("--emulate", default="0.5.23", help="which version of SGLang to be")
+    options, _ = parser.parse_known_args(arguments)
+    asyncio.run(_serve(options))
+
+
+if __name__ == "__main__":
+    main()
