@@ -19,6 +19,7 @@ def register_engines() -> Iterable[EngineSpec]:
         id="sglang",
         entry_point="areal_gym.engines.sglang:SGLangEngine",
         summary="SGLang servers: named by engine.url, or started and ended with the run",
+        requires=("aiohttp",),
     )
     yield EngineSpec(
         id="scripted",

@@ -8,8 +8,8 @@ was seen to answer in; one suite (`tests/sglang`) runs against it and against th
 
     python -m areal_gym.engines.sglang.fake --model-path POLICY --port 30000
 
-What it does not do: text in or out, streams, `n` above 1, parallel ranks. Its "in_place" pause is
-a "retract": there is no cache that could be kept under new weights.
+What it does not do: text in or out, streams, log-probabilities of prompts, `n` above 1. Its pause
+"in_place" is a "retract": there is no cache that could be kept under new weights.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ class FakeSGLangServer:
         self._pause: str | None = None
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are being sampled now."""
+        return len(self._running)
 
     @property
     def url(self) -> str:
@@ -229,6 +234,8 @@ class FakeSGLangServer:
 
     def _read(self, body: dict[str, Any]) -> list[_Running]:
         prompts = body.get("input_ids")
+        if "logprob_start_len" in body:
+            raise _BadRequestError("the fake server has no log-probabilities of prompts")
         if body.get("stream") or not isinstance(prompts, list):
             raise _BadRequestError("the fake server takes input_ids, and does not stream")
         if not prompts:

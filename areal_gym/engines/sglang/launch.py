@@ -60,6 +60,11 @@ class LaunchedServer:
         self._guard: subprocess.Popen[bytes] | None = None
 
     @property
+    def process_group(self) -> int | None:
+        """Of the server and of all that it started; None when it has not been started."""
+        return None if self._guard is None else self._guard.pid
+
+    @property
     def is_running(self) -> bool:
         """Whether the process lives; it may still be starting."""
         return self._guard is not None and self._guard.poll() is None
@@ -91,10 +96,9 @@ class LaunchedServer:
             return
         assert process.stdin is not None
         was_running = process.poll() is None
-        with contextlib.suppress(BrokenPipeError):
+        with process.stdin, contextlib.suppress(BrokenPipeError):
             # A forked child of ours may hold the pipe open, too, so its end alone is not enough.
             process.stdin.write(b"end")
-            process.stdin.close()
         await asyncio.to_thread(process.wait)
         if was_running and not self._is_log_kept:
             self.log.unlink(missing_ok=True)
@@ -118,6 +122,7 @@ class LaunchedServer:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
+                bufsize=0,
             )
 
     def _failure(self, what: str) -> EngineError:

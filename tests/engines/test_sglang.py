@@ -1,0 +1,294 @@
+"""The SGLang engine against fake servers in this process."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from sglang_servers import POLICY, ask, count, counted, fake, publish, serving, until, website
+
+from areal_gym.config import EngineConfig
+from areal_gym.engines.base import RemoteEngine
+from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from areal_gym.types import FinishReason
+
+# ---- one server ---------------------------------------------------------------------------------
+
+
+def test_it_samples_as_an_engine_does():
+    async def scenario():
+        async with serving(fake()) as engine:
+            assert isinstance(engine, RemoteEngine)
+            assert engine.policy_version == 0
+            whole = await ask(engine)
+            assert whole.token_ids == counted(2, 20)
+            assert whole.logprobs == (-1.0,) * 20
+            assert whole.versions == (0,) * 20
+            assert whole.finish_reason is FinishReason.LENGTH
+            stopped = await ask(engine, stop_token_ids=(9, 5))
+            assert stopped.token_ids == (3, 4, 5)
+            assert stopped.finish_reason is FinishReason.STOP
+            assert (engine.stats.num_calls, engine.stats.num_tokens) == (2, 23)
+
+    asyncio.run(scenario())
+
+
+def test_the_server_limits_the_context_too():
+    async def scenario():
+        small = FakeSGLangServer(ScriptedEngine(count, max_context=50))
+        async with serving(small, max_context=4096) as engine:
+            assert engine.max_context == 45
+            assert len((await ask(engine, 100, prompt=[1] * 40)).token_ids) == 5
+            assert len((await ask(engine, 100, prompt=[1] * 44)).token_ids) == 1
+            with pytest.raises(EngineError, match="45 tokens; 1 to 44 fit"):
+                await ask(engine, prompt=[1] * 45)
+            with pytest.raises(EngineError, match="0 tokens"):
+                await ask(engine, prompt=[])
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_is_an_error_with_the_servers_words():
+    async def scenario():
+        small = FakeSGLangServer(ScriptedEngine(count, max_context=50))
+        async with serving(small) as engine:
+            engine.max_context = 60
+            with pytest.raises(EngineError, match="maximum context length of 50 tokens"):
+                await ask(engine, 30, prompt=[1] * 30)
+            assert small.num_requests == 1
+            assert engine.stats.num_retries == 0
+
+    asyncio.run(scenario())
+
+
+def test_settings_name_servers_and_arguments():
+    async def scenario():
+        async with fake() as server:
+            settings = EngineConfig(id="sglang", url=server.url, kwargs={"max_retries": 0})
+            engine = SGLangEngine.from_settings(POLICY, settings)
+            await engine.start()
+            assert engine.max_context == 512
+            await engine.aclose()
+            await engine.aclose()
+
+    asyncio.run(scenario())
+    with pytest.raises(TypeError, match="nonsense"):
+        SGLangEngine.from_settings(POLICY, EngineConfig(kwargs={"nonsense": 1}))
+    with pytest.raises(ConfigError, match="abort, retract"):
+        SGLangEngine(POLICY, urls=["http://a:1"], interrupt="in_place")
+    with pytest.raises(ConfigError, match="is no URL"):
+        SGLangEngine(POLICY, urls=["ftp://a:1"])
+
+
+def test_a_cancelled_call_ends_on_the_server_too():
+    async def scenario():
+        server = fake(latency_s=0.005)
+        async with serving(server) as engine:
+            call = asyncio.create_task(ask(engine, 3000))
+            await until(lambda: server.num_running)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await until(lambda: not server.num_running)
+            assert (await ask(engine, 4)).token_ids == counted(2, 4)
+
+    asyncio.run(scenario())
+
+
+# ---- what is no server --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda: web.Response(text="<html>hi", content_type="text/html"), "answers HTML"),
+        (lambda: web.Response(text="{", content_type="application/json"), "broken JSON"),
+        (lambda: web.json_response({"hello": 1}), "no SGLang server"),
+        (lambda: web.json_response([1]), "no SGLang server|refused"),
+        (lambda: web.Response(status=404), "HTTP 404"),
+    ],
+    ids=["html", "broken", "other", "list", "404"],
+)
+def test_another_service_is_refused_at_the_start(answer, words):
+    async def handle(request):
+        return answer()
+
+    async def scenario():
+        async with website(handle) as url:
+            engine = SGLangEngine(POLICY, urls=[url])
+            with pytest.raises(ConfigError, match=words):
+                await engine.start()
+            await engine.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_there_names_the_command_that_starts_a_server():
+    async def scenario():
+        engine = SGLangEngine(POLICY, urls=["127.0.0.1:9"])
+        with pytest.raises(EngineUnreachableError, match=r"http://127\.0\.0\.1:9") as caught:
+            await engine.start()
+        await engine.aclose()
+        assert (
+            "launch_server --model-path policy --host 127.0.0.1 --port 9" in caught.value.hints[0]
+        )
+
+    asyncio.run(scenario())
+
+
+# ---- several servers ----------------------------------------------------------------------------
+
+
+def test_sessions_stay_where_their_prefix_is_and_are_balanced():
+    async def scenario():
+        servers = [fake(), fake(), fake()]
+        async with serving(*servers) as engine:
+            for _ in range(4):
+                await asyncio.gather(*(ask(engine, session=f"s{i}") for i in range(9)))
+            assert [server.num_requests for server in servers] == [12, 12, 12]
+            assert [member.num_sessions for member in engine.members] == [3, 3, 3]
+            for i in range(9):
+                engine.release(f"s{i}")
+            engine.release("never seen")
+            assert [member.num_sessions for member in engine.members] == [0, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_calls_without_a_session_go_to_the_least_busy():
+    async def scenario():
+        servers = [fake(latency_s=0.01), fake(latency_s=0.01)]
+        async with serving(*servers) as engine:
+            await asyncio.gather(*(ask(engine) for _ in range(10)))
+            assert [server.num_requests for server in servers] == [5, 5]
+
+    asyncio.run(scenario())
+
+
+def test_work_moves_off_a_server_that_dies_in_the_middle():
+    async def scenario():
+        servers = [fake(latency_s=0.01), fake(latency_s=0.01)]
+        async with serving(*servers) as engine:
+            calls = [asyncio.create_task(ask(engine, 60, session=f"s{i}")) for i in range(10)]
+            await until(lambda: servers[0].num_running == servers[1].num_running == 5)
+            await servers[0].die()
+            for generation in await asyncio.gather(*calls):
+                assert generation.token_ids == counted(2, 60)
+            assert engine.stats.num_moved == 5
+            assert engine.stats.num_servers_lost == 1
+            assert [member.is_serving for member in engine.members] == [False, True]
+            assert (await ask(engine, session="s0")).token_ids == counted(2, 20)
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_server_that_dies_is_noticed():
+    async def scenario():
+        servers = [fake(), fake()]
+        async with serving(*servers) as engine:
+            await servers[1].die()
+            await until(lambda: not engine.members[1].is_serving)
+            await asyncio.gather(*(ask(engine, session=f"s{i}") for i in range(4)))
+            assert engine.stats.num_retries == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_answers_no_more_is_given_up():
+    """Connections are accepted, and nothing comes: only the look at its health tells."""
+
+    async def scenario():
+        stuck = asyncio.Event()
+
+        async def handle(request):
+            if stuck.is_set():
+                return web.Response(status=503)
+            if request.path == "/generate":
+                await asyncio.sleep(60)
+            return None
+
+        async with fake() as behind, fake() as other, website(handle, behind=behind) as url:
+            engine = SGLangEngine(POLICY, urls=[url, other.url], health_interval_s=0.02)
+            await engine.start()
+            call = asyncio.create_task(ask(engine))
+            await until(lambda: engine.members[0].num_in_flight)
+            stuck.set()
+            assert (await call).token_ids == counted(2, 20)
+            assert engine.stats.num_moved == 1
+            await engine.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_no_server_left_is_an_error_after_the_grace_period():
+    async def scenario():
+        server = fake(latency_s=0.01)
+        async with serving(server) as engine:
+            call = asyncio.create_task(ask(engine, 3000))
+            await until(lambda: server.num_running)
+            await server.die()
+            with pytest.raises(EngineUnreachableError, match=server.url) as caught:
+                await call
+            assert "sglang.launch_server" in caught.value.hints[0]
+            with pytest.raises(EngineUnreachableError):
+                await ask(engine)
+            with pytest.raises(EngineUnreachableError):
+                await publish(engine, 1, POLICY)
+            assert engine.policy_version == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_spent_budget_is_an_error_and_no_short_answer():
+    async def scenario():
+        asked = []
+
+        async def handle(request):
+            if request.path != "/generate":
+                return None
+            asked.append(1)
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
+
+        async with fake() as behind, website(handle, behind=behind) as url:
+            engine = SGLangEngine(POLICY, urls=[url], max_retries=1, health_interval_s=5)
+            await engine.start()
+            with pytest.raises(EngineError, match=r"budget is spent.*out of memory"):
+                await ask(engine)
+            assert len(asked) == 2
+            await engine.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_answer_is_cut_by_the_setting_alone_and_asked_for_again():
+    async def scenario():
+        async with serving(fake(latency_s=0.2), request_timeout_s=0.1, max_retries=1) as engine:
+            with pytest.raises(EngineError, match=r"no answer within 0\.1 s"):
+                await ask(engine)
+            assert engine.stats.num_retries == 1
+
+    asyncio.run(scenario())
+
+
+def test_scores_are_asked_of_the_server():
+    async def scenario():
+        async def handle(request):
+            if request.path != "/generate":
+                return None
+            ids = (await request.json())["input_ids"]
+            rows = [[None if i == 0 else -float(i), token, None] for i, token in enumerate(ids)]
+            return web.json_response(
+                {"output_ids": [], "meta_info": {"input_token_logprobs": rows}}
+            )
+
+        async with fake() as behind, website(handle, behind=behind) as url:
+            engine = SGLangEngine(POLICY, urls=[url])
+            await engine.start()
+            assert await engine.score([7, 8, 9]) == [-1.0, -2.0]
+            await engine.aclose()
+        async with serving(fake()) as engine:
+            with pytest.raises(EngineError, match="no log-probabilities of prompts"):
+                await engine.score([7, 8, 9])
+
+    asyncio.run(scenario())

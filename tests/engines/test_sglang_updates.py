@@ -1,0 +1,241 @@
+"""New weights in the middle of turns: they go on, and every token has its version."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_servers import POLICY, ask, count, counted, fake, publish, serving, until, website
+
+from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
+from areal_gym.errors import EngineError
+
+KINDS = [("abort", "0.5.23"), ("retract", "0.5.23"), ("abort", "0.5.18"), ("retract", "0.5.18")]
+
+
+@pytest.mark.parametrize(("interrupt", "emulate"), KINDS)
+def test_interrupted_turns_continue_under_the_new_weights(tiny_policy, interrupt, emulate):
+    async def scenario():
+        server = fake(latency_s=0.005, emulate=emulate)
+        async with serving(server, interrupt=interrupt) as engine:
+            await ask(engine, 1)
+            calls = [asyncio.create_task(ask(engine, 200, prompt=(1, i))) for i in range(6)]
+            for version in (1, 2, 3):
+                await asyncio.sleep(0.04)
+                await publish(engine, version, tiny_policy)
+                assert engine.policy_version == version
+            for i, generation in enumerate(await asyncio.gather(*calls)):
+                assert generation.token_ids == counted(i, 200)
+                assert len(generation.logprobs) == 200
+                assert list(generation.versions) == sorted(generation.versions)
+                assert set(generation.versions) == {0, 1, 2, 3}
+            is_resent = interrupt == "abort" or emulate == "0.5.18"
+            assert engine.stats.num_continued == (18 if is_resent else 0)
+            assert engine.stats.num_retries == 0
+            assert engine.stats.publication_s > 0
+            assert (await ask(engine)).versions == (3,) * 20
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=20)
+@given(
+    pauses=st.lists(st.floats(0, 0.02), max_size=6),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    kind=st.sampled_from(KINDS),
+)
+def test_no_schedule_gives_a_token_a_version_it_was_not_sampled_under(
+    tiny_policy, pauses, lengths, kind
+):
+    """The policy behind the server writes down under which weights it sampled each token."""
+    interrupt, emulate = kind
+    truth = {}
+
+    def reply(question):
+        tokens = count(question)
+        for position in range(len(question.prompt_ids), len(question.prompt_ids) + len(tokens)):
+            truth[question.prompt_ids[1], position] = policy.policy_version
+        return tokens
+
+    async def scenario():
+        nonlocal policy
+        policy = ScriptedEngine(reply, latency_s=0.001)
+        server = FakeSGLangServer(policy, emulate=emulate)
+        async with serving(server, interrupt=interrupt) as engine:
+            calls = [
+                asyncio.create_task(ask(engine, n, prompt=(1, i))) for i, n in enumerate(lengths)
+            ]
+            for version, pause_s in enumerate(pauses, 1):
+                await asyncio.sleep(pause_s)
+                await publish(engine, version, tiny_policy)
+            for i, generation in enumerate(await asyncio.gather(*calls)):
+                assert generation.token_ids == counted(i, lengths[i])
+                sampled = [truth[i, 2 + position] for position in range(lengths[i])]
+                assert list(generation.versions) == sampled
+
+    policy = None
+    asyncio.run(scenario())
+
+
+def test_calls_wait_while_weights_change(tiny_policy):
+    async def scenario():
+        server = fake()
+        async with serving(server) as engine:
+            async with engine.updating(1) as servers:
+                call = asyncio.create_task(ask(engine))
+                await asyncio.sleep(0.02)
+                assert server.num_requests == 0
+                await servers[0].load_from_disk(tiny_policy, 1)
+            assert (await call).versions == (1,) * 20
+            assert engine.stats.held_s >= 0.02
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_did_not_take_the_weights_serves_no_more_until_it_does(tiny_policy):
+    async def scenario():
+        servers = [fake(latency_s=0.002), fake(latency_s=0.002)]
+        async with serving(*servers) as engine:
+            calls = [asyncio.create_task(ask(engine, 100, session=f"s{i}")) for i in range(4)]
+            await asyncio.sleep(0.01)
+            async with engine.updating(1) as given_out:
+                await given_out[1].post(
+                    "/update_weight_version", {"new_version": "1", "abort_all_requests": False}
+                )
+            assert engine.policy_version == 1
+            assert [member.is_serving for member in engine.members] == [False, True]
+            assert all(g.versions[-1] == 1 for g in await asyncio.gather(*calls))
+            await asyncio.sleep(0.15)
+            assert not engine.members[0].is_serving
+            await publish(engine, 2, tiny_policy)
+            assert [member.is_serving for member in engine.members] == [True, True]
+
+    asyncio.run(scenario())
+
+
+def test_a_publication_that_nobody_took_changes_nothing():
+    async def scenario():
+        async with serving(fake()) as engine:
+            with pytest.raises(EngineError, match="no server reports version 1"):
+                async with engine.updating(1):
+                    pass
+            with pytest.raises(ZeroDivisionError):
+                async with engine.updating(1):
+                    1 / 0  # noqa: B018
+            assert engine.policy_version == 0
+            assert (await ask(engine)).versions == (0,) * 20
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("by_disk", [True, False])
+def test_a_restarted_server_gets_the_last_checkpoint_or_waits_for_the_next(tiny_policy, by_disk):
+    async def scenario():
+        servers = [fake(latency_s=0.002), fake(latency_s=0.002)]
+        async with serving(*servers) as engine:
+            await publish(engine, 1, tiny_policy)
+            if not by_disk:
+                for member in engine.members:
+                    member.server.loaded_from = None
+            await servers[0].die()
+            await until(lambda: not engine.members[0].is_serving)
+            servers[0].version = "default"
+            await servers[0].start()
+            if by_disk:
+                await until(lambda: engine.members[0].is_serving)
+                assert servers[0].version == "1"
+            else:
+                await asyncio.sleep(0.2)
+                assert not engine.members[0].is_serving
+            await publish(engine, 2, tiny_policy)
+            assert all(member.is_serving for member in engine.members)
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_behind_our_back_is_seen_in_the_answer(tiny_policy):
+    async def scenario():
+        server = fake()
+        async with serving(server, health_interval_s=0.2, grace_s=5) as engine:
+            await publish(engine, 1, tiny_policy)
+            server.version = "default"
+            generation = await ask(engine)
+            assert generation.versions == (1,) * 20
+            assert engine.stats.num_servers_lost == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_an_earlier_run_has_left_is_version_0(tiny_policy):
+    async def scenario():
+        server = fake()
+        server.version = "60"
+        async with serving(server) as engine:
+            assert engine.policy_version == 0
+            assert (await ask(engine)).versions == (0,) * 20
+            await publish(engine, 60, tiny_policy)
+            assert (await ask(engine)).versions == (60,) * 20
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_dies_during_a_publication_is_left_out(tiny_policy):
+    async def scenario():
+        servers = [fake(latency_s=0.002), fake(latency_s=0.002)]
+        async with serving(*servers) as engine:
+            calls = [asyncio.create_task(ask(engine, 100, session=f"s{i}")) for i in range(4)]
+            await asyncio.sleep(0.01)
+            async with engine.updating(1) as given_out:
+                await servers[0].die()
+                with pytest.raises(EngineError):
+                    await given_out[0].load_from_disk(tiny_policy, 1)
+                await given_out[1].load_from_disk(tiny_policy, 1)
+            assert all(len(g.token_ids) == 100 for g in await asyncio.gather(*calls))
+            assert [member.is_serving for member in engine.members] == [False, True]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_arrives_after_the_abort_is_aborted_too(tiny_policy):
+    """It was on its way when the gate closed; an old server would sample it during the update."""
+
+    async def scenario():
+        async def handle(request):
+            if request.path == "/generate":
+                await asyncio.sleep(0.03)
+
+        server = fake(latency_s=0.005, emulate="0.5.18")
+        async with server, website(handle, behind=server) as url:
+            engine = SGLangEngine(POLICY, urls=[url])
+            await engine.start()
+            call = asyncio.create_task(ask(engine, 40))
+            await asyncio.sleep(0.01)
+            async with engine.updating(1) as servers:
+                assert server.num_running == 0
+                await servers[0].load_from_disk(tiny_policy, 1)
+            generation = await call
+            assert generation.token_ids == counted(2, 40)
+            assert set(generation.versions) <= {0, 1}
+            await engine.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_aborts_by_itself_costs_budget():
+    async def scenario():
+        async def handle(request):
+            if request.path == "/generate":
+                meta = {"finish_reason": {"type": "abort"}, "weight_version": "default"}
+                return web.json_response({"output_ids": [], "meta_info": meta})
+            return None
+
+        async with fake() as behind, website(handle, behind=behind) as url:
+            engine = SGLangEngine(POLICY, urls=[url], max_retries=1)
+            await engine.start()
+            with pytest.raises(EngineError, match="aborted a request by itself"):
+                await ask(engine)
+            await engine.aclose()
+
+    asyncio.run(scenario())
