@@ -118,6 +118,16 @@ class WeightServer(Protocol):
         """Where it answers."""
         ...
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model; each takes its part of new weights."""
+        ...
+
+    @property
+    def needs_update_session(self) -> bool:
+        """Weights other than a directory's come between a begin and an end that are said."""
+        ...
+
     async def post(self, route: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Ask a control route; a refusal of the server is an EngineError with its words."""
         ...

@@ -101,8 +101,7 @@ class Entry:
     @property
     def missing(self) -> tuple[str, ...]:
         """Import names that the thing requires and that are not installed."""
-        requires: tuple[str, ...] = getattr(self.spec, "requires", ())
-        return tuple(name for name in requires if not _is_importable(name))
+        return tuple(name for name in self.spec.requires if not _is_importable(name))
 
     def load(self) -> Any:
         """Import what the spec names: a class, a function or an object.

@@ -39,6 +39,8 @@ class Spec:
     """`"package.module:Name"`, imported on first use."""
     summary: str
     """One line, lower case, no full stop: what `areal-gym list` shows."""
+    requires: tuple[str, ...] = ()
+    """Import names that must be installed; a missing one is shown in the list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +53,6 @@ class EnvSpec(Spec):
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for the class; a person's settings come on top."""
     tags: tuple[str, ...] = ()
-    requires: tuple[str, ...] = ()
-    """Import names that must be installed; a missing one is shown in the list."""
     version: int = 0
     """The `-vN` of the Gymnasium id; raised when scores stop being comparable."""
 

@@ -82,6 +82,7 @@ class _Training:
 
     async def play(self, directory: RunDir, *, is_resumed: bool) -> dict[str, Any]:
         from areal_gym.trainer.checkpoint import latest_checkpoint, require_space, restore_learner
+        from areal_gym.trainer.weight_syncs import make_weight_sync
 
         config, display = self.config, self.display
         used = entries_used(config)
@@ -102,7 +103,10 @@ class _Training:
         rollout_state = None if found is None else restore_learner(learner, source)
         async with AsyncExitStack() as stack:
             engine, renderer = await stack.enter_async_context(open_engine(config, source))
-            weight_sync = registry().load("weight-syncs", "in-process")(engine)
+            weight_sync = make_weight_sync(
+                engine, config.trainer.weight_sync, directory=directory.path / "weights"
+            )
+            stack.push_async_callback(weight_sync.aclose)
             if done:
                 await weight_sync.publish(learner.weights(), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.weight_sync import WeightSync
+from areal_gym.trainer.weight_syncs import WeightSync
 from areal_gym.types import Group
 
 __all__ = ["BatchSource", "OnStep", "train_loop"]

@@ -47,8 +47,12 @@ def register_policy_losses() -> Iterable[PolicyLossSpec]:
 @hookimpl
 def register_weight_syncs() -> Iterable[WeightSyncSpec]:
     """How weights reach the engine."""
-    yield WeightSyncSpec(
-        id="in-process",
-        entry_point="areal_gym.trainer.weight_sync:InProcessWeightSync",
-        summary="the engine in this process copies the tensors",
-    )
+    for name, cls, summary in (
+        ("in-process", "in_process:InProcessWeightSync", "the engine in this process copies them"),
+        ("disk", "disk:DiskWeightSync", "safetensors in a directory that servers share"),
+        ("tensor", "tensor:TensorWeightSync", "in the body of requests, in flat buckets"),
+        ("distributed", "distributed:DistributedWeightSync", "broadcast over NCCL or gloo"),
+    ):
+        yield WeightSyncSpec(
+            id=name, entry_point=f"areal_gym.trainer.weight_syncs.{cls}", summary=summary
+        )

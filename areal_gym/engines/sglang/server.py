@@ -76,6 +76,8 @@ class SGLangServer:
         self.needs_update_session = True
         """Weights other than a directory's must come between `/begin_weight_update` and
         `/end_weight_update` (SGLang 0.5.21 and later); `look` finds out."""
+        self.num_ranks = 1
+        """Processes that share the model (tensor parallelism); `look` finds out."""
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, route: str, *, timeout_s: float = _QUICK_S) -> dict[str, Any]:
@@ -131,6 +133,8 @@ class SGLangServer:
         if max_prompt is None:
             models = await self.get("/v1/models")
             max_prompt = models["data"][0]["max_model_len"] - _RESERVED_TOKENS
+        states = info.get("internal_states") or [info]
+        self.num_ranks = int(states[0].get("tp_size", 1))
         self.needs_update_session = await self._has_route("/begin_weight_update")
         return ServerFacts(
             version=str(info.get("version", "unknown")),

@@ -1,0 +1,220 @@
+"""The control routes of the fake SGLang server that change weights: they really do.
+
+What arrives is decoded as SGLang decodes it and put into the engine behind the server, which must
+be one in this process (`LocalEngine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from areal_gym.engines.base import LocalEngine
+from areal_gym.errors import EngineError
+
+if TYPE_CHECKING:
+    from areal_gym.engines.sglang.fake import FakeSGLangServer
+
+__all__ = ["add_weight_routes"]
+
+_NO_SESSION = "must run between begin_weight_update() and end_weight_update()"
+
+
+def add_weight_routes(app: web.Application, server: FakeSGLangServer) -> None:
+    """Add the routes that change what `server` serves."""
+    routes = _WeightRoutes(server)
+    for route, handler in (
+        ("/update_weights_from_disk", routes.from_disk),
+        ("/update_weights_from_tensor", routes.from_tensor),
+        ("/init_weights_update_group", routes.init_group),
+        ("/update_weights_from_distributed", routes.from_distributed),
+        ("/destroy_weights_update_group", routes.destroy_group),
+        ("/update_weight_version", routes.update_version),
+        ("/weights_checker", routes.check),
+    ):
+        app.router.add_post(route, handler)
+    if server.has_update_sessions:
+        app.router.add_post("/begin_weight_update", routes.begin)
+        app.router.add_post("/end_weight_update", routes.end)
+
+
+class _WeightRoutes:
+    def __init__(self, server: FakeSGLangServer) -> None:
+        self._server = server
+        self._weights: dict[str, Any] = {}
+        """What has arrived so far: a server loads tensors by name, in any number of parts."""
+        self._groups: dict[str, Any] = {}
+        self._num_published = 0
+
+    async def from_disk(self, request: web.Request) -> web.Response:
+        from safetensors.torch import load_file
+
+        body = await request.json()
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+        if not files:
+            return _said(
+                f"Failed to get weights iterator: no weights in {body['model_path']!r}.",
+                success=False,
+            )
+        tensors: dict[str, Any] = {}
+        for file in files:
+            tensors |= await asyncio.to_thread(load_file, file)
+        return await self._load(tensors, body, "Succeeded to update model weights.")
+
+    async def from_tensor(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if refusal := self._out_of_session("update_weights_from_tensor"):
+            return refusal
+        raw = base64.b64decode(body["serialized_named_tensors"][0])
+        found = _Unpickler(io.BytesIO(raw)).load()
+        if body.get("load_format") == "flattened_bucket":
+            found = _unflatten(found["flattened_tensor"], found["metadata"])
+        return await self._load(dict(found), body, "Success")
+
+    async def init_group(self, request: web.Request) -> web.Response:
+        from areal_gym.modeling.groups import join_group
+
+        body = await request.json()
+        try:
+            group = await asyncio.to_thread(
+                join_group,
+                body["master_address"],
+                body["master_port"],
+                rank=body["rank_offset"],
+                world_size=body["world_size"],
+                name=body["group_name"],
+                backend=body["backend"],
+                timeout_s=60,
+            )
+        except RuntimeError as error:
+            return _said(f"Failed to initialize custom process group: {error}.", success=False)
+        self._groups[body["group_name"]] = group
+        return _said("Succeeded to initialize custom process group.")
+
+    async def from_distributed(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if refusal := self._out_of_session("update_weights_from_distributed"):
+            return refusal
+        group = self._groups.get(body["group_name"])
+        if group is None:
+            return _said(f"Group {body['group_name']} not in {list(self._groups)}.", success=False)
+        tensors = await asyncio.to_thread(_receive, group, body)
+        return await self._load(tensors, body, "Succeeded to update parameter online.")
+
+    async def destroy_group(self, request: web.Request) -> web.Response:
+        import torch.distributed as dist
+
+        body = await request.json()
+        group = self._groups.pop(body["group_name"], None)
+        if group is None:
+            return _said("The group to be destroyed does not exist.", success=False)
+        await asyncio.to_thread(dist.destroy_process_group, group)
+        return _said("Succeeded to destroy custom process group.")
+
+    async def begin(self, request: web.Request) -> web.Response:
+        self._server.update_session = True
+        return _said("Success")
+
+    async def end(self, request: web.Request) -> web.Response:
+        if not self._server.update_session:
+            return _said("end_weight_update() without begin_weight_update()", success=False)
+        self._server.update_session = False
+        return _said("Success")
+
+    async def update_version(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self._server.version = body["new_version"]
+        return web.json_response(
+            {
+                "success": True,
+                "message": f"Weight version updated to {body['new_version']}",
+                "new_version": body["new_version"],
+            }
+        )
+
+    async def check(self, request: web.Request) -> web.Response:
+        """The action "checksum": a digest of each tensor that the server was given."""
+        sums = {
+            name: hashlib.sha256(tensor.contiguous().float().numpy().tobytes()).hexdigest()[:16]
+            for name, tensor in self._weights.items()
+        }
+        return web.json_response(
+            {"success": True, "message": "Success", "ranks": [{"checksums": sums}]}
+        )
+
+    async def _load(
+        self, tensors: dict[str, Any], body: dict[str, Any], message: str
+    ) -> web.Response:
+        engine = self._server.engine
+        if not isinstance(engine, LocalEngine):
+            return _said("the engine behind this server takes no weights", success=False)
+        complete = {**self._weights, **tensors}
+        self._num_published += 1
+        async with self._server.quiet():
+            try:
+                await engine.publish(complete.items(), self._num_published)
+            except EngineError as error:
+                return _said(f"Failed to update weights: {error}.", success=False)
+            self._weights = complete
+            version = body.get("weight_version")
+            if version is not None:
+                self._server.version = version
+                message += f" Weight version updated to {version}."
+        return _said(message)
+
+    def _out_of_session(self, what: str) -> web.Response | None:
+        if self._server.has_update_sessions and not self._server.update_session:
+            return _said(f"{what} {_NO_SESSION}", success=False)
+        return None
+
+
+def _said(message: str, *, success: bool = True) -> web.Response:
+    body = {"success": success, "message": message}
+    return web.json_response(body, status=200 if success else 400)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Takes tensors and plain data, and no code: as strict as SGLang's, where it matters."""
+
+    _ALLOWED = (
+        ("collections", "OrderedDict"),
+        ("types", "SimpleNamespace"),
+        ("torch", "Size"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch.storage", "UntypedStorage"),
+        ("torch.storage", "_load_from_bytes"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Import what is allowed."""
+        import torch
+
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        raise ValueError(f"{module}.{name} is not allowed in serialized tensors")
+
+
+def _unflatten(flat: Any, metadata: list[Any]) -> dict[str, Any]:
+    return {
+        meta.name: flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+        for meta in metadata
+    }
+
+
+def _receive(group: Any, body: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    tensors = {}
+    for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+        tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        dist.broadcast(tensors[name], src=0, group=group)
+    return tensors

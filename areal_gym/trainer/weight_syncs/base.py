@@ -1,0 +1,95 @@
+"""The contract of weight syncs, and the choice of one.
+
+A weight sync brings named tensors (Hugging Face's names) to an engine under a version. It returns
+when the engine samples with them; the engine itself checks that each of its servers says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from areal_gym.config import PluginConfig
+from areal_gym.engines.base import Engine, LocalEngine, RemoteEngine, WeightServer
+from areal_gym.errors import ConfigError, EngineError
+from areal_gym.plugins import registry
+
+__all__ = ["WeightSync", "Weights", "make_weight_sync", "on_all", "require_remote"]
+
+Weights = Iterable[tuple[str, Tensor]]
+"""Hugging Face names and tensors; they may change after `publish` has returned, not before."""
+
+
+class WeightSync(Protocol):
+    """Publishes weights under a version.
+
+    The class is called with the engine, `directory=` (a place of its own in the run directory,
+    which need not exist yet) and the settings' `kwargs`.
+    """
+
+    async def publish(self, weights: Weights, version: int) -> None:
+        """Returns when the engine samples with the new weights.
+
+        Raises:
+            EngineError: no server took them; those that there are keep the old ones.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Give back what was held: groups, files. Idempotent."""
+        ...
+
+
+def make_weight_sync(engine: Engine, settings: PluginConfig, *, directory: Path) -> WeightSync:
+    """The weight sync of the settings; "auto" takes what the engine needs.
+
+    Raises:
+        UnknownIdError: nobody registered it.
+        ConfigError: it does not fit the engine, or its arguments do not fit it.
+    """
+    id = settings.id
+    if id == "auto":
+        id = "in-process" if isinstance(engine, LocalEngine) else "disk"
+    sync_class = registry().load("weight-syncs", id)
+    try:
+        sync: WeightSync = sync_class(engine, directory=directory, **settings.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"trainer.weight_sync.kwargs do not fit {id!r}: {error}",
+            hints=[f"its arguments: areal-gym show {id}"],
+        ) from error
+    return sync
+
+
+def require_remote(engine: Engine, id: str) -> RemoteEngine:
+    """The engine, which must have servers.
+
+    Raises:
+        ConfigError: it lives in this process.
+    """
+    if not isinstance(engine, RemoteEngine):
+        raise ConfigError(
+            f"trainer.weight_sync={id} brings weights to servers, and this engine has none",
+            hints=["an engine in this process needs trainer.weight_sync=in-process"],
+        )
+    return engine
+
+
+async def on_all(
+    servers: Sequence[WeightServer], act: Callable[[WeightServer], Awaitable[object]]
+) -> list[WeightServer]:
+    """Do the same on all servers at once, and return those where it went well.
+
+    Raises:
+        EngineError: it went wrong everywhere; the first server's reason.
+    """
+    results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in errors:
+        if not isinstance(error, EngineError) or len(errors) == len(servers):
+            raise error
+    return [s for s, r in zip(servers, results, strict=True) if not isinstance(r, BaseException)]
