@@ -141,8 +141,15 @@ class WeightServer(Protocol):
 class RemoteEngine(Engine, Protocol):
     """An engine whose weights live in other processes; weight syncs bring new ones there."""
 
-    def updating(self, version: int) -> AbstractAsyncContextManager[Sequence[WeightServer]]:
+    adapter: str | None
+    """The LoRA adapter that the policy is sampled with, by its name on the servers."""
+
+    def updating(
+        self, version: int, *, must_abort: bool = False
+    ) -> AbstractAsyncContextManager[Sequence[WeightServer]]:
         """Interrupt generation, hand out the living servers, check them, go on.
+
+        `must_abort` when requests in flight cannot continue in place, but must be sent again.
 
         Inside, the caller brings the weights of `version` to every server it was given. On
         leaving, a server that does not report `version` takes no more requests; requests that were

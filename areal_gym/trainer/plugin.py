@@ -52,6 +52,7 @@ def register_weight_syncs() -> Iterable[WeightSyncSpec]:
         ("disk", "disk:DiskWeightSync", "safetensors in a directory that servers share"),
         ("tensor", "tensor:TensorWeightSync", "in the body of requests, in flat buckets"),
         ("distributed", "distributed:DistributedWeightSync", "broadcast over NCCL or gloo"),
+        ("lora", "lora:LoraWeightSync", "adapters under versioned names, the base stays"),
     ):
         yield WeightSyncSpec(
             id=name, entry_point=f"areal_gym.trainer.weight_syncs.{cls}", summary=summary

@@ -116,6 +116,8 @@ class SGLangEngine:
             )
         self.policy_version = 0
         self.max_context = max_context
+        self.adapter: str | None = None
+        """The LoRA adapter that the policy is sampled with, by its name on the servers."""
         self._interrupt = interrupt
         self._max_retries = max_retries
         self._request_timeout_s = request_timeout_s
@@ -295,6 +297,8 @@ class SGLangEngine:
     async def _post(self, member: Member, body: dict[str, Any]) -> dict[str, Any]:
         """`/generate`, counted; the server hears of it when nobody waits any more."""
         rid = body["rid"] = f"{self._call_name}-{next(self._call_numbers)}"
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
         member.num_in_flight += 1
         try:
             return await member.server.post("/generate", body, timeout_s=self._request_timeout_s)
@@ -319,7 +323,9 @@ class SGLangEngine:
     # ---- publication --------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def updating(self, version: int) -> AsyncIterator[Sequence[WeightServer]]:
+    async def updating(
+        self, version: int, *, must_abort: bool = False
+    ) -> AsyncIterator[Sequence[WeightServer]]:
         """Interrupt generation for new weights; see `RemoteEngine.updating`.
 
         Raises:
@@ -332,7 +338,10 @@ class SGLangEngine:
             since_s = clock()
             self._gate.clear()
             try:
-                is_quiet = await asyncio.gather(*(self._quieten(member) for member in members))
+                may_retract = self._interrupt == "retract" and not must_abort
+                is_quiet = await asyncio.gather(
+                    *(self._quieten(member, may_retract=may_retract) for member in members)
+                )
                 members = [m for m, quiet in zip(members, is_quiet, strict=True) if quiet]
                 published: int | None = None
                 try:
@@ -346,10 +355,10 @@ class SGLangEngine:
         if self.policy_version != version:
             raise EngineError(f"no server reports version {version} after its publication")
 
-    async def _quieten(self, member: Member) -> bool:
+    async def _quieten(self, member: Member, *, may_retract: bool) -> bool:
         """Until `_go_on`, nothing is sampled there. False when the server had to be given up."""
         try:
-            if self._interrupt == "retract" and member.has_spans:
+            if may_retract and member.has_spans:
                 await member.server.post("/pause_generation", {"mode": "retract"})
                 member.is_paused = True
             else:

@@ -29,7 +29,7 @@ from aiohttp import web
 
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.engines.sglang.answers import INITIAL_WEIGHTS
-from areal_gym.engines.sglang.fake_weights import add_weight_routes
+from areal_gym.engines.sglang.fake_weights import WeightRoutes, add_weight_routes
 from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason
 
@@ -97,6 +97,7 @@ class FakeSGLangServer:
         self._pause: str | None = None
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
+        self._weights: WeightRoutes
 
     @property
     def num_running(self) -> int:
@@ -135,7 +136,7 @@ class FakeSGLangServer:
             ("/flush_cache", self._flush_cache),
         ):
             app.router.add_post(route, handler)
-        add_weight_routes(app, self)
+        self._weights = add_weight_routes(app, self)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
         )
@@ -224,6 +225,7 @@ class FakeSGLangServer:
         try:
             body = await request.json()
             sequences = self._read(body)
+            await self._weights.use_adapter(body.get("lora_path"))
             answers = await asyncio.gather(*(self._sample(sequence) for sequence in sequences))
         except (_BadRequestError, EngineError, ValueError) as error:
             status = 500 if isinstance(error, EngineError) else 400

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import hashlib
 import io
+import json
 import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,14 @@ from areal_gym.errors import EngineError
 if TYPE_CHECKING:
     from areal_gym.engines.sglang.fake import FakeSGLangServer
 
-__all__ = ["add_weight_routes"]
+__all__ = ["WeightRoutes", "add_weight_routes"]
 
 _NO_SESSION = "must run between begin_weight_update() and end_weight_update()"
 
 
-def add_weight_routes(app: web.Application, server: FakeSGLangServer) -> None:
+def add_weight_routes(app: web.Application, server: FakeSGLangServer) -> WeightRoutes:
     """Add the routes that change what `server` serves."""
-    routes = _WeightRoutes(server)
+    routes = WeightRoutes(server)
     for route, handler in (
         ("/update_weights_from_disk", routes.from_disk),
         ("/update_weights_from_tensor", routes.from_tensor),
@@ -38,37 +39,44 @@ def add_weight_routes(app: web.Application, server: FakeSGLangServer) -> None:
         ("/destroy_weights_update_group", routes.destroy_group),
         ("/update_weight_version", routes.update_version),
         ("/weights_checker", routes.check),
+        ("/load_lora_adapter", routes.load_adapter),
+        ("/unload_lora_adapter", routes.unload_adapter),
     ):
         app.router.add_post(route, handler)
     if server.has_update_sessions:
         app.router.add_post("/begin_weight_update", routes.begin)
         app.router.add_post("/end_weight_update", routes.end)
+    return routes
 
 
-class _WeightRoutes:
+class WeightRoutes:
+    """What arrives at those routes, and what becomes of it.
+
+    Adapters are merged into the weights when a request asks for one, so that all requests that are
+    sampled at the same time use the same adapter, or none.
+    """
+
     def __init__(self, server: FakeSGLangServer) -> None:
         self._server = server
         self._weights: dict[str, Any] = {}
         """What has arrived so far: a server loads tensors by name, in any number of parts."""
         self._groups: dict[str, Any] = {}
         self._num_published = 0
+        self._adapters: dict[str, Path] = {}
+        self._adapter: str | None = None
+        """The one that is merged into what the engine has."""
 
     async def from_disk(self, request: web.Request) -> web.Response:
-        from safetensors.torch import load_file
-
+        """Load a checkpoint directory."""
         body = await request.json()
-        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
-        if not files:
-            return _said(
-                f"Failed to get weights iterator: no weights in {body['model_path']!r}.",
-                success=False,
-            )
-        tensors: dict[str, Any] = {}
-        for file in files:
-            tensors |= await asyncio.to_thread(load_file, file)
+        tensors = await asyncio.to_thread(_read_weights, Path(body["model_path"]))
+        if not tensors:
+            reason = f"no weights in {body['model_path']!r}"
+            return _said(f"Failed to get weights iterator: {reason}.", success=False)
         return await self._load(tensors, body, "Succeeded to update model weights.")
 
     async def from_tensor(self, request: web.Request) -> web.Response:
+        """Load tensors that the body holds."""
         body = await request.json()
         if refusal := self._out_of_session("update_weights_from_tensor"):
             return refusal
@@ -79,6 +87,7 @@ class _WeightRoutes:
         return await self._load(dict(found), body, "Success")
 
     async def init_group(self, request: web.Request) -> web.Response:
+        """Join a process group."""
         from areal_gym.modeling.groups import join_group
 
         body = await request.json()
@@ -99,6 +108,7 @@ class _WeightRoutes:
         return _said("Succeeded to initialize custom process group.")
 
     async def from_distributed(self, request: web.Request) -> web.Response:
+        """Load what rank 0 of the group broadcasts."""
         body = await request.json()
         if refusal := self._out_of_session("update_weights_from_distributed"):
             return refusal
@@ -109,6 +119,7 @@ class _WeightRoutes:
         return await self._load(tensors, body, "Succeeded to update parameter online.")
 
     async def destroy_group(self, request: web.Request) -> web.Response:
+        """Leave the group."""
         import torch.distributed as dist
 
         body = await request.json()
@@ -119,16 +130,19 @@ class _WeightRoutes:
         return _said("Succeeded to destroy custom process group.")
 
     async def begin(self, request: web.Request) -> web.Response:
+        """Tensors may come from now on."""
         self._server.update_session = True
         return _said("Success")
 
     async def end(self, request: web.Request) -> web.Response:
+        """No more tensors come."""
         if not self._server.update_session:
             return _said("end_weight_update() without begin_weight_update()", success=False)
         self._server.update_session = False
         return _said("Success")
 
     async def update_version(self, request: web.Request) -> web.Response:
+        """Call the weights something else."""
         body = await request.json()
         self._server.version = body["new_version"]
         return web.json_response(
@@ -149,20 +163,71 @@ class _WeightRoutes:
             {"success": True, "message": "Success", "ranks": [{"checksums": sums}]}
         )
 
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        """Remember an adapter's directory under a name."""
+        body = await request.json()
+        name, path = body["lora_name"], Path(body["lora_path"])
+        if name in self._adapters:
+            return self._adapters_now(f"LoRA adapter {name} is already loaded.")
+        if not (path / "adapter_config.json").is_file():
+            return self._adapters_now(f"no adapter_config.json in {path}")
+        self._adapters[name] = path
+        return self._adapters_now()
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        """Forget it."""
+        name = (await request.json())["lora_name"]
+        if name not in self._adapters:
+            return self._adapters_now(f"LoRA adapter {name} is not loaded.")
+        del self._adapters[name]
+        return self._adapters_now()
+
+    def _adapters_now(self, error: str = "") -> web.Response:
+        loaded = {name: str(path) for name, path in self._adapters.items()}
+        body = {"success": not error, "error_message": error, "loaded_adapters": loaded}
+        return web.json_response(body, status=400 if error else 200)
+
+    async def use_adapter(self, name: str | None) -> None:
+        """Sample with this adapter from now on.
+
+        Raises:
+            ValueError: no adapter of this name was loaded.
+        """
+        if name == self._adapter:
+            return
+        if name is not None and name not in self._adapters:
+            raise ValueError(f"Got LoRA adapter that has never been loaded: {name}")
+        async with self._server.quiet():
+            if name != self._adapter:
+                weights = self._base()
+                if name is not None:
+                    weights = _merged(weights, self._adapters[name])
+                await self._publish(weights)
+                self._adapter = name
+
+    def _base(self) -> dict[str, Any]:
+        """The weights without any adapter."""
+        if not self._weights:
+            self._weights = _read_weights(Path(self._server.model_path))
+        return self._weights
+
+    async def _publish(self, tensors: dict[str, Any]) -> None:
+        engine = self._server.engine
+        if not isinstance(engine, LocalEngine):
+            raise EngineError("the engine behind this server takes no weights")
+        self._num_published += 1
+        await engine.publish(tensors.items(), self._num_published)
+
     async def _load(
         self, tensors: dict[str, Any], body: dict[str, Any], message: str
     ) -> web.Response:
-        engine = self._server.engine
-        if not isinstance(engine, LocalEngine):
-            return _said("the engine behind this server takes no weights", success=False)
         complete = {**self._weights, **tensors}
-        self._num_published += 1
         async with self._server.quiet():
             try:
-                await engine.publish(complete.items(), self._num_published)
+                await self._publish(complete)
             except EngineError as error:
                 return _said(f"Failed to update weights: {error}.", success=False)
-            self._weights = complete
+            self._weights, self._adapter = complete, None
             version = body.get("weight_version")
             if version is not None:
                 self._server.version = version
@@ -178,6 +243,29 @@ class _WeightRoutes:
 def _said(message: str, *, success: bool = True) -> web.Response:
     body = {"success": success, "message": message}
     return web.json_response(body, status=200 if success else 400)
+
+
+def _read_weights(directory: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def _merged(weights: dict[str, Any], adapter: Path) -> dict[str, Any]:
+    """W + alpha / r * B A of each adapted matrix (Hu et al. 2021, section 4.1)."""
+    parts = _read_weights(adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    merged = dict(weights)
+    for key, down in parts.items():
+        if key.endswith(".lora_A.weight"):
+            name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            up = parts[key.replace(".lora_A.", ".lora_B.")]
+            merged[name] = weights[name] + scale * (up @ down)
+    return merged
 
 
 class _Unpickler(pickle.Unpickler):
