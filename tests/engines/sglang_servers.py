@@ -60,6 +60,11 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
+async def is_sampling(request):
+    """Whether an engine's call asks; looks at the start use the same route."""
+    return request.path == "/generate" and "return_logprob" in await request.json()
+
+
 @asynccontextmanager
 async def website(handle, *, behind=None):
     """A web server of one handler; what it leaves (None) is passed on to the server behind it."""

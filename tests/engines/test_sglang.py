@@ -1,10 +1,22 @@
 """The SGLang engine against fake servers in this process."""
 
 import asyncio
+import json
 
 import pytest
 from aiohttp import web
-from sglang_servers import POLICY, ask, count, counted, fake, publish, serving, until, website
+from sglang_servers import (
+    POLICY,
+    ask,
+    count,
+    counted,
+    fake,
+    is_sampling,
+    publish,
+    serving,
+    until,
+    website,
+)
 
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import RemoteEngine
@@ -56,7 +68,6 @@ def test_a_refusal_is_an_error_with_the_servers_words():
             engine.max_context = 60
             with pytest.raises(EngineError, match="maximum context length of 50 tokens"):
                 await ask(engine, 30, prompt=[1] * 30)
-            assert small.num_requests == 1
             assert engine.stats.num_retries == 0
 
     asyncio.run(scenario())
@@ -120,6 +131,28 @@ def test_another_service_is_refused_at_the_start(answer, words):
             with pytest.raises(ConfigError, match=words):
                 await engine.start()
             await engine.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_with_another_vocabulary_is_refused_before_it_gets_a_token(tiny_policy, tmp_path):
+    """An id beyond its vocabulary would kill it."""
+    vocab_size = json.loads((tiny_policy / "config.json").read_text())["vocab_size"]
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 77}}')
+
+    async def scenario():
+        async with fake(model_path=str(tiny_policy)) as server:
+            engine = SGLangEngine(tiny_policy, urls=[server.url])
+            await engine.start()
+            assert engine.members[0].facts.vocab_size == vocab_size
+            await engine.aclose()
+            engine = SGLangEngine(tmp_path, urls=[server.url])
+            with pytest.raises(
+                ConfigError, match=rf"has {vocab_size} tokens; the policy .* has 77"
+            ):
+                await engine.start()
+            await engine.aclose()
+            assert server.num_requests == 0
 
     asyncio.run(scenario())
 
@@ -204,7 +237,7 @@ def test_a_server_that_answers_no_more_is_given_up():
         async def handle(request):
             if stuck.is_set():
                 return web.Response(status=503)
-            if request.path == "/generate":
+            if await is_sampling(request):
                 await asyncio.sleep(60)
             return None
 
@@ -245,7 +278,7 @@ def test_a_spent_budget_is_an_error_and_no_short_answer():
         asked = []
 
         async def handle(request):
-            if request.path != "/generate":
+            if not await is_sampling(request):
                 return None
             asked.append(1)
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
@@ -271,10 +304,25 @@ def test_a_slow_answer_is_cut_by_the_setting_alone_and_asked_for_again():
     asyncio.run(scenario())
 
 
+def test_a_closed_engine_says_so():
+    async def scenario():
+        server = fake(latency_s=0.01)
+        async with serving(server) as engine:
+            call = asyncio.create_task(ask(engine, 3000))
+            await until(lambda: server.num_running)
+            await engine.aclose()
+            with pytest.raises(EngineError, match="was closed"):
+                await call
+            with pytest.raises(EngineError, match="was closed"):
+                await ask(engine)
+
+    asyncio.run(scenario())
+
+
 def test_scores_are_asked_of_the_server():
     async def scenario():
         async def handle(request):
-            if request.path != "/generate":
+            if not await is_sampling(request):
                 return None
             ids = (await request.json())["input_ids"]
             rows = [[None if i == 0 else -float(i), token, None] for i, token in enumerate(ids)]

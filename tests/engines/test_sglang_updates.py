@@ -6,7 +6,18 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_servers import POLICY, ask, count, counted, fake, publish, serving, until, website
+from sglang_servers import (
+    POLICY,
+    ask,
+    count,
+    counted,
+    fake,
+    is_sampling,
+    publish,
+    serving,
+    until,
+    website,
+)
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
@@ -203,7 +214,7 @@ def test_a_request_that_arrives_after_the_abort_is_aborted_too(tiny_policy):
 
     async def scenario():
         async def handle(request):
-            if request.path == "/generate":
+            if await is_sampling(request):
                 await asyncio.sleep(0.03)
 
         server = fake(latency_s=0.005, emulate="0.5.18")
@@ -226,7 +237,7 @@ def test_a_request_that_arrives_after_the_abort_is_aborted_too(tiny_policy):
 def test_a_server_that_aborts_by_itself_costs_budget():
     async def scenario():
         async def handle(request):
-            if request.path == "/generate":
+            if await is_sampling(request):
                 meta = {"finish_reason": {"type": "abort"}, "weight_version": "default"}
                 return web.json_response({"output_ids": [], "meta_info": meta})
             return None

@@ -84,6 +84,8 @@ def read_answer(answer: dict[str, Any]) -> Answer:
         spans = meta.get("weight_versions")
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(f"/generate answered without {error}: {str(answer)[:200]}") from None
+    if finish not in ("stop", "length", "abort"):
+        raise EngineError(f"/generate ended with {finish!r}, which is no way to end")
     versions = None if spans is None else _versions(spans, len(token_ids))
     return Answer(token_ids, logprobs, versions, finish)
 

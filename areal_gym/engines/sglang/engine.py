@@ -35,12 +35,14 @@ from areal_gym.engines.base import Generation, SamplingParams, WeightServer
 from areal_gym.engines.sglang.answers import Answer, Draft, read_answer, sampling_params
 from areal_gym.engines.sglang.fleet import Fleet, Member
 from areal_gym.engines.sglang.launch import LaunchedServer
-from areal_gym.engines.sglang.server import RefusedError, SGLangServer
+from areal_gym.engines.sglang.server import RefusedError, SGLangServer, vocab_size_of
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 from areal_gym.types import FinishReason
 
 __all__ = ["SGLangEngine", "SGLangStats"]
 
+_OUR_FAULT = frozenset({400, 404, 405, 413, 422})
+"""Of the refusals, those that asking again does not change."""
 _DRAIN_S = 60.0
 """A server that has not given its requests back by then is lost."""
 _FIRST_WAIT_S = 0.25
@@ -118,12 +120,14 @@ class SGLangEngine:
         self.max_context = max_context
         self.adapter: str | None = None
         """The LoRA adapter that the policy is sampled with, by its name on the servers."""
+        self._policy = policy
         self._interrupt = interrupt
         self._max_retries = max_retries
         self._request_timeout_s = request_timeout_s
         self._stats = SGLangStats()
         self._call_name = uuid.uuid4().hex[:12]
         self._call_numbers = itertools.count()
+        self._is_closed = False
         self._gate = asyncio.Event()
         self._gate.set()
         self._aborts: set[asyncio.Task[None]] = set()
@@ -133,7 +137,7 @@ class SGLangEngine:
                 policy,
                 command=command,
                 server_args=server_args,
-                gpus=gpus[index] if gpus else None,
+                gpus=str(gpus[index]) if gpus else None,
                 log=None if log_dir is None else Path(log_dir, f"sglang-{index}.log"),
                 start_timeout_s=start_timeout_s,
             )
@@ -191,9 +195,17 @@ class SGLangEngine:
                     f"SGLang {facts.version} at {member.server.url} cannot pause generation",
                     hints=["engine.kwargs.interrupt=abort works with every version"],
                 )
+            vocab_size = vocab_size_of(self._policy)
+            if None not in (vocab_size, facts.vocab_size) and vocab_size != facts.vocab_size:
+                raise ConfigError(
+                    f"{member.server.url} serves {facts.model_path}, which has {facts.vocab_size} "
+                    f"tokens; the policy {self._policy} has {vocab_size}",
+                    hints=[f"start the server with the policy: {member.server.start_command}"],
+                )
 
     async def aclose(self) -> None:
         """End connections, and the servers that were started here. Idempotent."""
+        self._is_closed = True
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=5)
         await self._fleet.aclose()
@@ -231,7 +243,7 @@ class SGLangEngine:
                     self._fleet.lose(member)
                     raise EngineError(f"{member.server.url} lost the weights it was given")
             except EngineError as error:
-                if isinstance(error, RefusedError) and 400 <= error.status < 500:
+                if isinstance(error, RefusedError) and error.status in _OUR_FAULT:
                     raise
                 self._fleet.failed(member, error)
                 await budget.spend(error, member)
@@ -272,12 +284,16 @@ class SGLangEngine:
 
     async def _enter(self, session: str | None) -> Member:
         """Past the gate, to a server that serves."""
-        if not self._gate.is_set():
-            clock = asyncio.get_running_loop().time
-            since_s = clock()
-            await self._gate.wait()
-            self._stats.held_s += clock() - since_s
-        return await self._fleet.choose(session)
+        clock = asyncio.get_running_loop().time
+        while not self._is_closed:
+            if not self._gate.is_set():
+                since_s = clock()
+                await self._gate.wait()
+                self._stats.held_s += clock() - since_s
+            member = await self._fleet.choose(session)
+            if self._gate.is_set():  # it may have closed while we waited for a server
+                return member
+        raise EngineError("the engine was closed")
 
     async def _sample(
         self, member: Member, prompt_ids: list[int], params: SamplingParams, max_new_tokens: int

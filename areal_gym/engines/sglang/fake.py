@@ -30,6 +30,7 @@ from aiohttp import web
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.engines.sglang.answers import INITIAL_WEIGHTS
 from areal_gym.engines.sglang.fake_weights import WeightRoutes, add_weight_routes
+from areal_gym.engines.sglang.server import vocab_size_of
 from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason
 
@@ -60,7 +61,7 @@ class FakeSGLangServer:
 
     Args:
         engine: samples; the server starts and ends it.
-        model_path: what the server says that it serves.
+        model_path: what the server says that it serves; a checkpoint's `config.json` is read.
         emulate: which version of SGLang to be: before 0.5.21 there are no update sessions, before
             0.5.19 no versions per token.
         chunk_tokens: tokens that are sampled at a stretch; abort and pause act between chunks.
@@ -221,10 +222,10 @@ class FakeSGLangServer:
     # ---- generation ---------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.Response:
-        self.num_requests += 1
         try:
             body = await request.json()
             sequences = self._read(body)
+            self.num_requests += 1
             await self._weights.use_adapter(body.get("lora_path"))
             answers = await asyncio.gather(*(self._sample(sequence) for sequence in sequences))
         except (_BadRequestError, EngineError, ValueError) as error:
@@ -248,6 +249,12 @@ class FakeSGLangServer:
         if isinstance(rids, str):
             rids = [rids]
         sampling = body.get("sampling_params") or {}
+        if sampling.get("logit_bias"):
+            vocab_size = vocab_size_of(Path(self.model_path))
+            raise _BadRequestError(
+                "the fake server has no logit_bias"
+                + (f" for tokens of [0, {vocab_size - 1}]" if vocab_size else "")
+            )
         params = SamplingParams(
             max_new_tokens=sampling.get("max_new_tokens", 128),
             temperature=sampling.get("temperature", 1.0),

@@ -25,6 +25,8 @@ _MAX_FAILURES = 3
 """In a row; then a server that still accepts connections is given up, too."""
 _HEALTH_TIMEOUT_S = 30.0
 """A busy server takes its time; SGLang itself gives up after 20 s."""
+_KNOCK_S = 5.0
+"""A server that is out of service holds up a publication for so long at most."""
 _MAX_RELAUNCHES = 3
 """In a row, of a server that we started."""
 
@@ -107,7 +109,7 @@ class Fleet:
             self.members,
             strict=True,
         ):
-            member.facts = facts
+            member.facts, member.has_spans = facts, facts.has_spans
             if version_of(facts.weight_version) != 0:
                 # A number that an earlier run has left would look like one of ours.
                 body = {"new_version": INITIAL_WEIGHTS, "abort_all_requests": False}
@@ -180,19 +182,22 @@ class Fleet:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._grace_s
         while True:
-            reports = await asyncio.gather(
-                *(member.reported_version() for member in self.members), return_exceptions=True
-            )
-            answering = [
-                member
-                for member, report in zip(self.members, reports, strict=True)
-                if not isinstance(report, BaseException)
-            ]
+            answers = await asyncio.gather(*(self._answers(member) for member in self.members))
+            answering = [m for m, does in zip(self.members, answers, strict=True) if does]
             if answering:
                 return answering
             if loop.time() >= deadline_s:
                 raise self.unreachable()
             await asyncio.sleep(min(self._interval_s, 1.0))
+
+    async def _answers(self, member: Member) -> bool:
+        if member.is_serving:
+            return True
+        try:
+            await member.server.weight_version(timeout_s=_KNOCK_S)
+        except EngineError:
+            return False
+        return True
 
     # ---- who serves ---------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 
-_GRACE_S = 5.0
+_GRACE_S = 2.0
 """For the command to end by itself after SIGTERM."""
 
 

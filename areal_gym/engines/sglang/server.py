@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import aiohttp
 
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
-__all__ = ["RefusedError", "SGLangServer", "ServerFacts", "is_refused"]
+__all__ = ["RefusedError", "SGLangServer", "ServerFacts", "is_refused", "vocab_size_of"]
 
 _QUICK_S = 30.0
 """Long enough for a route that only looks something up, on a busy machine."""
@@ -42,8 +43,12 @@ class ServerFacts:
     weight_version: str
     max_context: int
     """Prompt and at least one new token."""
+    vocab_size: int | None
+    """Of the model; None when the server does not say."""
     can_retract: bool
     """Generation can be paused, so that it continues where it stopped."""
+    has_spans: bool
+    """Answers say which tokens were sampled under which weights (0.5.19 and later)."""
     has_seeds: bool
     """It samples the same tokens for the same seed (`--enable-deterministic-inference`)."""
 
@@ -110,13 +115,13 @@ class SGLangServer:
         await self.post("/update_weights_from_disk", body, timeout_s=_DISK_S)
         self.loaded_from = (Path(directory), version)
 
-    async def weight_version(self) -> str:
+    async def weight_version(self, *, timeout_s: float = _QUICK_S) -> str:
         """What it calls the weights that it serves; "default" before the first update.
 
         Raises:
             EngineError: as `get`.
         """
-        info = await self.get("/model_info")
+        info = await self.get("/model_info", timeout_s=timeout_s)
         if "weight_version" not in info:
             raise EngineError(f"{self.url} is no SGLang server: it has no weight version")
         return str(info["weight_version"])
@@ -141,7 +146,9 @@ class SGLangServer:
             model_path=str(info.get("model_path", "unknown")),
             weight_version=weight_version,
             max_context=int(max_prompt) + 1,
+            vocab_size=await self._vocab_size(),
             can_retract=await self._has_route("/pause_generation"),
+            has_spans=_number(info.get("version")) >= (0, 5, 19),
             has_seeds=bool(info.get("enable_deterministic_inference")),
         )
 
@@ -161,6 +168,19 @@ class SGLangServer:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+    async def _vocab_size(self) -> int | None:
+        """SGLang names it in one place: where it refuses to favour a token that there is not.
+
+        It must be known before anything is sampled: a prompt with an id beyond it kills the server.
+        """
+        sampling = {"max_new_tokens": 1, "logit_bias": {str(2**30): 0.0}}
+        try:
+            await self.post("/generate", {"input_ids": [0], "sampling_params": sampling})
+        except RefusedError as refused:
+            found = re.search(r"\[0, (\d+)\]", refused.message)
+            return int(found[1]) + 1 if found else None
+        return None
 
     async def _has_route(self, route: str) -> bool:
         """Whether a POST route exists: asked with GET, it answers 405 then, and 404 otherwise."""
@@ -220,6 +240,21 @@ class SGLangServer:
         raise RefusedError(
             f"{self.url}{route} refused (HTTP {status}): {_words(answer)}", status=status
         )
+
+
+def vocab_size_of(policy: Path) -> int | None:
+    """How many tokens a checkpoint knows; None when it does not say, or is none."""
+    try:
+        config = json.loads((policy / "config.json").read_text())
+    except FileNotFoundError:
+        return None
+    # Models that take more than text nest the settings of their text part.
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return None if size is None else int(size)
+
+
+def _number(version: object) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", str(version))[:3])
 
 
 def is_refused(error: BaseException) -> bool:
