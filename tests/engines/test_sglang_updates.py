@@ -21,7 +21,7 @@ from sglang_servers import (
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
-from areal_gym.errors import EngineError
+from areal_gym.errors import EngineError, EngineUnreachableError
 
 KINDS = [("abort", "0.5.23"), ("retract", "0.5.23"), ("abort", "0.5.18"), ("retract", "0.5.18")]
 
@@ -188,6 +188,31 @@ def test_what_an_earlier_run_has_left_is_version_0(tiny_policy):
             assert (await ask(engine)).versions == (0,) * 20
             await publish(engine, 60, tiny_policy)
             assert (await ask(engine)).versions == (60,) * 20
+
+    asyncio.run(scenario())
+
+
+def test_a_pause_that_a_killed_run_has_left_is_ended():
+    async def scenario():
+        server = fake()
+        async with serving(server) as killed:
+            await killed.members[0].server.post("/pause_generation", {"mode": "retract"})
+            engine = SGLangEngine(POLICY, urls=[server.url])
+            await engine.start()
+            assert len((await ask(engine)).token_ids) == 20
+            await engine.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_all_servers_lost_at_a_publication_is_an_error(tiny_policy):
+    async def scenario():
+        server = fake()
+        async with serving(server) as engine:
+            await server.die()
+            with pytest.raises(EngineUnreachableError):
+                await publish(engine, 1, tiny_policy)
+            assert engine.policy_version == 0
 
     asyncio.run(scenario())
 

@@ -81,6 +81,7 @@ class SGLangEngine:
         request_timeout_s: of one request; the only limit in time there is.
         grace_s: how long calls wait when no server lives.
         health_interval_s: seconds between two looks at each server.
+        take_over: servers may hold other weights at the start; training gives them its own.
         num_servers: how many to start.
         command: what starts one; `python -m sglang.launch_server` by default.
         server_args: further arguments of it.
@@ -103,6 +104,7 @@ class SGLangEngine:
         request_timeout_s: float = 3600.0,
         grace_s: float = 60.0,
         health_interval_s: float = 5.0,
+        take_over: bool = False,
         num_servers: int = 1,
         command: str | Sequence[str] | None = None,
         server_args: str | Sequence[str] = (),
@@ -120,6 +122,7 @@ class SGLangEngine:
         self.max_context = max_context
         self.adapter: str | None = None
         """The LoRA adapter that the policy is sampled with, by its name on the servers."""
+        self.take_over = take_over
         self._policy = policy
         self._interrupt = interrupt
         self._max_retries = max_retries
@@ -229,7 +232,7 @@ class SGLangEngine:
         self._stats.num_calls += 1
         draft = Draft()
         budget = _Budget(self._max_retries)
-        while left := room - len(draft.token_ids):
+        while (left := room - len(draft.token_ids)) > 0:
             member = await self._enter(session)
             if budget.failed_at is not None:
                 self._stats.num_retries += 1
@@ -359,6 +362,8 @@ class SGLangEngine:
                     *(self._quieten(member, may_retract=may_retract) for member in members)
                 )
                 members = [m for m, quiet in zip(members, is_quiet, strict=True) if quiet]
+                if not members:
+                    raise EngineUnreachableError("every server was lost at the publication")
                 published: int | None = None
                 try:
                     yield [member.server for member in members]
@@ -410,12 +415,14 @@ class SGLangEngine:
                 self._fleet.admit(member)
             else:
                 self._fleet.lose(member)
-        paused = [member for member in members if member.is_paused]
-        for member in paused:
-            member.is_paused = False
-        await asyncio.gather(
-            *(_quietly(member.server.post("/continue_generation", {})) for member in paused)
-        )
+        await asyncio.gather(*(self._unpause(member) for member in members if member.is_paused))
+
+    async def _unpause(self, member: Member) -> None:
+        member.is_paused = False
+        try:
+            await member.server.post("/continue_generation", {})
+        except EngineError:
+            self._fleet.lose(member)
 
 
 class _Budget:

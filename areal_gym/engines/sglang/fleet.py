@@ -1,15 +1,16 @@
 """Several servers as one: who serves, who gets the next session, who has died, who came back.
 
-lost ----------------> answers, reports the policy's version ----> serves
- ^                      ^  (else: the last checkpoint is sent           |
- |                      |   again, or the next publication is due)      |
- +-- refused, or fails three times in a row, or has other weights ------+
+lost --------> answers, reports the policy's version ----------> serves
+ ^             (else the last checkpoint is sent again, or it      |
+ |             waits for the next publication)                     |
+ +--- refuses, fails three times in a row, has other weights <-----+
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,19 +105,23 @@ class Fleet:
         Raises:
             EngineError: one does not answer, or is no SGLang server.
         """
-        for facts, member in zip(
-            await asyncio.gather(*(member.server.look() for member in self.members)),
-            self.members,
-            strict=True,
-        ):
-            member.facts, member.has_spans = facts, facts.has_spans
-            if version_of(facts.weight_version) != 0:
-                # A number that an earlier run has left would look like one of ours.
-                body = {"new_version": INITIAL_WEIGHTS, "abort_all_requests": False}
-                await member.server.post("/update_weight_version", body)
-            self.admit(member)
+        await asyncio.gather(*(self._claim(member) for member in self.members))
         for member in self.members:
             self._spawn(self._watch(member))
+
+    async def _claim(self, member: Member) -> None:
+        """Whatever an earlier run has left behind, its weights are our version 0 now."""
+        server = member.server
+        with suppress(EngineError):  # `look` says it better
+            # A run that was killed inside a publication has left the server paused.
+            await server.post("/continue_generation", {})
+        member.facts = await server.look()
+        member.has_spans = member.facts.has_spans
+        if version_of(member.facts.weight_version) != 0:
+            # A number from elsewhere would look like one of ours.
+            body = {"new_version": INITIAL_WEIGHTS, "abort_all_requests": False}
+            await server.post("/update_weight_version", body)
+        self.admit(member)
 
     async def aclose(self) -> None:
         """Stop looking; end connections and the servers that we started. Idempotent."""
@@ -134,7 +139,7 @@ class Fleet:
         Raises:
             EngineUnreachableError: nobody has served for the whole grace period.
         """
-        if not self._someone_serves.is_set():
+        while not self._someone_serves.is_set():
             await self._wait_for_service()
         member = self._sessions.get(session) if session is not None else None
         if member is not None and member.is_serving:
