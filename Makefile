@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test lint types clean
+.PHONY: install train test test-sglang sglang lint types clean
+
+# SGLang has an environment of its own: its packages and ours do not agree on versions.
+AREAL_GYM_SGLANG_VENV ?= $(CURDIR)/.sglang-venv
 
 install: .venv/installed
 
@@ -25,5 +28,16 @@ types: install
 test: lint types
 	$(BIN)/pytest
 
+test-sglang: install sglang
+	AREAL_GYM_SGLANG_VENV=$(AREAL_GYM_SGLANG_VENV) $(BIN)/pytest tests/sglang
+
+sglang: $(AREAL_GYM_SGLANG_VENV)/installed
+
+$(AREAL_GYM_SGLANG_VENV)/installed: tests/sglang/requirements.txt
+	$(PYTHON) -m venv $(AREAL_GYM_SGLANG_VENV)
+	$(AREAL_GYM_SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/sglang/requirements.txt
+	$(AREAL_GYM_SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	@touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .sglang-venv .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -99,7 +99,11 @@ def require_agreement(gap: LogprobGap, config: RunConfig) -> None:
         f"if this much is expected of the dtype: engine.max_logprob_gap={gap.mean * 1.5:.2g}",
     ]
     if config.engine.url:
-        hints.insert(0, f"start the servers with the model of engine.model: {config.engine.model}")
+        hints[:0] = [
+            f"start the servers with the model of engine.model: {config.engine.model}",
+            "or, when they hold what an earlier run has published, let this one replace it: "
+            "engine.kwargs.take_over=true",
+        ]
     raise ConfigError(
         f"engine and trainer are not the same model: the log-probabilities of what the engine "
         f"samples differ by {gap} (allowed: {config.engine.max_logprob_gap:g} in the mean)",

@@ -69,6 +69,8 @@ def replay(
         ConfigError: the initial policy is not the one that the run started with.
         GymError: see `areal_gym.errors`.
     """
+    import torch
+
     shown = display or SilentDisplay()
     run = RunDir(source)
     recorded = {row["step"]: row for row in run.read_metrics()}
@@ -77,6 +79,8 @@ def replay(
         raise NothingToDoError(f"{source} has recorded no step to replay")
     policy, _ = policy_directory(config, Parts.of(config), shown)
     _require_same_start(run, policy)
+    # As training does: the number of threads decides in which order sums are added up.
+    torch.set_num_threads(config.trainer.num_threads)
     learner = make_learner(config, policy)
     shown.phase("replay", len(steps))
     first_difference: int | None = None

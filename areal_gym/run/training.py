@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from areal_gym.config import RunConfig
-from areal_gym.engines.base import Engine, RemoteEngine
+from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError
 from areal_gym.learning_curve import draw_learning_curve
 from areal_gym.plugins import registry
@@ -160,11 +160,9 @@ class _Training:
     ) -> None:
         """Engine and trainer must be the same model before the first token is trained on."""
         config, display = self.config, self.display
-        gap = await measure_gap(config, parts, engine, renderer, learner)
-        if gap.mean > config.engine.max_logprob_gap and _was_published_to(engine):
-            display.say(f"the servers hold the weights of an earlier run (they differ by {gap})")
+        if getattr(engine, "take_over", False):
             await weight_sync.publish(learner.weights(), version)
-            gap = await measure_gap(config, parts, engine, renderer, learner)
+        gap = await measure_gap(config, parts, engine, renderer, learner)
         require_agreement(gap, config)
         display.say(f"engine and trainer agree: log-probabilities differ by {gap}")
 
@@ -283,11 +281,6 @@ class _Training:
         display.say(f"curve:     {directory.learning_curve_file}")
         display.say(f"policy:    {directory.path / summary['checkpoint']}")
         display.say(f"next:      areal-gym eval --env {summary['env']} --run {directory.path} -k 4")
-
-
-def _was_published_to(engine: Engine) -> bool:
-    """Whether a trainer has put weights into these servers before, so that another may."""
-    return isinstance(engine, RemoteEngine) and getattr(engine, "has_foreign_weights", False)
 
 
 def _waiting(stats: RolloutStats) -> str:

@@ -1,0 +1,146 @@
+"""Servers to run the suite against: the fake one always, the real one where it is installed.
+
+`make test-sglang` installs SGLang into an environment of its own and names it in
+AREAL_GYM_SGLANG_VENV; without that variable the real server's tests are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CONTEXT = 512
+START_S = 300
+ADAPTED = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+LORA = ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", *ADAPTED]
+REAL_FLAGS = [
+    *("--dtype", "float32", "--context-length", str(CONTEXT)),
+    *("--max-total-tokens", "16384", "--max-running-requests", "32"),
+]
+
+
+def real_command():
+    """How the real server is started; None where it is not installed."""
+    venv = os.environ.get("AREAL_GYM_SGLANG_VENV")
+    return None if not venv else [f"{venv}/bin/python", str(HERE / "serve_cpu.py")]
+
+
+def fake_command():
+    return [sys.executable, "-m", "areal_gym.engines.sglang.fake"]
+
+
+NEEDS_REAL = pytest.mark.skipif(
+    real_command() is None, reason="SGLang is not installed here: make test-sglang"
+)
+KINDS = ["fake", pytest.param("real", marks=[NEEDS_REAL, pytest.mark.slow])]
+
+
+def command_of(kind):
+    """The command that starts a server of this kind, and its arguments."""
+    if kind == "fake":
+        return fake_command(), ["--context-length", str(CONTEXT), "--max-running-requests", "32"]
+    return real_command(), REAL_FLAGS
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def kind(request):
+    """Which server the test runs against."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def policies(tmp_path_factory):
+    """Two checkpoints of the same shape and different weights."""
+    from importlib import resources
+
+    from areal_gym.modeling.checkpoint import save_checkpoint
+    from areal_gym.modeling.config import DecoderConfig
+    from areal_gym.modeling.decoder import build_decoder
+    from areal_gym.starter.tokenizer import build_tokenizer, save_tokenizer
+
+    home = tmp_path_factory.mktemp("served")
+    template = resources.files("areal_gym.starter").joinpath("chat_template.jinja").read_text()
+    tokenizer = build_tokenizer([template, "Make 17 from 3, 4 and 5."], vocab_size=320)
+    (home / "tokenizer").mkdir()
+    save_tokenizer(tokenizer, home / "tokenizer", max_context=CONTEXT)
+    config = DecoderConfig(
+        architecture="qwen3",
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
+    )
+    return [
+        save_checkpoint(
+            build_decoder(config, seed=seed),
+            home / f"policy-{seed}",
+            tokenizer_dir=home / "tokenizer",
+        )
+        for seed in (0, 1)
+    ]
+
+
+@contextlib.contextmanager
+def running_server(kind, policy, log, *flags):
+    """A server in a process of its own; gives its URL and process."""
+    command, arguments = command_of(kind)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    place = ["--model-path", str(policy), "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *place, *arguments, *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not _is_up(url):
+            assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+            assert time.monotonic() < deadline_s, log.read_text(errors="replace")[-4000:]
+            time.sleep(0.2)
+        yield url, process
+    finally:
+        # The whole session: the real server has a scheduler and a detokenizer.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _is_up(url):
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.fixture(scope="session")
+def server(kind, policies, tmp_path_factory):
+    """The URL of one server for all tests of a kind; each test publishes what it needs."""
+    flags = LORA if kind == "real" else []
+    log = tmp_path_factory.mktemp(kind) / "server.log"
+    with running_server(kind, policies[0], log, *flags) as (url, _):
+        yield url

@@ -1,0 +1,50 @@
+"""What the tests of the servers share: a policy's own numbers, and ways to ask."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import torch
+
+from areal_gym.engines.base import SamplingParams
+from areal_gym.engines.sglang import SGLangEngine
+from areal_gym.trainer.objective import score_tokens
+from areal_gym.trainer.packing import Row, pack
+
+PROMPT = list(range(20, 60))
+TOLERANCE = 2e-5
+"""Of log-probabilities in float32; the real server was seen to differ by 5e-7."""
+
+
+@asynccontextmanager
+async def engine_over(policy, *urls, **options):
+    """A started engine; the weights that it finds count as version 0."""
+    engine = SGLangEngine(policy, urls=urls, max_context=512, health_interval_s=0.2, **options)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+def ours(decoder, token_ids, num_prompt, temperature=1.0):
+    """The trainer's log-probabilities of what comes after the prompt."""
+    torch.set_num_threads(1)
+    mask = [False] * num_prompt + [True] * (len(token_ids) - num_prompt)
+    batch = pack([Row(token_ids=tuple(token_ids), num_shared=0)], torch.device("cpu"))
+    with torch.no_grad():
+        return score_tokens(decoder, batch, [mask], temperature).logprobs.tolist()
+
+
+def gap(decoder, generation, prompt=PROMPT, temperature=1.0):
+    """The largest difference between the server's log-probabilities and the trainer's."""
+    mine = ours(decoder, [*prompt, *generation.token_ids], len(prompt), temperature)
+    return max(abs(a - b) for a, b in zip(generation.logprobs, mine, strict=True))
+
+
+def ask(engine, num_tokens=32, prompt=PROMPT, **params):
+    return engine.generate(prompt, SamplingParams(max_new_tokens=num_tokens, **params))
+
+
+def is_ascending(versions):
+    return list(versions) == sorted(versions)

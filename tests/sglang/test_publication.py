@@ -1,0 +1,279 @@
+"""New weights on every way there is, also while turns are in flight."""
+
+import asyncio
+
+import pytest
+import torch
+from conftest import running_server
+from suite import PROMPT, TOLERANCE, ask, engine_over, gap, is_ascending
+
+from areal_gym.config import PluginConfig
+from areal_gym.engines.sglang.server import SGLangServer
+from areal_gym.errors import EngineError
+from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.modeling.config import DecoderConfig
+from areal_gym.modeling.decoder import build_decoder
+from areal_gym.trainer.weight_syncs import make_weight_sync
+from areal_gym.trainer.weight_syncs.session import update_session
+from areal_gym.trainer.weight_syncs.tensor import buckets, encode_bucket
+
+CHANNELS = [
+    ("disk", {}),
+    ("disk", {"dtype": "bfloat16"}),
+    ("tensor", {}),
+    ("tensor", {"bucket_mb": 0.05}),
+    ("distributed", {}),
+    ("distributed", {"bucket_mb": 0.05}),
+]
+
+
+@pytest.fixture(scope="module")
+def decoders(policies):
+    return [load_checkpoint(policy) for policy in policies]
+
+
+def sync_of(engine, id, directory, **kwargs):
+    return make_weight_sync(engine, PluginConfig(id=id, kwargs=kwargs), directory=directory)
+
+
+async def checksums(url):
+    server = SGLangServer(url)
+    try:
+        answer = await server.post("/weights_checker", {"action": "checksum"}, timeout_s=60)
+        return answer["ranks"][0]["checksums"]
+    finally:
+        await server.aclose()
+
+
+@pytest.mark.parametrize(("id", "kwargs"), CHANNELS)
+def test_the_server_samples_with_what_was_published(
+    server, policies, decoders, tmp_path, id, kwargs
+):
+    # bfloat16 rounds the weights, and with them the log-probabilities.
+    tolerance = 0.02 if "dtype" in kwargs else TOLERANCE
+
+    async def play():
+        async with engine_over(policies[0], server) as engine:
+            sync = sync_of(engine, id, tmp_path / "weights", **kwargs)
+            seen = []
+            for version in (1, 2, 3):
+                decoder = decoders[version % 2]
+                await sync.publish(decoder.state_dict().items(), version)
+                assert engine.policy_version == version
+                generation = await ask(engine)
+                assert set(generation.versions) == {version}
+                assert gap(decoder, generation) < tolerance
+                assert gap(decoders[1 - version % 2], generation) > 0.1
+                assert await engine.members[0].reported_version() == version
+                seen.append(await checksums(server))
+            assert seen[0] == seen[2]
+            assert seen[0] != seen[1]
+            await sync.aclose()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "retract"])
+@pytest.mark.parametrize("id", ["disk", "tensor", "distributed"])
+def test_turns_in_flight_continue_under_the_new_weights(
+    kind, server, policies, decoders, tmp_path, id, interrupt
+):
+    pause_s = 0.25 if kind == "real" else 0.03
+
+    async def play():
+        async with engine_over(policies[0], server, interrupt=interrupt) as engine:
+            sync = sync_of(engine, id, tmp_path / "weights")
+            await sync.publish(decoders[0].state_dict().items(), 0)
+            turns = [asyncio.create_task(ask(engine, 400)) for _ in range(6)]
+            for version in (1, 2):
+                await asyncio.sleep(pause_s)
+                await sync.publish(decoders[version % 2].state_dict().items(), version)
+            late = asyncio.create_task(ask(engine))
+            for generation in await asyncio.gather(*turns):
+                assert len(generation.token_ids) == len(generation.versions)
+                assert len(generation.token_ids) <= 400
+                assert is_ascending(generation.versions)
+                check_each_version(decoders, generation)
+            assert set((await late).versions) == {2}
+            assert any(len(set(turn.result().versions)) > 1 for turn in turns)
+            if interrupt == "retract":
+                assert engine.stats.num_continued == 0  # nothing had to be sent again
+            await sync.aclose()
+
+    asyncio.run(play())
+
+
+def check_each_version(decoders, generation):
+    """Every token's log-probability is that of the weights whose version it carries."""
+    token_ids, versions = generation.token_ids, generation.versions
+    for version in set(versions):
+        start, end = versions.index(version), len(versions) - versions[::-1].index(version)
+        prompt = [*PROMPT, *token_ids[:start]]
+        part = type(generation)(
+            token_ids=token_ids[start:end],
+            logprobs=generation.logprobs[start:end],
+            versions=versions[start:end],
+            finish_reason=generation.finish_reason,
+        )
+        assert gap(decoders[version % 2], part, prompt) < TOLERANCE, version
+
+
+async def load_from(engine, directory, version):
+    async with engine.updating(version) as servers:
+        for server in servers:
+            await server.load_from_disk(directory, version)
+
+
+async def send_and_break_off(engine, bucket):
+    async with engine.updating(2) as servers, update_session(servers) as alive:
+        body = {
+            "serialized_named_tensors": [encode_bucket(bucket)],
+            "load_format": "flattened_bucket",
+        }
+        await alive[0].post("/update_weights_from_tensor", body, timeout_s=60)
+        raise EngineError("the connection is cut")
+
+
+def test_what_the_server_refuses_leaves_the_old_weights(server, policies, decoders, tmp_path):
+    async def play():
+        async with engine_over(policies[0], server) as engine:
+            sync = sync_of(engine, "disk", tmp_path / "weights")
+            await sync.publish(decoders[1].state_dict().items(), 4)
+            with pytest.raises(EngineError, match="refused"):
+                await load_from(engine, tmp_path / "nowhere", 5)
+            assert engine.policy_version == 4
+            generation = await ask(engine)
+            assert set(generation.versions) == {4}
+            assert gap(decoders[1], generation) < TOLERANCE
+            await sync.aclose()
+
+    asyncio.run(play())
+
+
+def test_a_transfer_that_breaks_off_is_not_sampled_with(server, policies, decoders, tmp_path):
+    async def play():
+        async with engine_over(policies[0], server) as engine:
+            disk = sync_of(engine, "disk", tmp_path / "weights")
+            await disk.publish(decoders[0].state_dict().items(), 1)
+            first, *_ = buckets(decoders[1].state_dict().items(), 50_000)
+            with pytest.raises(EngineError, match="cut"):
+                await send_and_break_off(engine, first)
+            # What it holds is neither 1 nor 2; before it serves again it is given 1 anew.
+            generation = await ask(engine)
+            assert set(generation.versions) == {1}
+            assert gap(decoders[0], generation) < TOLERANCE
+            await disk.publish(decoders[1].state_dict().items(), 3)
+            generation = await ask(engine)
+            assert set(generation.versions) == {3}
+            assert gap(decoders[1], generation) < TOLERANCE
+            await disk.aclose()
+
+    asyncio.run(play())
+
+
+def random_adapter(policy, rank=4, seed=0):
+    """An adapter that clearly changes what is sampled, under peft's names."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, matrix in load_checkpoint(policy).state_dict().items():
+        if name.endswith("_proj.weight"):
+            stem = "base_model.model." + name.removesuffix(".weight")
+            out_size, in_size = matrix.shape
+            down = torch.randn(rank, in_size, generator=generator)
+            up = torch.randn(out_size, rank, generator=generator)
+            weights[f"{stem}.lora_A.weight"] = 0.2 * down
+            weights[f"{stem}.lora_B.weight"] = 0.2 * up
+    return weights
+
+
+def merged_decoder(policy, adapter, alpha, rank=4):
+    decoder = load_checkpoint(policy)
+    state = decoder.state_dict()
+    for name, down in adapter.items():
+        if name.endswith(".lora_A.weight"):
+            target = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            up = adapter[name.replace(".lora_A.", ".lora_B.")]
+            state[target] = state[target] + alpha / rank * up @ down
+    decoder.load_state_dict(state)
+    return decoder
+
+
+def test_adapters_are_versions(server, policies, decoders, tmp_path):
+    async def play():
+        async with engine_over(policies[0], server) as engine:
+            base = sync_of(engine, "disk", tmp_path / "weights")
+            await base.publish(decoders[0].state_dict().items(), 0)
+            sync = sync_of(engine, "lora", tmp_path / "adapters", alpha=8.0)
+            running = asyncio.create_task(ask(engine, 200))
+            await asyncio.sleep(0.1)
+            for version in (1, 2):
+                adapter = random_adapter(policies[0], seed=version)
+                await sync.publish(adapter.items(), version)
+                assert engine.adapter == f"policy-v{version}"
+                generation = await ask(engine)
+                assert set(generation.versions) == {version}
+                decoder = merged_decoder(policies[0], adapter, 8.0)
+                assert gap(decoder, generation) < 1e-3
+                assert gap(decoders[0], generation) > 0.05
+            assert is_ascending((await running).versions)
+            # Only the newest is kept, on the server and on the disk.
+            assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-v2"]
+            answer = await engine.members[0].server.post(
+                "/unload_lora_adapter", {"lora_name": "policy-v2"}
+            )
+            assert answer["loaded_adapters"] == {}
+            await sync.aclose()
+            await base.aclose()
+
+    asyncio.run(play())
+
+
+def test_two_servers_take_the_same_weights(kind, server, policies, decoders, tmp_path):
+    async def play(other):
+        async with engine_over(policies[0], server, other) as engine:
+            for version, id in enumerate(("disk", "tensor", "distributed"), start=1):
+                sync = sync_of(engine, id, tmp_path / id)
+                decoder = decoders[version % 2]
+                await sync.publish(decoder.state_dict().items(), version)
+                found = await asyncio.gather(
+                    *(
+                        engine.generate(PROMPT, _params(), session=f"{version}-{i}")
+                        for i in range(8)
+                    )
+                )
+                assert all(set(generation.versions) == {version} for generation in found)
+                assert all(gap(decoder, generation) < TOLERANCE for generation in found)
+                await sync.aclose()
+
+    with running_server(kind, policies[0], tmp_path / "other.log") as (url, _):
+        asyncio.run(play(url))
+
+
+def _params():
+    from areal_gym.engines.base import SamplingParams
+
+    return SamplingParams(max_new_tokens=16)
+
+
+def test_weights_of_another_shape_are_an_error_and_never_served(kind, policies, tmp_path):
+    """The real server does not survive them, so it gets one of its own."""
+    config = DecoderConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+
+    async def play(url):
+        async with engine_over(policies[0], url, grace_s=0.5) as engine:
+            sync = sync_of(engine, "disk", tmp_path / "weights")
+            with pytest.raises(EngineError):
+                await sync.publish(build_decoder(config, seed=0).state_dict().items(), 1)
+            assert engine.policy_version == 0
+
+    with running_server(kind, policies[0], tmp_path / "server.log") as (url, _):
+        asyncio.run(play(url))

@@ -1,0 +1,214 @@
+"""Whole runs over servers: from the first probe to the summary, and what kill -9 does to them."""
+
+import asyncio
+import os
+import signal
+from contextlib import ExitStack, suppress
+
+import pytest
+from conftest import NEEDS_REAL, command_of, running_server
+from suite import TOLERANCE, ask, engine_over, gap
+
+from areal_gym.config import load_config
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.run import replay, train
+from areal_gym.rundir import RunDir
+from areal_gym.trainer.weight_syncs.disk import DiskWeightSync
+
+SMALL = [
+    "env.id=shaped",
+    "engine.id=sglang",
+    "engine.max_context=256",
+    "rollout.group_size=4",
+    "rollout.batch_groups=4",
+    "rollout.max_in_flight=32",
+    "rollout.max_new_tokens=24",
+    "eval.num_tasks=4",
+    "trainer.advantage=reinforce",
+    "trainer.lr=1e-3",
+]
+
+
+def config_of(policy, *overrides, steps=4):
+    return load_config(overrides=[f"engine.model={policy}", f"steps={steps}", *SMALL, *overrides])
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensor", "distributed"])
+def test_a_run_over_a_server(server, policies, shaped_env, tmp_path, sync):
+    config = config_of(
+        policies[0],
+        f"engine.url={server}",
+        "engine.kwargs.take_over=true",
+        f"trainer.weight_sync={sync}",
+        "rollout.max_staleness=1",
+    )
+    summary = train(config, run_dir=tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["rollout/staleness_max"] <= 1 for row in rows)
+    versions = {v for s in range(1, 5) for t in run.read_trajectories(s) for v in t.policy_versions}
+    assert {0, 1, 2} <= versions <= {0, 1, 2, 3}
+    # The first batch was sampled by the weights that train on it: nothing to correct.
+    assert rows[0]["train/ratio"] == pytest.approx(1, abs=1e-4)
+    assert summary["num_steps"] == 4
+    assert not (tmp_path / "run" / "weights").exists()
+    # The record alone makes the same weights, without any server.
+    assert replay(load_config(run.config_file), run.path).is_identical
+
+
+def test_a_server_with_another_model_is_refused(server, policies, shaped_env, tmp_path):
+    async def serve_the_other():
+        async with engine_over(policies[1], server) as engine:
+            sync = DiskWeightSync(engine, directory=tmp_path / "weights")
+            await sync.publish(load_checkpoint(policies[1]).state_dict().items(), 7)
+            await sync.aclose()
+
+    asyncio.run(serve_the_other())
+    config = config_of(policies[0], f"engine.url={server}")
+    with pytest.raises(ConfigError, match="not the same model") as caught:
+        train(config, run_dir=tmp_path / "run")
+    assert any("take_over" in hint for hint in caught.value.hints)
+    # Said on purpose, the run gives them its own weights first.
+    taken = config_of(policies[0], f"engine.url={server}", "engine.kwargs.take_over=true", steps=1)
+    train(taken, run_dir=tmp_path / "taken", mode="new")
+
+
+def test_a_killed_server_s_work_moves_to_the_other(kind, policies, tmp_path):
+    async def play(processes, urls):
+        decoder = load_checkpoint(policies[0])
+        async with engine_over(policies[0], *urls) as engine:
+            turns = [asyncio.create_task(ask(engine, 200)) for _ in range(8)]
+            await asyncio.sleep(0.2 if kind == "real" else 0.02)
+            os.killpg(processes[0].pid, signal.SIGKILL)
+            for generation in await asyncio.gather(*turns):
+                # Not a short answer: what was sampled is whole, wherever it was.
+                assert len(generation.token_ids) == 200 or generation.finish_reason == "stop"
+                assert gap(decoder, generation) < TOLERANCE
+            assert len(engine.members) == 2
+            sync = DiskWeightSync(engine, directory=tmp_path / "weights")
+            await sync.publish(load_checkpoint(policies[1]).state_dict().items(), 1)
+            assert set((await ask(engine)).versions) == {1}
+            await sync.aclose()
+
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(running_server(kind, policies[0], tmp_path / f"{name}.log"))
+            for name in "ab"
+        ]
+        asyncio.run(play([process for _, process in started], [url for url, _ in started]))
+
+
+def test_when_the_last_server_is_killed_the_error_says_how_to_start_one(kind, policies, tmp_path):
+    async def play(url, process):
+        async with engine_over(policies[0], url, grace_s=0.5, max_retries=20) as engine:
+            turns = [asyncio.create_task(ask(engine, 400)) for _ in range(12)]
+            await asyncio.sleep(0.1 if kind == "real" else 0.02)
+            os.killpg(process.pid, signal.SIGKILL)
+            with pytest.raises(EngineUnreachableError) as caught:
+                await asyncio.gather(*turns)
+            await asyncio.gather(*turns, return_exceptions=True)
+            assert url in str(caught.value)
+            assert any("sglang.launch_server" in hint for hint in caught.value.hints)
+
+    with running_server(kind, policies[0], tmp_path / "server.log") as (url, process):
+        asyncio.run(play(url, process))
+
+
+def test_a_launched_server_that_is_killed_is_started_again(kind, policies, tmp_path):
+    command, arguments = command_of(kind)
+
+    async def play():
+        options = {"command": command, "server_args": arguments, "log_dir": tmp_path}
+        async with engine_over(policies[0], grace_s=120, max_retries=20, **options) as engine:
+            sync = DiskWeightSync(engine, directory=tmp_path / "weights")
+            decoder = load_checkpoint(policies[1])
+            await sync.publish(decoder.state_dict().items(), 1)
+            turns = [asyncio.create_task(ask(engine, 400)) for _ in range(12)]
+            await asyncio.sleep(0.1 if kind == "real" else 0.02)
+            kill_servers()
+            for generation in await asyncio.gather(*turns):
+                # The new process starts with version 0; it is given 1 before it serves.
+                assert gap(decoder, generation) < TOLERANCE
+                assert set(generation.versions) == {1}
+            assert engine.stats.num_relaunches == 1
+            await sync.aclose()
+
+    asyncio.run(play())
+    assert not descendants_with("model-path")
+
+
+def kill_servers():
+    """kill -9 for every server below us, without a word to who watches it."""
+    servers = [pid for pid in descendants_with("model-path") if "guard" not in command_line(pid)]
+    assert servers
+    for pid in servers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants_with(marker):
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as stat:
+                    parents[int(entry)] = int(stat.read().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    found, frontier = [], {os.getpid()}
+    while frontier:
+        frontier = {pid for pid, parent in parents.items() if parent in frontier}
+        found += frontier
+    return [pid for pid in found if marker in command_line(pid)]
+
+
+def command_line(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode()
+    except FileNotFoundError:
+        return ""
+
+
+@NEEDS_REAL
+@pytest.mark.slow
+def test_a_run_that_starts_the_real_server_itself(policies, shaped_env, tmp_path):
+    command, arguments = command_of("real")
+    config = config_of(
+        policies[0],
+        f"engine.kwargs.command={command}",
+        f"engine.kwargs.server_args={arguments}",
+        "engine.kwargs.interrupt=retract",
+        "rollout.max_staleness=2",
+        "rollout.filters=[zero-variance]",
+        steps=3,
+    )
+    train(config, run_dir=tmp_path / "run")
+    assert [row["step"] for row in RunDir(tmp_path / "run").read_metrics()] == [1, 2, 3]
+    assert not descendants_with("model-path")
+
+
+def test_a_url_that_answers_html_is_no_server(policies, shaped_env, tmp_path):
+    import http.server
+    import threading
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = b"<html><body>Welcome to nginx!</body></html>"
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        config = config_of(policies[0], f"engine.url=http://127.0.0.1:{page.server_address[1]}")
+        with pytest.raises((ConfigError, EngineError), match="HTML"):
+            train(config, run_dir=tmp_path / "run")
+        page.shutdown()
