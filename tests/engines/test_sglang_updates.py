@@ -166,6 +166,22 @@ def test_a_restarted_server_gets_the_last_checkpoint_or_waits_for_the_next(tiny_
     asyncio.run(scenario())
 
 
+def test_a_lone_server_that_came_back_with_old_weights_is_said_to_have(tiny_policy):
+    async def scenario():
+        server = fake()
+        async with serving(server) as engine:
+            await publish(engine, 1, tiny_policy)
+            engine.members[0].server.loaded_from = None  # as if they had come as tensors
+            server.version = "default"
+            with pytest.raises(EngineUnreachableError, match="version 1") as caught:
+                await ask(engine)
+            assert caught.value.hints[0] == f"{server.url} was restarted, and has other weights"
+            await publish(engine, 2, tiny_policy)
+            assert (await ask(engine)).versions == (2,) * 20
+
+    asyncio.run(scenario())
+
+
 def test_a_restart_behind_our_back_is_seen_in_the_answer(tiny_policy):
     async def scenario():
         server = fake()

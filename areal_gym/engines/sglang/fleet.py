@@ -43,6 +43,8 @@ class Member:
     """As of the start."""
     is_serving: bool = False
     is_paused: bool = False
+    is_outdated: bool = False
+    """It is back, and waits for weights that only the next publication brings."""
     has_spans: bool = False
     """Answers say which tokens were sampled under which weights (SGLang 0.5.19 and later)."""
     num_sessions: int = 0
@@ -173,6 +175,8 @@ class Fleet:
         for member in self.members:
             if member.process is not None:
                 hints = [f"its log: {member.process.log}", *member.process.last_lines()]
+            if member.is_outdated:
+                hints.insert(0, f"{member.server.url} was restarted, and has other weights")
         return EngineUnreachableError(
             f"for {self._grace_s:g} s no server had version {self._policy_version()}: {urls}",
             hints=hints,
@@ -209,6 +213,7 @@ class Fleet:
     def admit(self, member: Member) -> None:
         """The server takes requests from now on."""
         member.is_serving = True
+        member.is_outdated = False
         member.num_failures = 0
         member.last_answer_s = asyncio.get_running_loop().time()
         self._someone_serves.set()
@@ -264,8 +269,9 @@ class Fleet:
             version = self._policy_version()
             if await member.reported_version() != version:
                 directory = self._checkpoint_of(version)
+                member.is_outdated = directory is None
                 if directory is None:
-                    return  # the next publication brings new weights
+                    return
                 await member.server.load_from_disk(directory, version)
             if await member.reported_version() == version:
                 self.admit(member)

@@ -66,12 +66,15 @@ class SGLangServer:
 
     def __init__(self, url: str, *, policy: Path | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            port = None
+        if parts.scheme not in ("http", "https") or not parts.hostname or port is None:
             raise ConfigError(
                 f"{url!r} is no URL of a server", hints=["write it like http://127.0.0.1:30000"]
             )
         self.url = parts.geturl().rstrip("/")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
         self.start_command = (
             f"python -m sglang.launch_server --model-path {policy or 'MODEL'} "
             f"--host {parts.hostname} --port {port}"

@@ -1,0 +1,222 @@
+"""One server: what it says, and what becomes of answers that are none."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from sglang_servers import count, fake, until, website
+
+from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.sglang import FakeSGLangServer
+from areal_gym.engines.sglang.answers import read_answer
+from areal_gym.engines.sglang.server import RefusedError, SGLangServer
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+
+
+def post_to(url, route="/x", body=None, **options):
+    async def post():
+        server = SGLangServer(url)
+        try:
+            return await server.post(route, body or {}, **options)
+        finally:
+            await server.aclose()
+
+    return post()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "words"),
+    [
+        (400, {"error": {"message": "too long"}}, "HTTP 400.*too long"),
+        (200, {"success": False, "message": "no such path"}, "no such path"),
+        (400, {"success": False, "error_message": "already loaded"}, "already loaded"),
+        (422, {"detail": "field required"}, "HTTP 422.*field required"),
+        (500, None, "HTTP 500.*no reason given"),
+        (400, ["odd"], "odd"),
+    ],
+)
+def test_every_shape_of_refusal_keeps_the_servers_words(status, answer, words):
+    async def handle(request):
+        return web.json_response(answer, status=status)
+
+    async def scenario():
+        async with website(handle) as url:
+            with pytest.raises(RefusedError, match=words) as caught:
+                await post_to(url)
+            assert caught.value.status == status
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ({"body": b"null", "content_type": "application/json"}, {}),
+        ({"body": b""}, {"message": ""}),
+        ({"text": "Cache flushed.\n"}, {"message": "Cache flushed."}),
+        ({"text": '{"a": 1}', "content_type": "application/json"}, {"a": 1}),
+    ],
+)
+def test_answers_without_json_are_answers_too(response, answer):
+    async def handle(request):
+        return web.Response(**response)
+
+    async def scenario():
+        async with website(handle) as url:
+            assert await post_to(url) == answer
+
+    asyncio.run(scenario())
+
+
+def test_silence_is_unreachable_within_the_given_time():
+    async def handle(request):
+        await asyncio.sleep(60)
+
+    async def scenario():
+        async with website(handle) as url:
+            with pytest.raises(EngineUnreachableError, match=r"within 0\.05 s"):
+                await post_to(url, timeout_s=0.05)
+
+    asyncio.run(scenario())
+
+
+def test_closing_fails_whoever_waits_at_once():
+    async def scenario():
+        asked = asyncio.Event()
+
+        async def handle(request):
+            asked.set()
+            await asyncio.sleep(60)
+
+        async with website(handle) as url:
+            server = SGLangServer(url)
+            waiting = asyncio.create_task(server.post("/x", {}))
+            await asked.wait()
+            await server.aclose()
+            with pytest.raises(EngineUnreachableError):
+                await waiting
+            await server.aclose()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("url", ["", "ftp://a:1", "http://", "http://a:port", "http://a:99999"])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(ConfigError, match="is no URL"):
+        SGLangServer(url)
+
+
+def test_urls_may_be_short():
+    assert SGLangServer("a:30000/").url == "http://a:30000"
+    assert "--host a --port 443" in SGLangServer("https://a").start_command
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {"finish_reason": {"type": "surprise"}},
+        {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[]]},
+        {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-1.0, 5, None]],
+            "weight_versions": [],
+        },
+    ],
+    ids=["empty", "finish", "row", "spans"],
+)
+def test_a_generation_that_lacks_something_is_an_error(meta):
+    with pytest.raises(EngineError):
+        read_answer({"meta_info": meta})
+
+
+def test_looking_tells_old_servers_from_new():
+    async def scenario():
+        facts = {}
+        for version in ("0.5.18", "0.5.20", "0.5.23"):
+            async with fake(emulate=version) as running:
+                server = SGLangServer(running.url)
+                facts[version] = (await server.look()).has_spans, server.needs_update_session
+                await server.aclose()
+        assert facts == {
+            "0.5.18": (False, False),
+            "0.5.20": (True, False),
+            "0.5.23": (True, True),
+        }
+
+    asyncio.run(scenario())
+
+
+# ---- the fake server, where the engine does not reach ------------------------------------------
+
+
+def test_the_fake_answers_and_says_no_as_sglang_does():
+    async def scenario():
+        async with FakeSGLangServer(ScriptedEngine(count, max_context=50)) as running:
+            body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}}
+            one = await post_to(running.url, "/generate", body)
+            assert one["output_ids"] == [3, 4, 5]
+            assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+            assert one["meta_info"]["weight_versions"] == [
+                {"version": "default", "start": 0, "end": 3}
+            ]
+            assert "output_token_logprobs" not in one["meta_info"]
+            for wrong, words in (
+                ({"input_ids": []}, "cannot be empty"),
+                ({"text": "hello"}, "takes input_ids"),
+                ({"input_ids": [1] * 45}, "maximum allowed length"),
+                ({"input_ids": [1] * 44, "sampling_params": {"max_new_tokens": 9}}, "50 tokens"),
+                ({"input_ids": [1], "stream": True}, "does not stream"),
+            ):
+                with pytest.raises(RefusedError, match=words):
+                    await post_to(running.url, "/generate", wrong)
+            with pytest.raises(RefusedError, match="HTTP 400"):
+                await post_to(running.url, "/pause_generation", {"mode": "nope"})
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_the_fake_pauses(mode):
+    async def scenario():
+        async with fake(latency_s=0.002) as running:
+            sampling = {"max_new_tokens": 100}
+            ask = {"input_ids": [1, 2], "sampling_params": sampling, "rid": "a"}
+            before = asyncio.create_task(post_to(running.url, "/generate", ask))
+            await until(lambda: running.num_running)
+            await post_to(running.url, "/pause_generation", {"mode": mode})
+            held = asyncio.create_task(post_to(running.url, "/generate", {**ask, "rid": "b"}))
+            await asyncio.sleep(0.03)
+            assert before.done() == (mode == "abort")
+            assert not held.done()
+            await post_to(running.url, "/continue_generation")
+            first, second = await before, await held
+            assert len(second["output_ids"]) == 100
+            assert first["meta_info"]["num_retractions"] == (mode == "retract")
+            kind = first["meta_info"]["finish_reason"]["type"]
+            assert kind == ("abort" if mode == "abort" else "length")
+            assert (len(first["output_ids"]) == 100) == (mode != "abort")
+
+    asyncio.run(scenario())
+
+
+def test_the_fake_aborts_one_of_two():
+    async def scenario():
+        async with fake(latency_s=0.002) as running:
+            sampling = {"max_new_tokens": 100}
+            calls = [
+                asyncio.create_task(
+                    post_to(
+                        running.url,
+                        "/generate",
+                        {"input_ids": [1, 2], "sampling_params": sampling, "rid": rid},
+                    )
+                )
+                for rid in "ab"
+            ]
+            await until(lambda: running.num_running == 2)
+            await post_to(running.url, "/abort_request", {"rid": "a"})
+            kinds = [(await call)["meta_info"]["finish_reason"]["type"] for call in calls]
+            assert kinds == ["abort", "length"]
+
+    asyncio.run(scenario())
