@@ -115,7 +115,7 @@ class Evaluations:
         """
         await self.settle()
         snapshot = getattr(self.engine, "snapshot", None)
-        engine = self.engine if snapshot is None else snapshot()
+        engine = self.engine if snapshot is None else await snapshot()
         self._task = asyncio.create_task(self._in_background(step, engine))
 
     async def settle(self) -> None:

@@ -492,3 +492,39 @@ def test_on_cuda():
         device="cuda",
     )
     assert worst_gap(model, [1, 2, 3], found) < 1e-3
+
+
+def test_a_snapshot_keeps_its_weights_while_the_engine_goes_on():
+    prompt, params = [1, 2, 3], SamplingParams(max_new_tokens=20, seed=5)
+    old, new = decoder(0), decoder(1)
+
+    async def play(engine):
+        before = await engine.generate(prompt, params)
+        busy = asyncio.create_task(engine.generate([4, 5], SamplingParams(max_new_tokens=100)))
+        copy = await engine.snapshot()
+        await engine.publish(new.state_dict().items(), 3)
+        await copy.start()
+        try:
+            assert (copy.policy_version, engine.policy_version) == (0, 3)
+            assert await copy.generate(prompt, params) == before  # bit for bit
+            after = await engine.generate(prompt, params)
+            assert set(after.versions) == {3}
+            assert worst_gap(new, prompt, after) < 1e-4
+            later = await engine.snapshot()
+            await later.start()
+            assert await later.generate(prompt, params) == after
+            await later.aclose()
+        finally:
+            await copy.aclose()
+        await busy
+
+    run(play, model=old)
+
+
+def test_a_snapshot_of_a_stopped_engine_is_refused():
+    async def play(engine):
+        await engine.aclose()
+        with pytest.raises(EngineError, match="not running"):
+            await engine.snapshot()
+
+    run(play)

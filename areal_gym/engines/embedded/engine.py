@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ __all__ = ["EmbeddedEngine"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _anonymous = itertools.count()
+_T = TypeVar("_T")
 
 
 class EmbeddedEngine:
@@ -61,22 +62,27 @@ class EmbeddedEngine:
     ) -> None:
         if dtype not in _DTYPES:
             raise ConfigError(f"no dtype {dtype!r}; there is: {', '.join(_DTYPES)}")
-        self._num_threads = num_threads
-        self._max_context = min(max_context, decoder.config.max_position_embeddings)
         network = CachedDecoder(
             decoder.config,
             num_rows=num_slots,
-            max_context=self._max_context,
+            max_context=min(max_context, decoder.config.max_position_embeddings),
             dtype=_DTYPES[dtype],
             device=pick_device(device),
         )
-        self._scheduler = Scheduler(network, num_slots)
+        scheduler = Scheduler(network, num_slots)
         weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
-        self._scheduler.load(weights, version=0)
-        self._version = 0
+        scheduler.load(weights, version=0)
+        self._take(scheduler, num_threads)
+
+    def _take(self, scheduler: Scheduler, num_threads: int) -> None:
+        """What an engine is besides its scheduler."""
+        self._scheduler = scheduler
+        self._num_threads = num_threads
+        self._max_context = scheduler.network.scratch
+        self._version = scheduler.version
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._futures: dict[Request, asyncio.Future[Generation]] = {}
-        self._publications: set[asyncio.Future[None]] = set()
+        self._waiting: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_stopping = False
@@ -188,26 +194,49 @@ class EmbeddedEngine:
         Raises:
             EngineError: the weights are of another model; the old ones stay.
         """
-        if self._loop is None or self._is_stopping:
-            raise EngineError("the engine is not running; call start() first")
-        done: asyncio.Future[None] = self._loop.create_future()
         tensors = dict(weights)
 
         def load() -> None:
-            error: EngineError | None = None
-            try:
-                self._scheduler.load(tensors, version)
-                self._version = version
-            except EngineError as refused:
-                error = refused
-            self._tell(_settle, done, error)
+            self._scheduler.load(tensors, version)
+            self._version = version
 
-        self._publications.add(done)
-        self._inbox.put(load)
+        await self._between_steps(load)
+
+    async def _between_steps(self, act: Callable[[], _T]) -> _T:
+        """Do something on the engine's thread, where nothing else touches weights and caches."""
+        if self._loop is None or self._is_stopping:
+            raise EngineError("the engine is not running; call start() first")
+        done: asyncio.Future[_T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = act()
+            except EngineError as refused:
+                self._tell(_settle, done, None, refused)
+            else:
+                self._tell(_settle, done, result, None)
+
+        self._waiting.add(done)
+        self._inbox.put(run)
         try:
-            await done
+            return await done
         finally:
-            self._publications.discard(done)
+            self._waiting.discard(done)
+
+    async def snapshot(self) -> EmbeddedEngine:
+        """Another engine with a copy of the weights and the version of this moment.
+
+        It has a thread of its own and, like any engine, must be started and closed.
+
+        Raises:
+            EngineError: this engine is not running.
+        """
+        return await self._between_steps(self._copy)
+
+    def _copy(self) -> EmbeddedEngine:
+        copy = EmbeddedEngine.__new__(EmbeddedEngine)
+        copy._take(self._scheduler.copy(), self._num_threads)
+        return copy
 
     async def aclose(self) -> None:
         """End the thread; turns in flight fail. Idempotent."""
@@ -267,16 +296,16 @@ class EmbeddedEngine:
                 future.set_result(request.generation())
 
     def _fail_all(self, error: EngineError) -> None:
-        waiting: list[asyncio.Future[Any]] = [*self._futures.values(), *self._publications]
+        waiting: list[asyncio.Future[Any]] = [*self._futures.values(), *self._waiting]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
 
 
-def _settle(future: asyncio.Future[None], error: EngineError | None) -> None:
+def _settle(future: asyncio.Future[_T], result: _T, error: EngineError | None) -> None:
     if future.done():
         return
     if error is None:
-        future.set_result(None)
+        future.set_result(result)
     else:
         future.set_exception(error)

@@ -9,8 +9,8 @@ Axes: `N` tokens of the step, `R` cache rows that decode, `S` all cache rows, `L
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -161,6 +161,17 @@ class CachedDecoder:
                 if name.startswith(prefix)
             }
             self._load_layer(layer, part)
+
+    def load_from(self, other: CachedDecoder) -> None:
+        """Copy the weights of a network of the same shape, bit for bit."""
+        for ours, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            ours.copy_(theirs)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from (self._embedding, self._head, self._final_norm)
+        for layer in self._layers:
+            found = (getattr(layer, name.name) for name in fields(layer))
+            yield from (tensor for tensor in found if tensor is not None)
 
     def _load_layer(self, layer: _LayerWeights, part: Mapping[str, Tensor]) -> None:
         config = self.config

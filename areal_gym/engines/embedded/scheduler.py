@@ -162,6 +162,21 @@ class Scheduler:
             else:
                 row.is_stale = True
 
+    def copy(self) -> Scheduler:
+        """An idle scheduler with the same weights under the same version."""
+        network = self.network
+        other = CachedDecoder(
+            network.config,
+            num_rows=len(self._rows),
+            max_context=network.scratch,
+            dtype=network.dtype,
+            device=network.device,
+        )
+        other.load_from(network)
+        scheduler = Scheduler(other, len(self._rows))
+        scheduler.version = self.version
+        return scheduler
+
     def fail_all(self) -> list[Request]:
         """Drop everything; returns the turns that were waited for."""
         lost = [row.request for row in self._rows if row.request is not None] + [*self._pending]

@@ -232,13 +232,19 @@ class FakeSGLangServer:
             status = 500 if isinstance(error, EngineError) else 400
             return web.json_response({"error": {"message": str(error)}}, status=status)
         shown = [self._show(sequence, kind, body) for sequence, kind in answers]
+        if body.get("logprob_start_len") == 0:
+            for answer, (sequence, _) in zip(shown, answers, strict=True):
+                prompt = sequence.prompt_ids
+                scores = [None, *await self._weights.score(prompt)]
+                rows = [[score, token, None] for score, token in zip(scores, prompt, strict=True)]
+                answer["meta_info"]["input_token_logprobs"] = rows
         is_batch = isinstance(body["input_ids"][0], list)
         return web.json_response(shown if is_batch else shown[0])
 
     def _read(self, body: dict[str, Any]) -> list[_Running]:
         prompts = body.get("input_ids")
-        if "logprob_start_len" in body:
-            raise _BadRequestError("the fake server has no log-probabilities of prompts")
+        if body.get("logprob_start_len", -1) > 0:
+            raise _BadRequestError("the fake server scores whole prompts: logprob_start_len is 0")
         if body.get("stream") or not isinstance(prompts, list):
             raise _BadRequestError("the fake server takes input_ids, and does not stream")
         if not prompts:

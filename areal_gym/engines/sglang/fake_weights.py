@@ -205,6 +205,24 @@ class WeightRoutes:
                 await self._publish(weights)
                 self._adapter = name
 
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities of `token_ids[1:]`, each given those before it, at temperature 1."""
+        return await asyncio.to_thread(self._score, token_ids)
+
+    def _score(self, token_ids: list[int]) -> list[float]:
+        import torch
+
+        from areal_gym.modeling import causal_attend, load_checkpoint
+
+        decoder = load_checkpoint(Path(self._server.model_path))
+        decoder.load_state_dict(self._base())
+        ids = torch.tensor(token_ids)
+        with torch.no_grad():
+            hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+            logprobs = (hidden @ decoder.lm_head_weight.T).log_softmax(-1)
+        found: list[float] = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+        return found
+
     def _base(self) -> dict[str, Any]:
         """The weights without any adapter."""
         if not self._weights:
