@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 
 from areal_gym.rollout.staleness import is_fresh
 from areal_gym.types import Group
@@ -18,7 +19,7 @@ class GroupBuffer:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, Group]] = []
+        self._heap: list[tuple[int, float, Group]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -26,24 +27,30 @@ class GroupBuffer:
     @property
     def indices(self) -> list[int]:
         """Which groups are here, ascending."""
-        return sorted(index for index, _ in self._heap)
+        return sorted(index for index, _, _ in self._heap)
+
+    @property
+    def oldest_s(self) -> float:
+        """How long the group that would be taken next has been here; 0 when there is none."""
+        return time.monotonic() - self._heap[0][1] if self._heap else 0.0
 
     def put(self, index: int, group: Group) -> None:
         """Add the group that was started as number `index`."""
-        heapq.heappush(self._heap, (index, group))
+        heapq.heappush(self._heap, (index, time.monotonic(), group))
 
-    def take(self, num_groups: int) -> list[Group]:
+    def take(self, num_groups: int) -> dict[int, Group]:
         """Remove and return the `num_groups` that were started first, in order."""
-        return [heapq.heappop(self._heap)[1] for _ in range(num_groups)]
+        taken = [heapq.heappop(self._heap) for _ in range(num_groups)]
+        return {index: group for index, _, group in taken}
 
-    def drop_stale(self, version: int, max_staleness: int) -> list[Group]:
+    def drop_stale(self, version: int, max_staleness: int) -> dict[int, Group]:
         """Remove and return the groups that are too old to be trained on under `version`."""
-        stale = [group for _, group in self._heap if not is_fresh(group, version, max_staleness)]
+        stale = {
+            index: group
+            for index, _, group in self._heap
+            if not is_fresh(group, version, max_staleness)
+        }
         if stale:
-            self._heap = [
-                (index, group)
-                for index, group in self._heap
-                if is_fresh(group, version, max_staleness)
-            ]
+            self._heap = [entry for entry in self._heap if entry[0] not in stale]
             heapq.heapify(self._heap)
         return stale

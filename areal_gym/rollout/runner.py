@@ -1,23 +1,25 @@
 """Many episodes at once, delivered to the trainer as batches of groups.
 
-    tasks -> [admit] -> episodes in flight -> [group complete] -> buffer -> [fresh?] -> batch
-               ^        a slot waits for                                       |          |
-               |        engine, env or agent                 too old: dropped, counted    v
-               |                                                                       trainer
-               +------------ version + 1, published to the engine -------------------------+
+    tasks -> [admit] -> episodes in flight -> [complete] -> [filters] -> buffer -> [fresh?] -> batch
+               ^        a slot waits for                       |                      |          |
+               |        engine, env or agent        rejected, counted     too old, counted       v
+               |<------------ another starts in its place <----+----------------------+      trainer
+               +------------ version + 1, published to the engine -------------------------------+
 
     admit     waits for  a free slot, and room under the staleness limit (`Admission`)
               unblocked  by an episode that ends, by a new version
     batch     waits for  `batch_groups` complete groups
               unblocked  by a group that completes
 
-There is one code path. With `max_staleness = 0` exactly one batch of groups is started per version,
-and taken in the order in which it was started: the synchronous algorithm.
+There is one code path. With `max_staleness = 0` exactly one batch of groups is started per version
+(and one more for each that is dropped), and taken in the order in which it was started: the
+synchronous algorithm.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,12 +32,16 @@ from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import EpisodeError, FailureBudgetError, InfrastructureError
 from areal_gym.rendering import Renderer
-from areal_gym.rollout.buffer import GroupBuffer
-from areal_gym.rollout.episode import InFlight, derive_seed, play_episode, stop_reason_of
+from areal_gym.rollout.curriculum import Curriculum
+from areal_gym.rollout.episode import derive_seed, play_episode, stop_reason_of
 from areal_gym.rollout.failures import FailureBudget
+from areal_gym.rollout.filters import GroupFilter
+from areal_gym.rollout.issue import Issuer
+from areal_gym.rollout.journal import Journal
+from areal_gym.rollout.ledger import Ledger
 from areal_gym.rollout.pool import EnvPool
-from areal_gym.rollout.staleness import Admission
-from areal_gym.types import Group, Task, Trajectory
+from areal_gym.rollout.stats import Occupancy, RolloutStats
+from areal_gym.types import Group, StopReason, Task, Trajectory
 
 __all__ = ["RolloutRunner", "RolloutStats"]
 
@@ -43,31 +49,9 @@ _TASK, _EPISODE = 0, 1
 """Streams of seeds."""
 _POLL_S = 0.02
 """Engines do not announce a new version; while only that can unblock us, we look this often."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutStats:
-    """Where the runner stands. Counts are since its start."""
-
-    policy_version: int
-    episodes_in_flight: int
-    waiting_on_engine: int
-    waiting_on_env: int
-    waiting_on_agent: int
-    groups_running: int
-    groups_ready: int
-    """Complete groups that wait for the trainer."""
-    num_groups: int
-    """Groups handed to the trainer."""
-    num_groups_failed: int
-    """Dropped: fewer than `min_group_size` members came through."""
-    num_groups_stale: int
-    """Dropped at the trainer's door: too old."""
-    num_episodes: int
-    """Episodes played to an end, failures and retries included."""
-    num_retries: int
-    num_failures: Mapping[str, int]
-    """Failed episodes by stop reason."""
+_WAVES = 4
+"""The failure budget looks at this many times the episodes in flight: one failing server fails
+them all, and then once more those that are tried again at once."""
 
 
 @dataclass(slots=True)
@@ -86,7 +70,8 @@ class _RunningGroup:
 class RolloutRunner:
     """The trainer's source of batches. Use it as an asynchronous context manager.
 
-    Task k of seed s is always the same task. Siblings share the task; their seeds differ.
+    Task k of seed s is always the same task, unless a curriculum chooses. Siblings share the task;
+    their seeds differ.
     """
 
     def __init__(
@@ -101,6 +86,9 @@ class RolloutRunner:
         split: str = "train",
         env_id: str | None = None,
         agent_id: str = "chat",
+        filters: Mapping[str, GroupFilter] | None = None,
+        curriculum: Curriculum | None = None,
+        journal: Journal | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -116,13 +104,21 @@ class RolloutRunner:
             split: whose tasks are trained on.
             env_id: the environment's registered id.
             agent_id: the agent's registered id.
+            filters: which complete groups are not trained on, by name; the first that rejects
+                decides.
+            curriculum: chooses the options that tasks are drawn with.
+            journal: keeps what becomes of every group. One that an interrupted run has left is
+                taken over: its complete groups need not be played again.
             on_trajectory: sees every episode that ends, failures included. What it raises stops
                 the runner.
             state: what `state()` of the interrupted run gave. Without it, a run that starts at
                 version v goes on after the tasks of v whole batches.
+
+        Raises:
+            ConfigError: the environment gives the curriculum nothing to choose from.
         """
         self.config = config
-        self.in_flight = InFlight()
+        self.in_flight = Occupancy()
         self._agent = agent
         self._engine = engine
         self._renderer = renderer
@@ -135,68 +131,98 @@ class RolloutRunner:
         self._params = SamplingParams(
             max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )
-        self._admission = Admission(
-            config.batch_groups,
-            config.max_staleness,
-            num_accepted=engine.policy_version * config.batch_groups,
+        if curriculum is not None:
+            env = self._envs.take()
+            curriculum.prepare(env, split)
+            self._envs.give_back(env)
+        version = engine.policy_version
+        issuer = Issuer(
+            seed,
+            curriculum,
+            lookback=config.batch_groups if config.max_staleness == 0 else None,
+            first=version * config.batch_groups,
+            state=state or {},
         )
-        self._buffer = GroupBuffer()
-        self._budget = FailureBudget(config.max_failure_rate)
-        self._next_group: int = (state or {}).get("next_group", self._admission.num_accepted)
-        self._again: deque[int] = deque((state or {}).get("unfinished", ()))
+        self._ledger = Ledger(config, issuer, version, filters or {}, journal)
+        self._budget = FailureBudget(
+            config.max_failure_rate, window=max(64, _WAVES * config.max_in_flight)
+        )
         self._running: dict[int, _RunningGroup] = {}
         self._jobs: deque[tuple[_RunningGroup, int]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._poll: asyncio.TimerHandle | None = None
+        self._wake: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._fatal: BaseException | None = None
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
-        self._num_lost_in_a_row = 0
+        self._num_failed_in_a_row = 0
+        self._start_s = time.perf_counter()
 
     # ---- the trainer's side -------------------------------------------------------------------
 
     async def next_batch(self) -> list[Group]:
         """The next `batch_groups` complete groups that are fresh enough, first started first.
 
+        The trainer publishes a new version between batches: only that makes room for new groups.
+        `max_staleness + 1` batches can be taken in advance; one more waits until somebody else
+        publishes, and for ever when nobody does.
+
         Raises:
             FailureBudgetError: too many episodes fail, or no group comes through at all.
+            TrainError: the filters reject everything, or the journal's disk is full.
             UsageError: the environment cannot serve the request (no such split, ...).
             InfrastructureError: the runner was closed.
         """
         while True:
-            self._drop_stale()
+            batch = self._ledger.hand_out(self._engine.policy_version)
             self._admit()
             if self._fatal is not None:
                 raise self._fatal
-            if len(self._buffer) >= self.config.batch_groups:
-                self._counts["groups"] += self.config.batch_groups
-                return self._buffer.take(self.config.batch_groups)
+            if batch is not None:
+                return batch
             self._changed.clear()
             await self._changed.wait()
 
     def stats(self) -> RolloutStats:
-        """A snapshot, for a live display."""
+        """A snapshot, for metrics and for a live display."""
+        engine_s, env_s, agent_s = self.in_flight.integrals()
+        version = self._engine.policy_version
+        counts, ledger = self._counts, self._ledger
         return RolloutStats(
-            policy_version=self._engine.policy_version,
+            policy_version=version,
+            elapsed_s=time.perf_counter() - self._start_s,
             episodes_in_flight=self.in_flight.episodes,
+            episodes_queued=len(self._jobs),
             waiting_on_engine=self.in_flight.engine,
             waiting_on_env=self.in_flight.env,
             waiting_on_agent=self.in_flight.agent,
             groups_running=len(self._running),
-            groups_ready=len(self._buffer),
-            num_groups=self._counts["groups"],
-            num_groups_failed=self._counts["groups_failed"],
-            num_groups_stale=self._counts["groups_stale"],
-            num_episodes=self._counts["episodes"],
-            num_retries=self._counts["retries"],
+            groups_ready=len(ledger.ready),
+            oldest_ready_s=ledger.ready.oldest_s,
+            room=ledger.room(version),
+            num_groups_started=ledger.counts["started"],
+            num_groups_accepted=ledger.counts["accepted"],
+            num_groups=ledger.counts["handed_out"],
+            num_groups_failed=ledger.counts["failed"],
+            num_groups_stale=ledger.counts["stale"],
+            num_groups_rejected=dict(ledger.rejected),
+            num_groups_restored=ledger.counts["restored"],
+            num_episodes=counts["episodes"],
+            num_retries=counts["retries"],
             num_failures=dict(self._failures),
+            num_tokens=counts["tokens"],
+            engine_s=engine_s,
+            env_s=env_s,
+            agent_s=agent_s,
         )
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs so that no task is lost or played twice; fit for JSON."""
-        unfinished = {*self._running, *self._buffer.indices, *self._again}
-        return {"next_group": self._next_group, "unfinished": sorted(unfinished)}
+        """What a resumed run needs so that no group is lost or trained twice; fit for JSON.
+
+        Groups that were handed out count as trained once the version that was made of them is
+        published.
+        """
+        return self._ledger.state(self._running, self._engine.policy_version)
 
     async def aclose(self) -> None:
         """Cancel what is in flight and wait until it has ended. Idempotent."""
@@ -216,52 +242,58 @@ class RolloutRunner:
 
     def _admit(self) -> None:
         """Fill the free slots: siblings of groups that have started first, then new groups."""
-        if self._poll is not None:
-            self._poll.cancel()
-            self._poll = None
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
         while len(self._tasks) < self.config.max_in_flight and self._fatal is None:
             if self._jobs:
                 group, member = self._jobs.popleft()
                 task = asyncio.create_task(self._play_member(group, member))
                 self._tasks.add(task)
                 task.add_done_callback(self._member_done)
-            elif self._admission.capacity(self._engine.policy_version) > 0:
-                self._start_group()
-            else:
-                self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._admit)
+            elif self._ledger.room(self._engine.policy_version) == 0:
+                self._admit_again_in(_POLL_S)
+                return
+            elif not self._start_group():
                 return
 
-    def _start_group(self) -> None:
-        if self._again:
-            index = self._again.popleft()
-        else:
-            index = self._next_group
-            self._next_group += 1
-        self._admission.start()
+    def _admit_again_in(self, seconds: float) -> None:
+        self._wake = asyncio.get_running_loop().call_later(seconds, self._admit)
+
+    def _start_group(self) -> bool:
+        """Start the next group; False when it is of no use to try another one at once."""
         try:
-            task = self._draw_task(index)
+            issued = self._ledger.issue()
+            if issued is None:
+                return False
+            index, options = issued
+            task = self._draw_task(index, options)
+            if task is None:
+                self._lose_group(index)
         except Exception as error:
             self._stop(error)
-            return
+            return False
         if task is None:
-            self._lose_group()
-            return
+            pause_s = self._budget.pause_s
+            if pause_s:
+                self._admit_again_in(pause_s)
+            return not pause_s
         group = _RunningGroup(index, task, num_open=self.config.group_size)
         self._running[index] = group
         self._jobs.extend((group, member) for member in range(self.config.group_size))
+        return True
 
-    def _draw_task(self, index: int) -> Task | None:
+    def _draw_task(self, index: int, options: Mapping[str, Any]) -> Task | None:
         """The task of group `index`; None when the environment fails to give one."""
         for _ in range(1 + self.config.max_retries):
             env = self._envs.take()
             try:
                 env.reset(
-                    seed=derive_seed(self._seed, _TASK, index), options={"split": self._split}
+                    seed=derive_seed(self._seed, _TASK, index),
+                    options={"split": self._split, **options},
                 )
             except EpisodeError as error:
-                reason = stop_reason_of(error)
-                self._failures[str(reason)] += 1
-                self._budget.record(reason, str(error))
+                self._record_failure(stop_reason_of(error), str(error))
             else:
                 self._envs.give_back(env)
                 return env.task
@@ -290,6 +322,7 @@ class RolloutRunner:
             )
             self._counts["episodes"] += 1
             self._counts["retries"] += attempt > 0
+            self._counts["tokens"] += trajectory.num_policy_tokens
             if self._on_trajectory is not None:
                 self._on_trajectory(trajectory)
             if not trajectory.stop_reason.is_failure:
@@ -297,26 +330,25 @@ class RolloutRunner:
                 group.members.append((member, trajectory))
                 self._budget.record(trajectory.stop_reason)
                 break
-            self._failures[str(trajectory.stop_reason)] += 1
-            self._budget.record(trajectory.stop_reason, trajectory.error)
+            self._record_failure(trajectory.stop_reason, trajectory.error)
+            if pause_s := self._budget.pause_s:
+                await asyncio.sleep(pause_s)
         group.num_open -= 1
         if group.num_open == 0:
             self._finish_group(group)
 
-    def _finish_group(self, group: _RunningGroup) -> None:
-        del self._running[group.index]
-        if len(group.members) < self.config.min_group_size:
-            self._lose_group()
+    def _finish_group(self, running: _RunningGroup) -> None:
+        index = running.index
+        del self._running[index]
+        if len(running.members) < self.config.min_group_size:
+            self._lose_group(index)
             return
-        group.members.sort(key=itemgetter(0))
-        members = tuple(trajectory for _, trajectory in group.members)
+        running.members.sort(key=itemgetter(0))
+        members = tuple(trajectory for _, trajectory in running.members)
         num_failed = self.config.group_size - len(members)
-        self._buffer.put(
-            group.index,
-            Group(id=group.id, task=group.task, trajectories=members, num_failed=num_failed),
-        )
-        self._admission.accept()
-        self._num_lost_in_a_row = 0
+        group = Group(id=running.id, task=running.task, trajectories=members, num_failed=num_failed)
+        self._num_failed_in_a_row = 0
+        self._ledger.complete(index, group)
 
     def _member_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -327,32 +359,29 @@ class RolloutRunner:
 
     # ---- what goes wrong ----------------------------------------------------------------------
 
-    def _drop_stale(self) -> None:
-        version, max_staleness = self._engine.policy_version, self.config.max_staleness
-        for _ in self._buffer.drop_stale(version, max_staleness):
-            self._admission.drop()
-            self._counts["groups_stale"] += 1
+    def _record_failure(self, reason: StopReason, error: str | None) -> None:
+        self._failures[str(reason)] += 1
+        self._budget.record(reason, error)
 
-    def _lose_group(self) -> None:
-        self._admission.reject()
-        self._counts["groups_failed"] += 1
-        self._num_lost_in_a_row += 1
-        if self._num_lost_in_a_row >= max(8, 2 * self.config.batch_groups):
-            self._stop(
-                FailureBudgetError(
-                    f"{self._num_lost_in_a_row} groups in a row came through with fewer than "
-                    f"min_group_size = {self.config.min_group_size} members; "
-                    + self._budget.describe(),
-                    hints=self._budget.hints(),
-                )
-            )
+    def _lose_group(self, index: int) -> None:
+        self._ledger.fail(index)
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row < max(8, 2 * self.config.batch_groups):
+            return
+        if self._budget.is_outage:  # which has its own patience
+            return
+        raise FailureBudgetError(
+            f"{self._num_failed_in_a_row} groups in a row came through with fewer than "
+            f"min_group_size = {self.config.min_group_size} members; {self._budget.describe()}",
+            hints=self._budget.hints(),
+        )
 
     def _stop(self, error: BaseException) -> None:
         """Let the trainer see `error`; nothing new starts."""
         if self._fatal is None:
             self._fatal = error
         self._jobs.clear()
-        if self._poll is not None:
-            self._poll.cancel()
-            self._poll = None
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
         self._changed.set()

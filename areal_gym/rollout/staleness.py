@@ -59,3 +59,7 @@ class Admission:
     def drop(self) -> None:
         """An accepted group turned out too old: another may start in its place."""
         self.num_accepted -= 1
+
+    def restore(self) -> None:
+        """A group that was accepted before an interruption is there again."""
+        self.num_accepted += 1

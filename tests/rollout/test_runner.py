@@ -312,6 +312,7 @@ def test_groups_in_flight_at_the_interruption_are_played_again():
         runner = runner_of(engine, max_staleness=2, max_in_flight=4)
         async with runner:
             taken = await runner.next_batch()
+            await engine.publish([], 1)
             await asyncio.sleep(0.02)
         state = runner.state()
         assert len(state["unfinished"]) == state["next_group"] - 3 > 0

@@ -76,7 +76,7 @@ def test_the_buffer_gives_what_was_started_first():
     for index, item in groups.items():
         buffer.put(index, item)
     assert buffer.indices == [1, 2, 3, 4]
-    assert buffer.drop_stale(4, 2) == [groups[1]]
-    assert buffer.drop_stale(4, 2) == []
-    assert buffer.take(2) == [groups[2], groups[3]]
+    assert buffer.drop_stale(4, 2) == {1: groups[1]}
+    assert buffer.drop_stale(4, 2) == {}
+    assert list(buffer.take(2).values()) == [groups[2], groups[3]]
     assert len(buffer) == 1

@@ -1,0 +1,91 @@
+"""Which finished groups are worth training on.
+
+A group whose members all earned the same has no advantage to learn from: its place in the batch
+would be empty. A filter names such groups; the runner counts them, never trains on them, and starts
+another in their place ("dynamic sampling", DAPO, arXiv 2503.14476).
+
+A filter is a class; a run's settings name its keyword arguments::
+
+    class ShortOnly:
+        def __init__(self, most: int = 100) -> None: ...
+        def reject(self, group): return "too-long" if ... else None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from areal_gym.errors import ConfigError
+from areal_gym.types import Group
+
+__all__ = ["GroupFilter", "SuccessRateFilter", "ZeroVarianceFilter", "rejection", "success_rate"]
+
+_TOLERANCE = 1e-9
+
+
+class GroupFilter(Protocol):
+    """Judges groups. Its answer depends on the group alone, so that runs can be repeated."""
+
+    def reject(self, group: Group) -> str | None:
+        """Why the group is not to be trained on, in a word or two without spaces; None keeps it.
+
+        The word becomes part of a metric's name: take few different ones.
+        """
+        ...
+
+
+def rejection(filters: Mapping[str, GroupFilter], group: Group) -> str | None:
+    """What the first filter that rejects the group says, as "filter/reason"; None: all keep it."""
+    for id, group_filter in filters.items():
+        reason = group_filter.reject(group)
+        if reason is not None:
+            return f"{id}/{reason}"
+    return None
+
+
+def success_rate(group: Group, success_reward: float = 1.0) -> float:
+    """Share of the members that earned at least `success_reward`."""
+    rewards_G = group.rewards_G
+    return sum(reward >= success_reward - _TOLERANCE for reward in rewards_G) / len(rewards_G)
+
+
+class ZeroVarianceFilter:
+    """Rejects groups whose members all earned the same."""
+
+    def reject(self, group: Group) -> str | None:
+        """ "all-equal" when they did."""
+        rewards_G = group.rewards_G
+        return "all-equal" if max(rewards_G) - min(rewards_G) <= _TOLERANCE else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuccessRateFilter:
+    """Keeps groups whose share of successes lies between `low` and `high`, bounds excluded.
+
+    The defaults keep what is neither solved by all nor by none.
+
+    Raises:
+        ConfigError: the band is empty, or not inside 0 to 1.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    success_reward: float = 1.0
+    """What a member must earn at least to have succeeded."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high <= 1:
+            raise ConfigError(
+                f"success-rate keeps groups between low = {self.low:g} and high = {self.high:g}: "
+                "no group could be",
+                hints=["0 <= low < high <= 1, such as low=0.1 high=0.9"],
+            )
+
+    def reject(self, group: Group) -> str | None:
+        """ "too-hard" at `low` or below, "too-easy" at `high` or above."""
+        rate = success_rate(group, self.success_reward)
+        if rate <= self.low:
+            return "too-hard"
+        return "too-easy" if rate >= self.high else None

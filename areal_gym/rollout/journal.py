@@ -1,0 +1,213 @@
+"""What became of every group, on the disk, so that a killed run loses none and trains none twice.
+
+    issued -> scored -> taken          handed to the trainer; trained once a checkpoint holds it
+       |         +----> dropped        too old
+       +--------------> dropped        failed, or rejected by a filter
+
+One line per change in `journal.jsonl`, written at once: what a killed process had written is there.
+Only a group that is complete is written whole, so the cost does not grow with turns or history.
+
+A checkpoint says which groups are done with (`RolloutRunner.state()`). All others are looked up
+here when a run is resumed: complete ones are trained on as they are, also those that a lost update
+had been made of; what was still being played is played again; what was dropped stays dropped. That
+is why `checkpoint`, once it is saved, lets the lines of everything else go.
+
+Lines are not synced to the disk one by one: a power cut may cost the newest, and their groups are
+then played again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from areal_gym.errors import TrainError
+from areal_gym.rollout.packed import pack_group, unpack_group
+from areal_gym.rundir import readable_disk_errors
+from areal_gym.types import Group
+
+__all__ = ["Journal", "KnownGroup"]
+
+
+@dataclass(slots=True)
+class KnownGroup:
+    """What a journal knows of one group."""
+
+    options: Mapping[str, Any]
+    """What its task was drawn with."""
+    group: Group | None = None
+    """Its trajectories, when it is complete and was not dropped."""
+    dropped: str | None = None
+    """Why it was dropped."""
+    rewards_G: Sequence[float] | None = None
+    """What its members earned, when they are known."""
+
+
+class Journal:
+    """An append-only file of what becomes of groups. One writer; a context manager.
+
+    Args:
+        file: `journal.jsonl` of a run directory; made when there is none. A line that a killed
+            process has not written to its end, and whatever comes after it, is cut off.
+
+    Raises:
+        TrainError: the disk is full or not writable, here and in every method that writes.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._lines: dict[int, list[tuple[int, int]]] = {}
+        """Where the lines of a group are: (offset, length)."""
+        self._known: dict[int, KnownGroup] = {}
+        with readable_disk_errors(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._size = 0
+        self._read()
+        os.ftruncate(self._descriptor, self._size)
+
+    def take_known(self) -> dict[int, KnownGroup]:
+        """All groups that the file told of when it was opened, by number; the second time, none."""
+        known, self._known = self._known, {}
+        return known
+
+    # ---- what the runner tells ----------------------------------------------------------------
+
+    def issued(self, index: int, options: Mapping[str, Any]) -> None:
+        """A group is being played from now on."""
+        self._append([index], {"event": "issued", "group": index, "options": options})
+
+    def scored(self, index: int, group: Group) -> None:
+        """A group is complete, and waits to be trained on."""
+        self._append([index], {"event": "scored", "group": index, "packed": pack_group(group)})
+
+    def dropped(self, index: int, reason: str, rewards_G: Sequence[float] | None = None) -> None:
+        """A group will never be trained on."""
+        row = {"event": "dropped", "group": index, "reason": reason, "rewards": rewards_G}
+        # Nobody will ask for its trajectories any more: of the older lines, the first is enough.
+        self._lines[index] = self._lines.get(index, [])[:1]
+        self._append([index], row)
+
+    def taken(self, indices: Iterable[int], step: int) -> None:
+        """Groups were handed to the trainer, for that step."""
+        taken = list(indices)
+        self._append([], {"event": "taken", "step": step, "groups": taken})
+
+    # ---- what the trainer tells ---------------------------------------------------------------
+
+    def checkpoint(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint that holds this `RolloutRunner.state()` is on the disk.
+
+        Everything that it is done with is forgotten; the file becomes small again.
+        """
+        unfinished = set(state["unfinished"])
+        kept = {
+            index: lines
+            for index, lines in self._lines.items()
+            if index >= state["next_group"] or index in unfinished
+        }
+        temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}.tmp")
+        with readable_disk_errors(self.file):
+            new = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+            try:
+                lines, size = self._copy(kept, new)
+                os.fsync(new)
+                os.replace(temporary, self.file)
+            except BaseException:
+                os.close(new)
+                temporary.unlink(missing_ok=True)
+                raise
+        os.close(self._descriptor)
+        self._descriptor, self._lines, self._size = new, lines, size
+
+    def close(self) -> None:
+        """Give the file up. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _append(self, indices: Sequence[int], row: Mapping[str, Any]) -> None:
+        line = _ENCODER.encode(row).encode("ascii") + b"\n"
+        try:
+            self._write(self._descriptor, line)
+        except TrainError:
+            os.ftruncate(self._descriptor, self._size)  # half a line would be glued to the next one
+            raise
+        for index in indices:
+            self._lines.setdefault(index, []).append((self._size, len(line)))
+        self._size += len(line)
+
+    def _write(self, descriptor: int, data: bytes) -> None:
+        with readable_disk_errors(self.file):
+            if os.write(descriptor, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _copy(
+        self, kept: Mapping[int, list[tuple[int, int]]], target: int
+    ) -> tuple[dict[int, list[tuple[int, int]]], int]:
+        """Copy those lines to another file; where they are there, and its size."""
+        copied: dict[int, list[tuple[int, int]]] = {}
+        size = 0
+        for index in sorted(kept):
+            for offset, length in kept[index]:
+                self._write(target, os.pread(self._descriptor, length, offset))
+                copied.setdefault(index, []).append((size, length))
+                size += length
+        return copied, size
+
+    def _read(self) -> None:
+        with open(self._descriptor, "rb", closefd=False) as stream:
+            for line in stream:
+                try:
+                    row = json.loads(line) if line.endswith(b"\n") else None
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict):
+                    return
+                self._learn(row, len(line))
+                self._size += len(line)
+
+    def _learn(self, row: Mapping[str, Any], length: int) -> None:
+        if row["event"] == "taken":
+            return
+        index = row["group"]
+        self._lines.setdefault(index, []).append((self._size, length))
+        known = self._known.setdefault(index, KnownGroup({}))
+        if row["event"] == "issued":
+            self._known[index] = KnownGroup(row["options"])
+        elif row["event"] == "scored":
+            known.group = unpack_group(row["packed"])
+            known.rewards_G = known.group.rewards_G
+        elif row["event"] == "dropped":
+            known.group, known.dropped = None, row["reason"]
+            known.rewards_G = row["rewards"]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "item"):  # numpy's scalars
+        return value.item()
+    raise TypeError(f"{value!r} is no JSON")
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_plain)
