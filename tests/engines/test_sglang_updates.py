@@ -90,6 +90,62 @@ def test_no_schedule_gives_a_token_a_version_it_was_not_sampled_under(
     asyncio.run(scenario())
 
 
+@settings(max_examples=25)
+@given(
+    events=st.lists(
+        st.tuples(st.floats(0, 0.02), st.sampled_from(["publish", "restart 0", "restart 1"])),
+        max_size=7,
+    ),
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=8),
+    interrupt=st.sampled_from(["abort", "retract"]),
+)
+def test_servers_die_and_come_back_while_weights_change_and_no_turn_suffers(
+    tiny_policy, events, lengths, interrupt
+):
+    truth = {}
+
+    def serve():
+        def reply(question):
+            tokens = count(question)
+            version = 0 if server.version == "default" else int(server.version)
+            for position in range(len(question.prompt_ids), len(question.prompt_ids) + len(tokens)):
+                truth[question.prompt_ids[1], position] = version
+            return tokens
+
+        server = FakeSGLangServer(ScriptedEngine(reply, latency_s=0.001))
+        return server
+
+    async def restart(server):
+        await server.die()
+        server.version = "default"
+        await server.start()
+
+    async def scenario():
+        servers = [serve(), serve()]
+        async with serving(
+            *servers, interrupt=interrupt, health_interval_s=0.01, grace_s=5, max_retries=20
+        ) as engine:
+            calls = [
+                asyncio.create_task(ask(engine, n, prompt=(1, i), session=f"s{i}"))
+                for i, n in enumerate(lengths)
+            ]
+            version = 0
+            for pause_s, event in events:
+                await asyncio.sleep(pause_s)
+                if event == "publish":
+                    version += 1
+                    await publish(engine, version, tiny_policy)
+                else:
+                    await restart(servers[int(event[-1])])
+            for i, generation in enumerate(await asyncio.gather(*calls)):
+                assert generation.token_ids == counted(i, lengths[i])
+                sampled = [truth[i, 2 + position] for position in range(lengths[i])]
+                assert list(generation.versions) == sampled
+            assert engine.policy_version == version
+
+    asyncio.run(scenario())
+
+
 def test_calls_wait_while_weights_change(tiny_policy):
     async def scenario():
         server = fake()
