@@ -147,9 +147,7 @@ def test_a_server_with_another_vocabulary_is_refused_before_it_gets_a_token(tiny
             assert engine.members[0].facts.vocab_size == vocab_size
             await engine.aclose()
             engine = SGLangEngine(tmp_path, urls=[server.url])
-            with pytest.raises(
-                ConfigError, match=rf"has {vocab_size} tokens; the policy .* has 77"
-            ):
+            with pytest.raises(ConfigError, match=rf"has {vocab_size} tokens; .* has 77"):
                 await engine.start()
             await engine.aclose()
             assert server.num_requests == 0
@@ -160,7 +158,9 @@ def test_a_server_with_another_vocabulary_is_refused_before_it_gets_a_token(tiny
 def test_nobody_there_names_the_command_that_starts_a_server():
     async def scenario():
         engine = SGLangEngine(POLICY, urls=["127.0.0.1:9"])
-        with pytest.raises(EngineUnreachableError, match=r"http://127\.0\.0\.1:9") as caught:
+        with pytest.raises(
+            EngineUnreachableError, match=r"127\.0\.0\.1:9: Connection refused"
+        ) as caught:
             await engine.start()
         await engine.aclose()
         assert (
@@ -336,7 +336,7 @@ def test_scores_are_asked_of_the_server():
             assert await engine.score([7, 8, 9]) == [-1.0, -2.0]
             await engine.aclose()
         async with serving(fake()) as engine:
-            with pytest.raises(EngineError, match="no log-probabilities of prompts"):
+            with pytest.raises(EngineError, match="fake is no checkpoint directory"):
                 await engine.score([7, 8, 9])
 
     asyncio.run(scenario())

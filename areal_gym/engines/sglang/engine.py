@@ -201,8 +201,8 @@ class SGLangEngine:
             vocab_size = vocab_size_of(self._policy)
             if None not in (vocab_size, facts.vocab_size) and vocab_size != facts.vocab_size:
                 raise ConfigError(
-                    f"{member.server.url} serves {facts.model_path}, which has {facts.vocab_size} "
-                    f"tokens; the policy {self._policy} has {vocab_size}",
+                    f"{member.server.url} serves {facts.model_path}, whose vocabulary has "
+                    f"{facts.vocab_size} tokens; that of {self._policy} has {vocab_size}",
                     hints=[f"start the server with the policy: {member.server.start_command}"],
                 )
 

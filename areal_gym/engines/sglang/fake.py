@@ -8,8 +8,9 @@ was seen to answer in; one suite (`tests/sglang`) runs against it and against th
 
     python -m areal_gym.engines.sglang.fake --model-path POLICY --port 30000
 
-What it does not do: text in or out, streams, log-probabilities of prompts, `n` above 1. Its pause
-"in_place" is a "retract": there is no cache that could be kept under new weights.
+What it does not do: text in or out, streams, `n` above 1. Prompts are scored where the model is a
+checkpoint directory. Its pause "in_place" is a "retract": there is no cache that could be kept under
+new weights.
 """
 
 from __future__ import annotations
@@ -228,16 +229,17 @@ class FakeSGLangServer:
             self.num_requests += 1
             await self._weights.use_adapter(body.get("lora_path"))
             answers = await asyncio.gather(*(self._sample(sequence) for sequence in sequences))
+            shown = [self._show(sequence, kind, body) for sequence, kind in answers]
+            if body.get("logprob_start_len") == 0:
+                for answer, sequence in zip(shown, sequences, strict=True):
+                    scores = [None, *await self._weights.score(sequence.prompt_ids)]
+                    answer["meta_info"]["input_token_logprobs"] = [
+                        [score, token, None]
+                        for score, token in zip(scores, sequence.prompt_ids, strict=True)
+                    ]
         except (_BadRequestError, EngineError, ValueError) as error:
             status = 500 if isinstance(error, EngineError) else 400
             return web.json_response({"error": {"message": str(error)}}, status=status)
-        shown = [self._show(sequence, kind, body) for sequence, kind in answers]
-        if body.get("logprob_start_len") == 0:
-            for answer, (sequence, _) in zip(shown, answers, strict=True):
-                prompt = sequence.prompt_ids
-                scores = [None, *await self._weights.score(prompt)]
-                rows = [[score, token, None] for score, token in zip(scores, prompt, strict=True)]
-                answer["meta_info"]["input_token_logprobs"] = rows
         is_batch = isinstance(body["input_ids"][0], list)
         return web.json_response(shown if is_batch else shown[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,7 +216,7 @@ class SGLangServer:
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnreachableError(
-                f"no answer from {self.url}: {error or type(error).__name__}",
+                f"no answer from {self.url}: {_reason(error)}",
                 hints=[f"start the server: {self.start_command}"],
             ) from error
         return self._read(route, status, response.content_type, body)
@@ -263,6 +264,13 @@ def _number(version: object) -> tuple[int, ...]:
 def is_refused(error: BaseException) -> bool:
     """Whether nobody even listens; else a server is there, and may only be busy."""
     return isinstance(error.__cause__, aiohttp.ClientConnectorError)
+
+
+def _reason(error: Exception) -> str:
+    """Why nobody answers, without aiohttp's words around it."""
+    if isinstance(error, aiohttp.ClientConnectorError) and (error.os_error.errno or 0) > 0:
+        return os.strerror(error.os_error.errno or 0)
+    return str(error) or type(error).__name__
 
 
 def _words(answer: Any) -> str:
