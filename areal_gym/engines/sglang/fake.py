@@ -8,9 +8,8 @@ was seen to answer in; one suite (`tests/sglang`) runs against it and against th
 
     python -m areal_gym.engines.sglang.fake --model-path POLICY --port 30000
 
-What it does not do: text in or out, streams, `n` above 1. Prompts are scored where the model is a
-checkpoint directory. Its pause "in_place" is a "retract": there is no cache that could be kept under
-new weights.
+What it does not do: text in or out, streams, `n` above 1. It scores prompts where the model is a
+checkpoint directory. Its pause "in_place" is a "retract": no cache is kept under new weights.
 """
 
 from __future__ import annotations
