@@ -204,6 +204,9 @@ class RunConfig(_Settings):
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         rollout, trainer = self.rollout, self.trainer
+        filters = [group_filter.id for group_filter in rollout.filters]
+        if len(set(filters)) < len(filters):
+            raise ValueError(f"rollout.filters names a filter twice: {', '.join(filters)}")
         if rollout.group_size == 1 and trainer.advantage in ("grpo", "dr_grpo", "rloo"):
             raise ValueError(
                 "rollout.group_size = 1 with trainer.advantage = "

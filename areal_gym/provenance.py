@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from areal_gym.config import RunConfig
-from areal_gym.plugins import Entry, registry
+from areal_gym.config import PluginConfig, RunConfig
+from areal_gym.plugins import Entry, Kind, registry
 
 __all__ = ["entries_used"]
 
 
 def entries_used(config: RunConfig) -> list[Entry]:
-    """Environment, agent, engine, trainer, advantage, loss and loggers of the settings, in order.
+    """Everything that the settings name by an id, in the order of the settings.
 
     Raises:
         UnknownIdError: the settings name what nobody registered.
         DuplicateIdError: they name what two plugins claim.
     """
     found = registry()
+    sync = config.trainer.weight_sync
     return [
         found.get("envs", config.env.id),
         found.get("agents", config.agent.id),
@@ -23,5 +24,12 @@ def entries_used(config: RunConfig) -> list[Entry]:
         found.get("trainers", config.trainer.id),
         found.get("advantages", config.trainer.advantage),
         found.get("losses", config.trainer.loss),
+        *(found.get("filters", f.id) for f in config.rollout.filters),
+        *_named("curricula", config.rollout.curriculum),
+        *_named("weight-syncs", None if sync.id == "auto" else sync),
         *(found.get("loggers", id) for id in config.loggers),
     ]
+
+
+def _named(kind: Kind, settings: PluginConfig | None) -> list[Entry]:
+    return [] if settings is None else [registry().get(kind, settings.id)]

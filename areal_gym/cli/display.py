@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -68,7 +68,7 @@ class PlainDisplay:
         self._next_report_s = now_s + 5.0
         self.say(f"{self._phase}: {done}/{self._total or '?'} {detail}".rstrip())
 
-    def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         """A training step ended."""
         self.say(step_line(step, total, metrics, _eta_s(step, total, metrics)))
 
@@ -88,7 +88,7 @@ class LiveDisplay(PlainDisplay):
         self._done = 0
         self._detail = ""
         self._rewards: list[float] = []
-        self._last: Mapping[str, float] = {}
+        self._last: Mapping[str, Any] = {}
         self._step = self._num_steps = 0
         self._stats: Callable[[], str] | None = None
         self._live = Live(
@@ -114,7 +114,7 @@ class LiveDisplay(PlainDisplay):
         """`done` units of the phase are ready."""
         self._done, self._detail = done, detail
 
-    def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         """A training step ended: the panel shows it; every tenth also stays on the screen."""
         self._step, self._num_steps, self._last = step, total, dict(metrics)
         self._rewards.append(metrics.get("reward/mean", 0.0))
@@ -161,7 +161,7 @@ class LiveDisplay(PlainDisplay):
         return f"eta {elapsed_s / self._done * (self._total - self._done):.0f} s"
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, float], eta_s: float) -> str:
+def step_line(step: int, total: int, metrics: Mapping[str, Any], eta_s: float) -> str:
     """One training step on one line."""
     return (
         f"step {step:>{len(str(total))}}/{total}  reward {metrics.get('reward/mean', 0.0):.3f}  "
@@ -169,7 +169,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], eta_s: float)
     )
 
 
-def _numbers(metrics: Mapping[str, float]) -> str:
+def _numbers(metrics: Mapping[str, Any]) -> str:
     shown = [
         ("grad", "train/grad_norm", "{:.2f}"),
         ("clip", "train/clip_fraction", "{:.1%}"),
@@ -179,11 +179,15 @@ def _numbers(metrics: Mapping[str, float]) -> str:
         ("wait", "time/wait_s", "{:.2f}s"),
         ("train", "time/train_s", "{:.2f}s"),
         ("tok/s", "rollout/tokens_per_s", "{:.0f}"),
+        ("overlap", "time/overlap_efficiency", "{:.0%}"),
     ]
-    return "  ".join(
+    numbers = [
         f"{label} {form.format(metrics[key])}" for label, key, form in shown if key in metrics
-    )
+    ]
+    if "limited_by" in metrics:
+        numbers.append(f"limited by {metrics['limited_by']}")
+    return "  ".join(numbers)
 
 
-def _eta_s(step: int, total: int, metrics: Mapping[str, float]) -> float:
-    return metrics.get("time/step_s", 0.0) * (total - step)
+def _eta_s(step: int, total: int, metrics: Mapping[str, Any]) -> float:
+    return float(metrics.get("time/step_s", 0.0)) * (total - step)

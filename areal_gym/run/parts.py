@@ -13,17 +13,21 @@ from typing import Any
 import yaml
 
 from areal_gym.agents.base import Agent
-from areal_gym.config import RunConfig
+from areal_gym.config import PluginConfig, RunConfig
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, UsageError
-from areal_gym.plugins import registry
+from areal_gym.plugins import Kind, registry
 from areal_gym.rendering import Renderer
+from areal_gym.rollout.curriculum import Curriculum
+from areal_gym.rollout.filters import GroupFilter
 from areal_gym.run.display import Display
 
 __all__ = [
     "Parts",
     "hash_of_policy",
+    "make_curriculum",
+    "make_filters",
     "make_learner",
     "open_engine",
     "policy_directory",
@@ -162,6 +166,35 @@ def make_learner(config: RunConfig, policy: Path) -> Any:
         temperature=config.rollout.temperature,
         constant_length=config.rollout.max_new_tokens,
     )
+
+
+def make_filters(config: RunConfig) -> dict[str, GroupFilter]:
+    """The group filters of the settings, by id, in their order.
+
+    Raises:
+        ConfigError: one does not take the arguments that the settings give.
+    """
+    return {f.id: _make("filters", f, "rollout.filters") for f in config.rollout.filters}
+
+
+def make_curriculum(config: RunConfig) -> Curriculum | None:
+    """The curriculum of the settings; None takes tasks as they come.
+
+    Raises:
+        ConfigError: it does not take the arguments that the settings give.
+    """
+    settings = config.rollout.curriculum
+    return None if settings is None else _make("curricula", settings, "rollout.curriculum")
+
+
+def _make(kind: Kind, settings: PluginConfig, key: str) -> Any:
+    try:
+        return registry().load(kind, settings.id)(**settings.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}: the arguments of {settings.id!r} do not fit: {error}",
+            hints=[f"its arguments: areal-gym show {settings.id}"],
+        ) from error
 
 
 @asynccontextmanager

@@ -19,6 +19,14 @@ class Saver:
     `save` writes in a thread, for the event loop has rollouts to serve; the trainer waits, for it
     must not change what is being written. When the run is being cancelled nobody can wait on the
     loop any more: `save_now` blocks.
+
+    Args:
+        learner: what is saved.
+        directory: the run's.
+        tokenizer_dir: whose tokenizer belongs to the policy.
+        rollout_state: what the runner needs to go on after this step.
+        on_saved: called with that state, on the event loop's thread, once it is on the disk.
+        saved_step: the step that is saved already.
     """
 
     def __init__(
@@ -27,6 +35,7 @@ class Saver:
         directory: RunDir,
         tokenizer_dir: Path,
         rollout_state: Callable[[], Mapping[str, Any]],
+        on_saved: Callable[[Mapping[str, Any]], None],
         *,
         saved_step: int = 0,
     ) -> None:
@@ -34,6 +43,7 @@ class Saver:
         self._directory = directory.checkpoints_dir
         self._tokenizer_dir = tokenizer_dir
         self._rollout_state = rollout_state
+        self._on_saved = on_saved
         self._saved_step = saved_step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saver")
         self._writing: Future[None] | None = None
@@ -44,8 +54,10 @@ class Saver:
         Raises:
             TrainError: the disk is full or not writable; earlier checkpoints are as they were.
         """
-        self._writing = self._thread.submit(self._write, step, dict(self._rollout_state()))
+        state = self._rollout_state()
+        self._writing = self._thread.submit(self._write, step, state)
         await asyncio.wrap_future(self._writing)
+        self._on_saved(state)
 
     def save_now(self, step: int) -> None:
         """Write the checkpoint of `step` unless it is there, or on its way.
@@ -56,7 +68,9 @@ class Saver:
         if self._writing is not None:
             self._writing.exception()  # whoever waits for it hears of it; here it only has to end
         if step != self._saved_step:
-            self._write(step, dict(self._rollout_state()))
+            state = self._rollout_state()
+            self._write(step, state)
+            self._on_saved(state)
 
     def close(self) -> None:
         """End the thread."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ from areal_gym.learning_curve import draw_learning_curve
 from areal_gym.plugins import registry
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
+from areal_gym.rollout.batch_metrics import batch_metrics
+from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.runner import RolloutRunner, RolloutStats
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import Evaluations
 from areal_gym.run.parts import (
     Parts,
     hash_of_policy,
+    make_curriculum,
+    make_filters,
     make_learner,
     open_engine,
     policy_directory,
@@ -32,6 +36,7 @@ from areal_gym.run.parts import (
 )
 from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.saving import Saver
+from areal_gym.run.step_times import StepTimes
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.types import Group
 from areal_gym.version import __version__
@@ -189,7 +194,14 @@ class _Training:
         async def on_step(step: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
             nonlocal done
             done = step
-            row = {"step": step, **metrics, **_rollout_metrics(runner.stats())}
+            stats = runner.stats()
+            row = {
+                "step": step,
+                **metrics,
+                **batch_metrics(groups, step - 1),
+                **times.measure(stats, metrics),
+                **_counters(stats, engine),
+            }
             directory.append_metrics(row)
             directory.save_trajectories((t for group in groups for t in group), name=step)
             for logger in loggers:
@@ -203,6 +215,7 @@ class _Training:
         relax_garbage_collection()
         display.phase("train", config.steps)
         start_s = time.perf_counter()
+        journal = Journal(directory.journal_file)
         runner = RolloutRunner(
             parts.make_env,
             parts.agent,
@@ -212,9 +225,15 @@ class _Training:
             seed=config.seed,
             env_id=config.env.id,
             agent_id=config.agent.id,
+            filters=make_filters(config),
+            curriculum=make_curriculum(config),
+            journal=journal,
             state=rollout_state,
         )
-        saver = Saver(learner, directory, tokenizer_dir, runner.state, saved_step=done)
+        times = StepTimes(config.rollout.max_in_flight, runner.stats())
+        saver = Saver(
+            learner, directory, tokenizer_dir, runner.state, journal.checkpoint, saved_step=done
+        )
         try:
             async with runner:
                 display.watch(lambda: _waiting(runner.stats()))
@@ -237,6 +256,7 @@ class _Training:
         finally:
             display.watch(None)
             saver.close()
+            journal.close()
             for logger in loggers:
                 logger.close()
         return time.perf_counter() - start_s
@@ -289,15 +309,29 @@ def _waiting(stats: RolloutStats) -> str:
         f"{stats.episodes_in_flight} episodes in flight: {stats.waiting_on_engine} wait for the "
         f"engine, {stats.waiting_on_env} for the environment; {stats.groups_ready} groups ready"
     )
+    num_rejected = sum(stats.num_groups_rejected.values())
+    if num_rejected:
+        text += f"; {num_rejected} groups rejected by filters"
     num_failed = sum(stats.num_failures.values())
     return f"{text}; {num_failed} failures" if num_failed else text
 
 
-def _rollout_metrics(stats: RolloutStats) -> dict[str, float]:
-    return {
-        "rollout/failed_groups": float(stats.num_groups_failed),
-        "rollout/stale_groups": float(stats.num_groups_stale),
-        "rollout/retries": float(stats.num_retries),
-        "rollout/groups_ready": float(stats.groups_ready),
-        **{f"rollout/failures/{name}": float(n) for name, n in stats.num_failures.items()},
+def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
+    """What has been counted since the start (of this process, after a resume)."""
+    found: dict[str, float] = {
+        "rollout/failed_groups": stats.num_groups_failed,
+        "rollout/stale_groups": stats.num_groups_stale,
+        "rollout/acceptance": stats.acceptance_rate,
+        "rollout/retries": stats.num_retries,
+        "rollout/groups_ready": stats.groups_ready,
+        "rollout/episodes_queued": stats.episodes_queued,
+        "rollout/oldest_ready_s": stats.oldest_ready_s,
     }
+    for name, count in stats.num_groups_rejected.items():
+        found[f"rollout/rejected/{name}"] = count
+    for name, count in stats.num_failures.items():
+        found[f"rollout/failures/{name}"] = count
+    counters = getattr(engine, "stats", None)
+    if is_dataclass(counters):
+        found |= {f"engine/{f.name}": getattr(counters, f.name) for f in fields(counters)}
+    return {name: float(value) for name, value in found.items()}
