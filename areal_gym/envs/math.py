@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.arithmetic import (
+    LEVELS,
     canonical,
     evaluate,
     level_named,
@@ -20,6 +21,7 @@ from areal_gym.envs.arithmetic import (
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.grading import extract_answer, is_equal, is_same_number
 from areal_gym.envs.tasks import Draft, FileTasks, GeneratedTasks, TaskSource, choose_task
+from areal_gym.errors import UsageError
 from areal_gym.types import Message, Task
 
 __all__ = ["MathEnv", "math_tasks"]
@@ -155,9 +157,23 @@ class MathEnv(TextEnv):
         """How many questions the file has in that split; None (endless) when generated."""
         return self._tasks.num_tasks(split)
 
+    @property
+    def difficulties(self) -> Sequence[int]:
+        """Levels that `reset(options={"difficulty": level})` draws from; a file has none."""
+        return tuple(LEVELS) if self._is_generated else ()
+
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A drawn task, or the one that `options` names."""
-        return choose_task(self._tasks, rng, options)
+        """A drawn task, or the one that `options` names; of another level if they say so.
+
+        Raises:
+            UsageError: there is no such split, index or level.
+        """
+        difficulty = options.get("difficulty")
+        if difficulty is None:
+            return choose_task(self._tasks, rng, options)
+        if not self._is_generated:
+            raise UsageError("questions of a file have no difficulty; a task is named by its index")
+        return choose_task(math_tasks(difficulty), rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """The instruction and the question."""

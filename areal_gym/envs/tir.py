@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.arithmetic import (
+    LEVELS,
     canonical,
     evaluate,
     level_named,
@@ -101,6 +102,8 @@ class TirEnv(TextEnv):
     """
 
     suspends = True
+    difficulties = tuple(LEVELS)
+    """Levels that `reset(options={"difficulty": level})` draws from, for curricula."""
 
     def __init__(
         self,
@@ -132,8 +135,10 @@ class TirEnv(TextEnv):
         return self._tasks.num_tasks(split)
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A drawn task, or the one that `options` names."""
-        return choose_task(self._tasks, rng, options)
+        """A drawn task, or the one that `options` names; of another level if they say so."""
+        difficulty = options.get("difficulty")
+        tasks = self._tasks if difficulty is None else tir_tasks(difficulty)
+        return choose_task(tasks, rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """The instruction and the question."""
