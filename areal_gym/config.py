@@ -160,6 +160,9 @@ class TrainerConfig(_Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights and optimizer states are always float32."""
     device: str = "auto"
+    runs_in: Literal["auto", "thread", "process"] = "auto"
+    """"process" keeps training and rollouts from sharing one interpreter; "auto" does so where
+    they overlap (rollout.max_staleness above 0) and the trainer is on a CPU."""
     num_threads: int = Field(1, ge=1)
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     save_every: int = Field(20, ge=0)

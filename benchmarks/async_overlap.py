@@ -33,7 +33,7 @@ from areal_gym.rendering import Renderer
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.run import relax_garbage_collection
 from areal_gym.run.display import SilentDisplay
-from areal_gym.run.parts import Parts, make_learner, policy_directory
+from areal_gym.run.parts import Parts, close_learner, make_learner, policy_directory
 from areal_gym.run.step_times import StepTimes
 from areal_gym.trainer.loop import train_loop
 from areal_gym.trainer.weight_syncs.in_process import InProcessWeightSync
@@ -57,13 +57,16 @@ class SlowTir(TirEnv):
         return await super().respond(message)
 
 
-async def train(policy: Path, *, staleness: int, steps: int, median_s: float, in_flight: int):
+async def train(
+    policy: Path, *, staleness: int, steps: int, median_s: float, in_flight: int, runs_in: str
+):
     config = load_config(
         overrides=[
             f"rollout.max_staleness={staleness}",
             f"rollout.max_in_flight={in_flight}",
             f"engine.num_slots={in_flight}",
             f"steps={steps}",
+            f"trainer.runs_in={runs_in}",
         ]
     )
     learner = make_learner(config, policy)
@@ -90,6 +93,7 @@ async def train(policy: Path, *, staleness: int, steps: int, median_s: float, in
             runner, learner, InProcessWeightSync(engine), num_steps=steps, on_step=on_step
         )
     await engine.aclose()
+    close_learner(learner)
     kept = rows[WARM_UP:]
     wall_s = (marks[-1][0] - marks[WARM_UP][0]) / len(kept)
     bound_s = statistics.mean(max(r["time/generation_s"], r["time/train_s"]) for r in kept)
@@ -117,6 +121,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--median", type=float, default=0.15, help="of the tool, seconds; 0: none")
     parser.add_argument("--staleness", type=int, nargs="*", default=[0, 1, 2, 4])
+    parser.add_argument("--runs-in", default="auto", help="the trainer: auto, thread, process")
     parser.add_argument("--in-flight", type=int, nargs="*", default=[128])
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -133,6 +138,7 @@ def main() -> None:
                     steps=options.steps + WARM_UP,
                     median_s=options.median,
                     in_flight=in_flight,
+                    runs_in=options.runs_in,
                 )
             )
             rows.append(row)

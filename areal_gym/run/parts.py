@@ -25,6 +25,7 @@ from areal_gym.run.display import Display
 
 __all__ = [
     "Parts",
+    "close_learner",
     "hash_of_policy",
     "make_curriculum",
     "make_filters",
@@ -153,19 +154,42 @@ def hash_of_policy(directory: Path) -> str:
 
 
 def make_learner(config: RunConfig, policy: Path) -> Any:
-    """The trainer of the settings, with the weights in `policy`."""
+    """The trainer of the settings, with the weights in `policy`; `close_learner` ends it.
+
+    Raises:
+        ConfigError: the settings do not fit it.
+    """
     from areal_gym.modeling.checkpoint import load_checkpoint
     from areal_gym.modeling.device import pick_device
 
     found = registry()
-    return found.load("trainers", config.trainer.id)(
-        load_checkpoint(policy, device=pick_device(config.trainer.device)),
-        config.trainer,
-        advantage=found.load("advantages", config.trainer.advantage),
-        loss=found.load("losses", config.trainer.loss),
-        temperature=config.rollout.temperature,
-        constant_length=config.rollout.max_new_tokens,
-    )
+    trainer, device = config.trainer, pick_device(config.trainer.device)
+    arguments = {
+        "advantage": found.load("advantages", trainer.advantage),
+        "loss": found.load("losses", trainer.loss),
+        "temperature": config.rollout.temperature,
+        "constant_length": config.rollout.max_new_tokens,
+    }
+    learner_class = found.load("trainers", trainer.id)
+    decoder = load_checkpoint(policy, device=device)
+    overlaps = config.rollout.max_staleness > 0 and device.type == "cpu"
+    if trainer.runs_in == "process" or (trainer.runs_in == "auto" and overlaps):
+        if device.type != "cpu":
+            raise ConfigError(
+                f"trainer.runs_in=process shares memory, and the trainer is on {device.type}",
+                hints=["trainer.runs_in=thread", "trainer.device=cpu"],
+            )
+        from areal_gym.trainer.worker import ProcessLearner
+
+        return ProcessLearner(learner_class, decoder, trainer, **arguments)
+    return learner_class(decoder, trainer, **arguments)
+
+
+def close_learner(learner: Any) -> None:
+    """End a learner that has something to end."""
+    close = getattr(learner, "close", None)
+    if close is not None:
+        close()
 
 
 def make_filters(config: RunConfig) -> dict[str, GroupFilter]:

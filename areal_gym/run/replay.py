@@ -77,6 +77,9 @@ def replay(
     steps = sorted(recorded)[:num_steps]
     if not steps:
         raise NothingToDoError(f"{source} has recorded no step to replay")
+    # There is nothing to overlap with here.
+    trainer = config.trainer.model_copy(update={"runs_in": "thread"})
+    config = config.model_copy(update={"trainer": trainer})
     policy, _ = policy_directory(config, Parts.of(config), shown)
     _require_same_start(run, policy)
     # As training does: the number of threads decides in which order sums are added up.

@@ -26,6 +26,7 @@ from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import Evaluations
 from areal_gym.run.parts import (
     Parts,
+    close_learner,
     hash_of_policy,
     make_curriculum,
     make_filters,
@@ -103,10 +104,11 @@ class _Training:
             done, source = found
             directory.rewind(done)
             display.say(f"resumed at step {done} from {source}")
-        learner = make_learner(config, source)
-        require_space(learner, directory.path)
-        rollout_state = None if found is None else restore_learner(learner, source)
         async with AsyncExitStack() as stack:
+            learner = make_learner(config, source)
+            stack.callback(close_learner, learner)
+            require_space(learner, directory.path)
+            rollout_state = None if found is None else restore_learner(learner, source)
             engine, renderer = await stack.enter_async_context(open_engine(config, source))
             weight_sync = make_weight_sync(
                 engine, config.trainer.weight_sync, directory=directory.path / "weights"

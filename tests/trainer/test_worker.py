@@ -1,0 +1,118 @@
+"""A learner in a process of its own does what a learner does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from helpers import batch, tiny_decoder
+
+from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError, TrainError
+from areal_gym.trainer.advantages import grpo
+from areal_gym.trainer.checkpoint import restore_learner, save_learner
+from areal_gym.trainer.learner import Learner
+from areal_gym.trainer.losses import ppo_clip
+from areal_gym.trainer.sequences import sequences_of
+from areal_gym.trainer.worker import ProcessLearner
+
+SETTINGS = TrainerConfig(optimizer="muon", lr=1e-2, minibatches=2)
+
+
+@pytest.fixture
+def worker():
+    learner = ProcessLearner(
+        Learner, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip, temperature=1.0
+    )
+    yield learner
+    learner.close()
+
+
+def here():
+    return Learner(tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip, temperature=1.0)
+
+
+def weights_of(learner):
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_it_trains_bit_for_bit_what_a_learner_here_does(worker):
+    other = here()
+    assert equal(weights_of(worker), weights_of(other))
+    start = weights_of(other)
+    for step in range(3):
+        groups = batch(step, version=max(0, step - 1))  # stale from the third on
+        theirs, ours = worker.step(groups, step), other.step(groups, step)
+        del theirs["time/train_s"], ours["time/train_s"]
+        assert theirs == ours
+    assert equal(weights_of(worker), weights_of(other))
+    assert not equal(weights_of(worker), start)
+    rows = sequences_of(tuple(batch(7)))
+    for theirs, ours in zip(worker.score(rows), other.score(rows), strict=True):
+        assert torch.equal(theirs, ours)
+
+
+def test_it_is_saved_and_goes_on_from_a_checkpoint(worker, tiny_policy, tmp_path):
+    worker.step(batch(0), 0)
+    path = save_learner(worker, tmp_path, 1, tiny_policy, {"next_group": 3})
+    other = here()
+    other.decoder.load_state_dict(worker.decoder.state_dict())
+    assert restore_learner(other, path) == {"next_group": 3}
+    worker.step(batch(1), 1)
+    other.step(batch(1), 1)
+    assert equal(weights_of(worker), weights_of(other))
+
+
+def test_what_a_learner_refuses_is_raised_here(worker):
+    with pytest.raises(TrainError, match="no token that the policy sampled"):
+        worker.step([], 0)
+    assert worker.step(batch(0), 0)["train/grad_norm"] > 0  # and it goes on
+
+
+def test_what_its_making_refuses_is_raised_here():
+    settings = TrainerConfig(loss_kwargs={"colour": "red"})
+    with pytest.raises(ConfigError, match="colour"):
+        ProcessLearner(Learner, tiny_decoder(), settings, advantage=grpo, loss=ppo_clip)
+
+
+def test_its_death_is_an_error_that_says_how_to_go_on(worker):
+    os.kill(worker._process.pid, signal.SIGKILL)
+    with pytest.raises(TrainError, match="has died") as caught:
+        worker.step(batch(0), 0)
+    assert any("--resume" in hint for hint in caught.value.hints)
+
+
+def test_it_does_not_outlive_us(tmp_path):
+    code = f"""
+        import os, signal, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from helpers import tiny_decoder
+        from areal_gym.config import TrainerConfig
+        from areal_gym.trainer.advantages import grpo
+        from areal_gym.trainer.learner import Learner
+        from areal_gym.trainer.losses import ppo_clip
+        from areal_gym.trainer.worker import ProcessLearner
+        learner = ProcessLearner(
+            Learner, tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip
+        )
+        print(learner._process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    pid = int(done.stdout)
+    deadline_s = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
