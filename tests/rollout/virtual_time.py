@@ -1,0 +1,45 @@
+"""An event loop whose clock moves only when nothing else can happen, and then at once."""
+
+import asyncio
+import selectors
+
+
+class _Jump(selectors.SelectSelector):
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout=None):
+        events = super().select(0)
+        if not events:
+            assert timeout is not None, "deadlock: nothing can happen any more"
+            self.now += timeout
+        return events
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Hours pass in milliseconds; a deadlock is an error instead of a wait."""
+
+    def __init__(self):
+        self._clock = _Jump()
+        super().__init__(self._clock)
+
+    def time(self):
+        return self._clock.now
+
+    def settle(self, seconds=0.0):
+        """Let everything happen that can, in that much time."""
+
+        async def wait():
+            await asyncio.sleep(seconds)
+            while True:
+                await asyncio.sleep(0)
+                if not self._ready:
+                    return
+
+        self.run_until_complete(wait())
+
+    def end(self):
+        """Nothing is left behind."""
+        assert not asyncio.all_tasks(self)
+        self.close()
