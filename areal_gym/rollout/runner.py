@@ -174,13 +174,13 @@ class RolloutRunner:
             InfrastructureError: the runner was closed.
         """
         while True:
-            batch = self._ledger.hand_out(self._engine.policy_version)
-            self._admit()
+            self._changed.clear()
             if self._fatal is not None:
                 raise self._fatal
+            batch = self._ledger.hand_out(self._engine.policy_version)
+            self._admit()
             if batch is not None:
                 return batch
-            self._changed.clear()
             await self._changed.wait()
 
     def stats(self) -> RolloutStats:
