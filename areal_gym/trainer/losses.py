@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
+from areal_gym.trainer.ratios import clip_ratio, k3, ratio, sequence_mean
 
 __all__ = [
     "Aggregation",
@@ -28,12 +29,10 @@ __all__ = [
     "importance_weights",
     "k3",
     "ppo_clip",
+    "sapo",
 ]
 
 Aggregation = Literal["token_mean", "seq_mean", "constant_length"]
-
-_MAX_LOG_RATIO = 20.0
-"""exp(20) is 5e8: far beyond every clip, and still finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +73,9 @@ def ppo_clip(
     Different bounds are DAPO's clip-higher (Yu et al. 2025); None switches a bound off. `dual_clip`
     c > 1 bounds the loss of negative advantages by -c A (Ye et al. 2020, eq. 5).
     """
-    ratio_T = _ratio(batch.logprobs - batch.proximal)
+    ratio_T = ratio(batch.logprobs - batch.proximal)
     plain_T = -batch.advantages * ratio_T
-    clipped_T = -batch.advantages * _clip(ratio_T, clip_low, clip_high)
+    clipped_T = -batch.advantages * clip_ratio(ratio_T, clip_low, clip_high)
     loss_T = torch.maximum(plain_T, clipped_T)
     metrics = {"clip_fraction": (clipped_T > plain_T).float(), "ratio": ratio_T.detach()}
     if dual_clip is not None:
@@ -96,14 +95,9 @@ def gspo(
 
     With `seq_mean` it is the paper's objective; with `token_mean` the reference system's.
     """
-    log_ratio_T = batch.logprobs - batch.proximal
-    num_sequences = int(batch.sequence_ids.max()) + 1 if len(log_ratio_T) else 0
-    zeros = torch.zeros(num_sequences, dtype=log_ratio_T.dtype, device=log_ratio_T.device)
-    sums = zeros.index_add(0, batch.sequence_ids, log_ratio_T)
-    counts = zeros.index_add(0, batch.sequence_ids, torch.ones_like(log_ratio_T))
-    ratio_T = _ratio(sums / counts.clamp(min=1))[batch.sequence_ids]
+    ratio_T = ratio(sequence_mean(batch.logprobs - batch.proximal, batch.sequence_ids))
     plain_T = -batch.advantages * ratio_T
-    clipped_T = -batch.advantages * _clip(ratio_T, clip_low, clip_high)
+    clipped_T = -batch.advantages * clip_ratio(ratio_T, clip_low, clip_high)
     return LossOutput(
         loss=torch.maximum(plain_T, clipped_T),
         metrics={"clip_fraction": (clipped_T > plain_T).float(), "ratio": ratio_T.detach()},
@@ -114,29 +108,54 @@ def cispo(
     batch: LossInputs, *, clip_low: float | None = None, clip_high: float | None = 4.0
 ) -> LossOutput:
     """-sg(clip(r, 1 - low, 1 + high)) A logp: no token is dropped (MiniMax-M1 2025, eq. 4)."""
-    ratio_T = _ratio(batch.logprobs - batch.proximal).detach()
-    weight_T = _clip(ratio_T, clip_low, clip_high)
+    ratio_T = ratio(batch.logprobs - batch.proximal).detach()
+    weight_T = clip_ratio(ratio_T, clip_low, clip_high)
     return LossOutput(
         loss=-weight_T * batch.advantages * batch.logprobs,
         metrics={"clip_fraction": (weight_T != ratio_T).float(), "ratio": ratio_T},
     )
 
 
+def sapo(
+    batch: LossInputs,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    level: Literal["token", "sequence"] = "token",
+) -> LossOutput:
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip (Gao et al. 2025, SAPO).
+
+    tau is `tau_positive` where A > 0, else `tau_negative`; a larger one closes faster. The gate's
+    slope at r = 1 is 1, so that on policy the gradient is REINFORCE's. `level="sequence"` gates
+    GSPO's ratio of the whole sequence.
+
+    Raises:
+        ConfigError: a tau that is not above 0.
+    """
+    if min(tau_positive, tau_negative) <= 0:
+        raise ConfigError(
+            f"tau_positive = {tau_positive}, tau_negative = {tau_negative}: both must be above 0"
+        )
+    log_ratio_T = batch.logprobs - batch.proximal
+    if level == "sequence":
+        log_ratio_T = sequence_mean(log_ratio_T, batch.sequence_ids)
+    ratio_T = ratio(log_ratio_T)
+    tau_T = torch.where(batch.advantages > 0, tau_positive, tau_negative).to(ratio_T.dtype)
+    gate_T = torch.sigmoid(tau_T * (ratio_T - 1))
+    slope_T = 4 * gate_T * (1 - gate_T)
+    return LossOutput(
+        loss=-batch.advantages * 4 / tau_T * gate_T,
+        metrics={"gate_slope": slope_T.detach(), "ratio": ratio_T.detach()},
+    )
+
+
 def importance_weights(proximal_T: Tensor, old_logprobs_T: Tensor, *, cap: float = 5.0) -> Tensor:
     """min(exp(prox - old), cap): the decoupled objective's weight of a stale token.
 
-    Fu et al. 2025 (AReaL), eq. 5, truncated per token. Constant: it carries no gradient.
+    Fu et al. 2025 (AReaL), eq. 5, truncated per token. Constant: it carries no gradient. The
+    default of `corrections.correct`, which knows the other ways.
     """
-    return _ratio(proximal_T - old_logprobs_T).clamp(max=cap).detach()
-
-
-def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
-    """exp(-d) - 1 + d for d = logp - base: an estimate of KL(p || base) that is never negative.
-
-    Unbiased on tokens that p sampled (Schulman 2020, "Approximating KL Divergence").
-    """
-    difference_T = logprobs_T - base_T
-    return _ratio(-difference_T) - 1 + difference_T
+    return ratio(proximal_T - old_logprobs_T).clamp(max=cap).detach()
 
 
 def aggregation_weights(
@@ -162,15 +181,3 @@ def aggregation_weights(
 def aggregate(loss_T: Tensor, weights_T: Tensor) -> Tensor:
     """The part of the batch's loss that these tokens make; parts add up over micro-batches."""
     return (loss_T * weights_T).sum()
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-
-
-def _clip(ratio_T: Tensor, clip_low: float | None, clip_high: float | None) -> Tensor:
-    if clip_low is None and clip_high is None:
-        return ratio_T
-    low = None if clip_low is None else 1 - clip_low
-    high = None if clip_high is None else 1 + clip_high
-    return ratio_T.clamp(min=low, max=high)

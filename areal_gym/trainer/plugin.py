@@ -38,6 +38,7 @@ def register_policy_losses() -> Iterable[PolicyLossSpec]:
         ("ppo_clip", "PPO's clipped ratio per token, with separate bounds and optional dual clip"),
         ("gspo", "the clipped ratio of whole sequences"),
         ("cispo", "clipped, constant importance weights times the log-probability"),
+        ("sapo", "a soft gate on the ratio instead of a clip"),
     ):
         yield PolicyLossSpec(
             id=name, entry_point=f"areal_gym.trainer.losses:{name}", summary=summary
