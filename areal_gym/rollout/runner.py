@@ -145,7 +145,9 @@ class RolloutRunner:
         )
         self._ledger = Ledger(config, issuer, version, filters or {}, journal)
         self._budget = FailureBudget(
-            config.max_failure_rate, window=max(64, _WAVES * config.max_in_flight)
+            config.max_failure_rate,
+            window=max(64, _WAVES * config.max_in_flight),
+            clock=lambda: asyncio.get_running_loop().time(),
         )
         self._running: dict[int, _RunningGroup] = {}
         self._jobs: deque[tuple[_RunningGroup, int]] = deque()
