@@ -1,4 +1,4 @@
-"""How tool calls are written in an assistant's text."""
+"""How an assistant's text is read: its thinking, its tool calls, and what is left."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.types import Message, ToolCall
 
-__all__ = ["DIALECTS", "parse_assistant"]
+__all__ = ["DIALECTS", "parse_assistant", "split_thinking"]
 
+_THINK, _END_THINK = "<think>", "</think>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+_TOOL_CALLS, _ARGS = "[TOOL_CALLS]", "[ARGS]"
 _FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n", re.MULTILINE)
 _FENCE_END = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
+_LLAMA_CALL = re.compile(r'\{\s*"name"\s*:')
+_MISTRAL_NAME = re.compile(r"([\w.-]{1,128})\s*(?:\[ARGS\])?\s*(?=\{)")
 # Explaining a JSON error counts the lines before it, which adds up to a quadratic cost on a
 # hostile megabyte of broken calls; nobody needs the ninth.
 _MAX_MALFORMED = 8
@@ -26,11 +31,20 @@ class _Parsed(NamedTuple):
 
 
 def parse_assistant(text: str, dialect: str = "hermes") -> Message:
-    """Read an assistant's text: its tool calls, and the prose around them.
+    """Read an assistant's text: its thinking, its tool calls, and the prose around them.
 
-    Dialects: "hermes" (also Qwen's), `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
-    any number of them; "fenced", where each closed ```` ```python ```` block is a call of the tool
-    `python` with the argument `code`.
+    Dialects:
+
+    - "hermes" (Qwen, too): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number;
+    - "llama": a text that begins with `<|python_tag|>` or with a call is calls,
+      `{"name": ..., "parameters": {...}}`, several separated by `;`;
+    - "mistral": `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}`, any number;
+    - "fenced": each closed ```` ```python ```` block is a call of the tool `python` with the
+      argument `code`.
+
+    Thinking, `<think>...</think>` before everything else, goes to `reasoning_content`: a number or
+    a call in the thoughts is no answer and no call. A block that is never closed (the turn was cut)
+    is all thinking; a closing tag alone ends what a template has opened.
 
     `content` is the text outside the well-formed calls, so that a number inside a call is never
     taken for an answer and a template that writes calls itself does not write them twice; without
@@ -47,8 +61,11 @@ def parse_assistant(text: str, dialect: str = "hermes") -> Message:
             f"no tool dialect {dialect!r}",
             hints=[did_you_mean(dialect, DIALECTS) or f"there is: {', '.join(DIALECTS)}"],
         )
+    thinking, text = split_thinking(text)
     parsed = DIALECTS[dialect](text)
     message: Message = {"role": "assistant", "content": parsed.content}
+    if thinking is not None:
+        message["reasoning_content"] = thinking
     if parsed.calls:
         message["tool_calls"] = [
             _tool_call(index, name, arguments)
@@ -59,9 +76,22 @@ def parse_assistant(text: str, dialect: str = "hermes") -> Message:
     return message
 
 
+def split_thinking(text: str) -> tuple[str | None, str]:
+    """What was thought (None: no thinking block), and what was said."""
+    start = text.find(_THINK)
+    end = text.find(_END_THINK)
+    if start >= 0 and not text[:start].strip() and (end < 0 or start < end):
+        thought, closed, said = text[start + len(_THINK) :].partition(_END_THINK)
+        return thought.strip("\n"), said.lstrip("\n") if closed else ""
+    if end >= 0 and (start < 0 or end < start):
+        return text[:end].strip("\n"), text[end + len(_END_THINK) :].lstrip("\n")
+    return None, text
+
+
 def _tool_call(index: int, name: str, arguments: dict[str, Any]) -> ToolCall:
     return {
-        "id": f"call_{index}",
+        # Nine letters and digits: what Mistral's templates insist on.
+        "id": f"call{index:05d}",
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -95,7 +125,6 @@ def _parse_hermes(text: str) -> _Parsed:
 
 def _read_call(text: str, start: int) -> tuple[str, dict[str, Any], int]:
     """Name, arguments and end of the call whose opening tag ends at `start`."""
-    shape = '{"name": ..., "arguments": {...}}'
     # The JSON is decoded before the closing tag is looked for: the tag may stand inside a string.
     call, end = _decode_json(text, _skip_space(text, start), "the tool call")
     end = _skip_space(text, end)
@@ -103,16 +132,23 @@ def _read_call(text: str, start: int) -> tuple[str, dict[str, Any], int]:
         if _CLOSE in text[end:]:
             raise ValueError(f"there is text between the tool call's JSON and {_CLOSE}")
         raise ValueError(f"the tool call is never closed by {_CLOSE}")
+    return *_named_arguments(call), end + len(_CLOSE)
+
+
+def _named_arguments(call: Any, key: str = "arguments") -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a call's JSON."""
+    shape = f'{{"name": ..., "{key}": {{...}}}}'
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         raise ValueError(f"a tool call is an object {shape}")
-    arguments = call.get("arguments", {})
+    arguments = call.get(key, call.get("arguments", {}))
     if isinstance(arguments, str):
-        arguments, rest = _decode_json(arguments, _skip_space(arguments, 0), "the arguments' text")
-        if _skip_space(call["arguments"], rest) != len(call["arguments"]):
+        text = arguments
+        arguments, rest = _decode_json(text, _skip_space(text, 0), "the arguments' text")
+        if _skip_space(text, rest) != len(text):
             raise ValueError("there is text after the arguments' JSON")
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of a tool call are an object: {shape}")
-    return call["name"], arguments, end + len(_CLOSE)
+    return call["name"], arguments
 
 
 def _no_constant(name: str) -> Any:
@@ -164,5 +200,57 @@ def _parse_fenced(text: str) -> _Parsed:
     return _Parsed("".join(outside).strip(), calls, error)
 
 
-DIALECTS = {"fenced": _parse_fenced, "hermes": _parse_hermes}
+def _parse_llama(text: str) -> _Parsed:
+    start = _skip_space(text, 0)
+    is_tagged = text.startswith(_PYTHON_TAG, start)
+    if is_tagged:
+        start += len(_PYTHON_TAG)
+    elif not _LLAMA_CALL.match(text, start):
+        return _Parsed(text, [], None)
+    calls: list[tuple[str, dict[str, Any]]] = []
+    at = start
+    while True:
+        try:
+            call, end = _decode_json(text, _skip_space(text, at), "the tool call")
+            calls.append(_named_arguments(call, "parameters"))
+        except ValueError as error:
+            # An answer in JSON is no call; a text that begins like a call is meant as one.
+            return _Parsed(text[at:].strip() if calls else text, calls, str(error))
+        at = _skip_space(text, end)
+        if not text.startswith(";", at):
+            return _Parsed(text[at:].strip(), calls, None)
+        at += 1
+
+
+def _parse_mistral(text: str) -> _Parsed:
+    said, marker, _ = text.partition(_TOOL_CALLS)
+    if not marker:
+        return _Parsed(text, [], None)
+    calls: list[tuple[str, dict[str, Any]]] = []
+    at = len(said)
+    while text.startswith(_TOOL_CALLS, at):
+        start = _skip_space(text, at + len(_TOOL_CALLS))
+        try:
+            if text.startswith("[", start):
+                listed, end = _decode_json(text, start, "the list of tool calls")
+                calls += [_named_arguments(call) for call in listed]
+            else:
+                named = _MISTRAL_NAME.match(text, start)
+                if named is None:
+                    raise ValueError(f"after {_TOOL_CALLS} comes a list, or name{_ARGS}{{...}}")
+                arguments, end = _decode_json(text, named.end(), "the arguments")
+                calls.append(_named_arguments({"name": named[1], "arguments": arguments}))
+        except ValueError as error:
+            kept = text if not calls else said + text[at:]
+            return _Parsed(kept if not calls else kept.strip(), calls, str(error))
+        at = _skip_space(text, end)
+    return _Parsed((said + text[at:]).strip(), calls, None)
+
+
+DIALECTS = {
+    "fenced": _parse_fenced,
+    "hermes": _parse_hermes,
+    "llama": _parse_llama,
+    "mistral": _parse_mistral,
+}
 """How tool calls can be written in an assistant's text."""

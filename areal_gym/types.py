@@ -61,6 +61,8 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+    reasoning_content: NotRequired[str]
+    """What an assistant thought before it spoke (role "assistant")."""
     tool_calls: NotRequired[list[ToolCall]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]

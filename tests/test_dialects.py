@@ -32,7 +32,7 @@ def test_hermes_calls_come_back_as_they_were_written(calls):
     message = parse_assistant("Let me see. " + " then ".join(hermes(n, a) for n, a in calls))
     assert [c["function"]["name"] for c in message["tool_calls"]] == [name for name, _ in calls]
     assert arguments_of(message) == [arguments for _, arguments in calls]
-    assert [c["id"] for c in message["tool_calls"]] == [f"call_{i}" for i in range(len(calls))]
+    assert [c["id"] for c in message["tool_calls"]] == [f"call{i:05d}" for i in range(len(calls))]
     assert "parse_error" not in message
     assert "tool_call" not in message["content"]
     assert message["content"].startswith("Let me see.")
@@ -93,6 +93,95 @@ def test_fenced_blocks_are_calls_of_python():
     assert "tool_calls" not in parse_assistant("```text\nx\n```", "fenced")
 
 
+@given(
+    st.lists(st.tuples(st.text(min_size=1, max_size=10), json_objects), min_size=1, max_size=4),
+    st.booleans(),
+    st.sampled_from(["parameters", "arguments"]),
+)
+def test_llama_calls_come_back_as_they_were_written(calls, is_tagged, key):
+    written = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
+    text = "<|python_tag|>" * is_tagged + "; ".join(written)
+    message = parse_assistant(text, "llama")
+    assert [c["function"]["name"] for c in message["tool_calls"]] == [name for name, _ in calls]
+    assert arguments_of(message) == [arguments for _, arguments in calls]
+    assert message["content"] == ""
+
+
+@pytest.mark.parametrize("text", ["42", '{"answer": 42}', 'It is {"name": "f"}.', "[1, 2]", ""])
+def test_a_llama_answer_is_no_call(text):
+    assert parse_assistant(text, "llama") == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("<|python_tag|>print(1)", "no JSON"),
+        ('{"name": "f", "parameters": {', "no JSON"),
+        ('{"name": "f", "parameters": [1]}', "are an object"),
+    ],
+)
+def test_malformed_llama_calls_are_explained_and_kept(text, reason):
+    message = parse_assistant(text, "llama")
+    assert reason in message["parse_error"]
+    assert message["content"] == text
+
+
+names = st.text(st.sampled_from("abcXYZ_019"), min_size=1, max_size=10)
+
+
+@given(st.lists(st.tuples(names, json_objects), min_size=1, max_size=4), st.booleans())
+def test_mistral_calls_come_back_as_they_were_written(calls, is_list):
+    if is_list:
+        listed = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        text = "Let me see.[TOOL_CALLS]" + json.dumps(listed)
+    else:
+        written = [f"[TOOL_CALLS]{name}[ARGS]{json.dumps(a)}" for name, a in calls]
+        text = "Let me see." + "".join(written)
+    message = parse_assistant(text, "mistral")
+    assert [c["function"]["name"] for c in message["tool_calls"]] == [name for name, _ in calls]
+    assert arguments_of(message) == [arguments for _, arguments in calls]
+    assert message["content"] == "Let me see."
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[TOOL_CALLS]", "comes a list"),
+        ("[TOOL_CALLS][{]", "no JSON"),
+        ("[TOOL_CALLS][1]", "is an object"),
+        ("[TOOL_CALLS]f[ARGS]{", "no JSON"),
+        ("[TOOL_CALLS]f[ARGS]7", "comes a list"),
+    ],
+)
+def test_malformed_mistral_calls_are_explained_and_kept(text, reason):
+    message = parse_assistant(text, "mistral")
+    assert reason in message["parse_error"]
+    assert message["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "said"),
+    [
+        ("<think>\n6*7\n</think>\n\n42", "6*7", "42"),
+        ("<think></think>42", "", "42"),
+        ("\n<think>a</think>b<think>c</think>", "a", "b<think>c</think>"),
+        ("<think>never closed, 41", "never closed, 41", ""),
+        ("opened by the template</think>42", "opened by the template", "42"),
+        ("42 <think>too late</think>", None, "42 <think>too late</think>"),
+        ("42", None, "42"),
+    ],
+)
+def test_thinking_is_told_apart(text, thought, said):
+    message = parse_assistant(text)
+    assert message["content"] == said
+    assert message.get("reasoning_content") == thought
+
+
+def test_a_call_in_the_thoughts_is_no_call():
+    message = parse_assistant("<think>" + hermes("f", {}) + "</think>" + hermes("g", {}))
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["g"]
+
+
 def test_an_unknown_dialect_is_named():
     with pytest.raises(ConfigError) as caught:
         parse_assistant("x", "hermess")
@@ -114,6 +203,11 @@ def test_hostile_megabytes_cost_linear_time():
         '<tool_call>{"a":"</tool_call>',
         "<tool_call>[",
         "```python\n",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]a[ARGS]{}",
+        '{"name": "a"};',
+        "<think>",
+        "</think>",
         "```python\n```\n",
         "\n\t",
         " ",
@@ -122,4 +216,5 @@ def test_hostile_megabytes_cost_linear_time():
     for unit in units:
         for dialect in DIALECTS:
             parse_assistant("<tool_call>" + unit * (1_000_000 // len(unit)), dialect)
+            parse_assistant(unit * (1_000_000 // len(unit)), dialect)
     assert time.process_time() - start < 10  # quadratic parsing takes minutes
