@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -183,6 +185,8 @@ class TokenSpan:
     """The version of the weights that sampled these tokens; None unless origin is "policy"."""
     turn: int = 0
     """Index of the engine call: a prompt or env span carries the turn that it precedes."""
+    branch: int = 0
+    """Which of the trajectory's token sequences this belongs to: +1 whenever history changed."""
 
     def __post_init__(self) -> None:
         if self.origin == "policy":
@@ -223,15 +227,13 @@ class Trajectory:
     env_id: str
     agent_id: str = "chat"
     spans: tuple[TokenSpan, ...] = ()
-    """What the engine saw and sampled, in order. Concatenated, they are the exact token ids."""
+    """What the engine saw and sampled, in order; `branches` are the exact token sequences."""
     turns: tuple[Turn, ...] = ()
     messages: tuple[Message, ...] = ()
     """The same dialogue for reading; never re-encoded."""
     stop_reason: StopReason = StopReason.COMPLETED
     error: str | None = None
     """What failed, when `stop_reason.is_failure`."""
-    num_forks: int = 0
-    """How often the agent rewrote history; each fork is a trajectory of its own."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The environment's own measurements (tool calls, tool errors, ...)."""
     seed: int = 0
@@ -252,8 +254,22 @@ class Trajectory:
         return parts
 
     @property
+    def branches(self) -> list[tuple[TokenSpan, ...]]:
+        """One sequence of spans per branch: the concatenated ids are what the engine was given.
+
+        A dialogue that only grows has one. Where the agent or the chat template rewrites what was
+        sent before, a fork begins a new one with a prompt of its own.
+        """
+        return [tuple(spans) for _, spans in itertools.groupby(self.spans, attrgetter("branch"))]
+
+    @property
+    def num_forks(self) -> int:
+        """How often what was sent before was rewritten."""
+        return self.spans[-1].branch if self.spans else 0
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
-        """All ids in order."""
+        """All ids in order, branch after branch."""
         return tuple(token_id for span in self.spans for token_id in span.token_ids)
 
     @property
@@ -299,7 +315,6 @@ class Trajectory:
             agent_id=row["agent_id"],
             stop_reason=StopReason(row["stop_reason"]),
             error=row["error"],
-            num_forks=row["num_forks"],
             metrics=row["metrics"],
             seed=row["seed"],
             turns=tuple(
@@ -314,6 +329,7 @@ class Trajectory:
                     logprobs=None if span["logprobs"] is None else tuple(span["logprobs"]),
                     policy_version=span["policy_version"],
                     turn=span["turn"],
+                    branch=span.get("branch", 0),
                 )
                 for span in row["spans"]
             ),

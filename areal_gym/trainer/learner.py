@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -96,8 +97,9 @@ class Learner:
         """
         start_s = time.perf_counter()
         rows = sequences_of(tuple(groups))
-        rewards_G = torch.tensor([row.reward for row in rows], dtype=torch.float64)
-        group_ids_G = torch.tensor([row.group_id for row in rows])
+        heads = [row for row in rows if row.branch == 0]  # one for each trajectory
+        rewards_G = torch.tensor([row.reward for row in heads], dtype=torch.float64)
+        group_ids_G = torch.tensor([row.group_id for row in heads])
         advantages_G = self._advantage(rewards_G, group_ids_G).tolist()
         if not any(row.num_trainable for row in rows):
             raise TrainError(
@@ -107,15 +109,21 @@ class Learner:
         metrics = _batch_metrics(rows, rewards_G, group_ids_G, advantages_G, version)
         # An episode whose first prompt filled the context has a reward, but nothing to train on:
         # it counts among its siblings and goes no further.
-        kept = [i for i, row in enumerate(rows) if row.num_trainable]
-        rows, advantages_G = [rows[i] for i in kept], [advantages_G[i] for i in kept]
-        proximal = self.score(rows) if metrics["rollout/staleness_max"] > 0 else None
-        totals: dict[str, float] = {}
-        norms = []
+        rows = [row for row in rows if row.num_trainable]
+        is_stale = metrics["rollout/staleness_max"] > 0
         minibatches = _by_group(rows, self.config.minibatches)
+        # The one update of a step begins at the weights that the proximal policy has.
+        proximal = self.score(rows) if is_stale and len(minibatches) > 1 else None
+        totals: dict[str, float] = {}
+        by_lag = _MeansByLag(version)
+        norms = []
         for members in minibatches:
-            norms.append(self._update(rows, advantages_G, members, proximal, totals))
+            norms.append(
+                self._update(rows, advantages_G, members, is_stale, proximal, totals, by_lag)
+            )
         metrics |= {f"train/{name}": value / len(minibatches) for name, value in totals.items()}
+        if is_stale:
+            metrics |= by_lag.metrics("train/approx_kl_stale")
         metrics["train/grad_norm"] = sum(norms) / len(norms)
         metrics["train/lr"] = self.config.lr * self._lr_scale()
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
@@ -155,21 +163,21 @@ class Learner:
         rows: list[TokenSequence],
         advantages_G: list[float],
         members: list[int],
+        is_stale: bool,
         proximal: list[Tensor] | None,
         totals: dict[str, float],
+        by_lag: _MeansByLag,
     ) -> float:
-        weights_G = dict(
-            zip(
-                members,
-                aggregation_weights(
-                    self.config.aggregation,
-                    [rows[i].num_trainable for i in members],
-                    constant_length=self._constant_length,
-                ),
-                strict=True,
-            )
+        lengths_G: Counter[int] = Counter()
+        for i in members:
+            lengths_G[rows[i].trajectory_id] += rows[i].num_trainable
+        weights = aggregation_weights(
+            self.config.aggregation,
+            list(lengths_G.values()),
+            constant_length=self._constant_length,
         )
-        num_tokens = sum(rows[i].num_trainable for i in members)
+        weights_G = dict(zip(lengths_G, weights, strict=True))
+        num_tokens = lengths_G.total()
         for batch, indexes in self._micro_batches(rows, members):
             with self._autocast():
                 scores = score_tokens(
@@ -179,31 +187,37 @@ class Learner:
                     self._temperature,
                 )
             lengths = torch.tensor([rows[i].num_trainable for i in indexes])
-            old_T = self._tensor([x for i in indexes for x in _trained(rows[i])])
+            trajectories = [rows[i].trajectory_id for i in indexes]
+            old_T = self._tensor(_trained(rows, indexes, "old_logprobs"))
             proximal_T = old_T
             if proximal is not None:
                 proximal_T = torch.cat([proximal[i] for i in indexes])
+            elif is_stale:
+                proximal_T = scores.logprobs.detach()
             inputs = LossInputs(
                 logprobs=scores.logprobs,
                 proximal=proximal_T,
                 old_logprobs=old_T,
-                advantages=self._per_token([advantages_G[i] for i in indexes], lengths),
+                advantages=self._per_token([advantages_G[i] for i in trajectories], lengths),
                 sequence_ids=torch.arange(len(indexes)).repeat_interleave(lengths).to(self._device),
             )
             output = self._loss(inputs, **self._loss_kwargs)
             loss_T = output.loss
-            if proximal is not None:
+            if is_stale:
                 weight_T = importance_weights(proximal_T, old_T)
                 loss_T = weight_T * loss_T
                 _add(totals, "stale_weight", weight_T, num_tokens)
-            loss = aggregate(loss_T, self._per_token([weights_G[i] for i in indexes], lengths))
+            loss = aggregate(loss_T, self._per_token([weights_G[i] for i in trajectories], lengths))
             loss.backward()
             totals["loss"] = totals.get("loss", 0.0) + float(loss.detach())
             for name, values_T in output.metrics.items():
                 _add(totals, name, values_T, num_tokens)
             _add(totals, "entropy", scores.entropy, num_tokens)
             # The tokens are the old policy's, so this is the divergence *from* it.
-            _add(totals, "approx_kl", k3(old_T, scores.logprobs.detach()), num_tokens)
+            kl_T = k3(old_T, scores.logprobs.detach())
+            _add(totals, "approx_kl", kl_T, num_tokens)
+            if is_stale:
+                by_lag.add(_trained(rows, indexes, "versions"), kl_T)
         norm = self._optimizer.step(self._lr_scale())
         self._num_bad = 0 if math.isfinite(norm) else self._num_bad + 1
         if self._num_bad >= _MAX_BAD_STEPS:
@@ -263,8 +277,37 @@ def loss_arguments(loss: PolicyLoss, config: TrainerConfig) -> dict[str, Any]:
     return {**clips, **config.loss_kwargs}
 
 
-def _trained(row: TokenSequence) -> list[float]:
-    return [x for x, is_trained in zip(row.old_logprobs, row.loss_mask, strict=True) if is_trained]
+class _MeansByLag:
+    """Means of a number per token, apart by how old the token's policy is: 0 to 4, and more."""
+
+    _MAX = 5
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self._sums: Counter[int] = Counter()
+        self._counts: Counter[int] = Counter()
+
+    def add(self, versions: list[Any], values_T: Tensor) -> None:
+        for version, value in zip(versions, values_T.tolist(), strict=True):
+            lag = min(self._version - version, self._MAX)
+            self._sums[lag] += value
+            self._counts[lag] += 1
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        return {
+            f"{prefix}{lag}{'+' if lag == self._MAX else ''}": self._sums[lag] / count
+            for lag, count in sorted(self._counts.items())
+        }
+
+
+def _trained(rows: list[TokenSequence], indexes: list[int], name: str) -> list[Any]:
+    """The named numbers of the trained tokens of these rows."""
+    return [
+        value
+        for i in indexes
+        for value, is_trained in zip(getattr(rows[i], name), rows[i].loss_mask, strict=True)
+        if is_trained
+    ]
 
 
 def _by_group(rows: list[TokenSequence], num_parts: int) -> list[list[int]]:
@@ -289,6 +332,7 @@ def _batch_metrics(
     advantages_G: list[float],
     version: int,
 ) -> dict[str, float]:
+    heads = [row for row in rows if row.branch == 0]
     staleness = [version - v for row in rows for v in row.versions if v >= 0]
     group_ids = sorted(set(group_ids_G.tolist()))
     by_group = [rewards_G[group_ids_G == group_id] for group_id in group_ids]
@@ -300,8 +344,8 @@ def _batch_metrics(
         "rollout/staleness_mean": sum(staleness) / len(staleness),
         "rollout/staleness_max": float(max(staleness)),
         "rollout/tokens": float(len(staleness)),
-        "rollout/turns": sum(len(row.turn_rewards) for row in rows) / len(rows),
+        "rollout/turns": sum(len(row.turn_rewards) for row in heads) / len(heads),
         "train/sequences": float(len(rows)),
         "train/masked_fraction": 1 - len(staleness) / sum(len(row) for row in rows),
-        "train/zero_advantage": sum(a == 0 for a in advantages_G) / len(rows),
+        "train/zero_advantage": sum(a == 0 for a in advantages_G) / len(advantages_G),
     }

@@ -1,17 +1,19 @@
 """From trajectories to flat rows of trainable tokens.
 
-Nothing is decoded or encoded here: a sequence is the concatenation of a trajectory's spans, which
-is what the engine saw and sampled. The reward belongs to the trajectory (to its last *policy*
-token, where an estimator works per token), also when the row ends with a tool's output.
+Nothing is decoded or encoded here: a sequence is the concatenation of the spans of one branch,
+which is what the engine saw and sampled. The reward belongs to the trajectory (to its last
+*policy* token, where an estimator works per token), also when the row ends with a tool's output.
+A trajectory that has forked has several rows, and still one reward and one advantage.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
-from areal_gym.types import Group, Trajectory
+from areal_gym.types import Group, TokenSpan, Trajectory
 
-__all__ = ["Sequence", "make_sequence", "sequences_of"]
+__all__ = ["Sequence", "make_sequences", "sequences_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +28,15 @@ class Sequence:
     versions: tuple[int, ...]
     """The policy version that sampled each token; -1 where it did not sample."""
     turn_rewards: tuple[float, ...] = ()
-    """One per turn."""
+    """One per turn of the whole trajectory."""
     num_prompt_tokens: int = 0
     """Leading tokens that siblings have in common."""
     group_id: int = 0
     """Which group of the batch the row belongs to."""
+    trajectory_id: int = 0
+    """Which trajectory of the batch."""
+    branch: int = 0
+    """Which branch of the trajectory."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -46,35 +52,53 @@ class Sequence:
         return sum(self.loss_mask)
 
 
-def make_sequence(trajectory: Trajectory, group_id: int = 0) -> Sequence:
-    """The training row of a trajectory."""
+def make_sequences(
+    trajectory: Trajectory, group_id: int = 0, trajectory_id: int = 0
+) -> list[Sequence]:
+    """The training rows of a trajectory: one per branch, and an empty one where there is none."""
+    turn_rewards = tuple(turn.reward for turn in trajectory.turns)
+    return [
+        _make_sequence(spans, turn_rewards, group_id, trajectory_id, branch)
+        for branch, spans in enumerate(trajectory.branches or [()])
+    ]
+
+
+def _make_sequence(
+    spans: tuple[TokenSpan, ...],
+    turn_rewards: tuple[float, ...],
+    group_id: int,
+    trajectory_id: int,
+    branch: int,
+) -> Sequence:
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    for span in trajectory.spans:
+    for span in spans:
         is_policy = span.origin == "policy"
         token_ids += span.token_ids
         loss_mask += [is_policy] * len(span)
         logprobs += span.logprobs if span.logprobs is not None else [0.0] * len(span)
         version = span.policy_version if span.policy_version is not None else -1
         versions += [version] * len(span)
-    first = trajectory.spans[0] if trajectory.spans else None
     return Sequence(
         token_ids=tuple(token_ids),
         loss_mask=tuple(loss_mask),
         old_logprobs=tuple(logprobs),
         versions=tuple(versions),
-        turn_rewards=tuple(turn.reward for turn in trajectory.turns),
-        num_prompt_tokens=len(first) if first is not None and first.origin == "prompt" else 0,
+        turn_rewards=turn_rewards,
+        num_prompt_tokens=len(spans[0]) if spans and spans[0].origin == "prompt" else 0,
         group_id=group_id,
+        trajectory_id=trajectory_id,
+        branch=branch,
     )
 
 
 def sequences_of(groups: list[Group] | tuple[Group, ...]) -> list[Sequence]:
-    """The rows of a batch, group by group; `group_id` is the group's place in the batch."""
-    return [
-        make_sequence(trajectory, group_id)
-        for group_id, group in enumerate(groups)
-        for trajectory in group
-    ]
+    """The rows of a batch in order; ids are places in the batch."""
+    rows: list[Sequence] = []
+    trajectory_ids = itertools.count()
+    for group_id, group in enumerate(groups):
+        for trajectory in group:
+            rows += make_sequences(trajectory, group_id, next(trajectory_ids))
+    return rows

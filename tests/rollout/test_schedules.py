@@ -281,7 +281,7 @@ class Schedules(RuleBasedStateMachine):
             + stats.num_groups_failed
             + stats.num_groups_stale
             + sum(stats.num_groups_rejected.values())
-        ) or isinstance(self.error, (FailureBudgetError, TrainError))
+        ) or isinstance(self.runner._fatal, (FailureBudgetError, TrainError))
         assert stats.num_groups == (self.num_taken - self.first_version) * self.config.batch_groups
 
     @invariant()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,12 +21,12 @@ from areal_gym.trainer.checkpoint import (
     restore_learner,
     save_learner,
 )
-from areal_gym.trainer.learner import Learner
+from areal_gym.trainer.learner import Learner, _MeansByLag
 from areal_gym.trainer.losses import cispo, gspo, ppo_clip
 from areal_gym.trainer.objective import score_tokens
 from areal_gym.trainer.packing import Row, pack, split_by_tokens
-from areal_gym.trainer.sequences import make_sequence, sequences_of
-from areal_gym.types import Group, Trajectory
+from areal_gym.trainer.sequences import make_sequences, sequences_of
+from areal_gym.types import Group, TokenSpan, Trajectory
 
 
 def learner(seed: int = 0, *, advantage=grpo, loss=ppo_clip, **config) -> Learner:
@@ -41,7 +43,7 @@ def flat_weights(trained: Learner) -> torch.Tensor:
 def test_a_sequence_is_the_spans_in_order():
     rng = random.Random(0)
     played = trajectory(rng, (1, 2, 3), reward=1.0, num_turns=3, version=7, ends_with_env=True)
-    row = make_sequence(played)
+    (row,) = make_sequences(played)
     assert row.token_ids == played.token_ids
     assert row.num_prompt_tokens == 3
     assert row.num_trainable == played.num_policy_tokens
@@ -53,7 +55,81 @@ def test_a_sequence_is_the_spans_in_order():
 
 def test_a_reward_survives_a_tool_output_at_the_end():
     played = trajectory(random.Random(1), (5,), reward=1.0, num_turns=2, ends_with_env=True)
-    assert make_sequence(played).reward == 1.0
+    assert make_sequences(played)[0].reward == 1.0
+
+
+def forked(played: Trajectory, prompt: tuple[int, ...]) -> Trajectory:
+    """The same turns, but the last one was sampled after another prompt."""
+    last = replace(played.spans[-1], branch=1)
+    begin = TokenSpan(origin="prompt", token_ids=prompt, turn=last.turn, branch=1)
+    return replace(played, spans=(*played.spans[:-2], begin, last))
+
+
+def test_a_fork_is_a_row_of_its_own_with_the_reward_of_the_whole():
+    played = trajectory(random.Random(3), (5, 6), reward=1.0, num_turns=3)
+    fork = forked(played, (7, 8, 9))
+    assert fork.num_forks == 1
+    first, second = make_sequences(fork, 4, 2)
+    assert first.token_ids == tuple(i for span in played.spans[:-2] for i in span.token_ids)
+    assert second.token_ids == (7, 8, 9, *played.spans[-1].token_ids)
+    assert second.num_prompt_tokens == 3
+    assert first.num_trainable + second.num_trainable == played.num_policy_tokens
+    assert [row.reward for row in (first, second)] == [1.0, 1.0]
+    assert [(row.trajectory_id, row.branch, row.group_id) for row in (first, second)] == [
+        (2, 0, 4),
+        (2, 1, 4),
+    ]
+    assert Trajectory.from_dict(json.loads(json.dumps(fork.to_dict()))) == fork
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "constant_length"])
+def test_a_fork_weighs_what_the_whole_weighs(aggregation):
+    """A fork that rewrites nothing is no difference: the second row is the first one, longer."""
+    rng = random.Random(5)
+    members = [trajectory(rng, (5, 6), reward=float(i % 2), num_turns=3) for i in range(4)]
+
+    def split(played: Trajectory) -> Trajectory:
+        return forked(played, tuple(i for span in played.spans[:-1] for i in span.token_ids))
+
+    def trained(trajectories: list[Trajectory]) -> tuple[torch.Tensor, dict[str, float]]:
+        group = Group(id="0", task=trajectories[0].task, trajectories=tuple(trajectories))
+        one = learner(aggregation=aggregation)
+        metrics = one.step([group], 0)
+        return flat_weights(one), metrics
+
+    whole, metrics = trained(members)
+    split_up, split_metrics = trained([split(members[0]), *members[1:3], split(members[3])])
+    assert (whole - flat_weights(learner())).norm() > 1e-4
+    torch.testing.assert_close(split_up, whole, atol=1e-6, rtol=1e-5)
+    for name in ("reward/mean", "reward/std", "train/zero_advantage", "rollout/turns"):
+        assert split_metrics[name] == metrics[name]
+    assert split_metrics["train/sequences"] == metrics["train/sequences"] + 2
+
+
+def test_one_update_begins_at_the_proximal_policy():
+    """It scores the stale tokens as a pass of its own would."""
+    groups = batch(num_groups=4)
+    one, two = learner(tokens_per_microbatch=64), learner(tokens_per_microbatch=64)
+    one.step(groups, version=2)
+    rows = sequences_of(tuple(groups))
+    proximal = two.score(rows)
+    rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
+    advantages = grpo(rewards, torch.tensor([row.group_id for row in rows])).tolist()
+    two._update(rows, advantages, list(range(len(rows))), True, proximal, {}, _MeansByLag(2))
+    assert (flat_weights(one) - flat_weights(learner())).norm() > 1e-4
+    assert torch.equal(flat_weights(one), flat_weights(two))
+
+
+def test_divergence_is_told_by_staleness():
+    groups = batch(num_groups=2, version=3) + batch(seed=1, num_groups=2, version=1)
+    metrics = learner().step(groups, version=3)
+    by_lag = [metrics["train/approx_kl_stale0"], metrics["train/approx_kl_stale2"]]
+    counts = [
+        sum(t.num_policy_tokens for g in part for t in g) for part in (groups[:2], groups[2:])
+    ]
+    mean = sum(v * n for v, n in zip(by_lag, counts, strict=True)) / sum(counts)
+    assert mean == pytest.approx(metrics["train/approx_kl"], rel=1e-4)
+    assert "train/approx_kl_stale0" not in learner().step(batch(), version=0)
 
 
 # ---- packing ---------------------------------------------------------------------------------
