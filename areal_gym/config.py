@@ -119,6 +119,11 @@ class RolloutConfig(_Settings):
     """Sample from the likeliest tokens that make up this much; for `eval` only."""
     top_k: int = Field(0, ge=0)
     """Sample from this many of the likeliest tokens, 0 is all; for `eval` only."""
+    thinking: Literal["keep", "strip"] = "keep"
+    """What was thought in earlier turns stays in the prompt, so that dialogues only grow; "strip"
+    leaves to the chat template what stays, and dialogues fork where it drops something."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template, such as enable_thinking."""
     filters: tuple[PluginConfig, ...] = ()
     """Which finished groups are not trained on but replaced (`areal-gym list filters`)."""
     curriculum: PluginConfig | None = None

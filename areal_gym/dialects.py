@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.types import Message, ToolCall
 
-__all__ = ["DIALECTS", "parse_assistant", "split_thinking"]
+__all__ = ["DEFAULT_DIALECT", "DIALECTS", "END_THINK", "THINK", "parse_assistant", "split_thinking"]
 
-_THINK, _END_THINK = "<think>", "</think>"
+DEFAULT_DIALECT = "hermes"
+THINK, END_THINK = "<think>", "</think>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _TOOL_CALLS, _ARGS = "[TOOL_CALLS]", "[ARGS]"
@@ -30,7 +31,9 @@ class _Parsed(NamedTuple):
     error: str | None
 
 
-def parse_assistant(text: str, dialect: str = "hermes") -> Message:
+def parse_assistant(
+    text: str, dialect: str = DEFAULT_DIALECT, *, is_thinking: bool = False
+) -> Message:
     """Read an assistant's text: its thinking, its tool calls, and the prose around them.
 
     Dialects:
@@ -44,7 +47,8 @@ def parse_assistant(text: str, dialect: str = "hermes") -> Message:
 
     Thinking, `<think>...</think>` before everything else, goes to `reasoning_content`: a number or
     a call in the thoughts is no answer and no call. A block that is never closed (the turn was cut)
-    is all thinking; a closing tag alone ends what a template has opened.
+    is all thinking; a closing tag alone ends what a template has opened. `is_thinking` says that it
+    has, so that without a closing tag, too, the text is all thinking.
 
     `content` is the text outside the well-formed calls, so that a number inside a call is never
     taken for an answer and a template that writes calls itself does not write them twice; without
@@ -61,7 +65,7 @@ def parse_assistant(text: str, dialect: str = "hermes") -> Message:
             f"no tool dialect {dialect!r}",
             hints=[did_you_mean(dialect, DIALECTS) or f"there is: {', '.join(DIALECTS)}"],
         )
-    thinking, text = split_thinking(text)
+    thinking, text = split_thinking(text, is_thinking=is_thinking)
     parsed = DIALECTS[dialect](text)
     message: Message = {"role": "assistant", "content": parsed.content}
     if thinking is not None:
@@ -76,15 +80,17 @@ def parse_assistant(text: str, dialect: str = "hermes") -> Message:
     return message
 
 
-def split_thinking(text: str) -> tuple[str | None, str]:
+def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None, str]:
     """What was thought (None: no thinking block), and what was said."""
-    start = text.find(_THINK)
-    end = text.find(_END_THINK)
+    start = text.find(THINK)
+    end = text.find(END_THINK)
     if start >= 0 and not text[:start].strip() and (end < 0 or start < end):
-        thought, closed, said = text[start + len(_THINK) :].partition(_END_THINK)
+        thought, closed, said = text[start + len(THINK) :].partition(END_THINK)
         return thought.strip("\n"), said.lstrip("\n") if closed else ""
     if end >= 0 and (start < 0 or end < start):
-        return text[:end].strip("\n"), text[end + len(_END_THINK) :].lstrip("\n")
+        return text[:end].strip("\n"), text[end + len(END_THINK) :].lstrip("\n")
+    if is_thinking:
+        return text.strip("\n"), ""
     return None, text
 
 

@@ -31,8 +31,13 @@ class Episode(Protocol):
         """The environment's tools, in their fixed order."""
         ...
 
-    async def ask(self, new_messages: Sequence[Message]) -> Message:
+    async def ask(
+        self, new_messages: Sequence[Message], *, replaces_history: bool = False
+    ) -> Message:
         """Append `new_messages` to the dialogue and let the policy answer.
+
+        With `replaces_history` they are all that the policy sees, as after a summary of what went
+        before. What it has sampled so far stays in the trajectory, as a branch of its own.
 
         Raises:
             EngineError: the policy could not be sampled.

@@ -43,6 +43,8 @@ class ByteTokenizer:
     vocab_size = 256 + len(SPECIAL)
     eos_token_id = 257
 
+    control_tokens = SPECIAL
+
     _ids = {token: 256 + index for index, token in enumerate(SPECIAL)}  # noqa: RUF012
     _split = re.compile("(" + "|".join(map(re.escape, SPECIAL)) + ")")
 

@@ -30,10 +30,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 import gymnasium
 import numpy as np
 
+from areal_gym.dialects import DEFAULT_DIALECT, parse_assistant
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, GymError, ToolError, UsageError
-from areal_gym.rendering import parse_assistant
 from areal_gym.types import Message, Task
 
 __all__ = ["Response", "StepResult", "TextEnv", "ToolResults", "run_on_kept_loop"]
@@ -82,8 +82,9 @@ class TextEnv(gymnasium.Env[str, str]):
     """What the policy may call, in the order in which the template lists them."""
     max_turns: int = 8
     """Assistant messages after which an episode that has not terminated is truncated."""
-    tool_dialect: str = "hermes"
-    """How tool calls are written in an assistant's text (see `areal_gym.rendering`)."""
+    tool_dialect: str | None = None
+    """How tool calls are written in an assistant's text (see `areal_gym.dialects`); None: as the
+    model's own chat template writes them."""
     max_calls: int = 16
     """Tool calls of one message that are run; the policy is told that the others were not."""
     suspends: bool = False
@@ -248,7 +249,7 @@ class TextEnv(gymnasium.Env[str, str]):
         if self._is_over:
             raise UsageError("the episode is over; call reset() first")
         if isinstance(action, str):
-            message = parse_assistant(action, self.tool_dialect)
+            message = parse_assistant(action, self.tool_dialect or DEFAULT_DIALECT)
         elif isinstance(action, dict):
             message = action
         else:

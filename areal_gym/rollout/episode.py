@@ -6,7 +6,8 @@
 
 The transcript is append-only: first prompt, sampled ids, bridge, sampled ids, ... The engine is
 always given the whole of it, so a training row made of the spans is exactly what the engine saw
-and sampled.
+and sampled. Where history is rewritten, by the agent or by the chat template, a new branch begins
+with a prompt of its own (see `areal_gym.rendering.Dialogue`); the old one is kept and trained on.
 
 Limits. A turn that `max_new_tokens` cuts is still handed to the environment, which grades what
 was written as it grades anything; but the episode ends there, with `MAX_TOKENS`: the policy has
@@ -40,11 +41,10 @@ from areal_gym.errors import (
     EpisodeTimeoutError,
     UsageError,
 )
-from areal_gym.rendering import Renderer, parse_assistant
+from areal_gym.rendering import Dialogue, Renderer
 from areal_gym.types import (
     FinishReason,
     Message,
-    Origin,
     StopReason,
     Task,
     TokenSpan,
@@ -124,7 +124,7 @@ async def play_episode(
         in_flight: counters to keep up to date.
 
     Raises:
-        UsageError: the request itself is wrong (no such split, a template that cannot be bridged).
+        UsageError: the request itself is wrong (no such split, roles that the template refuses).
     """
     played = _Played(env, engine, renderer, params or SamplingParams(), in_flight or InFlight())
     played.in_flight.episodes += 1
@@ -196,7 +196,7 @@ class _Played:
         self.seed = 0
         self.session = f"episode-{next(_sessions)}"
         self.first_messages: Sequence[Message] = ()
-        self.ids: list[int] = []
+        self.dialogue: Dialogue | None = None
         self.spans: list[TokenSpan] = []
         self.turns: list[_TurnDraft] = []
         self.messages: list[Message] = []
@@ -212,11 +212,15 @@ class _Played:
     def tools(self) -> Sequence[Tool]:
         return self.env.tools
 
-    async def ask(self, new_messages: Sequence[Message]) -> Message:
+    async def ask(
+        self, new_messages: Sequence[Message], *, replaces_history: bool = False
+    ) -> Message:
         self._check_open("asks the policy")
-        added = tuple(self._added_ids(new_messages))
-        prompt = (*self.ids, *added)
-        if len(prompt) >= self.engine.max_context:
+        if self.dialogue is None:
+            schemas = [tool.schema() for tool in self.env.tools]
+            self.dialogue = Dialogue(self.renderer, schemas, dialect=self.env.tool_dialect)
+        prompt = self.dialogue.prompt(new_messages, replaces_history=replaces_history)
+        if len(prompt.token_ids) >= self.engine.max_context:
             self.stop_reason = StopReason.MAX_TOKENS
             self.is_full = True
             raise _EpisodeOver
@@ -231,15 +235,19 @@ class _Played:
         )
         start = time.perf_counter()
         with self.at(EngineError, "generate"):
-            generation = await self.engine.generate(prompt, params, session=self.session)
-            sampled = _policy_spans(generation, turn)
-        origin: Origin = "env" if self.ids else "prompt"
-        self.spans += [TokenSpan(origin=origin, token_ids=added, turn=turn), *sampled]
-        self.ids += added
-        self.ids += generation.token_ids
+            generation = await self.engine.generate(prompt.token_ids, params, session=self.session)
+            sampled = _policy_spans(generation, turn, prompt.branch)
+        self.spans.append(
+            TokenSpan(
+                origin="env" if prompt.num_kept else "prompt",
+                token_ids=prompt.added,
+                turn=turn,
+                branch=prompt.branch,
+            )
+        )
+        self.spans += sampled
         self.turns.append(_TurnDraft(generation.finish_reason, time.perf_counter() - start))
-        text = self.renderer.decode(generation.token_ids)
-        message = parse_assistant(text, self.env.tool_dialect)
+        message = self.dialogue.answer(prompt, generation.token_ids)
         self.unread = ()
         self.messages += new_messages
         self.messages.append(message)
@@ -271,12 +279,6 @@ class _Played:
             by_turns = result.info.get("truncated_by") == "max_turns"
             self.stop_reason = StopReason.MAX_TURNS if by_turns else StopReason.TRUNCATED
         return result
-
-    def _added_ids(self, new_messages: Sequence[Message]) -> Sequence[int]:
-        """What `new_messages` add to everything sent and sampled so far."""
-        if self.ids:
-            return self.renderer.bridge_ids(self.ids[-1], new_messages)
-        return self.renderer.first_ids(new_messages, [tool.schema() for tool in self.env.tools])
 
     def outcome(self) -> dict[str, Any]:
         """The fields of the trajectory that playing decides."""
@@ -368,7 +370,7 @@ class _Boundary:
             self.played.in_flight.env += change
 
 
-def _policy_spans(generation: Generation, turn: int) -> list[TokenSpan]:
+def _policy_spans(generation: Generation, turn: int, branch: int) -> list[TokenSpan]:
     """One span per run of tokens with the same version."""
     if generation.finish_reason is FinishReason.ABORT:
         raise EngineError("the engine aborted the turn")
@@ -390,6 +392,7 @@ def _policy_spans(generation: Generation, turn: int) -> list[TokenSpan]:
                 logprobs=generation.logprobs[start:end],
                 policy_version=version,
                 turn=turn,
+                branch=branch,
             )
         )
         start = end

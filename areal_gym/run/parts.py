@@ -224,7 +224,11 @@ def _make(kind: Kind, settings: PluginConfig, key: str) -> Any:
 @asynccontextmanager
 async def open_engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[Engine, Renderer]]:
     """The engine of the settings, started, with `policy`'s renderer; ended on the way out."""
-    renderer = Renderer.from_checkpoint(policy)
+    renderer = Renderer.from_checkpoint(
+        policy,
+        template_kwargs=config.rollout.template_kwargs,
+        keeps_thinking=config.rollout.thinking == "keep",
+    )
     engine_class = registry().load("engines", config.engine.id)
     if not hasattr(engine_class, "from_settings"):
         raise UsageError(

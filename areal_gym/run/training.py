@@ -172,6 +172,11 @@ class _Training:
         gap = await measure_gap(config, parts, engine, renderer, learner)
         require_agreement(gap, config)
         display.say(f"engine and trainer agree: log-probabilities differ by {gap}")
+        env = parts.make_env()
+        _, info = env.reset(seed=config.seed, options={"split": "train"})
+        for remark in renderer.remarks(info["messages"], [tool.schema() for tool in env.tools]):
+            display.say(remark)
+        await env.aclose()
 
     async def _steps(
         self,

@@ -1,6 +1,7 @@
 """The recorded row is exactly what the engine saw and sampled."""
 
 import asyncio
+import json
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +11,11 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ByteTokenizer, ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
+from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import play_episode
-from areal_gym.types import FinishReason, StopReason, Task, Trajectory
+from areal_gym.rollout.packed import pack_group, unpack_group
+from areal_gym.trainer.sequences import make_sequences
+from areal_gym.types import FinishReason, Group, StopReason, Task, Trajectory
 
 RENDERER = byte_renderer()
 ANY_TEXT = st.text(st.characters(), max_size=30)  # surrogates and control tokens' text included
@@ -99,3 +103,91 @@ def test_sampled_ids_that_decoding_would_change_are_kept():  # trap 24
     sampled = [span.token_ids for span in trajectory.spans if span.origin == "policy"]
     assert sampled == [odd, odd]
     assert "<|im_start|>" in trajectory.messages[1]["content"]
+
+
+# ---- forks -----------------------------------------------------------------------------------
+
+NUMBERED = Renderer(
+    ByteTokenizer(),
+    "{% for m in messages %}<|im_start|>{{ m.role }} {{ loop.index }} of {{ messages | length }}\n"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+)
+"""Every turn changes the whole text."""
+
+
+class Summarising:
+    """Begins anew with a summary whenever the dice say so."""
+
+    def __init__(self, rewrites):
+        self.rewrites = iter(rewrites)
+
+    async def play(self, episode):
+        messages, replaces = episode.first_messages, False
+        while True:
+            result = await episode.act(await episode.ask(messages, replaces_history=replaces))
+            if result.terminated or result.truncated:
+                return
+            messages, replaces = result.info["messages"], next(self.rewrites, False)
+            if replaces:
+                messages = [{"role": "user", "content": f"Summary {len(messages)}"}]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    replies=st.lists(MESSAGES, min_size=1, max_size=6),
+    rewrites=st.lists(st.booleans(), max_size=6),
+    seed=st.integers(0, 2**48 - 1),
+    max_context=st.integers(60, 600),
+    does_template_rewrite=st.booleans(),
+)
+def test_every_branch_is_what_the_engine_saw_and_sampled(
+    replies, rewrites, seed, max_context, does_template_rewrite
+):
+    engine = RecordingEngine(max_context=max_context, publishes=True, stop_share=1.0)
+    trajectory = asyncio.run(
+        play_episode(
+            Prepared("x", replies),
+            Summarising(rewrites),
+            engine,
+            NUMBERED if does_template_rewrite else RENDERER,
+            seed=seed,
+            params=SamplingParams(max_new_tokens=30),
+        )
+    )
+    assert not trajectory.stop_reason.is_failure, trajectory.error
+    (calls,) = engine.log.values() or [[]]
+    turns = [(turn, spans) for spans in trajectory.branches for turn in {s.turn for s in spans}]
+    assert [turn for turn, _ in turns] == list(range(len(calls)))
+    for (turn, spans), (prompt, generation) in zip(turns, calls, strict=True):
+        before = [s for s in spans if s.turn < turn or (s.turn == turn and s.origin != "policy")]
+        assert tuple(i for s in before for i in s.token_ids) == prompt
+        sampled = [s for s in spans if s.turn == turn and s.origin == "policy"]
+        assert sum((s.token_ids for s in sampled), ()) == generation.token_ids
+    assert trajectory.num_policy_tokens == sum(len(g.token_ids) for _, g in calls)
+    assert all(spans[0].origin == "prompt" for spans in trajectory.branches)
+    assert len(trajectory.branches) == trajectory.num_forks + 1 or not calls
+    num_asked = len(calls) - 1
+    if does_template_rewrite:
+        assert trajectory.num_forks == max(0, num_asked)
+    else:
+        assert trajectory.num_forks == sum(rewrites[: max(0, num_asked)])
+    if trajectory.stop_reason is StopReason.MAX_TOKENS:  # a branch that does not fit is not sent
+        assert all(len(prompt) < max_context for prompt, _ in calls)
+    rows = make_sequences(trajectory)
+    assert sum(row.num_trainable for row in rows) == trajectory.num_policy_tokens
+    assert {row.reward for row in rows} == {trajectory.reward}
+    group = Group(id="g", task=trajectory.task, trajectories=(trajectory,))
+    assert unpack_group(json.loads(json.dumps(pack_group(group), default=dict))) == group
+
+
+def test_a_branch_that_overflows_the_context_truncates_and_keeps_what_was_sampled():
+    long = [{"role": "user", "content": "y" * 300}]
+    engine = RecordingEngine(max_context=400, stop_share=1.0)
+    trajectory = asyncio.run(
+        play_episode(Prepared("x", [long, long, long]), ChatAgent(), engine, NUMBERED)
+    )
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert 1 <= len(trajectory.turns) < 3
+    assert trajectory.num_policy_tokens > 0
+    assert trajectory.reward == len(trajectory.turns)

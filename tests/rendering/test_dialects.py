@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_gym.dialects import DIALECTS
+from areal_gym.dialects import DIALECTS, parse_assistant
 from areal_gym.errors import ConfigError
-from areal_gym.rendering import parse_assistant
 
 ANY_TEXT = st.text(st.characters(), max_size=200)  # surrogates too
 json_values = st.recursive(

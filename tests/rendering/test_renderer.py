@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from areal_gym.engines.scripted import CHATML, ByteTokenizer, byte_renderer
 from areal_gym.errors import ConfigError
 from areal_gym.rendering import Renderer
+from areal_gym.rendering.template import BREAK
 
 QWEN_LIKE = """
 {%- if tools %}
@@ -95,7 +96,7 @@ def checkpoint(tmp_path_factory):
 
 def whole(renderer, messages, tools=()):
     """What the template gives for the whole dialogue."""
-    return renderer._render(messages, tools)
+    return renderer.render(messages, tools).replace(BREAK, "")
 
 
 ANY_TEXT = st.text(st.characters(), max_size=40)
@@ -116,12 +117,12 @@ def test_bridged_turns_are_the_whole_dialogue(checkpoint, has_tools, first, turn
     renderer = Renderer.from_checkpoint(checkpoint)
     tools = TOOLS if has_tools else []
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": first}]
-    text = renderer._tokenizer.decode(renderer.first_ids(messages, tools))
+    text = renderer.tokenizer.decode(renderer.first_ids(messages, tools))
     for answer, new_messages, is_cut in turns:
         messages += [{"role": "assistant", "content": answer}, *new_messages]
         text += answer if is_cut else answer + "<|im_end|>"
         last_id = 5 if is_cut else renderer.end_of_turn_id
-        text += renderer._tokenizer.decode(renderer.bridge_ids(last_id, new_messages))
+        text += renderer.tokenizer.decode(renderer.bridge_ids(last_id, new_messages))
     expected = whole(renderer, messages, tools).encode("utf-8", "replace").decode()
     assert text == expected
 
@@ -133,14 +134,14 @@ def test_a_bridge_does_not_depend_on_history_and_ends_a_cut_turn(checkpoint):
     after_cut = renderer.bridge_ids(99, new)
     assert [renderer.end_of_turn_id, *after_stop] == list(after_cut)
     assert renderer.bridge_ids(99, new) == after_cut  # from the cache
-    assert renderer._tokenizer.decode(after_stop) == (
+    assert renderer.tokenizer.decode(after_stop) == (
         "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_the_order_of_tools_is_kept(checkpoint):  # trap 26
     renderer = Renderer.from_checkpoint(checkpoint)
-    text = renderer._tokenizer.decode(renderer.first_ids([{"role": "user", "content": "x"}], TOOLS))
+    text = renderer.tokenizer.decode(renderer.first_ids([{"role": "user", "content": "x"}], TOOLS))
     assert text.index("zeta") < text.index("alpha")
     assert "Naïve 数学" in text  # not escaped
 
@@ -149,7 +150,7 @@ def test_stop_tokens_come_from_the_template_and_the_checkpoint(checkpoint):
     renderer = Renderer.from_checkpoint(checkpoint)
     assert renderer.end_of_turn_id == 2
     assert renderer.stop_token_ids == (0, 2)
-    ids = renderer._tokenizer.encode("the answer")
+    ids = renderer.tokenizer.encode("the answer")
     assert renderer.decode([*ids, 2]) == "the answer"
     assert renderer.decode([*ids, 0]) == "the answer"
     assert renderer.decode([2, *ids]) == "<|im_end|>the answer"
@@ -210,32 +211,37 @@ HEADERS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
         ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", "writes nothing"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "end an assistant's turn"),
         ("{% for m in messages %}{{ m.content }}\nend\n{% endfor %}", "end an assistant's turn"),
-        # Numbers the turns: what comes after a turn depends on how many came before it.
-        (HEADERS.replace("{{ m.role }}", "{{ m.role }}{{ loop.index }}"), "rewrites earlier turns"),
-        # Forgets all answers but the last one, as templates that cut out reasoning do.
-        (
-            "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-            "{% if m.role != 'assistant' or loop.index0 >= messages | length - 2 %}"
-            "{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}",
-            "rewrites earlier turns",
-        ),
     ],
 )
-def test_templates_that_cannot_be_bridged_are_refused(template, reason):
+def test_templates_without_an_end_of_turn_are_refused(template, reason):
     with pytest.raises(ConfigError, match=reason):
         Renderer(ByteTokenizer(), template)
 
 
-def test_a_template_without_tool_results_is_refused_only_when_there_are_tools():
-    template = HEADERS + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    strict = (
-        "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"
-    )
-    renderer = Renderer(ByteTokenizer(), strict + template)
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # Numbers the turns: what comes after a turn depends on how many came before it.
+        HEADERS.replace("{{ m.role }}", "{{ m.role }}{{ loop.index }}"),
+        # Forgets all answers but the last one.
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+            "{% if m.role != 'assistant' or loop.index0 >= messages | length - 2 %}"
+            "{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        ),
+    ],
+)
+def test_templates_that_rewrite_history_are_found_out(template):
+    renderer = Renderer(ByteTokenizer(), template + PROMPT)
     question = [{"role": "user", "content": "x"}]
-    assert renderer.first_ids(question)
-    with pytest.raises(ConfigError, match="no tools"):
-        renderer.first_ids(question, TOOLS)
+    obstacle = renderer.obstacle(question, [], question)
+    assert "rewrites earlier turns" in obstacle
+    (remark,) = renderer.remarks(question)
+    assert "after a message of the user begins a new branch" in remark
+    assert obstacle in remark
 
 
 def test_the_template_runs_in_a_sandbox():

@@ -1,0 +1,150 @@
+"""One dialogue as token ids: what was sent and sampled stays, what is new is appended.
+
+    prompt(messages)  -> the ids to send: everything so far, and what the template adds
+    answer(sampled)   -> the message that the sampled ids mean
+
+Sampled ids are never encoded again. A dialogue forks only where it must: the agent has rewritten
+what was said, the template rewrites its own earlier text (`Renderer.obstacle`), or earlier thinking
+is to be left out. Then the whole dialogue is rendered; where its text only continues what was sent,
+the rest is appended and nothing forks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_gym.dialects import END_THINK, THINK, split_thinking
+from areal_gym.rendering.renderer import Renderer, reply_shape
+from areal_gym.rendering.template import BREAK, ToolSchemas
+from areal_gym.types import Message
+
+__all__ = ["Dialogue", "Prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is sent to the engine for one turn."""
+
+    token_ids: tuple[int, ...]
+    num_kept: int
+    """How many leading ids were sent or sampled before; 0 at the start of a branch."""
+    branch: int
+    """How often the dialogue has forked."""
+    messages: Sequence[Message]
+    """What is new: the whole dialogue, when history was replaced."""
+    replaces_history: bool = False
+
+    @property
+    def added(self) -> tuple[int, ...]:
+        """The ids that nobody has sent or sampled before."""
+        return self.token_ids[self.num_kept :]
+
+
+class Dialogue:
+    """Of one episode.
+
+    Args:
+        renderer: of the policy.
+        tools: what the policy may call.
+        dialect: how the policy writes calls; the model's own by default.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        tools: ToolSchemas = (),
+        *,
+        dialect: str | None = None,
+    ) -> None:
+        self.token_ids: list[int] = []
+        """What was sent and sampled, in the newest branch."""
+        self.messages: list[Message] = []
+        """What the policy has read and said in it."""
+        self._renderer = renderer
+        self._tools = tools
+        self._dialect = dialect or renderer.tool_dialect
+        self._branch = 0
+        self._has_thought = False
+        self._texts: dict[int, tuple[Message, str]] = {}
+        self._bridges: dict[tuple[str, ...], bool] = {}
+
+    def prompt(self, messages: Sequence[Message], *, replaces_history: bool = False) -> Prompt:
+        """What to send so that the policy reads `messages` next.
+
+        Args:
+            messages: new ones; with `replaces_history`, all that the policy is to see. Messages of
+                its own in there are those that `answer` gave, or made up.
+            replaces_history: forget what was said before.
+
+        Raises:
+            ConfigError: the template refuses the messages.
+        """
+        if not self.token_ids:
+            ids = tuple(self._renderer.first_ids(messages, self._tools))
+            return Prompt(ids, 0, 0, messages, replaces_history)
+        if not replaces_history and self._can_bridge(messages):
+            bridge = self._renderer.bridge_ids(self.token_ids[-1], messages)
+            kept = len(self.token_ids)
+            return Prompt((*self.token_ids, *bridge), kept, self._branch, messages)
+        whole = messages if replaces_history else [*self.messages, *messages]
+        text = self._renderer.render([self._as_written(m) for m in whole], self._tools)
+        rest = _continuation(self._renderer.tokenizer.decode(self.token_ids), text)
+        if rest is None:
+            ids = tuple(self._renderer.encode(text))
+            return Prompt(ids, 0, self._branch + 1, messages, replaces_history)
+        ids = (*self.token_ids, *self._renderer.encode(rest))
+        return Prompt(ids, len(self.token_ids), self._branch, messages, replaces_history)
+
+    def answer(self, prompt: Prompt, sampled_ids: Sequence[int]) -> Message:
+        """Take in what the policy has sampled after `prompt`."""
+        message = self._renderer.read(sampled_ids, self._dialect)
+        self._has_thought |= "reasoning_content" in message
+        self._texts[id(message)] = message, self._renderer.decode(sampled_ids)
+        self._branch = prompt.branch
+        self.token_ids = [*prompt.token_ids, *sampled_ids]
+        if prompt.replaces_history:
+            self.messages.clear()
+        self.messages += [*prompt.messages, message]
+        return message
+
+    def _can_bridge(self, messages: Sequence[Message]) -> bool:
+        if self._has_thought and not self._renderer.keeps_thinking:
+            return False
+        shape = reply_shape(messages)
+        if shape not in self._bridges:
+            obstacle = self._renderer.obstacle(self.messages, self._tools, messages)
+            self._bridges[shape] = obstacle is None
+        return self._bridges[shape]
+
+    def _as_written(self, message: Message) -> Message:
+        """A message of the policy with the text that it has written, for the template.
+
+        Calls are handed over as objects where the template writes them in the policy's dialect.
+        """
+        _, text = self._texts.get(id(message), (message, ""))
+        if not text:
+            return message
+        text = self._renderer.opening + text.removeprefix(self._renderer.before_answers)
+        thought, said = split_thinking(text)
+        if "tool_calls" in message and self._dialect == self._renderer.written_dialect:
+            if not self._renderer.keeps_thinking or thought is None:
+                return message
+            content = f"{THINK}\n{thought}\n{END_THINK}\n\n{message['content']}"
+            return {"role": "assistant", "content": content, "tool_calls": message["tool_calls"]}
+        if self._renderer.keeps_thinking or thought is None:
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": said, "reasoning_content": thought}
+
+
+def _continuation(sent: str, whole: str) -> str | None:
+    """What `whole` (with `BREAK`s) adds to `sent`; None when it does not begin with it."""
+    plain = whole.replace(BREAK, "")
+    if not plain.startswith(sent) or len(plain) == len(sent):
+        return None
+    num_left = len(plain) - len(sent)
+    start = len(whole)
+    while num_left:
+        start -= 1
+        num_left -= whole[start] != BREAK
+    return whole[start:]

@@ -1,0 +1,130 @@
+"""A chat template: jinja in Hugging Face's dialect."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_gym.errors import ConfigError
+from areal_gym.types import Message
+
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = ["BREAK", "ChatTemplate", "ToolSchemas"]
+
+ToolSchemas = Sequence[Mapping[str, Any]]
+"""Tools as chat templates take them (`Tool.schema()`), in the environment's order."""
+
+BREAK = "\ufdd0"
+"""Stands in rendered text where encoding must begin anew: inside what only looks like a control
+token. No text holds it: Unicode sets this code point aside."""
+
+
+class ChatTemplate:
+    """Renders messages as text.
+
+    What users, tools and systems say never becomes a control token: a page that a tool has read
+    may hold `<|im_end|>`, and must not end a turn by it. Such texts are broken up by `BREAK`.
+
+    Raises:
+        ConfigError: the template is no template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        control_tokens: Iterable[str] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compile.
+
+        Args:
+            source: the template.
+            special_tokens: names that it may use, such as `bos_token`.
+            control_tokens: texts that the tokenizer takes for tokens of their own.
+            kwargs: its other variables, such as `enable_thinking`.
+        """
+        self.source = source
+        self._template = _compile(source)
+        self._variables = {**(special_tokens or {}), **(kwargs or {})}
+        # The longest first, so that a token which begins like another one is found whole.
+        tokens = sorted((t for t in control_tokens if len(t) > 1), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, tokens))) if tokens else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas = (),
+        *,
+        adds_prompt: bool = True,
+    ) -> str:
+        """The text of `messages`, with the header of the assistant's next turn at the end.
+
+        Raises:
+            ConfigError: the template refuses the messages.
+        """
+        import jinja2
+
+        try:
+            return self._template.render(
+                messages=[self._harmless(message) for message in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=adds_prompt,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigError(f"the chat template refuses the roles {roles}: {error}") from error
+
+    def _harmless(self, message: Message) -> Message:
+        """The message with its control tokens broken up, unless the policy has sampled them."""
+        content = message["content"]
+        if message["role"] == "assistant" or self._control is None:
+            return message
+        if BREAK in content:
+            content = content.replace(BREAK, "\ufffd")
+        broken = self._control.sub(lambda found: found[0][0] + BREAK + found[0][1:], content)
+        return message if broken == message["content"] else {**message, "content": broken}
+
+
+def _compile(source: str) -> jinja2.Template:
+    """Compile with the settings and helpers that Hugging Face's templates are written for."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}...{% endgeneration %}` marks the assistant's text; we need no mark."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            body: list[jinja2.nodes.Node] = parser.parse_statements(
+                ("name:endgeneration",), drop_needle=True
+            )
+            return body
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template is broken, line {error.lineno}: {error}") from None

@@ -1,0 +1,83 @@
+"""Model families as the tests have them: a chat template, and the control tokens it writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from areal_gym.rendering import Renderer
+
+CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+CONTROL = {
+    "qwen2.5": CHATML,
+    "qwen3": CHATML,
+    "thinking": CHATML,
+    "starter": CHATML,
+    "llama3": [
+        *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+        *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
+    ],
+    "mistral": [
+        *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]"),
+        *("[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    ],
+    "gemma3": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+}
+SPECIAL = {
+    "llama3": {"bos_token": "<|begin_of_text|>"},
+    "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
+    "gemma3": {"bos_token": "<bos>"},
+}
+STOPS = {"llama3": ["<|eom_id|>"], "gemma3": ["<eos>"]}
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Naïve 数学",
+            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}},
+        },
+    }
+    for name in ("zeta", "python")
+]
+
+
+class Bytes:
+    """One id per byte of UTF-8, and the control tokens."""
+
+    def __init__(self, control_tokens: Sequence[str]) -> None:
+        self.control_tokens = list(control_tokens)
+        self._split = re.compile("(" + "|".join(map(re.escape, control_tokens)) + ")")
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in self._split.split(text):
+            if part in self.control_tokens:
+                ids.append(256 + self.control_tokens.index(part))
+            else:
+                ids += part.encode()
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        pieces = (bytes([i]) if i < 256 else self.control_tokens[i - 256].encode() for i in ids)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+
+def template_of(family: str) -> str:
+    if family == "starter":
+        return resources.files("areal_gym.starter").joinpath("chat_template.jinja").read_text()
+    return (Path(__file__).parent / "templates" / f"{family}.jinja").read_text()
+
+
+def renderer_of(family: str, **kwargs: object) -> Renderer:
+    tokenizer = Bytes(CONTROL[family])
+    return Renderer(
+        tokenizer,
+        template_of(family),
+        special_tokens=SPECIAL.get(family),
+        stop_token_ids=[tokenizer.encode(stop)[0] for stop in STOPS.get(family, [])],
+        **kwargs,
+    )
