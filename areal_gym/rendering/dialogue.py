@@ -12,7 +12,7 @@ the rest is appended and nothing forks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from areal_gym.dialects import END_THINK, THINK, split_thinking
 from areal_gym.rendering.renderer import Renderer, reply_shape
@@ -22,8 +22,7 @@ from areal_gym.types import Message
 __all__ = ["Dialogue", "Prompt"]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """What is sent to the engine for one turn."""
 
     token_ids: tuple[int, ...]
@@ -98,11 +97,15 @@ class Dialogue:
 
     def answer(self, prompt: Prompt, sampled_ids: Sequence[int]) -> Message:
         """Take in what the policy has sampled after `prompt`."""
-        message = self._renderer.read(sampled_ids, self._dialect)
+        text = self._renderer.decode(sampled_ids)
+        message = self._renderer.parse(text, self._dialect)
         self._has_thought |= "reasoning_content" in message
-        self._texts[id(message)] = message, self._renderer.decode(sampled_ids)
+        self._texts[id(message)] = message, text
         self._branch = prompt.branch
-        self.token_ids = [*prompt.token_ids, *sampled_ids]
+        if not prompt.num_kept:
+            self.token_ids.clear()
+        self.token_ids += prompt.added
+        self.token_ids += sampled_ids
         if prompt.replaces_history:
             self.messages.clear()
         self.messages += [*prompt.messages, message]

@@ -87,6 +87,8 @@ class Renderer:
         self._first: dict[object, tuple[int, ...]] = {}
         self._obstacles: dict[object, str | None] = {}
         self._lists_tools: dict[object, bool] = {}
+        self._newest_tools: ToolSchemas = ()
+        self._newest_key = ""
         self._has_call: dict[tuple[str, ...], bool] = {}
         self.knows_tool_role = proof.knows_tool_role(self.template)
         """Whether the template renders what a tool answers; else the user says it."""
@@ -147,7 +149,7 @@ class Renderer:
         """
         key = _cache_key(messages)
         if key is not None:
-            key = (key, json.dumps(tools) if tools else "")
+            key = (key, self._key_of(tools))
         cached = self._first.get(key) if key is not None else None
         if cached is None:
             cached = tuple(self.encode(self.render(messages, tools)))
@@ -179,7 +181,7 @@ class Renderer:
     ) -> str | None:
         """Why such a reply cannot be bridged in a dialogue that begins like this; None: it can."""
         has_system = any(message["role"] == "system" for message in first)
-        key = (has_system, json.dumps(tools) if tools else "", reply_shape(reply))
+        key = (has_system, self._key_of(tools), reply_shape(reply))
         if key not in self._obstacles:
             self._obstacles[key] = proof.find_obstacle(self, has_system, tools, reply_shape(reply))
         return self._obstacles[key]
@@ -226,10 +228,10 @@ class Renderer:
             ids = ids[:-1]
         return self.tokenizer.decode(ids)
 
-    def read(self, ids: Sequence[int], dialect: str | None = None) -> Message:
-        """The message that sampled ids mean; tool calls are in the model's dialect by default."""
+    def parse(self, text: str, dialect: str | None = None) -> Message:
+        """The message that a sampled text means; calls are in the model's dialect by default."""
         return parse_assistant(
-            self.decode(ids),
+            text,
             dialect or self.tool_dialect,
             is_thinking=bool(self.opening) and END_THINK not in self.opening,
         )
@@ -245,6 +247,12 @@ class Renderer:
         if tools and not self._lists(messages, tools):
             messages, tools = plain_tools.describe(messages, tools), ()
         return self.template.render(self._adapt(messages), tools)
+
+    def _key_of(self, tools: ToolSchemas) -> str:
+        """Identifies tools. One episode's are mostly the next one's: comparing them is cheapest."""
+        if tools != self._newest_tools:
+            self._newest_tools, self._newest_key = tools, json.dumps(tools)
+        return self._newest_key
 
     def _bridge_text(self, reply: Sequence[Message]) -> str:
         """From the end of the assistant's turn on, with `reply` and the next header."""
@@ -274,7 +282,7 @@ class Renderer:
     def _lists(self, messages: Sequence[Message], tools: ToolSchemas) -> bool:
         """Whether the template tells the policy of the tools."""
         has_system = any(message["role"] == "system" for message in messages)
-        key = (has_system, json.dumps(tools))
+        key = (has_system, self._key_of(tools))
         if key not in self._lists_tools:
             first = proof.first_messages(has_system)
             listed = self.template.render(first, tools)
