@@ -43,6 +43,8 @@ MAY_IMPORT = {
     "cli": LOW | {"run", "envs.base", "envs.checker", "envs.registration"},
     # The public API names everything, and imports it on first use.
     "": BELOW_RUN | {"_gymnasium"},
+    # Contracts that plugin authors run in their tests.
+    "testing": LOW | {"trainer"},
     "_gymnasium": {"envs.registration"},
     "__main__": {"cli"},
 }

@@ -22,17 +22,17 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, TrainError, did_you_mean
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.advantages import AdvantageEstimator
+from areal_gym.trainer.corrections import correct
 from areal_gym.trainer.losses import (
     LossInputs,
     PolicyLoss,
     aggregate,
     aggregation_weights,
-    importance_weights,
-    k3,
 )
 from areal_gym.trainer.objective import score_tokens
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch, Row, pack, split_by_tokens
+from areal_gym.trainer.ratios import k3
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
 from areal_gym.types import Group
@@ -204,7 +204,7 @@ class Learner:
             output = self._loss(inputs, **self._loss_kwargs)
             loss_T = output.loss
             if is_stale:
-                weight_T = importance_weights(proximal_T, old_T)
+                weight_T = correct(proximal_T, old_T, inputs.sequence_ids).weights
                 loss_T = weight_T * loss_T
                 _add(totals, "stale_weight", weight_T, num_tokens)
             loss = aggregate(loss_T, self._per_token([weights_G[i] for i in trajectories], lengths))
