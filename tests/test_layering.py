@@ -8,7 +8,10 @@ import pytest
 ROOT = Path(__file__).parent.parent / "areal_gym"
 
 GROUND = {"errors", "types", "metrics", "version"}
-SETTINGS = {"config", "rendering", "dialects", "rundir", "provenance", "learning_curve"}
+SETTINGS = {"config", "rendering", "dialects", "rundir", "provenance", "learning_curve"} | {
+    "settings",
+    "algorithms",
+}
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
 BELOW_RUN = LOW | {

@@ -11,8 +11,8 @@ token, [T]. `estimate` calls either kind.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -24,10 +24,12 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageInputs",
     "Advantages",
+    "check_settings",
     "dr_grpo",
     "estimate",
     "grpo",
     "lite_ppo",
+    "needs_critic",
     "normalise",
     "reinforce",
     "returns_to_go",
@@ -61,6 +63,10 @@ class AdvantageInputs:
     final_values_G: Tensor | None = None
     """The critic's prediction after the last token of a truncated trajectory, 0 for one that came
     to its end."""
+    penalties_T: Tensor | None = None
+    """What each token costs: the KL in the reward. `estimate` takes it off `rewards_T`; where an
+    estimator does not look at those, each token's and all later penalties are taken off its
+    advantage, after normalisation."""
 
     @classmethod
     def from_turns(
@@ -96,6 +102,10 @@ class AdvantageInputs:
         )
 
 
+_INPUTS = {field.name for field in fields(AdvantageInputs)} - {"penalties_T"}
+"""What estimators may name."""
+
+
 class Advantages(NamedTuple):
     """Both are [T]."""
 
@@ -116,20 +126,14 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
         ConfigError: a setting that it does not have, or an input that this batch does not hold.
         TrainError: it gave numbers of another shape, or such as are not finite.
     """
-    name = getattr(estimator, "__name__", str(estimator))
-    parameters = inspect.signature(estimator).parameters
-    keywords = {key: p for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    further = {field.name for field in fields(inputs)} & keywords.keys()
-    own = sorted(keywords.keys() - further)
-    for key in settings:
-        if key not in own:
-            near = did_you_mean(key, own)
-            raise ConfigError(
-                f"the advantage estimator {name} takes no setting {key!r}",
-                hints=[near] if near else [f"it takes: {', '.join(own) or 'none'}"],
-            )
+    name = _name(estimator)
+    keywords = _keywords(estimator)
+    check_settings(estimator, settings)
+    further = _INPUTS & keywords.keys()
+    if inputs.penalties_T is not None:
+        inputs = replace(inputs, rewards_T=inputs.rewards_T - inputs.penalties_T)
     given = {key: value for key in further if (value := getattr(inputs, key)) is not None}
-    for key in further - given.keys():
+    for key in sorted(further - given.keys()):
         if keywords[key].default is inspect.Parameter.empty:
             raise ConfigError(
                 f"the advantage estimator {name} needs {key}, and the trainer has no critic",
@@ -151,9 +155,34 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
         )
     if not result.advantages_T.isfinite().all():
         raise TrainError(f"the advantage estimator {name} gave advantages that are not finite")
-    if is_per_token:
-        return result
-    return Advantages(result.advantages_T[inputs.trajectory_ids_T])
+    if not is_per_token:
+        result = Advantages(result.advantages_T[inputs.trajectory_ids_T])
+    if inputs.penalties_T is not None and "rewards_T" not in further:
+        to_go_T = _sums_to_go(inputs.penalties_T, inputs.trajectory_ids_T)
+        result = result._replace(advantages_T=result.advantages_T - to_go_T)
+    return result
+
+
+def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -> None:
+    """Refuse settings that the estimator does not have.
+
+    Raises:
+        ConfigError: which one, and what there is.
+    """
+    own = sorted(_keywords(estimator).keys() - _INPUTS)
+    for key in settings:
+        if key not in own:
+            near = did_you_mean(key, own)
+            raise ConfigError(
+                f"the advantage estimator {_name(estimator)} takes no setting {key!r}",
+                hints=[near] if near else [f"it takes: {', '.join(own) or 'none'}"],
+            )
+
+
+def needs_critic(estimator: AdvantageEstimator) -> bool:
+    """Whether it cannot do without a critic's predictions."""
+    parameter = _keywords(estimator).get("values_T")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
@@ -227,6 +256,23 @@ def normalise(values_T: Tensor) -> Tensor:
     if not len(values_T) or bool((values_T == values_T[0]).all()):
         return torch.zeros_like(values_T)
     return (values_T - values_T.mean()) / (values_T.std() + _EPS)
+
+
+def _sums_to_go(values_T: Tensor, trajectory_ids_T: Tensor) -> Tensor:
+    """Of each token and all that follow it in its trajectory."""
+    sums_T = values_T.cumsum(0)
+    _, counts = torch.unique_consecutive(trajectory_ids_T, return_counts=True)
+    last_T = (counts.cumsum(0) - 1).repeat_interleave(counts)
+    return sums_T[last_T] - sums_T + values_T
+
+
+def _keywords(estimator: AdvantageEstimator) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(estimator).parameters
+    return {key: p for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def _name(estimator: AdvantageEstimator) -> str:
+    return getattr(estimator, "__name__", type(estimator).__name__)
 
 
 def _centred(rewards_G: Tensor, group_ids_G: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
