@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from areal_gym.algorithms import (
+    PRESETS,
+    CorrectionConfig,
+    CriticConfig,
+    KlConfig,
+    RewardConfig,
+    check_estimator,
+    compares_siblings,
+    fill_in,
+    left_open,
+)
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.settings import Settings, merge
 
 __all__ = [
     "STARTER_DEFAULTS",
@@ -33,11 +45,7 @@ __all__ = [
 ]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class EnvConfig(_Settings):
+class EnvConfig(Settings):
     """Which environment, and its keyword arguments."""
 
     id: str = "tir"
@@ -45,14 +53,14 @@ class EnvConfig(_Settings):
     """Arguments of the environment's class (see `areal-gym show ENV`)."""
 
 
-class AgentConfig(_Settings):
+class AgentConfig(Settings):
     """How the policy is asked."""
 
     id: str = "chat"
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class PluginConfig(_Settings):
+class PluginConfig(Settings):
     """A plugin and its keyword arguments; its id alone (a text) will do."""
 
     id: str
@@ -72,7 +80,7 @@ class WeightSyncConfig(PluginConfig):
     `areal-gym list weight-syncs`."""
 
 
-class EngineConfig(_Settings):
+class EngineConfig(Settings):
     """Who samples the policy."""
 
     id: str = "embedded"
@@ -101,7 +109,7 @@ class EngineConfig(_Settings):
         return (value,) if isinstance(value, str) else value
 
 
-class RolloutConfig(_Settings):
+class RolloutConfig(Settings):
     """How episodes are played."""
 
     group_size: int = Field(8, ge=1)
@@ -137,11 +145,16 @@ class RolloutConfig(_Settings):
     """Above this share of failed episodes, over the last 64 or more, the run stops."""
 
 
-class TrainerConfig(_Settings):
+class TrainerConfig(Settings):
     """How the policy is improved."""
 
     id: str = "single"
+    algorithm: str = "grpo"
+    """A name for the settings below, from `advantage` to `critic` (`areal_gym.algorithms`): what
+    is not given is the algorithm's."""
     advantage: str = "grpo"
+    advantage_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the estimator, such as `discount` and `lam` of "gae"."""
     loss: str = "ppo_clip"
     aggregation: Literal["token_mean", "seq_mean", "constant_length"] = "token_mean"
     clip_low: float | Literal["default"] | None = "default"
@@ -150,6 +163,12 @@ class TrainerConfig(_Settings):
     """Ratio above 1 + clip_high is clipped; null is off, "default" is the loss's own."""
     loss_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the loss."""
+    correction: CorrectionConfig = CorrectionConfig()
+    kl: KlConfig = KlConfig()
+    reward: RewardConfig = RewardConfig()
+    entropy_bonus: float = Field(0.0, ge=0)
+    """What the policy's entropy, per token, is worth in the loss."""
+    critic: CriticConfig = CriticConfig()
     optimizer: Literal["adamw", "muon"] = "adamw"
     """"muon" orthogonalises the updates of the layers' matrices; the rest stays with AdamW."""
     lr: float = Field(3e-4, gt=0)
@@ -173,17 +192,24 @@ class TrainerConfig(_Settings):
     save_every: int = Field(20, ge=0)
     """Steps between checkpoints; 0 saves at the end, and when interrupted, only."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, value: Any) -> Any:
+        return fill_in(value) if isinstance(value, dict) else value
+
     @model_validator(mode="after")
-    def _check_clips(self) -> Self:
+    def _check(self) -> Self:
+        check_estimator(self.algorithm, self.advantage)
+        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high, **self.loss_kwargs}
         for name in ("clip_low", "clip_high"):
-            if getattr(self, name) == 0.0:
+            if clips[name] == 0.0:
                 raise ValueError(
                     f"{name} = 0.0 is the hardest clip, not 'off'; use null to switch it off"
                 )
         return self
 
 
-class EvalConfig(_Settings):
+class EvalConfig(Settings):
     """How the policy is measured on held-out tasks."""
 
     num_tasks: int = Field(512, ge=1)
@@ -194,7 +220,7 @@ class EvalConfig(_Settings):
     split: str = "test"
 
 
-class RunConfig(_Settings):
+class RunConfig(Settings):
     """A whole run. `areal-gym train --dry-run` prints it resolved."""
 
     env: EnvConfig = EnvConfig()
@@ -209,19 +235,42 @@ class RunConfig(_Settings):
     loggers: list[str] = Field(default_factory=list)
     """Destinations of metrics besides `metrics.jsonl`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, value: Any) -> Any:
+        """The algorithm's filters, where the settings name none."""
+        if not isinstance(value, dict):
+            return value
+        trainer, rollout = value.get("trainer", {}), value.get("rollout", {})
+        name = str(trainer.get("algorithm") if isinstance(trainer, dict) else trainer.algorithm)
+        if isinstance(rollout, RolloutConfig):
+            rollout = rollout.model_dump(exclude_unset=True)
+        if name not in PRESETS or not isinstance(rollout, dict):
+            return value
+        return {**value, "rollout": {"filters": PRESETS[name].filters, **rollout}}
+
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         rollout, trainer = self.rollout, self.trainer
         filters = [group_filter.id for group_filter in rollout.filters]
         if len(set(filters)) < len(filters):
             raise ValueError(f"rollout.filters names a filter twice: {', '.join(filters)}")
-        if rollout.group_size == 1 and trainer.advantage in ("grpo", "dr_grpo", "rloo"):
+        if rollout.group_size == 1:
+            for name in ("success-rate", "zero-variance"):
+                if name in filters:
+                    raise ValueError(
+                        f"rollout.filters has {name!r}, which drops every group of one "
+                        "(rollout.group_size = 1): nothing would be left to train on; use "
+                        "rollout.group_size=2 or more, or rollout.filters=[]"
+                    )
+        is_relative = compares_siblings(trainer.advantage, trainer.advantage_kwargs)
+        if rollout.group_size == 1 and is_relative:
             raise ValueError(
                 "rollout.group_size = 1 with trainer.advantage = "
                 f"{trainer.advantage!r}: it compares siblings, so a group of one always has "
-                "advantage 0; use rollout.group_size=2 or more, or trainer.advantage=reinforce"
+                "advantage 0; use rollout.group_size=2 or more, or trainer.algorithm=reinforce"
             )
-        if rollout.min_group_size == 1 and trainer.advantage in ("grpo", "dr_grpo", "rloo"):
+        if rollout.min_group_size == 1 and is_relative:
             raise ValueError(
                 f"rollout.min_group_size = 1 with trainer.advantage = {trainer.advantage!r}: a "
                 "member whose siblings failed would have nobody to be compared with; use 2 or more"
@@ -266,11 +315,13 @@ def load_config(
     """
     tree: dict[str, Any] = {}
     if base is not None:
-        _merge(tree, base)
+        merge(tree, base)
     source = "the settings"
     if file is not None:
-        _merge(tree, _read_yaml(file))
+        merge(tree, _read_yaml(file))
         source = str(file)
+    if overrides:
+        _leave_open(tree)
     for text in overrides:
         key, value = parse_override(text)
         node = tree
@@ -284,8 +335,8 @@ def load_config(
     engine = tree.get("engine")
     if not isinstance(engine, dict) or engine.get("model", "starter") == "starter":
         given, tree = tree, {}
-        _merge(tree, STARTER_DEFAULTS)
-        _merge(tree, given)
+        merge(tree, STARTER_DEFAULTS)
+        merge(tree, given)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -328,6 +379,27 @@ def _model_of(info: FieldInfo) -> type[BaseModel] | None:
     return None
 
 
+def _leave_open(tree: dict[str, Any]) -> None:
+    """Drop what the tree's algorithm would fill in anyway.
+
+    A run's recorded settings are complete. An override that names another algorithm (estimator,
+    loss) then brings that one's settings, and what was chosen by hand stays.
+    """
+    trainer, rollout = tree.get("trainer"), tree.get("rollout")
+    if not isinstance(trainer, dict):
+        return
+    named = {key: trainer[key] for key in ("algorithm", "advantage", "loss") if key in trainer}
+    try:
+        usual = TrainerConfig.model_validate(named)
+    except ValidationError:
+        return  # what is wrong with it is said later
+    tree["trainer"] = left_open(trainer, usual.model_dump(mode="json"))
+    if isinstance(rollout, dict) and "filters" in rollout:
+        filters = [f.id for f in RolloutConfig(filters=rollout["filters"]).filters if not f.kwargs]
+        if filters == list(PRESETS[usual.algorithm].filters):
+            tree["rollout"] = {key: value for key, value in rollout.items() if key != "filters"}
+
+
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(file.read_text())
@@ -340,14 +412,6 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}; settings are a mapping")
     return tree
-
-
-def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
 def _explain(error: ValidationError, source: str) -> ConfigError:

@@ -8,7 +8,10 @@ import pytest
 ROOT = Path(__file__).parent.parent / "areal_gym"
 
 GROUND = {"errors", "types", "metrics", "version"}
-SETTINGS = {"config", "rendering", "dialects", "rundir", "provenance", "learning_curve"}
+SETTINGS = {"config", "rendering", "dialects", "rundir", "provenance", "learning_curve"} | {
+    "settings",
+    "algorithms",
+}
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
 BELOW_RUN = LOW | {
@@ -43,6 +46,8 @@ MAY_IMPORT = {
     "cli": LOW | {"run", "envs.base", "envs.checker", "envs.registration"},
     # The public API names everything, and imports it on first use.
     "": BELOW_RUN | {"_gymnasium"},
+    # Contracts that plugin authors run in their tests.
+    "testing": LOW | {"trainer"},
     "_gymnasium": {"envs.registration"},
     "__main__": {"cli"},
 }

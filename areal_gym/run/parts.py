@@ -153,14 +153,17 @@ def hash_of_policy(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def make_learner(config: RunConfig, policy: Path) -> Any:
+def make_learner(config: RunConfig, policy: Path, *, initial: Path | None = None) -> Any:
     """The trainer of the settings, with the weights in `policy`; `close_learner` ends it.
+
+    `initial` is the policy that the run began with, when it goes on with another one.
 
     Raises:
         ConfigError: the settings do not fit it.
     """
     from areal_gym.modeling.checkpoint import load_checkpoint
     from areal_gym.modeling.device import pick_device
+    from areal_gym.trainer.token_loss import try_loss
 
     found = registry()
     trainer, device = config.trainer, pick_device(config.trainer.device)
@@ -168,8 +171,10 @@ def make_learner(config: RunConfig, policy: Path) -> Any:
         "advantage": found.load("advantages", trainer.advantage),
         "loss": found.load("losses", trainer.loss),
         "temperature": config.rollout.temperature,
-        "constant_length": config.rollout.max_new_tokens,
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "reference": initial or policy,
     }
+    try_loss(arguments["loss"], trainer)
     learner_class = found.load("trainers", trainer.id)
     decoder = load_checkpoint(policy, device=device)
     overlaps = config.rollout.max_staleness > 0 and device.type == "cpu"

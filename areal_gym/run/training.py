@@ -105,7 +105,7 @@ class _Training:
             directory.rewind(done)
             display.say(f"resumed at step {done} from {source}")
         async with AsyncExitStack() as stack:
-            learner = make_learner(config, source)
+            learner = make_learner(config, source, initial=policy)
             stack.callback(close_learner, learner)
             require_space(learner, directory.path)
             rollout_state = None if found is None else restore_learner(learner, source)

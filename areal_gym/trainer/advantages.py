@@ -2,22 +2,187 @@
 
 Each takes `rewards_G` [G] and `group_ids_G` [G] (which trajectories are siblings; groups may be
 ragged) and gives `advantages_G` [G], one number for all policy tokens of a trajectory.
+
+An estimator that works per token or per turn names what else it needs, as keyword-only arguments:
+any field of `AdvantageInputs`. One that names an input per token, `..._T`, gives an advantage per
+token, [T]. `estimate` calls either kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from areal_gym.errors import ConfigError
+from areal_gym.errors import ConfigError, TrainError, did_you_mean
 
-__all__ = ["AdvantageEstimator", "dr_grpo", "grpo", "reinforce", "returns_to_go", "rloo"]
+__all__ = [
+    "AdvantageEstimator",
+    "AdvantageInputs",
+    "Advantages",
+    "check_settings",
+    "dr_grpo",
+    "estimate",
+    "grpo",
+    "lite_ppo",
+    "needs_critic",
+    "normalise",
+    "reinforce",
+    "returns_to_go",
+    "rloo",
+]
 
-AdvantageEstimator = Callable[[Tensor, Tensor], Tensor]
+AdvantageEstimator = Callable[..., Any]
+"""Gives a tensor, or `Advantages` with the critic's targets."""
 
 _EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageInputs:
+    """A whole batch as estimators see it: G trajectories, and their T policy tokens in order.
+
+    Tool outputs and prompts are not among the tokens: nothing is discounted across them.
+    """
+
+    rewards_G: Tensor
+    group_ids_G: Tensor
+    rewards_T: Tensor
+    """Reward on each policy token: a turn's is on its last one, 0 elsewhere (and what
+    `shaping.subtract_kl` takes off)."""
+    trajectory_ids_T: Tensor
+    """Which trajectory each token belongs to, ascending."""
+    turn_ids_T: Tensor
+    """Which turn of its trajectory each token belongs to, 0-based and ascending."""
+    values_T: Tensor | None = None
+    """The critic's prediction before each token was sampled."""
+    final_values_G: Tensor | None = None
+    """The critic's prediction after the last token of a truncated trajectory, 0 for one that came
+    to its end."""
+    penalties_T: Tensor | None = None
+    """What each token costs: the KL in the reward. `estimate` takes it off `rewards_T`; where an
+    estimator does not look at those, each token's and all later penalties are taken off its
+    advantage, after normalisation."""
+
+    @classmethod
+    def from_turns(
+        cls,
+        turn_rewards: Sequence[Sequence[float]],
+        turn_lengths: Sequence[Sequence[int]],
+        group_ids: Sequence[int],
+        **critic: Tensor,
+    ) -> Self:
+        """The inputs of trajectories, each with the reward and the policy tokens of its turns.
+
+        A turn in which the policy sampled nothing leaves its reward to the token before it; what
+        came before the first token cannot be its merit, and counts in `rewards_G` only.
+        """
+        rewards: list[float] = []
+        trajectory_ids: list[int] = []
+        turn_ids: list[int] = []
+        for i, (rewards_K, lengths_K) in enumerate(zip(turn_rewards, turn_lengths, strict=True)):
+            start = len(rewards)
+            for k, (reward, length) in enumerate(zip(rewards_K, lengths_K, strict=True)):
+                rewards += [0.0] * length
+                trajectory_ids += [i] * length
+                turn_ids += [k] * length
+                if len(rewards) > start:
+                    rewards[-1] += reward
+        return cls(
+            rewards_G=torch.tensor([sum(r) for r in turn_rewards], dtype=torch.float64),
+            group_ids_G=torch.tensor(group_ids, dtype=torch.long),
+            rewards_T=torch.tensor(rewards, dtype=torch.float64),
+            trajectory_ids_T=torch.tensor(trajectory_ids, dtype=torch.long),
+            turn_ids_T=torch.tensor(turn_ids, dtype=torch.long),
+            **critic,
+        )
+
+
+_INPUTS = {field.name for field in fields(AdvantageInputs)} - {"penalties_T"}
+"""What estimators may name."""
+
+
+class Advantages(NamedTuple):
+    """Both are [T]."""
+
+    advantages_T: Tensor
+    returns_T: Tensor | None = None
+    """What a critic should have predicted; None from estimators that know no critic."""
+
+
+def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings: Any) -> Advantages:
+    """Call an estimator of either kind; every policy token of the batch gets its advantage.
+
+    Args:
+        estimator: takes rewards and group ids, and the inputs that it names.
+        inputs: of the whole batch, over all ranks.
+        settings: the estimator's own keyword arguments.
+
+    Raises:
+        ConfigError: a setting that it does not have, or an input that this batch does not hold.
+        TrainError: it gave numbers of another shape, or such as are not finite.
+    """
+    name = _name(estimator)
+    keywords = _keywords(estimator)
+    check_settings(estimator, settings)
+    further = _INPUTS & keywords.keys()
+    if inputs.penalties_T is not None:
+        inputs = replace(inputs, rewards_T=inputs.rewards_T - inputs.penalties_T)
+    given = {key: value for key in further if (value := getattr(inputs, key)) is not None}
+    for key in sorted(further - given.keys()):
+        if keywords[key].default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"the advantage estimator {name} needs {key}, and the trainer has no critic",
+                hints=["trainer.advantage=grpo needs none"],
+            )
+    found = estimator(inputs.rewards_G, inputs.group_ids_G, **given, **settings)
+    result = found if isinstance(found, Advantages) else Advantages(found)
+    is_per_token = any(key.endswith("_T") for key in further)
+    expected, of_what = (
+        (len(inputs.rewards_T), "policy token")
+        if is_per_token
+        else (len(inputs.rewards_G), "trajectory")
+    )
+    if tuple(result.advantages_T.shape) != (expected,):
+        raise TrainError(
+            f"the advantage estimator {name} gave advantages of shape "
+            f"{tuple(result.advantages_T.shape)}, not one for each {of_what}: ({expected},)",
+            hints=["it gives one per token when it names an input per token, such as rewards_T"],
+        )
+    if not result.advantages_T.isfinite().all():
+        raise TrainError(f"the advantage estimator {name} gave advantages that are not finite")
+    if not is_per_token:
+        result = Advantages(result.advantages_T[inputs.trajectory_ids_T])
+    if inputs.penalties_T is not None and "rewards_T" not in further:
+        to_go_T = _sums_to_go(inputs.penalties_T, inputs.trajectory_ids_T)
+        result = result._replace(advantages_T=result.advantages_T - to_go_T)
+    return result
+
+
+def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -> None:
+    """Refuse settings that the estimator does not have.
+
+    Raises:
+        ConfigError: which one, and what there is.
+    """
+    own = sorted(_keywords(estimator).keys() - _INPUTS)
+    for key in settings:
+        if key not in own:
+            near = did_you_mean(key, own)
+            raise ConfigError(
+                f"the advantage estimator {_name(estimator)} takes no setting {key!r}",
+                hints=[near] if near else [f"it takes: {', '.join(own) or 'none'}"],
+            )
+
+
+def needs_critic(estimator: AdvantageEstimator) -> bool:
+    """Whether it cannot do without a critic's predictions."""
+    parameter = _keywords(estimator).get("values_T")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
@@ -56,6 +221,19 @@ def rloo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
     return centred_G * counts_G / (counts_G - 1)
 
 
+def lite_ppo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
+    """(r - group mean) / (batch std + 1e-6) (Liu et al. 2025, "Tricks or Traps?", Lite PPO).
+
+    The deviation is the unbiased one of what is divided, r - group mean over the batch: how hard
+    its tasks are does not change it. A group of equal rewards gets exactly 0.
+
+    Raises:
+        ConfigError: a group has fewer than two members.
+    """
+    centred_G, _, _ = _centred(rewards_G, group_ids_G, "lite_ppo")
+    return centred_G / (centred_G.std() + _EPS) if len(centred_G) else centred_G
+
+
 def reinforce(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
     """The reward itself (Williams 1992), without a baseline; groups do not matter."""
     return rewards_G.to("cpu", torch.float64)
@@ -70,6 +248,31 @@ def returns_to_go(turn_rewards: Sequence[float], discount: float = 1.0) -> list[
     for reward in reversed(turn_rewards):
         returns.append(reward + discount * (returns[-1] if returns else 0.0))
     return returns[::-1]
+
+
+def normalise(values_T: Tensor) -> Tensor:
+    """(x - mean) / (std + 1e-6), the unbiased std; equal values give exactly 0."""
+    values_T = values_T.to("cpu", torch.float64)
+    if not len(values_T) or bool((values_T == values_T[0]).all()):
+        return torch.zeros_like(values_T)
+    return (values_T - values_T.mean()) / (values_T.std() + _EPS)
+
+
+def _sums_to_go(values_T: Tensor, trajectory_ids_T: Tensor) -> Tensor:
+    """Of each token and all that follow it in its trajectory."""
+    sums_T = values_T.cumsum(0)
+    _, counts = torch.unique_consecutive(trajectory_ids_T, return_counts=True)
+    last_T = (counts.cumsum(0) - 1).repeat_interleave(counts)
+    return sums_T[last_T] - sums_T + values_T
+
+
+def _keywords(estimator: AdvantageEstimator) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(estimator).parameters
+    return {key: p for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def _name(estimator: AdvantageEstimator) -> str:
+    return getattr(estimator, "__name__", type(estimator).__name__)
 
 
 def _centred(rewards_G: Tensor, group_ids_G: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from areal_gym.algorithms import check_correction
 from areal_gym.errors import ConfigError
 from areal_gym.trainer.ratios import binary_kl, k2, k3, ratio, sequence_mean
 
@@ -77,7 +78,7 @@ def correct(
     Raises:
         ConfigError: bounds that hold nothing, or settings that contradict each other.
     """
-    _check_settings(level, action, upper, lower, measure, statistic)
+    check_correction(level, action, upper, lower, measure, statistic)
     proximal_T, old_logprobs_T = proximal_T.detach(), old_logprobs_T.detach()
     log_weight_T = proximal_T - old_logprobs_T
     divergences = {
@@ -186,29 +187,3 @@ def _over_sequences(values_T: Tensor, sequence_ids_T: Tensor, statistic: Statist
     return reduced.scatter_reduce(0, sequence_ids_T, values_T, how, include_self=False)[
         sequence_ids_T
     ]
-
-
-def _check_settings(
-    level: str,
-    action: str,
-    upper: float | None,
-    lower: float | None,
-    measure: str,
-    statistic: str,
-) -> None:
-    if action == "truncate" and measure != "ratio":
-        raise ConfigError(
-            f"measure = {measure!r} cannot truncate: its bounds are not bounds of the weight",
-            hints=["action=mask"],
-        )
-    if statistic != "mean" and (level, action) != ("sequence", "mask"):
-        raise ConfigError(
-            f"statistic = {statistic!r} is how a sequence is judged for its mask",
-            hints=["level=sequence action=mask"],
-        )
-    if upper is not None and lower is not None and lower >= upper:
-        raise ConfigError(f"lower = {lower} must be below upper = {upper}: nothing is between them")
-    if measure == "ratio" and upper is not None and upper <= 0:
-        raise ConfigError(f"upper = {upper} must be above 0: weights are positive")
-    if action == "mask" and upper is None and lower is None:
-        raise ConfigError("action = 'mask' without bounds masks nothing", hints=["upper=5.0"])

@@ -2,42 +2,51 @@
 
     groups -> sequences -> advantages -> [minibatch: micro-batches -> loss -> backward] -> update
 
-The learner knows no algorithm: advantage estimator and policy loss are handed in.
+The learner knows no algorithm: advantage estimator and policy loss are handed in, and what else an
+algorithm is made of are settings (`areal_gym.algorithms`).
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from areal_gym.algorithms import RewardConfig
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import ConfigError, TrainError, did_you_mean
+from areal_gym.errors import ConfigError, TrainError
+from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.advantages import AdvantageEstimator
-from areal_gym.trainer.losses import (
-    LossInputs,
-    PolicyLoss,
-    aggregate,
-    aggregation_weights,
-    importance_weights,
-    k3,
+from areal_gym.trainer.advantages import AdvantageEstimator, check_settings, estimate, needs_critic
+from areal_gym.trainer.corrections import second_moment_mask
+from areal_gym.trainer.critic import Critic
+from areal_gym.trainer.experience import (
+    Columns,
+    MeansByLag,
+    Totals,
+    advantage_inputs,
+    batch_metrics,
+    trained,
 )
-from areal_gym.trainer.objective import score_tokens
+from areal_gym.trainer.losses import PolicyLoss, aggregate, aggregation_weights, value_loss
+from areal_gym.trainer.objective import TokenScores, score_tokens
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch, Row, pack, split_by_tokens
+from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
+from areal_gym.trainer.token_loss import Proximal, TokenLoss, proximal_source
 from areal_gym.types import Group
 
-__all__ = ["Learner", "loss_arguments"]
+__all__ = ["Learner"]
 
 _MAX_BAD_STEPS = 3
 """Updates in a row without a finite gradient after which training stops."""
@@ -52,10 +61,13 @@ class Learner:
         advantage: estimator (`areal_gym list advantages`).
         loss: policy loss (`areal_gym list losses`).
         temperature: of sampling; log-probabilities are those of the sampling distribution.
-        constant_length: tokens that `aggregation: constant_length` divides by.
+        max_new_tokens: limit of a turn: what `aggregation: constant_length` divides by, and where
+            the overlong penalty ends.
+        reference: checkpoint directory of the frozen policy that `kl` is about.
 
     Raises:
-        ConfigError: `loss_kwargs` that the loss does not take, or weights that are not float32.
+        ConfigError: arguments that loss or estimator do not take, weights that are not float32, or
+            no reference where the settings need one.
     """
 
     def __init__(
@@ -66,23 +78,26 @@ class Learner:
         advantage: AdvantageEstimator,
         loss: PolicyLoss,
         temperature: float = 1.0,
-        constant_length: int = 1,
+        max_new_tokens: int = 1,
+        reference: Path | None = None,
     ) -> None:
         if any(p.dtype != torch.float32 for p in decoder.parameters()):
             raise ConfigError(
                 "master weights must be float32: in bfloat16 most updates round to nothing",
                 hints=["trainer.dtype=bfloat16 computes in bfloat16 with float32 weights"],
             )
+        check_settings(advantage, config.advantage_kwargs)
         self.decoder = decoder
         self.config = config
         self.num_steps = 0
         self._advantage = advantage
-        self._loss = loss
-        self._loss_kwargs = loss_arguments(loss, config)
+        self._token_loss = TokenLoss(loss, config)
         self._temperature = temperature
-        self._constant_length = constant_length
-        self._optimizer = Optimizer(decoder, config)
+        self._max_new_tokens = max_new_tokens
         self._device = next(decoder.parameters()).device
+        self._optimizer = Optimizer(decoder, config)
+        self._critic = Critic(decoder, config) if needs_critic(advantage) else None
+        self._reference = self._frozen(reference) if config.kl.coefficient else None
         self._num_bad = 0
 
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -96,32 +111,29 @@ class Learner:
             TrainError: the gradient was not finite several times in a row.
         """
         start_s = time.perf_counter()
-        rows = sequences_of(tuple(groups))
-        heads = [row for row in rows if row.branch == 0]  # one for each trajectory
-        rewards_G = torch.tensor([row.reward for row in heads], dtype=torch.float64)
-        group_ids_G = torch.tensor([row.group_id for row in heads])
-        advantages_G = self._advantage(rewards_G, group_ids_G).tolist()
-        if not any(row.num_trainable for row in rows):
+        every_row = sequences_of(tuple(groups))
+        # An episode whose first prompt filled the context has a reward, but nothing to train on:
+        # it counts among its siblings and goes no further.
+        rows = [row for row in every_row if row.num_trainable]
+        if not rows:
             raise TrainError(
                 "the batch holds no token that the policy sampled",
                 hints=["are the prompts longer than engine.max_context?"],
             )
-        metrics = _batch_metrics(rows, rewards_G, group_ids_G, advantages_G, version)
-        # An episode whose first prompt filled the context has a reward, but nothing to train on:
-        # it counts among its siblings and goes no further.
-        rows = [row for row in rows if row.num_trainable]
+        metrics = batch_metrics(every_row, version)
         is_stale = metrics["rollout/staleness_max"] > 0
         minibatches = _by_group(rows, self.config.minibatches)
-        # The one update of a step begins at the weights that the proximal policy has.
-        proximal = self.score(rows) if is_stale and len(minibatches) > 1 else None
-        totals: dict[str, float] = {}
-        by_lag = _MeansByLag(version)
-        norms = []
-        for members in minibatches:
-            norms.append(
-                self._update(rows, advantages_G, members, is_stale, proximal, totals, by_lag)
-            )
-        metrics |= {f"train/{name}": value / len(minibatches) for name, value in totals.items()}
+        proximal = proximal_source(
+            self.config.correction, is_stale=is_stale, num_updates=len(minibatches)
+        )
+        columns = self._columns(rows, proximal)
+        metrics |= self._judge(every_row, rows, columns)
+        totals, by_lag = Totals(), MeansByLag(version)
+        norms = [
+            self._update(rows, columns, members, proximal, version, totals, by_lag)
+            for members in minibatches
+        ]
+        metrics |= {f"train/{name}": x / len(minibatches) for name, x in totals.items()}
         if is_stale:
             metrics |= by_lag.metrics("train/approx_kl_stale")
         metrics["train/grad_norm"] = sum(norms) / len(norms)
@@ -133,14 +145,7 @@ class Learner:
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
         """Log-probabilities of each row's trained tokens under the weights as they are now."""
-        found: dict[int, Tensor] = {}
-        with torch.no_grad(), self._autocast():
-            for batch, indexes in self._micro_batches(rows, list(range(len(rows)))):
-                masks = [rows[i].loss_mask for i in indexes]
-                scores = score_tokens(self.decoder, batch, masks, self._temperature)
-                parts = torch.split(scores.logprobs, [rows[i].num_trainable for i in indexes])
-                found.update(zip(indexes, parts, strict=True))
-        return [found[i] for i in range(len(rows))]
+        return self._score(rows, self.decoder)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and the live tensors; copy them before the next step."""
@@ -148,25 +153,128 @@ class Learner:
             yield name, tensor.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that a checkpoint needs."""
-        return {"num_steps": self.num_steps, "optimizer": self._optimizer.state_dict()}
+        """Everything but the policy's weights that a checkpoint needs."""
+        state = {"num_steps": self.num_steps, "optimizer": self._optimizer.state_dict()}
+        if self._critic is not None:
+            state["critic"] = self._critic.checkpoint()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken.
+
+        Raises:
+            TrainError: it was taken without a critic, and this learner has one.
+        """
+        if self._critic is not None:
+            if "critic" not in state:
+                raise TrainError("it holds no critic, and trainer.advantage needs one")
+            self._critic.restore(state["critic"])
         self.num_steps = state["num_steps"]
         self._optimizer.load_state_dict(state["optimizer"])
+
+    # ---- before the first update --------------------------------------------------------------
+
+    def _frozen(self, directory: Path | None) -> Decoder:
+        if directory is None:
+            raise ConfigError(
+                f"trainer.kl.coefficient = {self.config.kl.coefficient} needs a reference policy",
+                hints=["Learner(..., reference=DIRECTORY)", "or trainer.kl.coefficient=0"],
+            )
+        return load_checkpoint(directory, device=self._device).requires_grad_(False)
+
+    def _columns(self, rows: list[TokenSequence], proximal: Proximal) -> Columns:
+        """What is known of each token before the first update, but for its advantage."""
+        columns = Columns(rows, self._device)
+        columns.put("old", trained(rows, "old_logprobs"))
+        columns.put("versions", trained(rows, "versions"))
+        if self._reference is not None:
+            columns.put("reference", torch.cat(self._score(rows, self._reference)))
+        if proximal == "scored":
+            columns.put("proximal", torch.cat(self._score(rows, self.decoder)))
+            threshold = self.config.correction.second_moment
+            if threshold is not None:
+                old_T, proximal_T = columns.all("old"), columns.all("proximal")
+                columns.put("kept", second_moment_mask(proximal_T, old_T, threshold=threshold))
+        return columns
+
+    def _judge(
+        self, every_row: list[TokenSequence], rows: list[TokenSequence], columns: Columns
+    ) -> dict[str, float]:
+        """Add advantages, and the critic's targets, to the columns."""
+        config = self.config
+        inputs = advantage_inputs(every_row, config, self._max_new_tokens)
+        metrics = {}
+        if config.reward != RewardConfig():
+            metrics["reward/shaped_mean"] = float(inputs.rewards_G.mean())
+        if self._reference is not None and config.kl.place == "reward":
+            kl = KL_ESTIMATORS[config.kl.estimator]
+            penalties_T = config.kl.coefficient * kl(columns.all("old"), columns.all("reference"))
+            inputs = replace(inputs, penalties_T=penalties_T.to("cpu", torch.float64))
+        if self._critic is not None:
+            values_T, final_values_G = self._values(rows, len(inputs.rewards_G))
+            columns.put("values", values_T)
+            inputs = replace(inputs, values_T=values_T.cpu(), final_values_G=final_values_G)
+        found = estimate(self._advantage, inputs, **config.advantage_kwargs)
+        columns.put("advantages", found.advantages_T.float())
+        if self._critic is not None and found.returns_T is not None:
+            columns.put("returns", found.returns_T.float())
+            unexplained = float((found.returns_T - values_T.cpu()).var(correction=0))
+            variance = float(found.returns_T.var(correction=0))
+            metrics["train/explained_variance"] = 1 - unexplained / max(variance, 1e-12)
+        ids_T = inputs.trajectory_ids_T
+        num_nonzero = len(ids_T[found.advantages_T != 0].unique())
+        metrics["train/zero_advantage"] = 1 - num_nonzero / len(ids_T.unique())
+        return metrics
+
+    def _score(self, rows: list[TokenSequence], decoder: Decoder) -> list[Tensor]:
+        def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
+            masks = [row.loss_mask for row in packed]
+            scores = score_tokens(decoder, batch, masks, self._temperature)
+            return torch.split(scores.logprobs, [row.num_trainable for row in packed])
+
+        return self._look(rows, look)
+
+    def _values(self, rows: list[TokenSequence], num_trajectories: int) -> tuple[Tensor, Tensor]:
+        """What the critic predicts before each token [T], and at the end of what was cut [G]."""
+        critic = self._critic
+        assert critic is not None
+
+        def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
+            masks = [row.loss_mask for row in packed]
+            before_T, after_B = critic.before_and_after(self.decoder, batch, masks)
+            parts = torch.split(before_T, [row.num_trainable for row in packed])
+            return [torch.cat(pair) for pair in zip(parts, after_B.split(1), strict=True)]
+
+        found = self._look(rows, look)
+        final_values_G = torch.zeros(num_trajectories, dtype=torch.float64)
+        for row, values in zip(rows, found, strict=True):
+            # Of a trajectory with several branches the last one counts.
+            final_values_G[row.trajectory_id] = float(values[-1]) if row.is_truncated else 0.0
+        return torch.cat([values[:-1] for values in found]), final_values_G
+
+    def _look(
+        self,
+        rows: list[TokenSequence],
+        look: Callable[[PackedBatch, list[TokenSequence]], Sequence[Tensor]],
+    ) -> list[Tensor]:
+        """What `look` finds for each row, without gradient, in the order of the rows."""
+        found: dict[int, Tensor] = {}
+        with torch.no_grad(), self._autocast():
+            for batch, indexes in self._micro_batches(rows, list(range(len(rows)))):
+                found.update(zip(indexes, look(batch, [rows[i] for i in indexes]), strict=True))
+        return [found[i] for i in range(len(rows))]
 
     # ---- one update ---------------------------------------------------------------------------
 
     def _update(
         self,
         rows: list[TokenSequence],
-        advantages_G: list[float],
+        columns: Columns,
         members: list[int],
-        is_stale: bool,
-        proximal: list[Tensor] | None,
-        totals: dict[str, float],
-        by_lag: _MeansByLag,
+        proximal: Proximal,
+        version: int,
+        totals: Totals,
+        by_lag: MeansByLag,
     ) -> float:
         lengths_G: Counter[int] = Counter()
         for i in members:
@@ -174,51 +282,38 @@ class Learner:
         weights = aggregation_weights(
             self.config.aggregation,
             list(lengths_G.values()),
-            constant_length=self._constant_length,
+            constant_length=self._max_new_tokens,
         )
         weights_G = dict(zip(lengths_G, weights, strict=True))
         num_tokens = lengths_G.total()
         for batch, indexes in self._micro_batches(rows, members):
+            masks = [rows[i].loss_mask for i in indexes]
             with self._autocast():
                 scores = score_tokens(
                     self.decoder,
                     batch,
-                    [rows[i].loss_mask for i in indexes],
+                    masks,
                     self._temperature,
+                    has_entropy_gradient=self.config.entropy_bonus > 0,
                 )
-            lengths = torch.tensor([rows[i].num_trainable for i in indexes])
-            trajectories = [rows[i].trajectory_id for i in indexes]
-            old_T = self._tensor(_trained(rows, indexes, "old_logprobs"))
-            proximal_T = old_T
-            if proximal is not None:
-                proximal_T = torch.cat([proximal[i] for i in indexes])
-            elif is_stale:
-                proximal_T = scores.logprobs.detach()
-            inputs = LossInputs(
-                logprobs=scores.logprobs,
-                proximal=proximal_T,
-                old_logprobs=old_T,
-                advantages=self._per_token([advantages_G[i] for i in trajectories], lengths),
-                sequence_ids=torch.arange(len(indexes)).repeat_interleave(lengths).to(self._device),
+            output = self._token_loss(
+                scores.logprobs, columns, indexes, proximal=proximal, version=version
             )
-            output = self._loss(inputs, **self._loss_kwargs)
-            loss_T = output.loss
-            if is_stale:
-                weight_T = importance_weights(proximal_T, old_T)
-                loss_T = weight_T * loss_T
-                _add(totals, "stale_weight", weight_T, num_tokens)
-            loss = aggregate(loss_T, self._per_token([weights_G[i] for i in trajectories], lengths))
+            loss_T = output.loss - self.config.entropy_bonus * scores.entropy
+            weights_B = [weights_G[rows[i].trajectory_id] for i in indexes]
+            loss = aggregate(loss_T, columns.per_row(weights_B, indexes))
+            totals.add("loss", loss)
+            for name, values_T in {**output.metrics, "entropy": scores.entropy}.items():
+                totals.add(name, values_T, num_tokens)
+            by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
+            if "returns" in columns:
+                critic_loss_T = self._critic_loss(batch, masks, scores, columns, indexes)
+                totals.add("critic_loss", critic_loss_T, num_tokens)
+                loss = loss + self.config.critic.coefficient * critic_loss_T.sum() / num_tokens
             loss.backward()
-            totals["loss"] = totals.get("loss", 0.0) + float(loss.detach())
-            for name, values_T in output.metrics.items():
-                _add(totals, name, values_T, num_tokens)
-            _add(totals, "entropy", scores.entropy, num_tokens)
-            # The tokens are the old policy's, so this is the divergence *from* it.
-            kl_T = k3(old_T, scores.logprobs.detach())
-            _add(totals, "approx_kl", kl_T, num_tokens)
-            if is_stale:
-                by_lag.add(_trained(rows, indexes, "versions"), kl_T)
         norm = self._optimizer.step(self._lr_scale())
+        if self._critic is not None:
+            totals.add("critic_grad_norm", torch.tensor(self._critic.step(self._lr_scale())))
         self._num_bad = 0 if math.isfinite(norm) else self._num_bad + 1
         if self._num_bad >= _MAX_BAD_STEPS:
             raise TrainError(
@@ -226,6 +321,29 @@ class Learner:
                 hints=[f"a smaller learning rate may help: trainer.lr={self.config.lr / 10:g}"],
             )
         return norm
+
+    def _critic_loss(
+        self,
+        batch: PackedBatch,
+        masks: list[tuple[bool, ...]],
+        scores: TokenScores,
+        columns: Columns,
+        indexes: list[int],
+    ) -> Tensor:
+        critic = self._critic
+        assert critic is not None
+        with self._autocast():
+            values_T = (
+                critic.of(scores.hidden)
+                if critic.trunk is None
+                else critic.before(self.decoder, batch, masks)
+            )
+        return value_loss(
+            values_T,
+            columns.take("values", indexes),
+            columns.take("returns", indexes),
+            clip=self.config.critic.clip,
+        )
 
     def _micro_batches(
         self, rows: list[TokenSequence], members: list[int]
@@ -246,69 +364,6 @@ class Learner:
             return 1.0
         return min(1.0, (self.num_steps + 1) / self.config.warmup_steps)
 
-    def _tensor(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
-
-    def _per_token(self, values_B: list[float], lengths_B: Tensor) -> Tensor:
-        return self._tensor(values_B).repeat_interleave(lengths_B.to(self._device))
-
-
-def loss_arguments(loss: PolicyLoss, config: TrainerConfig) -> dict[str, Any]:
-    """The settings as keyword arguments of the loss: the clips where it takes them.
-
-    Raises:
-        ConfigError: `loss_kwargs` names an argument that the loss does not have.
-    """
-    parameters = inspect.signature(loss).parameters
-    takes = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-    for name in config.loss_kwargs:
-        if name not in takes:
-            near = did_you_mean(name, takes)
-            raise ConfigError(
-                f"the loss {config.loss!r} takes no argument {name!r}",
-                hints=[near] if near else [f"it takes: {', '.join(takes) or 'none'}"],
-            )
-    # The loss's own default matters: 0.2 is a sensible clip for a token's ratio, not a sequence's.
-    clips: dict[str, Any] = {
-        name: value
-        for name, value in (("clip_low", config.clip_low), ("clip_high", config.clip_high))
-        if name in takes and value != "default"
-    }
-    return {**clips, **config.loss_kwargs}
-
-
-class _MeansByLag:
-    """Means of a number per token, apart by how old the token's policy is: 0 to 4, and more."""
-
-    _MAX = 5
-
-    def __init__(self, version: int) -> None:
-        self._version = version
-        self._sums: Counter[int] = Counter()
-        self._counts: Counter[int] = Counter()
-
-    def add(self, versions: list[Any], values_T: Tensor) -> None:
-        for version, value in zip(versions, values_T.tolist(), strict=True):
-            lag = min(self._version - version, self._MAX)
-            self._sums[lag] += value
-            self._counts[lag] += 1
-
-    def metrics(self, prefix: str) -> dict[str, float]:
-        return {
-            f"{prefix}{lag}{'+' if lag == self._MAX else ''}": self._sums[lag] / count
-            for lag, count in sorted(self._counts.items())
-        }
-
-
-def _trained(rows: list[TokenSequence], indexes: list[int], name: str) -> list[Any]:
-    """The named numbers of the trained tokens of these rows."""
-    return [
-        value
-        for i in indexes
-        for value, is_trained in zip(getattr(rows[i], name), rows[i].loss_mask, strict=True)
-        if is_trained
-    ]
-
 
 def _by_group(rows: list[TokenSequence], num_parts: int) -> list[list[int]]:
     """Indexes of the rows of each minibatch; a group is never split."""
@@ -319,33 +374,3 @@ def _by_group(rows: list[TokenSequence], num_parts: int) -> list[list[int]]:
     for index, row in enumerate(rows):
         parts[part_of[row.group_id]].append(index)
     return parts
-
-
-def _add(totals: dict[str, float], name: str, values_T: Tensor, num_tokens: int) -> None:
-    totals[name] = totals.get(name, 0.0) + float(values_T.detach().sum()) / num_tokens
-
-
-def _batch_metrics(
-    rows: list[TokenSequence],
-    rewards_G: Tensor,
-    group_ids_G: Tensor,
-    advantages_G: list[float],
-    version: int,
-) -> dict[str, float]:
-    heads = [row for row in rows if row.branch == 0]
-    staleness = [version - v for row in rows for v in row.versions if v >= 0]
-    group_ids = sorted(set(group_ids_G.tolist()))
-    by_group = [rewards_G[group_ids_G == group_id] for group_id in group_ids]
-    return {
-        "reward/mean": float(rewards_G.mean()),
-        "reward/std": float(rewards_G.std(correction=0)),
-        "reward/solve_all": sum(bool((r >= 1).all()) for r in by_group) / len(by_group),
-        "reward/solve_none": sum(bool((r <= 0).all()) for r in by_group) / len(by_group),
-        "rollout/staleness_mean": sum(staleness) / len(staleness),
-        "rollout/staleness_max": float(max(staleness)),
-        "rollout/tokens": float(len(staleness)),
-        "rollout/turns": sum(len(row.turn_rewards) for row in heads) / len(heads),
-        "train/sequences": float(len(rows)),
-        "train/masked_fraction": 1 - len(staleness) / sum(len(row) for row in rows),
-        "train/zero_advantage": sum(a == 0 for a in advantages_G) / len(advantages_G),
-    }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.ratios import clip_ratio, k3, ratio, sequence_mean
+from areal_gym.trainer.ratios import clip_ratio, ratio, sequence_mean
 
 __all__ = [
     "Aggregation",
@@ -26,10 +26,9 @@ __all__ = [
     "aggregation_weights",
     "cispo",
     "gspo",
-    "importance_weights",
-    "k3",
     "ppo_clip",
     "sapo",
+    "value_loss",
 ]
 
 Aggregation = Literal["token_mean", "seq_mean", "constant_length"]
@@ -93,11 +92,13 @@ def gspo(
 ) -> LossOutput:
     """ppo_clip with one ratio per sequence, exp(mean_t(logp - prox)) (Zheng et al. 2025, eq. 7).
 
-    With `seq_mean` it is the paper's objective; with `token_mean` the reference system's.
+    A sequence has one advantage, the mean of its tokens'. With `seq_mean` it is the paper's
+    objective; with `token_mean` long sequences count more.
     """
     ratio_T = ratio(sequence_mean(batch.logprobs - batch.proximal, batch.sequence_ids))
-    plain_T = -batch.advantages * ratio_T
-    clipped_T = -batch.advantages * clip_ratio(ratio_T, clip_low, clip_high)
+    advantages_T = sequence_mean(batch.advantages, batch.sequence_ids)
+    plain_T = -advantages_T * ratio_T
+    clipped_T = -advantages_T * clip_ratio(ratio_T, clip_low, clip_high)
     return LossOutput(
         loss=torch.maximum(plain_T, clipped_T),
         metrics={"clip_fraction": (clipped_T > plain_T).float(), "ratio": ratio_T.detach()},
@@ -127,7 +128,7 @@ def sapo(
 
     tau is `tau_positive` where A > 0, else `tau_negative`; a larger one closes faster. The gate's
     slope at r = 1 is 1, so that on policy the gradient is REINFORCE's. `level="sequence"` gates
-    GSPO's ratio of the whole sequence.
+    GSPO's ratio of the whole sequence, which then has one advantage: the mean of its tokens'.
 
     Raises:
         ConfigError: a tau that is not above 0.
@@ -136,26 +137,33 @@ def sapo(
         raise ConfigError(
             f"tau_positive = {tau_positive}, tau_negative = {tau_negative}: both must be above 0"
         )
-    log_ratio_T = batch.logprobs - batch.proximal
+    log_ratio_T, advantages_T = batch.logprobs - batch.proximal, batch.advantages
     if level == "sequence":
         log_ratio_T = sequence_mean(log_ratio_T, batch.sequence_ids)
+        advantages_T = sequence_mean(advantages_T, batch.sequence_ids)
     ratio_T = ratio(log_ratio_T)
-    tau_T = torch.where(batch.advantages > 0, tau_positive, tau_negative).to(ratio_T.dtype)
+    tau_T = torch.where(advantages_T > 0, tau_positive, tau_negative).to(ratio_T.dtype)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1))
     slope_T = 4 * gate_T * (1 - gate_T)
     return LossOutput(
-        loss=-batch.advantages * 4 / tau_T * gate_T,
+        loss=-advantages_T * 4 / tau_T * gate_T,
         metrics={"gate_slope": slope_T.detach(), "ratio": ratio_T.detach()},
     )
 
 
-def importance_weights(proximal_T: Tensor, old_logprobs_T: Tensor, *, cap: float = 5.0) -> Tensor:
-    """min(exp(prox - old), cap): the decoupled objective's weight of a stale token.
+def value_loss(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None = 0.2
+) -> Tensor:
+    """max((V - R)^2, (clip(V, old +- clip) - R)^2) / 2 per token: a critic that cannot leap.
 
-    Fu et al. 2025 (AReaL), eq. 5, truncated per token. Constant: it carries no gradient. The
-    default of `corrections.correct`, which knows the other ways.
+    Schulman et al. 2017 (PPO), in the form of the authors' code; None switches the clip off.
+    `old_values_T` are the critic's at the start of the step.
     """
-    return ratio(proximal_T - old_logprobs_T).clamp(max=cap).detach()
+    plain_T = (values_T - returns_T) ** 2
+    if clip is None:
+        return plain_T / 2
+    clipped_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
+    return torch.maximum(plain_T, (clipped_T - returns_T) ** 2) / 2
 
 
 def aggregation_weights(

@@ -11,24 +11,25 @@ from torch.utils.checkpoint import checkpoint
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.packing import PackedBatch
 
-__all__ = ["TokenScores", "score_tokens"]
+__all__ = ["TokenScores", "places_before", "score_tokens"]
 
 _CHUNK_LOGITS = 2**22
 """Logits that are alive at once."""
 
 
 class TokenScores(NamedTuple):
-    """Of the trained tokens, in row order; both [T] and float32."""
+    """Of the trained tokens, in row order, float32."""
 
     logprobs: Tensor
+    """[T]"""
     entropy: Tensor
-    """Of the distribution each token was drawn from; carries no gradient."""
+    """[T], of the distribution each token was drawn from."""
+    hidden: Tensor
+    """[T, C]: the decoder's output before each token, in its compute type."""
 
 
-def score_tokens(
-    decoder: Decoder, batch: PackedBatch, masks: list[tuple[bool, ...]], temperature: float = 1.0
-) -> TokenScores:
-    """Log-probabilities of the tokens that `masks` marks, under softmax(logits / temperature).
+def places_before(batch: PackedBatch, masks: list[tuple[bool, ...]]) -> tuple[list[int], list[int]]:
+    """Flat positions of the tokens before those that `masks` marks, and of the latter.
 
     The first token of a row has no predecessor, and is never marked.
     """
@@ -39,6 +40,19 @@ def score_tokens(
             if is_trained:
                 sources.append(index[t - 1])
                 targets.append(index[t])
+    return sources, targets
+
+
+def score_tokens(
+    decoder: Decoder,
+    batch: PackedBatch,
+    masks: list[tuple[bool, ...]],
+    temperature: float = 1.0,
+    *,
+    has_entropy_gradient: bool = False,
+) -> TokenScores:
+    """Log-probabilities of the tokens that `masks` marks, under softmax(logits / temperature)."""
+    sources, targets = places_before(batch, masks)
     device = batch.token_ids_N.device
     target_ids_T = batch.token_ids_N[torch.tensor(targets, dtype=torch.long, device=device)]
     hidden_NC = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
@@ -46,7 +60,8 @@ def score_tokens(
     head_VC = decoder.lm_head_weight
     size = max(1, _CHUNK_LOGITS // head_VC.shape[0])
     if len(targets) <= size:
-        return TokenScores(*_score_chunk(hidden_TC, head_VC, target_ids_T, temperature))
+        scores = _score_chunk(hidden_TC, head_VC, target_ids_T, temperature, has_entropy_gradient)
+        return TokenScores(*scores, hidden_TC)
     parts = [
         cast(
             tuple[Tensor, Tensor],
@@ -56,21 +71,27 @@ def score_tokens(
                 head_VC,
                 target_ids_T[start : start + size],
                 temperature,
+                has_entropy_gradient,
                 use_reentrant=False,
             ),
         )
         for start in range(0, len(targets), size)
     ]
-    return TokenScores(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+    logprobs_T, entropy_T = (torch.cat(part) for part in zip(*parts, strict=True))
+    return TokenScores(logprobs_T, entropy_T, hidden_TC)
 
 
 def _score_chunk(
-    hidden_TC: Tensor, head_VC: Tensor, target_ids_T: Tensor, temperature: float
+    hidden_TC: Tensor,
+    head_VC: Tensor,
+    target_ids_T: Tensor,
+    temperature: float,
+    has_entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     logits_TV = (hidden_TC @ head_VC.T).float()
     if temperature != 1.0:
         logits_TV = logits_TV / temperature
     logprobs_TV = logits_TV.log_softmax(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(has_entropy_gradient and torch.is_grad_enabled()):
         entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
     return logprobs_TV.gather(1, target_ids_T[:, None]).squeeze(1), entropy_T

@@ -9,9 +9,9 @@ import math
 from typing import Any
 
 import torch
+from torch import nn
 
 from areal_gym.config import TrainerConfig
-from areal_gym.modeling.decoder import Decoder
 
 __all__ = ["Optimizer"]
 
@@ -19,13 +19,13 @@ __all__ = ["Optimizer"]
 class Optimizer:
     """One `step()` for whatever is underneath: clips, applies, clears the gradients."""
 
-    def __init__(self, decoder: Decoder, config: TrainerConfig) -> None:
+    def __init__(self, module: nn.Module, config: TrainerConfig) -> None:
         self._max_grad_norm = config.max_grad_norm
-        self._parameters = list(decoder.parameters())
+        self._parameters = list(module.parameters())
         matrices = []
         if config.optimizer == "muon":
             matrices = [
-                p for name, p in decoder.named_parameters() if p.ndim == 2 and ".layers." in name
+                p for name, p in module.named_parameters() if p.ndim == 2 and ".layers." in name
             ]
         is_matrix = {id(p) for p in matrices}
         rest = [p for p in self._parameters if id(p) not in is_matrix]

@@ -20,15 +20,31 @@ def register_trainers() -> Iterable[TrainerSpec]:
 @hookimpl
 def register_advantage_estimators() -> Iterable[AdvantageSpec]:
     """What a reward says about a trajectory."""
-    for name, summary in (
-        ("grpo", "(reward - group mean) / group standard deviation"),
-        ("dr_grpo", "reward - group mean"),
-        ("rloo", "reward - mean of the siblings"),
-        ("reinforce", "the reward itself"),
+    for module, estimators in (
+        (
+            "advantages",
+            {
+                "grpo": "(reward - group mean) / group standard deviation",
+                "dr_grpo": "reward - group mean",
+                "rloo": "reward - mean of the siblings",
+                "lite_ppo": "(reward - group mean) / standard deviation over the batch",
+                "reinforce": "the reward itself",
+            },
+        ),
+        (
+            "token_advantages",
+            {
+                "gae": "generalised advantage estimation with a critic, by token or by turn",
+                "reinforce_pp": "each token's return, normalised over the batch's tokens",
+                "reinforce_pp_baseline": "reward - group mean, normalised over the batch's tokens",
+                "per_turn": "each turn's return against its siblings, with any of the above",
+            },
+        ),
     ):
-        yield AdvantageSpec(
-            id=name, entry_point=f"areal_gym.trainer.advantages:{name}", summary=summary
-        )
+        for name, summary in estimators.items():
+            yield AdvantageSpec(
+                id=name, entry_point=f"areal_gym.trainer.{module}:{name}", summary=summary
+            )
 
 
 @hookimpl

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 from areal_gym.types import Group, TokenSpan, Trajectory
 
@@ -27,6 +28,8 @@ class Sequence:
     """Recorded while sampling; 0 where the policy did not sample."""
     versions: tuple[int, ...]
     """The policy version that sampled each token; -1 where it did not sample."""
+    turn_ids: tuple[int, ...] = ()
+    """The turn that each token belongs to, or that it precedes."""
     turn_rewards: tuple[float, ...] = ()
     """One per turn of the whole trajectory."""
     num_prompt_tokens: int = 0
@@ -37,6 +40,8 @@ class Sequence:
     """Which trajectory of the batch."""
     branch: int = 0
     """Which branch of the trajectory."""
+    is_truncated: bool = False
+    """The trajectory met a limit before its end."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -56,24 +61,25 @@ def make_sequences(
     trajectory: Trajectory, group_id: int = 0, trajectory_id: int = 0
 ) -> list[Sequence]:
     """The training rows of a trajectory: one per branch, and an empty one where there is none."""
-    turn_rewards = tuple(turn.reward for turn in trajectory.turns)
     return [
-        _make_sequence(spans, turn_rewards, group_id, trajectory_id, branch)
+        _make_sequence(
+            spans,
+            turn_rewards=tuple(turn.reward for turn in trajectory.turns),
+            group_id=group_id,
+            trajectory_id=trajectory_id,
+            branch=branch,
+            is_truncated=trajectory.stop_reason.is_truncation,
+        )
         for branch, spans in enumerate(trajectory.branches or [()])
     ]
 
 
-def _make_sequence(
-    spans: tuple[TokenSpan, ...],
-    turn_rewards: tuple[float, ...],
-    group_id: int,
-    trajectory_id: int,
-    branch: int,
-) -> Sequence:
+def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    turn_ids: list[int] = []
     for span in spans:
         is_policy = span.origin == "policy"
         token_ids += span.token_ids
@@ -81,16 +87,15 @@ def _make_sequence(
         logprobs += span.logprobs if span.logprobs is not None else [0.0] * len(span)
         version = span.policy_version if span.policy_version is not None else -1
         versions += [version] * len(span)
+        turn_ids += [span.turn] * len(span)
     return Sequence(
         token_ids=tuple(token_ids),
         loss_mask=tuple(loss_mask),
         old_logprobs=tuple(logprobs),
         versions=tuple(versions),
-        turn_rewards=turn_rewards,
+        turn_ids=tuple(turn_ids),
         num_prompt_tokens=len(spans[0]) if spans and spans[0].origin == "prompt" else 0,
-        group_id=group_id,
-        trajectory_id=trajectory_id,
-        branch=branch,
+        **facts,
     )
 
 

@@ -21,8 +21,8 @@ from areal_gym.trainer.checkpoint import (
     restore_learner,
     save_learner,
 )
-from areal_gym.trainer.learner import Learner, _MeansByLag
-from areal_gym.trainer.losses import cispo, gspo, ppo_clip
+from areal_gym.trainer.learner import Learner
+from areal_gym.trainer.losses import LossOutput, cispo, gspo, ppo_clip
 from areal_gym.trainer.objective import score_tokens
 from areal_gym.trainer.packing import Row, pack, split_by_tokens
 from areal_gym.trainer.sequences import make_sequences, sequences_of
@@ -107,15 +107,12 @@ def test_a_fork_weighs_what_the_whole_weighs(aggregation):
 
 
 def test_one_update_begins_at_the_proximal_policy():
-    """It scores the stale tokens as a pass of its own would."""
+    """It scores the stale tokens as a pass of its own would, which M2PO's mask needs."""
     groups = batch(num_groups=4)
-    one, two = learner(tokens_per_microbatch=64), learner(tokens_per_microbatch=64)
+    one = learner(tokens_per_microbatch=64)
+    two = learner(tokens_per_microbatch=64, correction={"second_moment": 1e9})  # masks nothing
     one.step(groups, version=2)
-    rows = sequences_of(tuple(groups))
-    proximal = two.score(rows)
-    rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
-    advantages = grpo(rewards, torch.tensor([row.group_id for row in rows])).tolist()
-    two._update(rows, advantages, list(range(len(rows))), True, proximal, {}, _MeansByLag(2))
+    assert two.step(groups, version=2)["train/kept_fraction"] == 1
     assert (flat_weights(one) - flat_weights(learner())).norm() > 1e-4
     assert torch.equal(flat_weights(one), flat_weights(two))
 
@@ -336,17 +333,25 @@ def test_minibatches_split_by_group():
     assert trained.num_steps == 1
 
 
+def infinite(inputs):
+    return LossOutput(loss=inputs.logprobs * float("inf"))
+
+
 def test_infinite_gradients_are_skipped_then_refused():
-    trained = learner(advantage=reinforce)
-    rng = random.Random(0)
-    bad = trajectory(rng, (1, 2), reward=float("inf"))
-    group = Group(id="g", task=bad.task, trajectories=(bad,))
+    trained = learner(loss=infinite)
     before = flat_weights(trained)
-    assert trained.step([group], version=0)["train/skipped_updates"] == 1
+    assert trained.step(batch(), version=0)["train/skipped_updates"] == 1
     assert torch.equal(flat_weights(trained), before)
-    trained.step([group], version=0)
+    trained.step(batch(), version=0)
     with pytest.raises(TrainError, match="not finite"):
-        trained.step([group], version=0)
+        trained.step(batch(), version=0)
+
+
+def test_a_reward_that_is_not_finite_trains_nothing():
+    bad = trajectory(random.Random(0), (1, 2), reward=float("inf"))
+    trained = learner(advantage=reinforce)
+    with pytest.raises(TrainError, match="advantages that are not finite"):
+        trained.step([Group(id="g", task=bad.task, trajectories=(bad,))], version=0)
 
 
 def test_unknown_loss_arguments_are_named():

@@ -1,0 +1,281 @@
+"""The contracts of losses and advantage estimators, for the tests of those who write one.
+
+    from areal_gym.testing import check_advantage_estimator, check_policy_loss
+
+    def test_my_loss():
+        check_policy_loss(my_loss, clip_high=0.3)
+
+Each check raises an AssertionError that names the rule, and returns nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from areal_gym.trainer.advantages import AdvantageEstimator, AdvantageInputs
+    from areal_gym.trainer.losses import LossInputs, LossOutput, PolicyLoss
+
+__all__ = ["check_advantage_estimator", "check_policy_loss"]
+
+Compares = Literal["siblings", "batch", "nothing"]
+
+_LENGTHS = (3, 1, 5, 2, 4)
+"""Tokens of the sequences of the batch on which losses are tried."""
+_GROUPS = ((0.0, 1.0, 3.0), (0.5, 0.5), (2.0, 0.0, 0.0, 1.0))
+"""Rewards of the trajectories on which estimators are tried: ragged, the second group flat."""
+
+
+def check_policy_loss(loss: PolicyLoss, **settings: Any) -> None:
+    """What every policy loss keeps, with these `settings` as its keyword arguments.
+
+    - One finite number per token, and the same again when asked again; inputs stay as they are.
+    - On policy the gradient is REINFORCE's: -A per token, or per sequence in the sum.
+    - A sequence's loss and gradient depend on nothing but that sequence: not on packing, order or
+      micro-batches.
+    - Numbers and gradients are finite where the log-ratio is 30 either way.
+    - Tokens with weight 0 have a gradient of exactly 0, whatever their ratio is.
+    - Metrics are per token, finite and without gradient.
+
+    Raises:
+        AssertionError: it breaks a rule.
+        ConfigError: what the loss itself raises.
+    """
+    _check_output(loss, settings)
+    _check_on_policy(loss, settings)
+    _check_alone(loss, settings)
+    _check_extremes(loss, settings)
+
+
+def check_advantage_estimator(
+    estimator: AdvantageEstimator, *, compares: Compares = "siblings", **settings: Any
+) -> None:
+    """What every advantage estimator keeps, with these `settings` as its keyword arguments.
+
+    - One finite number per trajectory (or per token), also for ragged groups; inputs stay as they
+      are.
+    - The order of trajectories and the numbers that name groups do not matter.
+    - The best of a group gets more than the worst.
+    - Where it `compares` siblings, rewards of a group that all change by the same amount change
+      nothing, and a group of equal rewards gets exactly 0; where it compares the batch, the same
+      holds of the batch.
+
+    Raises:
+        AssertionError: it breaks a rule.
+        ConfigError: what the estimator itself raises.
+    """
+    from areal_gym.trainer.advantages import estimate
+
+    def run(rewards: tuple[tuple[float, ...], ...], order: list[int] | None = None) -> Tensor:
+        return estimate(estimator, _trajectories(rewards, order), **settings).advantages_T
+
+    inputs = _trajectories(_GROUPS)
+    before = [t.clone() for t in _tensors(inputs)]
+    plain_T = estimate(estimator, inputs, **settings).advantages_T
+    for tensor, copy in zip(_tensors(inputs), before, strict=True):
+        _require((tensor == copy).all(), "its inputs are changed in place")
+
+    order = [7, 2, 8, 0, 4, 1, 6, 3, 5]
+    starts = _starts(inputs)
+    shuffled = _trajectories(_GROUPS, order)
+    moved_T = run(_GROUPS, order)
+    for place, i in enumerate(order):
+        at, of = _starts(shuffled)[place], starts[i]
+        _same(moved_T[at], plain_T[of], "the order of trajectories, or the groups' ids, matter")
+
+    rewards_G = inputs.rewards_G
+    for members in ([0, 1, 2], [5, 6, 7, 8]):
+        best = max(members, key=lambda i: float(rewards_G[i]))
+        worst = min(members, key=lambda i: float(rewards_G[i]))
+        last = [float(plain_T[starts[i]][-1]) for i in (best, worst)]
+        _require(last[0] > last[1], "the best of a group gets no more than the worst")
+
+    if compares == "nothing":
+        return
+    shifts = (5.0, -2.0, 1.0) if compares == "siblings" else (3.0, 3.0, 3.0)
+    shifted = tuple(
+        tuple(r + shift for r in rewards) for rewards, shift in zip(_GROUPS, shifts, strict=True)
+    )
+    _same(run(shifted), plain_T, f"a constant added to all rewards of the {compares} matters")
+    flat_T = (
+        run(tuple((0.1,) * len(rewards) for rewards in _GROUPS))
+        if compares == "batch"
+        else plain_T[starts[3].start : starts[4].stop]
+    )
+    _require((flat_T == 0).all(), f"equal rewards of the {compares} do not give exactly 0")
+
+
+# ---- losses ----------------------------------------------------------------------------------
+
+
+def _check_output(loss: PolicyLoss, settings: dict[str, Any]) -> None:
+    import torch
+
+    batch = _tokens()
+    before = [t.clone() for t in _tensors(batch)]
+    output = loss(batch, **settings)
+    for tensor, copy in zip(_tensors(batch), before, strict=True):
+        _require(torch.equal(tensor, copy), "its inputs are changed in place")
+    again = loss(batch, **settings)
+    shape = batch.logprobs.shape
+    _require(output.loss.shape == shape, f"its loss has shape {tuple(output.loss.shape)}, not [T]")
+    _require(output.loss.requires_grad, "its loss carries no gradient")
+    _require(output.loss.isfinite().all(), "its loss is not finite")
+    _require(torch.equal(output.loss, again.loss), "asked twice, it gives different losses")
+    for name, values_T in output.metrics.items():
+        _require(values_T.shape == shape, f"its metric {name!r} has another shape than [T]")
+        _require(not values_T.requires_grad, f"its metric {name!r} carries a gradient")
+        _require(values_T.isfinite().all(), f"its metric {name!r} is not finite")
+
+
+def _check_on_policy(loss: PolicyLoss, settings: dict[str, Any]) -> None:
+    import torch
+
+    for is_shared in (True, False):
+        batch = _tokens(log_ratio=0.0, has_one_advantage_each=is_shared)
+        gradient_T = _gradient(batch, loss(batch, **settings))
+        if is_shared:
+            _same(gradient_T, -batch.advantages, "the gradient on policy is not REINFORCE's, -A")
+        sums = torch.zeros(len(_LENGTHS), dtype=torch.float64)
+        _same(
+            sums.index_add(0, batch.sequence_ids, gradient_T),
+            sums.index_add(0, batch.sequence_ids, -batch.advantages),
+            "the gradient on policy, summed over a sequence, is not REINFORCE's",
+        )
+
+
+def _check_alone(loss: PolicyLoss, settings: dict[str, Any]) -> None:
+    import torch
+
+    batch = _tokens()
+    output = loss(batch, **settings)
+    gradient_T = _gradient(batch, output)
+    for order in ([3, 0, 4, 2, 1], [2, 1], [0], [1]):
+        taken_T = torch.cat([(batch.sequence_ids == i).nonzero().squeeze(1) for i in order])
+        part = _tokens(taken_T, order)
+        found = loss(part, **settings)
+        rule = "a sequence's {} depends on what else is in the micro-batch, or on its order"
+        _same(found.loss.detach(), output.loss.detach()[taken_T], rule.format("loss"))
+        _same(_gradient(part, found), gradient_T[taken_T], rule.format("gradient"))
+
+
+def _check_extremes(loss: PolicyLoss, settings: dict[str, Any]) -> None:
+    import torch
+
+    for log_ratio in (30.0, -30.0):
+        batch = _tokens(log_ratio=log_ratio, dtype=torch.float32)
+        output = loss(batch, **settings)
+        where = f"where the log-ratio is {log_ratio:g}"
+        _require(output.loss.isfinite().all(), f"its loss is not finite {where}")
+        _require(_gradient(batch, output).isfinite().all(), f"its gradient is not finite {where}")
+        is_masked_T = batch.sequence_ids % 2 == 0
+        again = _tokens(log_ratio=log_ratio, dtype=torch.float32)
+        found = loss(again, **settings)
+        gradient_T = _gradient(again, found, weights_T=(~is_masked_T).float())
+        _require((gradient_T[is_masked_T] == 0).all(), f"masked tokens have a gradient {where}")
+
+
+def _tokens(
+    taken_T: Tensor | None = None,
+    order: list[int] | None = None,
+    *,
+    log_ratio: float | None = None,
+    has_one_advantage_each: bool = False,
+    dtype: Any = None,
+) -> LossInputs:
+    """The same tokens every time (float64), or those of some sequences of them."""
+    import torch
+
+    from areal_gym.trainer.losses import LossInputs
+
+    rng = random.Random(0)
+    ids_T = torch.tensor([i for i, length in enumerate(_LENGTHS) for _ in range(length)])
+
+    def draw(low: float, high: float) -> Tensor:
+        values = [rng.uniform(low, high) for _ in ids_T]
+        return torch.tensor(values, dtype=dtype or torch.float64)
+
+    proximal_T, drift_T, advantages_T = draw(-3, -0.1), draw(-0.5, 0.5), draw(-2, 2)
+    old_T = proximal_T + draw(-0.2, 0.2)
+    if log_ratio is not None:
+        drift_T = torch.full_like(drift_T, log_ratio)
+    if has_one_advantage_each:
+        advantages_T = advantages_T[ids_T]
+    logprobs_T = proximal_T + drift_T
+    if taken_T is None:
+        taken_T, order = torch.arange(len(ids_T)), list(range(len(_LENGTHS)))
+    place = {i: n for n, i in enumerate(order or [])}
+    return LossInputs(
+        logprobs=logprobs_T[taken_T].requires_grad_(True),
+        proximal=proximal_T[taken_T],
+        old_logprobs=old_T[taken_T],
+        advantages=advantages_T[taken_T],
+        sequence_ids=torch.tensor([place[i] for i in ids_T[taken_T].tolist()]),
+    )
+
+
+def _gradient(batch: LossInputs, output: LossOutput, weights_T: Tensor | None = None) -> Tensor:
+    import torch
+
+    total = (output.loss if weights_T is None else output.loss * weights_T).sum()
+    (gradient_T,) = torch.autograd.grad(total, batch.logprobs)
+    return gradient_T
+
+
+# ---- estimators ------------------------------------------------------------------------------
+
+
+def _trajectories(
+    rewards: tuple[tuple[float, ...], ...], order: list[int] | None = None
+) -> AdvantageInputs:
+    """One or two turns each, with the whole reward on the last; other orders rename the groups."""
+    import torch
+
+    from areal_gym.trainer.advantages import AdvantageInputs
+
+    rng = random.Random(0)
+    shapes = [
+        (reward, group, [rng.randint(1, 4) for _ in range(1 + (i + group) % 2)])
+        for group, members in enumerate(rewards)
+        for i, reward in enumerate(members)
+    ]
+    values = [[rng.uniform(-0.1, 0.1) for _ in range(sum(lengths))] for _, _, lengths in shapes]
+    taken = range(len(shapes)) if order is None else order
+    chosen = [shapes[i] for i in taken]
+    return AdvantageInputs.from_turns(
+        [[0.0] * (len(lengths) - 1) + [reward] for reward, _, lengths in chosen],
+        [lengths for _, _, lengths in chosen],
+        [group if order is None else 7 - 3 * group for _, group, _ in chosen],
+        values_T=torch.tensor([v for i in taken for v in values[i]], dtype=torch.float64),
+        final_values_G=torch.zeros(len(chosen), dtype=torch.float64),
+    )
+
+
+def _starts(inputs: AdvantageInputs) -> list[slice]:
+    """Where each trajectory's tokens are."""
+    counts = inputs.trajectory_ids_T.bincount(minlength=len(inputs.rewards_G)).tolist()
+    return [slice(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts))]
+
+
+# ---- both ------------------------------------------------------------------------------------
+
+
+def _tensors(inputs: LossInputs | AdvantageInputs) -> list[Tensor]:
+    found = (getattr(inputs, field.name) for field in dataclasses.fields(inputs))
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _require(condition: bool | Tensor, rule: str) -> None:
+    if not bool(condition):
+        raise AssertionError(rule)
+
+
+def _same(found: Tensor, expected: Tensor, rule: str) -> None:
+    import torch
+
+    if not torch.allclose(found.double(), expected.double(), rtol=1e-6, atol=1e-6):
+        raise AssertionError(f"{rule}: {found.tolist()} is not {expected.tolist()}")

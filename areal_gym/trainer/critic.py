@@ -1,0 +1,77 @@
+"""The critic of PPO: what a trajectory is still going to earn, before each of its tokens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areal_gym.config import TrainerConfig
+from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.objective import places_before
+from areal_gym.trainer.optimizer import Optimizer
+from areal_gym.trainer.packing import PackedBatch
+
+__all__ = ["Critic"]
+
+
+class Critic(nn.Module):
+    """A linear head on a decoder's hidden states; it begins by predicting 0 everywhere.
+
+    Args:
+        decoder: the policy. With `critic.trunk="own"` its weights are copied, and change apart from
+            it from then on; with "shared" its hidden states are used, and the head's gradient
+            reaches it.
+        config: the trainer's settings.
+    """
+
+    def __init__(self, decoder: Decoder, config: TrainerConfig) -> None:
+        super().__init__()
+        self.trunk: Decoder | None = None
+        if config.critic.trunk == "own":
+            self.trunk = copy.deepcopy(decoder)
+            self.trunk.lm_head = None  # it predicts no tokens
+        device = next(decoder.parameters()).device
+        self.head = nn.Linear(decoder.config.hidden_size, 1, device=device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self._scale = config.critic.lr_scale
+        self._optimizer = Optimizer(self, config)
+
+    def of(self, hidden_TC: Tensor) -> Tensor:
+        """[T, C] -> [T]: values of hidden states, float32."""
+        values_T1: Tensor = self.head(hidden_TC)
+        return values_T1.squeeze(1).float()
+
+    def before(self, decoder: Decoder, batch: PackedBatch, masks: list[tuple[bool, ...]]) -> Tensor:
+        """[T]: what it predicts before the tokens that `masks` marks."""
+        return self._at(decoder, batch, places_before(batch, masks)[0])
+
+    def before_and_after(
+        self, decoder: Decoder, batch: PackedBatch, masks: list[tuple[bool, ...]]
+    ) -> tuple[Tensor, Tensor]:
+        """[T] as `before`, and [B]: what it predicts after the last token of each row."""
+        sources, _ = places_before(batch, masks)
+        last = [index[-1] for index in batch.row_index]
+        values = self._at(decoder, batch, sources + last)
+        return values[: len(sources)], values[len(sources) :]
+
+    def step(self, scale: float) -> float:
+        """Apply the gradients; returns their norm."""
+        return self._optimizer.step(scale * self._scale)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Weights and optimizer states; `restore` takes them."""
+        return {"weights": self.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `checkpoint` was taken."""
+        self.load_state_dict(state["weights"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def _at(self, decoder: Decoder, batch: PackedBatch, places: list[int]) -> Tensor:
+        trunk = decoder if self.trunk is None else self.trunk
+        hidden_NC = trunk(batch.token_ids_N, batch.positions_N, batch.attend)
+        return self.of(hidden_NC[torch.tensor(places, device=hidden_NC.device)])

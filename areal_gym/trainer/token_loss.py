@@ -1,0 +1,165 @@
+"""The loss of each token: policy loss and KL, weighed by how far its policy was from today's.
+
+    w (policy loss + kl.coefficient * KL(policy || reference))
+
+w is 1 where nothing is stale, and the constant weight of `corrections.correct` where something is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from areal_gym.algorithms import CorrectionConfig
+from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.trainer.corrections import correct, interpolate_proximal
+from areal_gym.trainer.experience import Columns
+from areal_gym.trainer.losses import LossInputs, LossOutput, PolicyLoss
+from areal_gym.trainer.ratios import KL_ESTIMATORS, k3
+
+__all__ = ["Proximal", "TokenLoss", "loss_arguments", "proximal_source", "try_loss"]
+
+Proximal = Literal["recorded", "scored", "current", "loglinear", "linear"]
+"""Where the log-probabilities of the proximal policy come from."""
+
+
+def proximal_source(correction: CorrectionConfig, *, is_stale: bool, num_updates: int) -> Proximal:
+    """How a step finds the policy that it began with; "recorded" corrects nothing."""
+    wanted = correction.proximal
+    if wanted == "recorded" or not (is_stale or wanted == "recomputed"):
+        return "recorded"
+    if correction.second_moment is not None:
+        return "scored"
+    if num_updates == 1:
+        return "current"  # the one update of a step begins at the weights of the proximal policy
+    return wanted if wanted == "loglinear" or wanted == "linear" else "scored"
+
+
+class TokenLoss:
+    """Called with the tokens of some rows; its columns are `old`, `versions`, `advantages`, and
+    where they are needed `proximal`, `kept` (M2PO's mask) and `reference`.
+
+    Raises:
+        ConfigError: arguments that the policy loss does not take.
+    """
+
+    def __init__(self, loss: PolicyLoss, config: TrainerConfig) -> None:
+        self._loss = loss
+        self._kwargs = loss_arguments(loss, config)
+        self._kl = config.kl
+        correction = config.correction.model_dump(exclude={"proximal", "second_moment"})
+        self._correction: dict[str, Any] = correction
+
+    def __call__(
+        self,
+        logprobs_T: Tensor,
+        columns: Columns,
+        indexes: list[int],
+        *,
+        proximal: Proximal,
+        version: int,
+    ) -> LossOutput:
+        """The loss of each token, with metrics.
+
+        Args:
+            logprobs_T: of the policy being trained, with gradient.
+            columns: numbers of all rows' tokens.
+            indexes: the rows that these tokens make up, in order.
+            proximal: where the proximal policy's log-probabilities come from.
+            version: that of the weights at the step's beginning.
+        """
+        old_T = columns.take("old", indexes)
+        now_T = logprobs_T.detach()
+        inputs = LossInputs(
+            logprobs=logprobs_T,
+            proximal=self._proximal(proximal, now_T, columns, indexes, version),
+            old_logprobs=old_T,
+            advantages=columns.take("advantages", indexes),
+            sequence_ids=columns.row_ids(indexes),
+        )
+        output = self._loss(inputs, **self._kwargs)
+        loss_T, metrics = output.loss, dict(output.metrics)
+        # The tokens are the old policy's, so this is the divergence *from* it.
+        metrics["approx_kl"] = k3(old_T, now_T)
+        if "reference" in columns:
+            reference_T = columns.take("reference", indexes)
+            metrics["kl_reference"] = k3(now_T, reference_T)
+            if self._kl.place == "loss":
+                kl_T = KL_ESTIMATORS[self._kl.estimator](logprobs_T, reference_T)
+                loss_T = loss_T + self._kl.coefficient * kl_T
+        if proximal != "recorded":
+            found = correct(inputs.proximal, old_T, inputs.sequence_ids, **self._correction)
+            weights_T = found.weights
+            metrics |= found.metrics
+            if "kept" in columns:
+                kept_T = columns.take("kept", indexes)
+                weights_T = weights_T * kept_T
+                metrics["kept_fraction"] = kept_T
+            loss_T = weights_T * loss_T
+        return LossOutput(loss=loss_T, metrics=metrics)
+
+    def _proximal(
+        self,
+        source: Proximal,
+        now_T: Tensor,
+        columns: Columns,
+        indexes: list[int],
+        version: int,
+    ) -> Tensor:
+        if source == "current":
+            return now_T
+        if source in ("recorded", "scored"):
+            return columns.take("old" if source == "recorded" else "proximal", indexes)
+        return interpolate_proximal(
+            now_T,
+            columns.take("old", indexes),
+            columns.take("versions", indexes),
+            proximal_version=version,
+            current_version=version + 1,
+            kind="linear" if source == "linear" else "loglinear",
+        )
+
+
+def try_loss(loss: PolicyLoss, config: TrainerConfig) -> None:
+    """Let the loss see one token, so that what it refuses is known before anything was played.
+
+    Raises:
+        ConfigError: arguments that the policy loss does not take, or does not like.
+    """
+    zeros_T = torch.zeros(1)
+    token = LossInputs(
+        logprobs=zeros_T,
+        proximal=zeros_T,
+        old_logprobs=zeros_T,
+        advantages=zeros_T,
+        sequence_ids=zeros_T.long(),
+    )
+    loss(token, **loss_arguments(loss, config))
+
+
+def loss_arguments(loss: PolicyLoss, config: TrainerConfig) -> dict[str, Any]:
+    """The settings as keyword arguments of the loss: the clips where it takes them.
+
+    Raises:
+        ConfigError: `loss_kwargs` names an argument that the loss does not have.
+    """
+    parameters = inspect.signature(loss).parameters
+    takes = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for name in config.loss_kwargs:
+        if name not in takes:
+            near = did_you_mean(name, takes)
+            raise ConfigError(
+                f"the loss {config.loss!r} takes no argument {name!r}",
+                hints=[near] if near else [f"it takes: {', '.join(takes) or 'none'}"],
+            )
+    # The loss's own default matters: 0.2 is a sensible clip for a token's ratio, not a sequence's.
+    clips: dict[str, Any] = {
+        name: value
+        for name, value in (("clip_low", config.clip_low), ("clip_high", config.clip_high))
+        if name in takes and value != "default"
+    }
+    return {**clips, **config.loss_kwargs}

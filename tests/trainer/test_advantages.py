@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_gym.errors import ConfigError, TrainError
+from areal_gym.trainer.advantages import (
+    AdvantageInputs,
+    dr_grpo,
+    estimate,
+    grpo,
+    lite_ppo,
+    normalise,
+    reinforce,
+    returns_to_go,
+    rloo,
+)
+from areal_gym.trainer.token_advantages import gae, per_turn, reinforce_pp, reinforce_pp_baseline
+
+
+def test_advantages_by_hand():
+    rewards, ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
+    assert dr_grpo(rewards, ids).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
+    assert rloo(rewards, ids).tolist() == pytest.approx([1.0, -0.5, -0.5, 0, 0])
+    std = math.sqrt(1 / 3)
+    assert grpo(rewards, ids).tolist() == pytest.approx(
+        [2 / 3 / std, -1 / 3 / std, -1 / 3 / std, 0, 0], rel=1e-5
+    )
+    assert reinforce(rewards, ids).tolist() == rewards.tolist()
+
+
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo, lite_ppo])
+@given(
+    rewards=st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=4, max_size=12),
+    shift=st.integers(-5, 5),
+    data=st.data(),
+)
+def test_shift_and_order_do_not_matter(estimator, rewards, shift, data):
+    ids = [i % 2 for i in range(len(rewards))]
+    plain = estimator(torch.tensor(rewards), torch.tensor(ids)).tolist()
+    shifted = estimator(torch.tensor(rewards) + shift, torch.tensor(ids)).tolist()
+    assert shifted == pytest.approx(plain, rel=1e-3, abs=1e-2)
+    order = data.draw(st.permutations(range(len(rewards))))
+    moved = estimator(
+        torch.tensor([rewards[i] for i in order]), torch.tensor([ids[i] for i in order])
+    ).tolist()
+    assert moved == pytest.approx([plain[i] for i in order])
+
+
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo, lite_ppo])
+@given(value=st.floats(-1e6, 1e6), size=st.integers(2, 9))
+def test_a_group_of_equal_rewards_gets_exactly_zero(estimator, value, size):
+    rewards = torch.full((size,), value, dtype=torch.float64)
+    assert estimator(rewards, torch.zeros(size, dtype=torch.long)).tolist() == [0.0] * size
+
+
+def test_returns_to_go_turn_by_turn():
+    assert returns_to_go([]) == []
+    assert returns_to_go([0.0, 1.0, 2.0]) == [3.0, 3.0, 2.0]
+    assert returns_to_go([1.0, 0.0, 4.0], discount=0.5) == [2.0, 2.0, 4.0]
+
+
+@given(rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=9), discount=st.floats(0, 1))
+def test_returns_to_go_obey_their_recursion(rewards, discount):
+    returns = returns_to_go(rewards, discount)
+    assert returns[-1] == rewards[-1]
+    for k in range(len(rewards) - 1):
+        assert returns[k] == pytest.approx(rewards[k] + discount * returns[k + 1])
+
+
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo, lite_ppo])
+def test_a_lonely_sibling_is_refused(estimator):
+    with pytest.raises(ConfigError, match="only one member"):
+        estimator(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 1]))
+
+
+def test_lite_ppo_by_hand():
+    rewards, ids = torch.tensor([3.0, 1.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    std = math.sqrt((1 + 1) / 3)  # of 1, -1, 0, 0: a whole batch's, not a group's
+    assert lite_ppo(rewards, ids).tolist() == pytest.approx([1 / std, -1 / std, 0, 0], rel=1e-5)
+    assert lite_ppo(torch.ones(4), ids).tolist() == [0.0] * 4
+
+
+def test_normalise_by_hand():
+    assert normalise(torch.tensor([1.0, 3.0])).tolist() == pytest.approx(
+        [-1 / math.sqrt(2), 1 / math.sqrt(2)], rel=1e-5
+    )
+    assert normalise(torch.tensor([0.1] * 7)).tolist() == [0.0] * 7
+    assert normalise(torch.tensor([])).tolist() == []
+
+
+# ---- per token and per turn ------------------------------------------------------------------
+
+
+def two_turns(**critic) -> AdvantageInputs:
+    """Siblings: one of two turns (2 and 1 tokens, rewards 1 and 3), one of a single token."""
+    return AdvantageInputs.from_turns([[1.0, 3.0], [2.0]], [[2, 1], [1]], [0, 0], **critic)
+
+
+def test_rewards_fall_on_the_last_token_of_their_turn():
+    inputs = two_turns()
+    assert inputs.rewards_G.tolist() == [4.0, 2.0]
+    assert inputs.rewards_T.tolist() == [0.0, 1.0, 3.0, 2.0]
+    assert inputs.trajectory_ids_T.tolist() == [0, 0, 0, 1]
+    assert inputs.turn_ids_T.tolist() == [0, 0, 1, 0]
+
+
+def test_the_reward_of_a_turn_without_tokens_goes_to_the_token_before():
+    inputs = AdvantageInputs.from_turns([[1.0, 2.0, 4.0], [8.0, 1.0]], [[0, 2, 0], [0, 1]], [0, 0])
+    assert inputs.rewards_G.tolist() == [7.0, 9.0]
+    assert inputs.rewards_T.tolist() == [0.0, 6.0, 1.0]  # nobody sampled a token for the first 8
+
+
+def test_gae_per_token_by_hand():
+    values = torch.tensor([0.5, 1.0, 2.0, 4.0])
+    found = estimate(gae, two_turns(values_T=values), discount=0.5, lam=0.5)
+    # Of the last token backwards: 3 - 2; 1 + 0.5 * 2 - 1 + 0.25 * 1; 0.5 * 1 - 0.5 + 0.25 * 1.25
+    assert found.advantages_T.tolist() == pytest.approx([0.3125, 1.25, 1.0, -2.0])
+    assert found.returns_T.tolist() == pytest.approx([0.8125, 2.25, 3.0, 2.0])
+
+
+def test_gae_per_turn_by_hand():
+    values = torch.tensor([0.5, 9.0, 2.0, 4.0])  # 9 is inside a turn: nobody asks for it
+    found = estimate(gae, two_turns(values_T=values), discount=0.5, lam=0.5, unit="turn")
+    # 3 - 2; then 1 + 0.5 * 2 - 0.5 + 0.25 * 1
+    assert found.advantages_T.tolist() == pytest.approx([1.75, 1.75, 1.0, -2.0])
+    assert found.returns_T.tolist() == pytest.approx([2.25, 2.25, 3.0, 2.0])
+
+
+def test_gae_looks_past_the_end_of_what_was_cut_short():
+    values, last = torch.zeros(4), torch.tensor([10.0, 0.0])
+    found = estimate(gae, two_turns(values_T=values, final_values_G=last), discount=0.5, lam=0.0)
+    assert found.advantages_T.tolist() == [0.0, 1.0, 3.0 + 5.0, 2.0]
+
+
+@given(
+    rewards=st.lists(st.floats(-3, 3), min_size=1, max_size=6),
+    values=st.lists(st.floats(-3, 3), min_size=6, max_size=6),
+    discount=st.floats(0.1, 1),
+)
+def test_gae_of_lambda_one_is_the_return_minus_the_value(rewards, values, discount):
+    values_T = torch.tensor(values[: len(rewards)], dtype=torch.float64)
+    inputs = AdvantageInputs.from_turns([rewards], [[1] * len(rewards)], [0], values_T=values_T)
+    for unit in ("token", "turn"):
+        found = estimate(gae, inputs, discount=discount, lam=1.0, unit=unit)
+        expected = returns_to_go(rewards, discount)
+        assert found.returns_T.tolist() == pytest.approx(expected)
+        assert (found.advantages_T + values_T).tolist() == pytest.approx(expected)
+
+
+def test_normalised_gae_leaves_the_critics_targets_alone():
+    plain, scaled = (
+        estimate(gae, two_turns(values_T=torch.zeros(4)), is_normalised=is_normalised)
+        for is_normalised in (False, True)
+    )
+    assert scaled.returns_T.tolist() == plain.returns_T.tolist()
+    assert float(scaled.advantages_T.mean()) == pytest.approx(0.0, abs=1e-9)
+    assert float(scaled.advantages_T.std()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_reinforce_pp_by_hand():
+    # Returns from each token on: 4, 4, 3 and 2.
+    found = estimate(reinforce_pp, two_turns()).advantages_T
+    std = math.sqrt((0.75**2 + 0.75**2 + 0.25**2 + 1.25**2) / 3)
+    assert found.tolist() == pytest.approx([x / std for x in (0.75, 0.75, -0.25, -1.25)], rel=1e-5)
+
+
+def test_reinforce_pp_baseline_by_hand():
+    # 1 for three tokens, -1 for one: mean 0.5, deviation 1.
+    found = estimate(reinforce_pp_baseline, two_turns()).advantages_T
+    assert found.tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5], rel=1e-5)
+
+
+def test_per_turn_by_hand():
+    inputs = two_turns()
+    # Against the sibling's whole return, 2.
+    found = estimate(per_turn, inputs, baseline="rloo").advantages_T
+    assert found.tolist() == pytest.approx([4 - 2, 4 - 2, 3 - 2, 2 - 4])
+    halved = estimate(per_turn, inputs, baseline="rloo", discount=0.5).advantages_T
+    assert halved.tolist() == pytest.approx([2.5 - 2, 2.5 - 2, 3 - 2, 2 - 2.5])
+    # The sibling has no second turn.
+    by_turn = estimate(per_turn, inputs, baseline="rloo", by="turn").advantages_T
+    assert by_turn.tolist() == pytest.approx([4 - 2, 4 - 2, 0, 2 - 4])
+
+
+@given(
+    rewards=st.lists(st.floats(-3, 3).map(lambda x: round(x, 2)), min_size=4, max_size=7),
+    turns=st.lists(st.integers(1, 3), min_size=7, max_size=7),
+)
+@pytest.mark.parametrize("baseline", [grpo, dr_grpo, rloo, reinforce])
+def test_one_reward_at_the_end_per_turn_is_the_baseline_itself(baseline, rewards, turns):
+    lengths = [[2] * n for n in turns[: len(rewards)]]
+    inputs = AdvantageInputs.from_turns(
+        [[0.0] * (len(n) - 1) + [r] for r, n in zip(rewards, lengths, strict=True)],
+        lengths,
+        [i % 2 for i in range(len(rewards))],
+    )
+    found = estimate(per_turn, inputs, baseline=baseline).advantages_T
+    assert found.tolist() == pytest.approx(estimate(baseline, inputs).advantages_T.tolist())
+
+
+def test_an_unknown_baseline_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match="no baseline 'rlooo'") as error:
+        estimate(per_turn, two_turns(), baseline="rlooo")
+    assert "rloo" in error.value.hints[0]
+
+
+# ---- what `estimate` refuses -----------------------------------------------------------------
+
+
+def test_a_critic_is_asked_for_where_there_is_none():
+    with pytest.raises(ConfigError, match="needs values_T, and the trainer has no critic"):
+        estimate(gae, two_turns())
+
+
+def test_unknown_settings_are_named():
+    with pytest.raises(ConfigError, match="takes no setting 'lamb'") as error:
+        estimate(gae, two_turns(values_T=torch.zeros(4)), lamb=0.9)
+    assert "lam" in error.value.hints[0]
+    with pytest.raises(ConfigError, match="takes no setting") as error:
+        estimate(grpo, two_turns(), eps=1)
+    assert error.value.hints == ("it takes: none",)
+
+
+def test_estimators_of_plugins_are_held_to_their_word():
+    def short(rewards_G, group_ids_G):
+        return rewards_G[:1]
+
+    def endless(rewards_G, group_ids_G, *, rewards_T):
+        return rewards_T / 0
+
+    with pytest.raises(TrainError, match="not one for each trajectory"):
+        estimate(short, two_turns())
+    with pytest.raises(TrainError, match="not finite"):
+        estimate(endless, two_turns())
