@@ -80,7 +80,9 @@ def test_the_models_own_end_of_text_ends_only_turns_that_name_it(in_engine, tmp_
     async def test(engine, decoder):
         eos = decoder.config.eos_token_id
         with torch.no_grad():
-            decoder.model.embed_tokens.weight[eos] *= 50  # tied: hardly anything else is sampled now
+            decoder.model.embed_tokens.weight[eos] *= (
+                50  # tied: hardly anything else is sampled now
+            )
         sync = DiskWeightSync(engine, directory=tmp_path / "ending")
         await sync.publish(decoder.state_dict().items(), 1)
         for elsewhere in ((), (eos - 1,)):
