@@ -19,7 +19,8 @@ class GroupBuffer:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, float, Group]] = []
+        self._heap: list[tuple[int, float, int | None, Group]] = []
+        """Number, since when it is here, the oldest version in it, and the group."""
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -27,7 +28,7 @@ class GroupBuffer:
     @property
     def indices(self) -> list[int]:
         """Which groups are here, ascending."""
-        return sorted(index for index, _, _ in self._heap)
+        return sorted(entry[0] for entry in self._heap)
 
     @property
     def oldest_s(self) -> float:
@@ -36,19 +37,20 @@ class GroupBuffer:
 
     def put(self, index: int, group: Group) -> None:
         """Add the group that was started as number `index`."""
-        heapq.heappush(self._heap, (index, time.monotonic(), group))
+        # The trainer's door is asked at the end of every episode, and tokens do not grow younger.
+        heapq.heappush(self._heap, (index, time.monotonic(), group.oldest_version, group))
 
     def take(self, num_groups: int) -> dict[int, Group]:
         """Remove and return the `num_groups` that were started first, in order."""
         taken = [heapq.heappop(self._heap) for _ in range(num_groups)]
-        return {index: group for index, _, group in taken}
+        return {index: group for index, _, _, group in taken}
 
     def drop_stale(self, version: int, max_staleness: int) -> dict[int, Group]:
         """Remove and return the groups that are too old to be trained on under `version`."""
         stale = {
             index: group
-            for index, _, group in self._heap
-            if not is_fresh(group, version, max_staleness)
+            for index, _, oldest, group in self._heap
+            if not is_fresh(oldest, version, max_staleness)
         }
         if stale:
             self._heap = [entry for entry in self._heap if entry[0] not in stale]

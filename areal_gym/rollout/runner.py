@@ -49,6 +49,8 @@ _TASK, _EPISODE = 0, 1
 """Streams of seeds."""
 _POLL_S = 0.02
 """Engines do not announce a new version; while only that can unblock us, we look this often."""
+_AT_A_TIME = 64
+"""Episodes that start before the event loop may do something else; each takes it 0.1 ms."""
 _WAVES = 4
 """The failure budget looks at this many times the episodes in flight: one failing server fails
 them all, and then once more those that are tried again at once."""
@@ -152,7 +154,7 @@ class RolloutRunner:
         self._running: dict[int, _RunningGroup] = {}
         self._jobs: deque[tuple[_RunningGroup, int]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._wake: asyncio.TimerHandle | None = None
+        self._wake: asyncio.Handle | None = None
         self._changed = asyncio.Event()
         self._fatal: BaseException | None = None
         self._counts: Counter[str] = Counter()
@@ -247,12 +249,17 @@ class RolloutRunner:
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
+        num_started = 0
         while len(self._tasks) < self.config.max_in_flight and self._fatal is None:
+            if num_started == _AT_A_TIME:
+                self._wake = asyncio.get_running_loop().call_soon(self._admit)
+                return
             if self._jobs:
                 group, member = self._jobs.popleft()
                 task = asyncio.create_task(self._play_member(group, member))
                 self._tasks.add(task)
                 task.add_done_callback(self._member_done)
+                num_started += 1
             elif self._ledger.room(self._engine.policy_version) == 0:
                 self._admit_again_in(_POLL_S)
                 return

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_gym.types import Group
-
 __all__ = ["Admission", "is_fresh"]
 
 
-def is_fresh(group: Group, version: int, max_staleness: int) -> bool:
-    """Whether no token of the group lags more than `max_staleness` behind `version`."""
-    oldest = group.oldest_version
+def is_fresh(oldest: int | None, version: int, max_staleness: int) -> bool:
+    """Whether a group may be trained on whose oldest token `oldest` sampled; None: it has none."""
     return oldest is None or version - oldest <= max_staleness
 
 

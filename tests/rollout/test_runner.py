@@ -83,6 +83,22 @@ def test_synchronous_batches_are_reproducible_token_for_token():
     )
 
 
+def test_the_event_loop_is_not_held_while_a_thousand_episodes_start():
+    async def watch():
+        engine = ScriptedEngine(["10"], latency_s=60)
+        runner = runner_of(engine, batch_groups=250, max_in_flight=1000)
+        async with runner:
+            trainer = asyncio.create_task(runner.next_batch())
+            in_flight = [0]
+            while in_flight[-1] < 1000:
+                await asyncio.sleep(0)
+                in_flight.append(runner.in_flight.episodes)
+            trainer.cancel()
+        return max(after - before for before, after in itertools.pairwise(in_flight))
+
+    assert 0 < asyncio.run(watch()) <= 64
+
+
 def test_siblings_differ_but_share_the_task():
     engine = RecordingEngine()
     ((*_, group),) = asyncio.run(batches(runner_of(engine), engine, 1))

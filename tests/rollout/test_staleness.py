@@ -20,9 +20,9 @@ def group(*versions):
 
 
 def test_one_old_token_makes_a_group_old():
-    assert is_fresh(group(3, 5), 5, 2)
-    assert not is_fresh(group(2, 5), 5, 2)
-    assert is_fresh(group(), 5, 0)  # nothing was sampled
+    assert is_fresh(group(3, 5).oldest_version, 5, 2)
+    assert not is_fresh(group(2, 5).oldest_version, 5, 2)
+    assert is_fresh(group().oldest_version, 5, 0)  # nothing was sampled
 
 
 def test_synchronous_admission_is_one_batch_per_version():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from contextlib import asynccontextmanager
 
 import torch
@@ -44,6 +46,41 @@ def gap(decoder, generation, prompt=PROMPT, temperature=1.0):
 
 def ask(engine, num_tokens=32, prompt=PROMPT, **params):
     return engine.generate(prompt, SamplingParams(max_new_tokens=num_tokens, **params))
+
+
+async def turns_in_flight(engine, num_turns, num_tokens):
+    """So many turns that are being sampled.
+
+    Servers take requests in the order of their arrival: who asks later for one token and has it
+    knows that the others have begun.
+    """
+    turns = [asyncio.create_task(ask(engine, num_tokens)) for _ in range(num_turns)]
+    await asyncio.sleep(0)  # now they have asked
+    await ask(engine, 1)
+    return turns
+
+
+@asynccontextmanager
+async def busy(engine, num_turns=6):
+    """Keeps so many turns in flight inside, however quick the server is; gives those that ended."""
+    ended = []
+    lengths = itertools.cycle(range(150, 400, 50))  # so that they do not all end at once
+    is_over = False
+
+    async def play():
+        while not is_over:
+            ended.append(await ask(engine, next(lengths)))
+
+    players = [asyncio.create_task(play()) for _ in range(num_turns)]
+    try:
+        await asyncio.sleep(0)
+        await ask(engine, 1)
+        yield ended
+        is_over = True
+        await asyncio.gather(*players)
+    finally:
+        for player in players:
+            player.cancel()
 
 
 def is_ascending(versions):

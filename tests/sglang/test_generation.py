@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from suite import PROMPT, TOLERANCE, ask, engine_over, gap, ours
+import torch
+from suite import PROMPT, TOLERANCE, ask, engine_over, gap, ours, turns_in_flight
 
 from areal_gym.errors import EngineError
 from areal_gym.modeling.checkpoint import load_checkpoint
@@ -73,6 +74,35 @@ def test_a_stop_token_ends_the_turn_and_is_its_last_token(in_engine):
     in_engine(test)
 
 
+def test_the_models_own_end_of_text_ends_only_turns_that_name_it(in_engine, tmp_path):
+    """SGLang stops there whatever it is asked for, unless it is told to stop nowhere."""
+
+    async def test(engine, decoder):
+        eos = decoder.config.eos_token_id
+        with torch.no_grad():
+            decoder.model.embed_tokens.weight[eos] *= (
+                50  # tied: hardly anything else is sampled now
+            )
+        sync = DiskWeightSync(engine, directory=tmp_path / "ending")
+        await sync.publish(decoder.state_dict().items(), 1)
+        for elsewhere in ((), (eos - 1,)):
+            generation = await ask(engine, 12, stop_token_ids=elsewhere)
+            assert generation.finish_reason is FinishReason.LENGTH
+            assert len(generation.token_ids) == 12
+            assert eos in generation.token_ids[:-1]
+            assert gap(decoder, generation) < 1e-3
+        assert engine.stats.num_retries == 0
+        ended = await ask(engine, 12, stop_token_ids=(eos,))
+        assert ended.finish_reason is FinishReason.STOP
+        assert ended.token_ids.index(eos) == len(ended.token_ids) - 1
+        asked = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 12}}
+        answer = await engine.members[0].server.post("/generate", asked)
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": eos}
+        await sync.aclose()
+
+    in_engine(test)
+
+
 def test_many_at_once(in_engine):
     async def test(engine, decoder):
         prompts = [[20 + i, *PROMPT] for i in range(24)]
@@ -88,8 +118,8 @@ def test_new_tokens_are_cut_to_what_the_context_leaves(in_engine):
         room = 5
         prompt = (PROMPT * 20)[: engine.max_context - room]
         generation = await ask(engine, 64, prompt)
-        assert len(generation.token_ids) <= room
-        assert generation.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        assert len(generation.token_ids) == room
+        assert generation.finish_reason is FinishReason.LENGTH
 
     in_engine(test)
 
@@ -110,11 +140,11 @@ def test_a_prompt_that_fills_the_context_is_refused(in_engine):
 
 def test_who_stops_waiting_frees_the_server(in_engine):
     async def test(engine, decoder):
-        task = asyncio.create_task(ask(engine, 400))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        tasks = await turns_in_flight(engine, 8, 400)
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(end) for end in ends} == {asyncio.CancelledError}
         # The next request is answered as if nothing had been.
         assert gap(decoder, await ask(engine)) < TOLERANCE
 

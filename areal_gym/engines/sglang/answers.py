@@ -55,7 +55,11 @@ class Draft:
 def sampling_params(
     params: SamplingParams, max_new_tokens: int, *, has_seeds: bool
 ) -> dict[str, Any]:
-    """In SGLang's words. A temperature of 0 gives log-probabilities of temperature 1 there, too."""
+    """In SGLang's words. A temperature of 0 gives log-probabilities of temperature 1 there, too.
+
+    SGLang also stops at the model's own end of text. `ignore_eos` prevents that, but makes it
+    ignore `stop_token_ids` as well.
+    """
     body: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": max_new_tokens}
     if params.top_p != 1.0:
         body["top_p"] = params.top_p
@@ -63,6 +67,8 @@ def sampling_params(
         body["top_k"] = params.top_k
     if params.stop_token_ids:
         body["stop_token_ids"] = list(params.stop_token_ids)
+    else:
+        body["ignore_eos"] = True
     if has_seeds and params.seed is not None:
         body["sampling_seed"] = params.seed % 2**31
     return body
@@ -86,6 +92,8 @@ def read_answer(answer: dict[str, Any]) -> Answer:
         raise EngineError(f"/generate answered without {error}: {str(answer)[:200]}") from None
     if finish not in ("stop", "length", "abort"):
         raise EngineError(f"/generate ended with {finish!r}, which is no way to end")
+    if finish != "abort" and not token_ids:
+        raise EngineError(f"/generate sampled nothing, and says {finish!r}")
     versions = None if spans is None else _versions(spans, len(token_ids))
     return Answer(token_ids, logprobs, versions, finish)
 

@@ -2,6 +2,7 @@
 
     generate:  [gate] -> a server -> /generate -> stop, length      the turn is there
                   ^                     |
+                  |                     +-- stop at a token that is no stop token: go on
                   |                     +-- abort, by a publication   keep what there is, go on
                   |                     +-- server lost, 5xx, timeout  again, within the budget
                   +---------------------+
@@ -253,8 +254,12 @@ class SGLangEngine:
                 continue
             self._fleet.succeeded(member)
             draft.add(answer, version)
-            if answer.finish != "abort":
-                return self._finish(draft, FinishReason(answer.finish))
+            if answer.finish == "stop":
+                if answer.token_ids[-1] in params.stop_token_ids:
+                    return self._finish(draft, FinishReason.STOP)
+                continue  # the model's own end of text, which nobody asked for
+            if answer.finish == "length":
+                break
             if self._gate.is_set() and self.policy_version == version:
                 why = EngineError(f"{member.server.url} aborted a request by itself")
                 await budget.spend(why, member)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import re
 import signal
 import uuid
@@ -267,12 +268,17 @@ class FakeSGLangServer:
             temperature=sampling.get("temperature", 1.0),
             top_p=sampling.get("top_p", 1.0),
             top_k=max(0, sampling.get("top_k", 0)),
-            stop_token_ids=tuple(sampling.get("stop_token_ids") or ()),
+            stop_token_ids=self._stop_token_ids(sampling),
             seed=sampling.get("sampling_seed"),
         )
         for prompt in prompts:
             self._check_length(len(prompt), params.max_new_tokens)
         return [_Running(rid, prompt, params) for rid, prompt in zip(rids, prompts, strict=True)]
+
+    def _stop_token_ids(self, sampling: dict[str, Any]) -> tuple[int, ...]:
+        if sampling.get("ignore_eos"):
+            return ()
+        return (*(sampling.get("stop_token_ids") or ()), *_eos_ids(Path(self.model_path)))
 
     def _check_length(self, num_prompt: int, num_new: int) -> None:
         context = self.engine.max_context
@@ -404,6 +410,19 @@ def _spans(names: Sequence[str]) -> list[dict[str, Any]]:
             spans.append({"version": name, "start": position, "end": position})
         spans[-1]["end"] = position + 1
     return spans
+
+
+def _eos_ids(policy: Path) -> list[int]:
+    """Where a checkpoint's model ends its text; SGLang asks both files."""
+    ids: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        try:
+            eos = json.loads((policy / name).read_text()).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        if eos is not None:
+            ids += eos if isinstance(eos, list) else [eos]
+    return ids
 
 
 async def _serve(options: argparse.Namespace) -> None:
