@@ -52,7 +52,8 @@ class CorrectionConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.proximal == "recorded" and self != CorrectionConfig(proximal="recorded"):
+        others = self.model_copy(update={"proximal": "auto"})
+        if self.proximal == "recorded" and others != CorrectionConfig():
             raise ValueError(
                 'correction.proximal = "recorded" takes ratios against the policy that sampled: '
                 "there is nothing left to correct, and the other settings of correction would be "

@@ -15,11 +15,13 @@ from helpers import batch, tiny_decoder
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, TrainError
+from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.trainer.advantages import grpo
 from areal_gym.trainer.checkpoint import restore_learner, save_learner
 from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.losses import ppo_clip
 from areal_gym.trainer.sequences import sequences_of
+from areal_gym.trainer.token_advantages import gae
 from areal_gym.trainer.worker import ProcessLearner
 
 SETTINGS = TrainerConfig(optimizer="muon", lr=1e-2, minibatches=2)
@@ -60,6 +62,24 @@ def test_it_trains_bit_for_bit_what_a_learner_here_does(worker):
     rows = sequences_of(tuple(batch(7)))
     for theirs, ours in zip(worker.score(rows), other.score(rows), strict=True):
         assert torch.equal(theirs, ours)
+
+
+def test_a_critic_and_a_reference_live_in_the_worker(tiny_policy):
+    settings = TrainerConfig(algorithm="ppo", kl={"coefficient": 0.1}, minibatches=2)
+    arguments = {"advantage": gae, "loss": ppo_clip, "reference": tiny_policy}
+    theirs = ProcessLearner(Learner, load_checkpoint(tiny_policy), settings, **arguments)
+    ours = Learner(load_checkpoint(tiny_policy), settings, **arguments)
+    try:
+        for step in range(2):
+            found, expected = theirs.step(batch(step), 1), ours.step(batch(step), 1)
+            del found["time/train_s"], expected["time/train_s"]
+            assert found == expected
+        state = theirs.state_dict()
+        theirs.load_state_dict(state)
+        assert equal(state["critic"]["weights"], ours.state_dict()["critic"]["weights"])
+    finally:
+        theirs.close()
+    assert equal(weights_of(theirs), weights_of(ours))
 
 
 def test_it_is_saved_and_goes_on_from_a_checkpoint(worker, tiny_policy, tmp_path):
