@@ -184,6 +184,14 @@ class TrainerConfig(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights and optimizer states are always float32."""
     device: str = "auto"
+    num_ranks: int = Field(1, ge=1)
+    """Processes that share the model's weights, gradients and states (FSDP2): one per GPU."""
+    recompute_layers: bool = False
+    """Compute a layer's inner values again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Let torch.compile fuse the layers' MLPs: slow to start, faster on GPUs."""
+    cpu_offload: bool = False
+    """With several ranks on GPUs: weights and states wait in host memory."""
     runs_in: Literal["auto", "thread", "process"] = "auto"
     """"process" keeps training and rollouts from sharing one interpreter; "auto" does so where
     they overlap (rollout.max_staleness above 0) and the trainer is on a CPU."""
@@ -200,6 +208,11 @@ class TrainerConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_estimator(self.algorithm, self.advantage)
+        if self.num_ranks > 1 and self.runs_in == "thread":
+            raise ValueError(
+                f"num_ranks = {self.num_ranks} are processes of their own; runs_in = 'thread' has "
+                "one rank only: leave runs_in at 'auto'"
+            )
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high, **self.loss_kwargs}
         for name in ("clip_low", "clip_high"):
             if clips[name] == 0.0:

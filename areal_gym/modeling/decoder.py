@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from areal_gym.modeling.config import DecoderConfig
 
@@ -154,6 +155,9 @@ class Decoder(nn.Module):
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.to(dtype)
         self.to_empty(device=device)
+        self.recomputes_layers = False
+        """Whether the backward pass computes a layer's inner values again instead of keeping them:
+        a third more work for a fraction of the memory."""
         # No buffer: `decoder.bfloat16()` would round the frequencies.
         self._inv_freq = rope_frequencies(config, device)
 
@@ -170,7 +174,10 @@ class Decoder(nn.Module):
             self._inv_freq = self._inv_freq.to(x_NC.device)
         cos_ND, sin_ND = rope_tables(self._inv_freq, positions_N, x_NC.dtype)
         for layer in self.model.layers:
-            x_NC = layer(x_NC, cos_ND, sin_ND, attend)
+            if self.recomputes_layers and torch.is_grad_enabled():
+                x_NC = checkpoint(layer, x_NC, cos_ND, sin_ND, attend, use_reentrant=False)
+            else:
+                x_NC = layer(x_NC, cos_ND, sin_ND, attend)
         out: Tensor = self.model.norm(x_NC)
         return out
 

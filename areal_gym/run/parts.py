@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -22,6 +22,9 @@ from areal_gym.rendering import Renderer
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.filters import GroupFilter
 from areal_gym.run.display import Display
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Parts",
@@ -179,18 +182,25 @@ def make_learner(config: RunConfig, policy: Path, *, initial: Path | None = None
     }
     try_loss(arguments["loss"], trainer)
     learner_class = found.load("trainers", trainer.id)
-    decoder = load_checkpoint(policy, device=device)
     overlaps = config.rollout.max_staleness > 0 and device.type == "cpu"
-    if trainer.runs_in == "process" or (trainer.runs_in == "auto" and overlaps):
-        if device.type != "cpu":
-            raise ConfigError(
-                f"trainer.runs_in=process shares memory, and the trainer is on {device.type}",
-                hints=["trainer.runs_in=thread", "trainer.device=cpu"],
-            )
+    is_apart = trainer.runs_in == "process" or (trainer.runs_in == "auto" and overlaps)
+    if is_apart or trainer.num_ranks > 1:
         from areal_gym.trainer.worker import ProcessLearner
 
-        return ProcessLearner(learner_class, decoder, trainer, **arguments)
-    return learner_class(decoder, trainer, **arguments)
+        _require_devices(device, trainer.num_ranks)
+        decoder = load_checkpoint(policy)
+        return ProcessLearner(learner_class, decoder, trainer, device=device.type, **arguments)
+    return learner_class(load_checkpoint(policy, device=device), trainer, **arguments)
+
+
+def _require_devices(device: torch.device, num_ranks: int) -> None:
+    import torch
+
+    if device.type == "cuda" and num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.num_ranks = {num_ranks}, but there are {torch.cuda.device_count()} GPUs",
+            hints=["one rank per GPU; trainer.device=cpu trains on the CPU"],
+        )
 
 
 def close_learner(learner: Any) -> None:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from areal_gym.config import TrainerConfig
 from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.fsdp import full_weights, prepare_decoder, shard_head, shard_like
 from areal_gym.trainer.objective import places_before
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch
+from areal_gym.trainer.ranks import ALONE, Ranks
 
 __all__ = ["Critic"]
 
@@ -25,18 +27,21 @@ class Critic(nn.Module):
             it from then on; with "shared" its hidden states are used, and the head's gradient
             reaches it.
         config: the trainer's settings.
+        ranks: who else trains it.
     """
 
-    def __init__(self, decoder: Decoder, config: TrainerConfig) -> None:
+    def __init__(self, decoder: Decoder, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.trunk: Decoder | None = None
         if config.critic.trunk == "own":
             self.trunk = copy.deepcopy(decoder)
             self.trunk.lm_head = None  # it predicts no tokens
+            prepare_decoder(self.trunk, config, ranks)
         device = next(decoder.parameters()).device
         self.head = nn.Linear(decoder.config.hidden_size, 1, device=device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        shard_head(self.head, config, ranks)
         self._scale = config.critic.lr_scale
         self._optimizer = Optimizer(self, config)
 
@@ -64,11 +69,13 @@ class Critic(nn.Module):
 
     def checkpoint(self) -> dict[str, Any]:
         """Weights and optimizer states; `restore` takes them."""
-        return {"weights": self.state_dict(), "optimizer": self._optimizer.state_dict()}
+        weights = dict(full_weights(self))
+        return {"weights": weights, "optimizer": self._optimizer.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `checkpoint` was taken."""
-        self.load_state_dict(state["weights"])
+        own = self.state_dict()
+        self.load_state_dict({n: shard_like(x, own[n]) for n, x in state["weights"].items()})
         self._optimizer.load_state_dict(state["optimizer"])
 
     def _at(self, decoder: Decoder, batch: PackedBatch, places: list[int]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.trainer.advantages import AdvantageInputs
+from areal_gym.trainer.ranks import ALONE, Ranks
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.shaping import overlong_penalty, shape_rewards
 
@@ -121,11 +122,12 @@ class MeansByLag:
         self._sums.index_add_(0, lags_T, values_T.cpu().float())
         self._counts += lags_T.bincount(minlength=self._MAX + 1)
 
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """The means, as `{prefix}{lag}`, of those lags that there are."""
+    def metrics(self, prefix: str, ranks: Ranks = ALONE) -> dict[str, float]:
+        """The means over all ranks, as `{prefix}{lag}`, of those lags that there are."""
+        sums, counts = torch.stack(ranks.gather(torch.stack((self._sums, self._counts)))).sum(0)
         return {
-            f"{prefix}{lag}{'+' if lag == self._MAX else ''}": float(self._sums[lag] / count)
-            for lag, count in enumerate(self._counts.tolist())
+            f"{prefix}{lag}{'+' if lag == self._MAX else ''}": float(sums[lag] / count)
+            for lag, count in enumerate(counts.tolist())
             if count
         }
 

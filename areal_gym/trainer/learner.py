@@ -1,6 +1,9 @@
-"""One process that improves one policy: groups in, updated weights out.
+"""Improves one policy: groups in, updated weights out.
 
     groups -> sequences -> advantages -> [minibatch: micro-batches -> loss -> backward] -> update
+
+Alone, or as one of several ranks: each is given the whole batch, and passes its share of the rows
+through its part of the model.
 
 The learner knows no algorithm: advantage estimator and policy loss are handed in, and what else an
 algorithm is made of are settings (`areal_gym.algorithms`).
@@ -36,10 +39,12 @@ from areal_gym.trainer.experience import (
     batch_metrics,
     trained,
 )
+from areal_gym.trainer.fsdp import drop_gathered, full_weights, prepare_decoder
 from areal_gym.trainer.losses import PolicyLoss, aggregate, aggregation_weights, value_loss
 from areal_gym.trainer.objective import TokenScores, score_tokens
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch, Row, pack, split_by_tokens
+from areal_gym.trainer.ranks import ALONE, Ranks
 from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
@@ -64,6 +69,8 @@ class Learner:
         max_new_tokens: limit of a turn: what `aggregation: constant_length` divides by, and where
             the overlong penalty ends.
         reference: checkpoint directory of the frozen policy that `kl` is about.
+        ranks: who else trains this policy; `decoder` holds the whole weights on each of them, and
+            is sharded here.
 
     Raises:
         ConfigError: arguments that loss or estimator do not take, weights that are not float32, or
@@ -80,6 +87,7 @@ class Learner:
         temperature: float = 1.0,
         max_new_tokens: int = 1,
         reference: Path | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         if any(p.dtype != torch.float32 for p in decoder.parameters()):
             raise ConfigError(
@@ -94,10 +102,12 @@ class Learner:
         self._token_loss = TokenLoss(loss, config)
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
+        self._ranks = ranks
         self._device = next(decoder.parameters()).device
-        self._optimizer = Optimizer(decoder, config)
-        self._critic = Critic(decoder, config) if needs_critic(advantage) else None
+        self._critic = Critic(decoder, config, ranks) if needs_critic(advantage) else None
         self._reference = self._frozen(reference) if config.kl.coefficient else None
+        prepare_decoder(decoder, config, ranks)
+        self._optimizer = Optimizer(decoder, config)
         self._num_bad = 0
 
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -133,9 +143,10 @@ class Learner:
             self._update(rows, columns, members, proximal, version, totals, by_lag)
             for members in minibatches
         ]
-        metrics |= {f"train/{name}": x / len(minibatches) for name, x in totals.items()}
+        for name, total in self._ranks.sum(totals).items():
+            metrics[f"train/{name}"] = total / len(minibatches)
         if is_stale:
-            metrics |= by_lag.metrics("train/approx_kl_stale")
+            metrics |= by_lag.metrics("train/approx_kl_stale", self._ranks)
         metrics["train/grad_norm"] = sum(norms) / len(norms)
         metrics["train/lr"] = self.config.lr * self._lr_scale()
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
@@ -149,8 +160,7 @@ class Learner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and the live tensors; copy them before the next step."""
-        for name, tensor in self.decoder.state_dict().items():
-            yield name, tensor.detach()
+        yield from full_weights(self.decoder)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the policy's weights that a checkpoint needs."""
@@ -180,7 +190,9 @@ class Learner:
                 f"trainer.kl.coefficient = {self.config.kl.coefficient} needs a reference policy",
                 hints=["Learner(..., reference=DIRECTORY)", "or trainer.kl.coefficient=0"],
             )
-        return load_checkpoint(directory, device=self._device).requires_grad_(False)
+        decoder = load_checkpoint(directory, device=self._device).requires_grad_(False)
+        prepare_decoder(decoder, self.config, self._ranks)
+        return decoder
 
     def _columns(self, rows: list[TokenSequence], proximal: Proximal) -> Columns:
         """What is known of each token before the first update, but for its advantage."""
@@ -260,8 +272,13 @@ class Learner:
         """What `look` finds for each row, without gradient, in the order of the rows."""
         found: dict[int, Tensor] = {}
         with torch.no_grad(), self._autocast():
-            for batch, indexes in self._micro_batches(rows, list(range(len(rows)))):
-                found.update(zip(indexes, look(batch, [rows[i] for i in indexes]), strict=True))
+            for batch, indexes, is_mine in self._passes(rows, list(range(len(rows)))):
+                seen = look(batch, [rows[i] for i in indexes])
+                if is_mine:
+                    found.update(zip(indexes, seen, strict=True))
+        drop_gathered(self.decoder, self._reference, self._critic and self._critic.trunk)
+        for part in self._ranks.gather(found):
+            found |= part
         return [found[i] for i in range(len(rows))]
 
     # ---- one update ---------------------------------------------------------------------------
@@ -286,7 +303,7 @@ class Learner:
         )
         weights_G = dict(zip(lengths_G, weights, strict=True))
         num_tokens = lengths_G.total()
-        for batch, indexes in self._micro_batches(rows, members):
+        for batch, indexes, is_mine in self._passes(rows, members):
             masks = [rows[i].loss_mask for i in indexes]
             with self._autocast():
                 scores = score_tokens(
@@ -302,18 +319,23 @@ class Learner:
             loss_T = output.loss - self.config.entropy_bonus * scores.entropy
             weights_B = [weights_G[rows[i].trajectory_id] for i in indexes]
             loss = aggregate(loss_T, columns.per_row(weights_B, indexes))
-            totals.add("loss", loss)
-            for name, values_T in {**output.metrics, "entropy": scores.entropy}.items():
-                totals.add(name, values_T, num_tokens)
-            by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
+            found = {**output.metrics, "entropy": scores.entropy}
+            if is_mine:
+                totals.add("loss", loss)
+                by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
             if "returns" in columns:
-                critic_loss_T = self._critic_loss(batch, masks, scores, columns, indexes)
-                totals.add("critic_loss", critic_loss_T, num_tokens)
-                loss = loss + self.config.critic.coefficient * critic_loss_T.sum() / num_tokens
-            loss.backward()
+                found["critic_loss"] = self._critic_loss(batch, masks, scores, columns, indexes)
+                sum_T = found["critic_loss"].sum()
+                loss = loss + self.config.critic.coefficient * sum_T / num_tokens
+            if is_mine:
+                for name, values_T in found.items():
+                    totals.add(name, values_T, num_tokens)
+            # Gradients are averaged over the ranks, each of which has a part of the sum.
+            (loss * (self._ranks.size if is_mine else 0)).backward()
         norm = self._optimizer.step(self._lr_scale())
         if self._critic is not None:
-            totals.add("critic_grad_norm", torch.tensor(self._critic.step(self._lr_scale())))
+            critic_norm = torch.tensor(self._critic.step(self._lr_scale()))
+            totals.add("critic_grad_norm", critic_norm, self._ranks.size)
         self._num_bad = 0 if math.isfinite(norm) else self._num_bad + 1
         if self._num_bad >= _MAX_BAD_STEPS:
             raise TrainError(
@@ -345,14 +367,25 @@ class Learner:
             clip=self.config.critic.clip,
         )
 
-    def _micro_batches(
+    def _passes(
         self, rows: list[TokenSequence], members: list[int]
-    ) -> Iterator[tuple[PackedBatch, list[int]]]:
+    ) -> Iterator[tuple[PackedBatch, list[int], bool]]:
+        """Micro-batches of this rank's share: packed, which rows, and whether they count.
+
+        All ranks make the same number of passes, for each gathers the others' weights; who has none
+        left passes a row that does not count.
+        """
+        mine = self._ranks.share(members, [len(rows[i]) for i in members])
         packed = [
-            Row(token_ids=rows[i].token_ids, num_shared=rows[i].num_prompt_tokens) for i in members
+            Row(token_ids=rows[i].token_ids, num_shared=rows[i].num_prompt_tokens) for i in mine
         ]
-        for part in split_by_tokens(packed, self.config.tokens_per_microbatch):
-            yield pack([packed[j] for j in part], self._device), [members[j] for j in part]
+        parts = split_by_tokens(packed, self.config.tokens_per_microbatch) if mine else []
+        num_spare = self._ranks.largest(len(parts)) - len(parts)
+        for part in parts:
+            yield pack([packed[j] for j in part], self._device), [mine[j] for j in part], True
+        for _ in range(num_spare):
+            spare = min(members, key=lambda i: len(rows[i]))
+            yield pack([Row(token_ids=rows[spare].token_ids)], self._device), [spare], False
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.dtype == "float32":

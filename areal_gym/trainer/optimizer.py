@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from areal_gym.config import TrainerConfig
+from areal_gym.trainer.fsdp import full, shard_like
 
 __all__ = ["Optimizer"]
 
@@ -51,7 +52,7 @@ class Optimizer:
 
         When the norm is not finite nothing is applied; the gradients are cleared all the same.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
+        norm = float(full(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))
         for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * scale
@@ -61,10 +62,18 @@ class Optimizer:
         return norm
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps."""
-        return [optimizer.state_dict() for optimizer in self._optimizers]
+        """What a checkpoint keeps: whole tensors, however many ranks there are."""
+        states = [optimizer.state_dict() for optimizer in self._optimizers]
+        for state in states:
+            state["state"] = {
+                index: {name: full(value) for name, value in values.items()}
+                for index, values in state["state"].items()
+            }
+        return states
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken, by as many ranks or others."""
         for optimizer, state in zip(self._optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+            for parameter, values in optimizer.state.items():
+                values.update({name: shard_like(x, parameter) for name, x in values.items()})

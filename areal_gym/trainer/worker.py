@@ -1,19 +1,23 @@
-"""A learner in a process of its own, so that training and rollouts do not share an interpreter.
+"""A learner in processes of its own: one, or several ranks.
 
-    rollouts, engine            this process: `ProcessLearner`        the worker: a `Learner`
-        groups ------------------> step(groups, version) --pipe--------> step
-        weights <----------------- weights() <--- one mapped file ------ parameters, in place
+    rollouts, engine            this process: `ProcessLearner`        a worker for each rank
+        groups ------------------> step(groups, version) --pipes-------> Learner.step
+        weights <----------------- weights() <--- one mapped file ------ whole weights
 
-Two threads of one interpreter take turns at every small operation: with nothing but threads, a
-step's training took two to three times as long beside rollouts as alone, and the whole used barely
-more than one core. The weights are in a file that both map, so that nothing is copied for a
-publication; the worker works only inside `step`, and whoever reads them does so between steps.
+One worker keeps training and rollouts from sharing an interpreter: with nothing but threads, which
+take turns at every small operation, a step's training took two to three times as long beside
+rollouts as alone. Its parameters are the mapped file, so that nothing is copied for a publication.
+Several workers are the ranks of FSDP2, each with a part of the weights; the first writes the whole
+ones to the file after each step. Workers work only inside a call, and whoever reads the weights
+does so between calls.
 
-It is started as a program, not forked: threads are running already. It ends when this process does.
+They are started as programs, not forked: threads are running already. They end when this process
+does.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import signal
@@ -23,7 +27,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import GymError, TrainError
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.ranks import Ranks
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.types import Group, Task
 
@@ -44,17 +49,19 @@ _END_S = 10.0
 
 
 class ProcessLearner:
-    """A learner that works in another process, with the interface of `Learner`. CPU only.
+    """A learner that works in other processes, with the interface of `Learner`.
 
     Args:
-        learner_class: what is registered as the trainer; made in the worker.
-        decoder: the policy; its weights move into shared memory, and change with each step.
-        config: the trainer's settings.
+        learner_class: what is registered as the trainer; made in each worker.
+        decoder: the policy, on the CPU; its weights move into shared memory, and change with each
+            step.
+        config: the trainer's settings; `num_ranks` says how many workers there are.
+        device: "cpu", or "cuda": worker i takes GPU i.
         arguments: further arguments of `learner_class`, which must be importable by name.
 
     Raises:
         GymError: what `learner_class` raised.
-        TrainError: the worker did not start.
+        TrainError: a worker did not start.
     """
 
     def __init__(
@@ -62,34 +69,30 @@ class ProcessLearner:
         learner_class: Callable[..., Any],
         decoder: Decoder,
         config: TrainerConfig,
+        *,
+        device: str = "cpu",
         **arguments: Any,
     ) -> None:
         self.decoder = decoder
-        with tempfile.TemporaryDirectory(dir=_memory_directory()) as home:
-            file = Path(home) / "weights"
+        self._workers: list[_Worker] = []
+        # Where the ranks find each other, as long as they live.
+        self._home = tempfile.TemporaryDirectory(dir=_memory_directory())
+        file = Path(self._home.name) / "weights"
+        try:
             _share(decoder, file)
-            ours, theirs = socket.socketpair()
-            with ours, theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", f"from {__name__} import main; main()"],
-                    stdin=theirs.fileno(),
-                    env=os.environ
-                    | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                    # Ctrl-C is for this process, which lets the worker finish its step.
-                    start_new_session=True,
-                )
-                self._pipe = Connection(ours.detach())
-            try:
-                self._ask("begin", learner_class, decoder.config, config, str(file), arguments)
-            except BaseException:
-                self.close()
-                raise
+            self._workers += [_Worker() for _ in range(config.num_ranks)]
+            shape = decoder.config
+            self._ask("begin", learner_class, shape, config, device, self._home.name, arguments)
+            file.unlink()  # mapped by all of them
+        except BaseException:
+            self.close()
+            raise
 
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         """See `Learner.step`.
 
         Raises:
-            TrainError: the worker died, or what `Learner.step` raises.
+            TrainError: a worker died, or what `Learner.step` raises.
         """
         metrics: dict[str, float] = self._ask("step", [_slim(g) for g in groups], version)
         return metrics
@@ -114,73 +117,172 @@ class ProcessLearner:
         self._ask("load_state_dict", state)
 
     def close(self) -> None:
-        """End the worker. Idempotent."""
-        self._pipe.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End the workers. Idempotent."""
+        for worker in self._workers:
+            worker.pipe.close()
+        for worker in self._workers:
+            worker.end()
+        self._home.cleanup()
 
     def _ask(self, what: str, *arguments: Any) -> Any:
+        """The first worker's answer, once all have answered."""
+        message = pickle.dumps((what, arguments), pickle.HIGHEST_PROTOCOL)
         try:
-            self._pipe.send_bytes(pickle.dumps((what, arguments), pickle.HIGHEST_PROTOCOL))
-            is_error, answer = pickle.loads(self._pipe.recv_bytes())
+            for rank, worker in enumerate(self._workers):
+                rank_first = pickle.dumps(rank) if what == "begin" else b""
+                worker.pipe.send_bytes(rank_first + message)
+            return self._answer()
         except (EOFError, OSError) as error:
-            code = self._process.poll()
+            codes = [code for worker in self._workers if (code := worker.process.poll())]
+            self._kill()  # the others wait for the dead one
             raise TrainError(
                 "the trainer's process has died"
-                + ("" if code is None else f" ({_how_it_ended(code)})"),
+                + (f" ({_how_it_ended(codes[0])})" if codes else ""),
                 hints=[
                     "the same command with --resume goes on from the last checkpoint",
-                    "trainer.runs_in=thread keeps the trainer in the main process",
+                    "out of memory? lower trainer.tokens_per_microbatch, or set "
+                    "trainer.recompute_layers=true",
                 ],
             ) from error
-        if is_error:
-            raise answer
-        return answer
+
+    def _answer(self) -> Any:
+        answers: dict[int, Any] = {}
+        waiting = {worker.pipe: rank for rank, worker in enumerate(self._workers)}
+        error: BaseException | None = None
+        while waiting:
+            # What one rank raises, all raise, as a rule; if not, the others wait for it in vain.
+            ready = wait(list(waiting), timeout=None if error is None else _END_S)
+            if not ready:
+                self._kill()
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                is_error, answer = pickle.loads(pipe.recv_bytes())
+                answers[waiting.pop(pipe)] = answer
+                if is_error:
+                    error = error or answer
+        if error is not None:
+            raise error
+        return answers[0]
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+
+
+class _Worker:
+    """A process and the pipe to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import main; main()"],
+                stdin=theirs.fileno(),
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                # Ctrl-C is for this process, which lets the workers finish their step.
+                start_new_session=True,
+            )
+            self.pipe = Connection(ours.detach())
+
+    def end(self) -> None:
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+# ---- in the worker ---------------------------------------------------------------------------
 
 
 def main() -> None:
-    """The worker: serves one `ProcessLearner`, and ends with it."""
+    """Serve one `ProcessLearner`, and end with it."""
     pipe = Connection(os.dup(sys.stdin.fileno()))
-    learner: Any = None
+    worker: _Serving | None = None
     answer: Any
     while True:
         try:
-            what, arguments = pickle.loads(pipe.recv_bytes())
+            message = io.BytesIO(pipe.recv_bytes())
         except (EOFError, OSError):
-            return
+            break
         is_error, answer = False, None
         try:
-            if what == "begin":
-                learner = _begin(*arguments)
-            elif what == "score":
-                answer = [score.tolist() for score in learner.score(*arguments)]
+            if worker is None:
+                rank = pickle.load(message)
+                _, arguments = pickle.load(message)
+                worker = _Serving(rank, *arguments)
             else:
-                answer = getattr(learner, what)(*arguments)
+                what, arguments = pickle.load(message)
+                answer = worker.do(what, *arguments)
         except GymError as error:
             is_error, answer = True, error
+        except torch.OutOfMemoryError as error:
+            is_error, answer = True, _out_of_memory(error)
         except Exception as error:
-            message = f"the trainer failed: {type(error).__name__}: {error}"
-            is_error, answer = True, TrainError(message)
+            message_text = f"the trainer failed: {type(error).__name__}: {error}"
+            is_error, answer = True, TrainError(message_text)
         try:
             pipe.send_bytes(pickle.dumps((is_error, answer), pickle.HIGHEST_PROTOCOL))
         except OSError:
-            return
+            break
+    if torch.distributed.is_initialized():
+        os._exit(0)  # the others may have died: no farewell that could wait for them
 
 
-def _begin(
-    learner_class: Callable[..., Any],
-    shape: DecoderConfig,
-    config: TrainerConfig,
-    file: str,
-    arguments: dict[str, Any],
-) -> Any:
-    torch.set_num_threads(config.num_threads)
-    decoder = Decoder(shape)
-    _map(decoder, Path(file))
-    return learner_class(decoder, config, **arguments)
+class _Serving:
+    """A learner that is one of the ranks, and the mapped file."""
+
+    def __init__(
+        self,
+        rank: int,
+        learner_class: Callable[..., Any],
+        shape: DecoderConfig,
+        config: TrainerConfig,
+        device: str,
+        home: str,
+        arguments: dict[str, Any],
+    ) -> None:
+        torch.set_num_threads(config.num_threads)
+        self._whole = Decoder(shape)
+        _map(self._whole, Path(home) / "weights")
+        decoder = self._whole
+        if config.num_ranks > 1:
+            if device == "cuda":
+                torch.cuda.set_device(rank)
+            torch.distributed.init_process_group(
+                "nccl" if device == "cuda" else "gloo",
+                init_method=f"file://{home}/ranks",
+                rank=rank,
+                world_size=config.num_ranks,
+            )
+            arguments["ranks"] = Ranks(rank, config.num_ranks)
+        if config.num_ranks > 1 or device == "cuda":
+            decoder = Decoder(shape, device=device)
+            decoder.load_state_dict(self._whole.state_dict())
+        self._is_writer = rank == 0
+        self._learner = learner_class(decoder, config, **arguments)
+
+    def do(self, what: str, *arguments: Any) -> Any:
+        if what == "score":
+            return [score.tolist() for score in self._learner.score(*arguments)]
+        answer = getattr(self._learner, what)(*arguments)
+        if what == "step" and self._learner.decoder is not self._whole:
+            shared = self._whole.state_dict()
+            for name, tensor in self._learner.weights():
+                if self._is_writer:
+                    shared[name].copy_(tensor)
+        return answer
+
+
+def _out_of_memory(error: BaseException) -> TrainError:
+    return TrainError(
+        f"a trainer's GPU is out of memory: {error}",
+        hints=[
+            "lower trainer.tokens_per_microbatch",
+            "or trainer.recompute_layers=true, trainer.dtype=bfloat16, a larger trainer.num_ranks",
+        ],
+    )
 
 
 def _share(decoder: Decoder, file: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_its_making_refuses_is_raised_here():
 
 
 def test_its_death_is_an_error_that_says_how_to_go_on(worker):
-    os.kill(worker._process.pid, signal.SIGKILL)
+    os.kill(worker._workers[0].process.pid, signal.SIGKILL)
     with pytest.raises(TrainError, match="has died") as caught:
         worker.step(batch(0), 0)
     assert any("--resume" in hint for hint in caught.value.hints)
@@ -125,7 +125,7 @@ def test_it_does_not_outlive_us(tmp_path):
         learner = ProcessLearner(
             Learner, tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip
         )
-        print(learner._process.pid, flush=True)
+        print(learner._workers[0].process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     done = subprocess.run(

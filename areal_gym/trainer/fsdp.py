@@ -1,0 +1,97 @@
+"""FSDP2: each rank keeps a part of every weight, and gets the whole of a layer while it needs it.
+
+Zhao et al. 2023; `torch.distributed.fsdp.fully_shard`. Master weights, gradients and optimizer
+states are float32 and sharded; with `dtype="bfloat16"` layers are gathered and computed in
+bfloat16, and gradients are summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from areal_gym.config import TrainerConfig
+from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.ranks import Ranks
+
+__all__ = ["drop_gathered", "full", "full_weights", "prepare_decoder", "shard_head", "shard_like"]
+
+
+def prepare_decoder(decoder: Decoder, config: TrainerConfig, ranks: Ranks) -> None:
+    """What the settings say of a decoder's layers; then keep only this rank's part of the weights.
+
+    The rest (embeddings, the last norm, the output projection) is gathered as one piece and stays
+    whole from the forward pass to the end of the backward pass: the loss needs the output
+    projection after the decoder has returned.
+    """
+    decoder.recomputes_layers = config.recompute_layers
+    if config.compile:
+        for layer in decoder.model.layers:
+            cast(nn.Module, layer.mlp).compile(dynamic=True)
+    if ranks.size == 1:
+        return
+    how = _how(decoder, config, ranks)
+    for layer in decoder.model.layers:
+        fully_shard(layer, **how)
+    fully_shard(decoder, reshard_after_forward=False, **how)
+
+
+def shard_head(head: nn.Linear, config: TrainerConfig, ranks: Ranks) -> None:
+    """As `prepare_decoder`, for a head that is applied to hidden states."""
+    if ranks.size > 1:
+        fully_shard(head, **_how(head, config, ranks))
+
+
+def drop_gathered(*modules: object) -> None:
+    """Let go of what a forward pass without a backward pass has left gathered.
+
+    Without it the next forward pass would use these weights, though they have changed since.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a weight; every rank must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: Tensor, weight: Tensor) -> Tensor:
+    """This rank's part of a whole tensor that belongs to `weight`, such as an optimizer's state."""
+    if not isinstance(weight, DTensor) or tensor.shape != weight.shape:
+        return tensor
+    return distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)
+
+
+def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole weights, one after the other; every rank must ask for all of them."""
+    for name, tensor in module.state_dict().items():
+        yield name, full(tensor.detach())
+
+
+def _how(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
+    device = next(module.parameters()).device.type
+    offload = OffloadPolicy()
+    if config.cpu_offload and device == "cuda":
+        offload = CPUOffloadPolicy()
+    precision = MixedPrecisionPolicy()
+    if config.dtype == "bfloat16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return {
+        "mesh": init_device_mesh(device, (ranks.size,)),
+        "mp_policy": precision,
+        "offload_policy": offload,
+    }

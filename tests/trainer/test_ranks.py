@@ -1,0 +1,152 @@
+"""Several ranks train what one rank trains: real processes, gloo on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from helpers import batch, tiny_decoder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_gym.config import TrainerConfig, load_config
+from areal_gym.errors import ConfigError, TrainError
+from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.trainer.advantages import grpo
+from areal_gym.trainer.learner import Learner
+from areal_gym.trainer.losses import ppo_clip
+from areal_gym.trainer.ranks import Ranks
+from areal_gym.trainer.sequences import sequences_of
+from areal_gym.trainer.token_advantages import gae
+from areal_gym.trainer.worker import ProcessLearner
+from areal_gym.types import Group
+
+
+def weights_of(learner):
+    return torch.cat([tensor.flatten().clone() for _, tensor in learner.weights()])
+
+
+def assert_same_training(theirs, ours, *, steps=2, tolerance=1e-5):
+    """By the weights' movement, and by every metric."""
+    start = weights_of(ours)
+    for step in range(steps):
+        groups = batch(step, num_groups=4)  # the second one is stale
+        found, expected = theirs.step(groups, step), ours.step(groups, step)
+        del found["time/train_s"], expected["time/train_s"]
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=10 * tolerance, abs=tolerance), name
+    moved = (weights_of(ours) - start).norm()
+    assert moved > 1e-3
+    assert (weights_of(theirs) - weights_of(ours)).norm() / moved < tolerance
+
+
+def ranked(settings, *, decoder=None, **arguments):
+    arguments = {"advantage": grpo, "loss": ppo_clip, **arguments}
+    return ProcessLearner(Learner, decoder or tiny_decoder(), settings, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings", "tolerance"),
+    [
+        (2, {"minibatches": 2}, 1e-5),
+        (2, {"recompute_layers": True, "tokens_per_microbatch": 64}, 1e-5),
+        (3, {"aggregation": "seq_mean", "entropy_bonus": 0.01}, 1e-5),
+        # Muon orthogonalises in bfloat16, where the order of a sum is seen.
+        (2, {"optimizer": "muon"}, 1e-2),
+    ],
+)
+def test_ranks_train_what_one_rank_trains(num_ranks, settings, tolerance):
+    config = TrainerConfig(lr=1e-2, num_ranks=num_ranks, **settings)
+    theirs = ranked(config)
+    ours = Learner(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    try:
+        assert_same_training(theirs, ours, tolerance=tolerance)
+        rows = sequences_of(tuple(batch(7)))
+        for found, expected in zip(theirs.score(rows), ours.score(rows), strict=True):
+            torch.testing.assert_close(found, expected, atol=10 * tolerance, rtol=tolerance)
+    finally:
+        theirs.close()
+
+
+def test_a_critic_and_a_reference_are_sharded_too(tiny_policy):
+    config = TrainerConfig(
+        algorithm="ppo", kl={"coefficient": 0.1}, lr=1e-2, num_ranks=2, minibatches=2
+    )
+    arguments = {"advantage": gae, "loss": ppo_clip, "reference": tiny_policy}
+    theirs = ranked(config, decoder=load_checkpoint(tiny_policy), **arguments)
+    ours = Learner(load_checkpoint(tiny_policy), config, **arguments)
+    try:
+        assert_same_training(theirs, ours)
+    finally:
+        theirs.close()
+
+
+def test_another_number_of_ranks_goes_on():
+    config = TrainerConfig(lr=1e-2, num_ranks=2)
+    first = ranked(config)
+    try:
+        first.step(batch(0), 0)
+        state, weights = first.state_dict(), dict(first.weights())
+        weights = {name: tensor.clone() for name, tensor in weights.items()}
+        first.step(batch(1), 1)
+        expected = weights_of(first)
+    finally:
+        first.close()
+    for num_ranks in (1, 3):
+        decoder = tiny_decoder(seed=5)
+        decoder.load_state_dict(weights)
+        other = ranked(config.model_copy(update={"num_ranks": num_ranks}), decoder=decoder)
+        try:
+            other.load_state_dict(state)
+            other.step(batch(1), 1)
+            torch.testing.assert_close(weights_of(other), expected, atol=1e-6, rtol=1e-5)
+        finally:
+            other.close()
+
+
+def test_what_all_ranks_refuse_is_told_and_they_go_on():
+    learner = ranked(TrainerConfig(num_ranks=2))
+    try:
+        empty = [Group(id="0", task=g.task, trajectories=()) for g in batch()]
+        with pytest.raises(TrainError, match="no token that the policy sampled"):
+            learner.step(empty, 0)
+        assert learner.step(batch(), 0)["train/grad_norm"] > 0
+    finally:
+        learner.close()
+
+
+def test_a_rank_that_dies_ends_them_all():
+    learner = ranked(TrainerConfig(num_ranks=2))
+    processes = [worker.process for worker in learner._workers]
+    try:
+        learner.step(batch(), 0)
+        os.kill(processes[1].pid, signal.SIGKILL)
+        with pytest.raises(TrainError, match=r"has died .*SIGKILL") as caught:
+            learner.step(batch(), 1)
+        assert "--resume" in caught.value.hints[0]
+    finally:
+        learner.close()
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_a_wrong_argument_is_every_ranks():
+    with pytest.raises(ConfigError, match="needs a reference policy"):
+        ranked(TrainerConfig(num_ranks=2, kl={"coefficient": 0.1}))
+
+
+def test_ranks_are_no_threads():
+    with pytest.raises(ConfigError, match="processes of their own"):
+        load_config(overrides=["trainer.num_ranks=2", "trainer.runs_in=thread"])
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 5))
+def test_shares_are_a_partition_in_order(costs, size):
+    members = list(range(100, 100 + len(costs)))
+    shares = [Ranks(rank, size).share(members, costs) for rank in range(size)]
+    assert [m for share in shares for m in share] == members
+    fair = sum(costs) / size
+    for share in shares:
+        assert sum(costs[m - 100] for m in share) <= fair + max(costs, default=0)
