@@ -3,9 +3,9 @@
     python benchmarks/presets.py [--only ppo,gspo] [--envs tir] [--seeds 3] [--steps 20]
                                  [--staleness 1] [--json]
 
-Whole runs of `areal-gym train` with the small policy: 8 groups of 8 episodes per step, trained on in
-two updates, one policy version behind. Without staleness and with one update, all clips, gates and
-masks would see ratios of 1, and many presets would be one.
+Whole runs of `areal-gym train` with the small policy: 8 groups of 8 episodes per step, trained on
+in two updates, one policy version behind. Without staleness and with one update, all clips, gates
+and masks would see ratios of 1, and many presets would be one.
 
 after    sampled accuracy on 256 held-out tasks: mean over the seeds, and their spread
 reward   of the last three steps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 from hypothesis import given
@@ -145,3 +147,26 @@ def test_what_needs_no_siblings_takes_groups_of_one():
     load_config(
         None, ["trainer.advantage=per_turn", "trainer.advantage_kwargs.baseline=reinforce", *alone]
     )
+
+
+# ---- the documentation -----------------------------------------------------------------------
+
+
+def documented(name: str) -> str:
+    """The row of `docs/algorithms.md` that says what a preset fills in."""
+    preset = PRESETS[name]
+    tree = preset.trainer()
+    further = {key: tree[key] for key in tree if key not in ("advantage", "loss", "aggregation")}
+    settings = yaml.safe_dump(further, default_flow_style=True, width=1000).strip()[1:-1]
+    if preset.filters:
+        settings += f"; rollout.filters: [{', '.join(preset.filters)}]"
+    parts = [f"`{tree[key]}`" for key in ("advantage", "loss", "aggregation")]
+    return f"| `{name}` | {' | '.join(parts)} | {settings} |"
+
+
+def test_the_documentation_says_what_names_fill_in():
+    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    table = text.split("<!-- presets -->")[1].split("<!-- /presets -->")[0].strip().splitlines()
+    assert table[2:] == [documented(name) for name in PRESETS]
+    for name in PRESETS:
+        assert text.count(f"| `{name}` | ") == 3, name  # and among formulas, and benchmarks
