@@ -94,22 +94,27 @@ def _cpu_s() -> float:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = []
-    for env in dict.fromkeys(r["env"] for r in results):
-        mine = [r for r in results if r["env"] == env]
-        before = statistics.fmean(r["before"] for r in mine)
-        lines.append(f"{env}: held-out accuracy before {before:.3f}")
-        lines.append(f"{'preset':<24}{'after':>8}{'spread':>8}{'reward':>8}{'up':>6}{'CPU-s':>8}")
-        for name in dict.fromkeys(r["preset"] for r in mine):
-            rows = [r for r in mine if r["preset"] == name]
+    """One row per preset, as Markdown."""
+    envs = list(dict.fromkeys(r["env"] for r in results))
+    columns = ["reward", "after", "spread", "up", "CPU-s"]
+    lines = ["| preset | " + " | ".join(f"{env}: {c}" for env in envs for c in columns) + " |"]
+    lines.append("|---" * (1 + len(envs) * len(columns)) + "|")
+    for name in dict.fromkeys(r["preset"] for r in results):
+        cells = [f"`{name}`"]
+        for env in envs:
+            rows = [r for r in results if (r["env"], r["preset"]) == (env, name)]
             after = [r["after"] for r in rows]
-            up = sum(r["after"] > r["before"] for r in rows)
-            lines.append(
-                f"{name:<24}{statistics.fmean(after):>8.3f}{max(after) - min(after):>8.3f}"
-                f"{statistics.fmean(r['last_reward'] for r in rows):>8.3f}"
-                f"{f'{up}/{len(rows)}':>6}{statistics.fmean(r['cpu_s'] for r in rows):>8.1f}"
-            )
-    return "\n".join(lines)
+            cells += [
+                f"{statistics.fmean(r['last_reward'] for r in rows):.2f}",
+                f"{statistics.fmean(after):.2f}",
+                f"{max(after) - min(after):.2f}",
+                f"{sum(r['after'] > r['before'] for r in rows)}/{len(rows)}",
+                f"{statistics.fmean(r['cpu_s'] for r in rows):.0f}",
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    before = (statistics.fmean(r["before"] for r in results if r["env"] == env) for env in envs)
+    shown = ", ".join(f"{env} {value:.2f}" for env, value in zip(envs, before, strict=True))
+    return "\n".join([*lines, "", f"Held-out accuracy before training: {shown}."])
 
 
 def main() -> None:
