@@ -228,9 +228,9 @@ def fill_in(trainer: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: there is no such algorithm.
     """
-    name = trainer.get("algorithm", "grpo")
+    name = str(trainer.get("algorithm", "grpo"))
     if name not in PRESETS:
-        near = did_you_mean(str(name), list(PRESETS))
+        near = did_you_mean(name, list(PRESETS))
         known = f"there are {', '.join(PRESETS)}"
         raise ValueError(f"no algorithm {name!r}: {near or known}")
     tree = PRESETS[name].trainer()

@@ -255,7 +255,9 @@ class RunConfig(Settings):
         if not isinstance(value, dict):
             return value
         trainer, rollout = value.get("trainer", {}), value.get("rollout", {})
-        name = str(trainer.get("algorithm") if isinstance(trainer, dict) else trainer.algorithm)
+        if isinstance(trainer, TrainerConfig):
+            trainer = {"algorithm": trainer.algorithm}
+        name = str(trainer.get("algorithm")) if isinstance(trainer, dict) else ""
         if isinstance(rollout, RolloutConfig):
             rollout = rollout.model_dump(exclude_unset=True)
         if name not in PRESETS or not isinstance(rollout, dict):
@@ -404,13 +406,16 @@ def _leave_open(tree: dict[str, Any]) -> None:
     named = {key: trainer[key] for key in ("algorithm", "advantage", "loss") if key in trainer}
     try:
         usual = TrainerConfig.model_validate(named)
+        filters = RolloutConfig(filters=PRESETS[usual.algorithm].filters).filters
+        if (
+            isinstance(rollout, dict)
+            and "filters" in rollout
+            and RolloutConfig(filters=rollout["filters"]).filters == filters
+        ):
+            tree["rollout"] = {key: value for key, value in rollout.items() if key != "filters"}
     except ValidationError:
         return  # what is wrong with it is said later
     tree["trainer"] = left_open(trainer, usual.model_dump(mode="json"))
-    if isinstance(rollout, dict) and "filters" in rollout:
-        filters = [f.id for f in RolloutConfig(filters=rollout["filters"]).filters if not f.kwargs]
-        if filters == list(PRESETS[usual.algorithm].filters):
-            tree["rollout"] = {key: value for key, value in rollout.items() if key != "filters"}
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

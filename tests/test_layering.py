@@ -8,9 +8,15 @@ import pytest
 ROOT = Path(__file__).parent.parent / "areal_gym"
 
 GROUND = {"errors", "types", "metrics", "version"}
-SETTINGS = {"config", "rendering", "dialects", "rundir", "provenance", "learning_curve"} | {
+SETTINGS = {
     "settings",
     "algorithms",
+    "config",
+    "rendering",
+    "dialects",
+    "rundir",
+    "provenance",
+    "learning_curve",
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 from hypothesis import given
@@ -138,6 +140,28 @@ def test_what_fights_is_refused_with_the_reason(overrides, reason):
     assert reason in explain(*overrides)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "trainer:\n",
+        "trainer: 3",
+        "rollout: []",
+        "trainer: {algorithm: [grpo]}",
+        "trainer: {algorithm: null}",
+        "trainer: {algorithm: grpo, loss: {}}",
+        "trainer: {}\nrollout: {filters: 3}",
+        "trainer: {kl: 1}",
+        "trainer: {reward: null}",
+    ],
+)
+def test_files_that_are_no_settings_are_explained(tmp_path, content):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text(content)
+    for overrides in ([], ["steps=3"]):
+        with pytest.raises(ConfigError):
+            load_config(recipe, overrides)
+
+
 def test_what_needs_no_siblings_takes_groups_of_one():
     alone = ["rollout.group_size=1", "rollout.min_group_size=1"]
     for name in ("ppo", "reinforce", "reinforce_pp"):
@@ -145,3 +169,27 @@ def test_what_needs_no_siblings_takes_groups_of_one():
     load_config(
         None, ["trainer.advantage=per_turn", "trainer.advantage_kwargs.baseline=reinforce", *alone]
     )
+
+
+# ---- the documentation -----------------------------------------------------------------------
+
+
+def documented(name: str) -> str:
+    """The row of `docs/algorithms.md` that says what a preset fills in."""
+    preset = PRESETS[name]
+    tree = preset.trainer()
+    further = {key: tree[key] for key in tree if key not in ("advantage", "loss", "aggregation")}
+    settings = yaml.safe_dump(further, default_flow_style=True, width=1000).strip()[1:-1]
+    if preset.filters:
+        settings += f"; rollout.filters: [{', '.join(preset.filters)}]"
+    parts = [f"`{tree[key]}`" for key in ("advantage", "loss", "aggregation")]
+    return f"| `{name}` | {' | '.join(parts)} | {settings} |"
+
+
+def test_the_documentation_says_what_names_fill_in():
+    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    table = text.split("<!-- presets -->")[1].split("<!-- /presets -->")[0].strip().splitlines()
+    assert table[2:] == [documented(name) for name in PRESETS]
+    rows = [line.split("|")[1].strip(" `") for line in text.splitlines() if line[:3] == "| `"]
+    for name in PRESETS:
+        assert rows.count(name) == 3, name  # among formulas and benchmarks, too

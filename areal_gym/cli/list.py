@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from areal_gym.algorithms import PRESETS
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
 from areal_gym.errors import NothingToDoError
 from areal_gym.plugins import KINDS, Entry, Kind, registry
@@ -17,7 +18,7 @@ __all__ = ["list_command"]
 
 
 @click.command("list")
-@click.argument("what", required=False, metavar=f"[{'|'.join((*KINDS, 'runs'))}]")
+@click.argument("what", required=False, metavar=f"[{'|'.join((*KINDS, 'algorithms', 'runs'))}]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "--root",
@@ -31,6 +32,8 @@ def list_command(what: str | None, as_json: bool, root: Path) -> None:
     """What is there, and whose it is. Without an argument: everything that plugins offer."""
     if what == "runs":
         _list_runs(root, as_json)
+    elif what == "algorithms":
+        _list_algorithms(as_json)
     elif what is None:
         _list_everything(as_json)
     else:
@@ -70,6 +73,18 @@ def _count(kind: Kind, entries: Sequence[Entry]) -> str:
     noun = KINDS[kind].kind
     things = f"{len(entries)} {noun}{'' if len(entries) == 1 else 's'}"
     return f"{things} from {len(plugins)} plugin{'' if len(plugins) == 1 else 's'}"
+
+
+def _list_algorithms(as_json: bool) -> None:
+    """Presets are settings, not plugins: what `trainer.algorithm` takes."""
+    rows = [
+        {"id": name, "summary": preset.summary, **preset.trainer(), "filters": [*preset.filters]}
+        for name, preset in PRESETS.items()
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        print_columns([(row["id"], row["summary"]) for row in rows])
 
 
 def _list_runs(root: Path, as_json: bool) -> None:

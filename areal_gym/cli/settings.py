@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from areal_gym.algorithms import PRESETS
 from areal_gym.config import RunConfig, load_config
 from areal_gym.errors import UsageError
 from areal_gym.provenance import entries_used
@@ -74,6 +75,7 @@ def describe(config: RunConfig) -> str:
         f"{trainer.tokens_per_microbatch:,}; {updates}",
         f"the run:  {config.steps} steps = {config.steps * num_trajectories:,} trajectories; "
         f"{rollout.max_in_flight} in flight, staleness at most {rollout.max_staleness}",
+        f"algorithm: {trainer.algorithm}, {PRESETS[trainer.algorithm].summary}",
     ]
     lines += [
         f"{entry.spec.kind}: {entry.id}, from {entry.plugin.source}"

@@ -127,7 +127,9 @@ class HookSpecs:
 
     @_hookspec
     def register_advantage_estimators(self) -> Iterable[AdvantageSpec]:
-        """Offer advantage estimators: pure functions of rewards and group ids.
+        """Offer advantage estimators: pure functions of rewards, group ids and what they name.
+
+        `areal_gym.testing.check_advantage_estimator` is their contract.
 
         Example::
 
@@ -140,6 +142,8 @@ class HookSpecs:
     @_hookspec
     def register_policy_losses(self) -> Iterable[PolicyLossSpec]:
         """Offer policy losses: pure functions of log-probabilities and advantages.
+
+        `areal_gym.testing.check_policy_loss` is their contract.
 
         Example::
 

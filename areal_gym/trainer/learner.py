@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,18 @@ __all__ = ["Learner"]
 
 _MAX_BAD_STEPS = 3
 """Updates in a row without a finite gradient after which training stops."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """What the updates of one step share."""
+
+    rows: list[TokenSequence]
+    columns: Columns
+    proximal: Proximal
+    version: int
+    totals: Totals
+    by_lag: MeansByLag
 
 
 class Learner:
@@ -138,15 +150,19 @@ class Learner:
         )
         columns = self._columns(rows, proximal)
         metrics |= self._judge(every_row, rows, columns)
-        totals, by_lag = Totals(), MeansByLag(version)
-        norms = [
-            self._update(rows, columns, members, proximal, version, totals, by_lag)
-            for members in minibatches
-        ]
-        for name, total in self._ranks.sum(totals).items():
+        step = _Step(
+            rows=rows,
+            columns=columns,
+            proximal=proximal,
+            version=version,
+            totals=Totals(),
+            by_lag=MeansByLag(version),
+        )
+        norms = [self._update(step, members) for members in minibatches]
+        for name, total in self._ranks.sum(step.totals).items():
             metrics[f"train/{name}"] = total / len(minibatches)
         if is_stale:
-            metrics |= by_lag.metrics("train/approx_kl_stale", self._ranks)
+            metrics |= step.by_lag.metrics("train/approx_kl_stale", self._ranks)
         metrics["train/grad_norm"] = sum(norms) / len(norms)
         metrics["train/lr"] = self.config.lr * self._lr_scale()
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
@@ -283,16 +299,9 @@ class Learner:
 
     # ---- one update ---------------------------------------------------------------------------
 
-    def _update(
-        self,
-        rows: list[TokenSequence],
-        columns: Columns,
-        members: list[int],
-        proximal: Proximal,
-        version: int,
-        totals: Totals,
-        by_lag: MeansByLag,
-    ) -> float:
+    def _update(self, step: _Step, members: list[int]) -> float:
+        """Improve the policy on the rows `members`; returns the gradient's norm."""
+        rows, columns, totals = step.rows, step.columns, step.totals
         lengths_G: Counter[int] = Counter()
         for i in members:
             lengths_G[rows[i].trajectory_id] += rows[i].num_trainable
@@ -314,7 +323,7 @@ class Learner:
                     has_entropy_gradient=self.config.entropy_bonus > 0,
                 )
             output = self._token_loss(
-                scores.logprobs, columns, indexes, proximal=proximal, version=version
+                scores.logprobs, columns, indexes, proximal=step.proximal, version=step.version
             )
             loss_T = output.loss - self.config.entropy_bonus * scores.entropy
             weights_B = [weights_G[rows[i].trajectory_id] for i in indexes]
@@ -322,7 +331,7 @@ class Learner:
             found = {**output.metrics, "entropy": scores.entropy}
             if is_mine:
                 totals.add("loss", loss)
-                by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
+                step.by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
             if "returns" in columns:
                 found["critic_loss"] = self._critic_loss(batch, masks, scores, columns, indexes)
                 sum_T = found["critic_loss"].sum()

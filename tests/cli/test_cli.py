@@ -248,6 +248,16 @@ def test_list_as_json_and_as_text(cli):
     assert "environments from" in err
 
 
+def test_list_algorithms(cli):
+    code, out, _ = cli("list", "algorithms")
+    assert code == 0
+    assert "dapo" in out
+    code, out, _ = cli("list", "algorithms", "--json")
+    found = {row["id"]: row for row in json.loads(out)}
+    assert found["dapo"]["filters"] == ["success-rate"]
+    assert found["ppo"]["advantage"] == "gae"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_listed(cli, kind):
     code, out, _ = cli("list", kind, "--json")

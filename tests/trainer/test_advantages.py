@@ -203,6 +203,19 @@ def test_one_reward_at_the_end_per_turn_is_the_baseline_itself(baseline, rewards
     assert found.tolist() == pytest.approx(estimate(baseline, inputs).advantages_T.tolist())
 
 
+def test_penalties_are_rewards_of_tokens_or_taken_off_at_the_end():
+    penalties = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    inputs = two_turns(penalties_T=penalties)
+    # An estimator that looks at rewards of tokens finds them there.
+    found = estimate(reinforce_pp, inputs).advantages_T
+    returns = normalise(torch.tensor([4 - 0.6, 4 - 0.5, 3 - 0.3, 2 - 0.4]))
+    assert found.tolist() == pytest.approx(returns.tolist())
+    # Of the others' advantages go the token's own and all that follow.
+    plain = estimate(grpo, two_turns()).advantages_T
+    found = estimate(grpo, inputs).advantages_T
+    assert (plain - found).tolist() == pytest.approx([0.6, 0.5, 0.3, 0.4])
+
+
 def test_an_unknown_baseline_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match="no baseline 'rlooo'") as error:
         estimate(per_turn, two_turns(), baseline="rlooo")
