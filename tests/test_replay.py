@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from areal_gym.config import load_config
-from areal_gym.errors import ConfigError, NothingToDoError
+from areal_gym.errors import ConfigError, DataError, NothingToDoError
 from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
 from areal_gym.run import replay, train
 from areal_gym.rundir import RunDir
@@ -100,3 +100,11 @@ def test_a_run_without_steps_has_nothing_to_replay(recorded, tmp_path):
         run.save_config((recorded / "config.yaml").read_text())
     with pytest.raises(NothingToDoError, match="no step"):
         replay(recorded_config(recorded), tmp_path / "empty")
+
+
+def test_a_run_that_has_lost_its_trajectories_says_which(recorded, tmp_path):
+    shutil.copytree(recorded, tmp_path / "lost")
+    (tmp_path / "lost" / "trajectories" / "step-000003.jsonl").unlink()
+    with pytest.raises(DataError, match="trajectories of step 3") as caught:
+        replay(recorded_config(recorded), tmp_path / "lost")
+    assert "what comes before: --steps 2" in caught.value.hints

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.config import RunConfig
-from areal_gym.errors import ConfigError, NothingToDoError
+from areal_gym.errors import ConfigError, DataError, NothingToDoError
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.parts import Parts, hash_of_policy, make_learner, policy_directory
 from areal_gym.rundir import RunDir
@@ -66,6 +66,7 @@ def replay(
 
     Raises:
         NothingToDoError: no step was recorded.
+        DataError: the trajectories of a step are gone.
         ConfigError: the initial policy is not the one that the run started with.
         GymError: see `areal_gym.errors`.
     """
@@ -76,7 +77,10 @@ def replay(
     recorded = {row["step"]: row for row in run.read_metrics()}
     steps = sorted(recorded)[:num_steps]
     if not steps:
-        raise NothingToDoError(f"{source} has recorded no step to replay")
+        raise NothingToDoError(
+            f"{source} has recorded no step to replay",
+            hints=[f"let it train first: areal-gym train --resume --out {source}"],
+        )
     # There is nothing to overlap with here.
     trainer = config.trainer.model_copy(update={"runs_in": "thread"})
     config = config.model_copy(update={"trainer": trainer})
@@ -89,7 +93,14 @@ def replay(
     first_difference: int | None = None
     rows: list[dict[str, Any]] = []
     for step in steps:
-        metrics = learner.step(run.read_groups(step), step - 1)
+        groups = run.read_groups(step)
+        if not groups:
+            raise DataError(
+                f"{source} has lost the trajectories of step {step}: there is nothing to train on",
+                hints=[f"they belong into {run.trajectories_dir}"]
+                + ([f"what comes before: --steps {rows[-1]['step']}"] if rows else []),
+            )
+        metrics = learner.step(groups, step - 1)
         rows.append({"step": step, **metrics})
         if first_difference is None and not _agree(metrics, recorded[step]):
             first_difference = step

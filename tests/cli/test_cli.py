@@ -494,9 +494,11 @@ def test_flags_win_over_the_recipe_and_overrides_over_flags(cli, tmp_path):
     assert "id: math" in out
 
 
-@pytest.mark.parametrize("recipe", sorted(Path("examples/recipes").glob("*.yaml")), ids=str)
+RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_every_recipe_resolves(cli, recipe):
-    recipe = Path(__file__).parents[2] / recipe
     assert cli("train", "-c", str(recipe), "--dry-run")[0] == 0
 
 

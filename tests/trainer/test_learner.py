@@ -309,6 +309,15 @@ def test_a_member_without_tokens_counts_among_its_siblings_only():
         learner().step([Group(id="g", task=played.task, trajectories=(empty, empty))], version=0)
 
 
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 5, 7])
+def test_any_number_of_groups_trains(num_groups):  # trap 10
+    trained = learner(minibatches=2, tokens_per_microbatch=64)
+    before = flat_weights(trained)
+    metrics = trained.step(batch(num_groups=num_groups), 0)
+    assert metrics["rollout/tokens"] > 0
+    assert not torch.equal(before, flat_weights(trained))
+
+
 @pytest.mark.parametrize("reward", [True, 1, 0.5])
 def test_any_real_reward_trains(reward):
     rng = random.Random(2)
