@@ -37,6 +37,7 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
     heads = config["num_attention_heads"]
     theta, scaling, local_theta = _rope(config)
     layer_types = _layer_types(config, architecture)
+    is_windowed = "sliding_attention" in layer_types
     eos = config.get("eos_token_id")
     return DecoderConfig(
         architecture=architecture,
@@ -52,8 +53,8 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         rope_local_theta=local_theta,
-        sliding_window=config["sliding_window"] if "sliding_attention" in layer_types else None,
-        layer_types=layer_types if len(set(layer_types)) > 1 else (),
+        sliding_window=config["sliding_window"] if is_windowed else None,
+        layer_types=layer_types if is_windowed else (),
         query_pre_attn_scalar=config.get("query_pre_attn_scalar"),
         attn_logit_softcapping=config.get("attn_logit_softcapping"),
         final_logit_softcapping=config.get("final_logit_softcapping"),
