@@ -18,6 +18,7 @@ from torch import Tensor
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
+from areal_gym.modeling.hf_config import config_from_hf, config_to_hf
 
 __all__ = ["TOKENIZER_FILES", "load_checkpoint", "save_checkpoint"]
 
@@ -49,7 +50,7 @@ def load_checkpoint(
             unknown or of another shape, or a damaged file.
     """
     path = Path(path)
-    config = DecoderConfig.from_hf(_read_json(path / "config.json", path))
+    config = config_from_hf(_read_json(path / "config.json", path))
     decoder = Decoder(config, device=device, dtype=dtype)
     wanted = dict(decoder.named_parameters())
     unknown: list[str] = []
@@ -101,7 +102,7 @@ def save_checkpoint(
         TrainError: the disk is full or cannot be written; nothing half-written is left.
     """
     path = Path(path)
-    config = decoder.config.to_hf()
+    config = config_to_hf(decoder.config)
     config["torch_dtype"] = str(next(decoder.parameters()).dtype).removeprefix("torch.")
     weights = {name: _for_file(tensor) for name, tensor in decoder.named_parameters()}
     fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")

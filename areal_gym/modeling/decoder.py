@@ -1,4 +1,6 @@
-"""A Llama/Qwen2/Qwen3 decoder over a flat token axis, with Hugging Face's parameter names.
+"""A decoder of the Llama kind over a flat token axis, with Hugging Face's parameter names.
+
+One network for all of `families.FAMILIES`: what differs between them is data.
 
 Sequences are concatenated, not padded: everything but attention works per token, and attention
 is handed in (`Attend`), so that one model serves padded, packed and prefix-tree batches.
@@ -9,6 +11,7 @@ Axes: `N` tokens of the batch, `H` query heads, `K` key/value heads, `D` head di
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,23 +22,43 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from areal_gym.modeling.config import DecoderConfig
+from areal_gym.modeling.families import Activation
+from areal_gym.modeling.rope import apply_rope, rope_amplitude, rope_frequencies, rope_tables
 
 __all__ = [
     "Attend",
     "Decoder",
-    "apply_rope",
+    "activate",
     "build_decoder",
+    "capped_attention",
     "causal_attend",
-    "rope_frequencies",
-    "rope_tables",
+    "softcapped",
 ]
 
 
 class Attend(Protocol):
     """Who sees whom: the attention of one layer; called once per layer, in order."""
 
-    def __call__(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, /) -> Tensor:
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        /,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Softmax attention, scale 1/sqrt(D), query head h reading key head h // (H // K).
+
+        Args:
+            q_NHD: queries.
+            k_NKD: keys.
+            v_NKD: values.
+            window: a token sees itself and the `window - 1` before it only. Not handed in for
+                layers that see everything.
+            softcap: scores s become c tanh(s / c); see `capped_attention`. Not handed in for
+                models without.
 
         Returns:
             [N, H, D]
@@ -44,17 +67,19 @@ class Attend(Protocol):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang & Sennrich 2019)."""
+    """x / rms(x) * weight (Zhang & Sennrich 2019); Gemma's weights are centred: 1 + weight."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, config: DecoderConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps = config.rms_norm_eps
+        self.is_centred = config.family.has_centred_norms
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape; the last axis is normalised."""
+        weight = 1 + self.weight if self.is_centred else self.weight
         # Under autocast x may be bfloat16 and the weight float32, for which no fused kernel exists.
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -67,16 +92,18 @@ class Attention(nn.Module):
             heads * config.head_dim
             for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
-        bias = config.has_qkv_bias
+        bias = config.family.has_qkv_bias
         self.q_proj = nn.Linear(config.hidden_size, query, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, key, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, key, bias=bias)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if config.has_qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        if config.family.has_qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config)
+            self.k_norm = RMSNorm(config.head_dim, config)
+        # `Attend` divides the scores by sqrt(D), whatever the model wants.
+        self.query_scale = config.attention_scale * math.sqrt(config.head_dim)
 
     def forward(self, x_NC: Tensor, cos_ND: Tensor, sin_ND: Tensor, attend: Attend) -> Tensor:
         """[N, C] -> [N, C]."""
@@ -85,40 +112,59 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_NHD, k_NKD = self.q_norm(q_NHD), self.k_norm(k_NKD)
         q_NHD, k_NKD = apply_rope(q_NHD, cos_ND, sin_ND), apply_rope(k_NKD, cos_ND, sin_ND)
+        if self.query_scale != 1.0:
+            q_NHD = q_NHD * self.query_scale
         out_NHD = attend(q_NHD, k_NKD, self.v_proj(x_NC).view(heads))
         out: Tensor = self.o_proj(out_NHD.flatten(1))
         return out
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
+    """SwiGLU or GeGLU (Shazeer 2020)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = config.family.activation
 
     def forward(self, x_NC: Tensor) -> Tensor:
         """[N, C] -> [N, C]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_NC)) * self.up_proj(x_NC))
+        gate_NF = activate(self.gate_proj(x_NC), self.activation)
+        out: Tensor = self.down_proj(gate_NF * self.up_proj(x_NC))
         return out
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each normalised first and added to the residual."""
+    """Attention and MLP, each normalised first and added to the residual.
+
+    Gemma 2 and 3 normalise what they add, too. In Hugging Face's names `post_attention_layernorm`
+    is then that of attention's output; elsewhere it is that before the MLP.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
         self.mlp = MLP(config)
+        self.has_output_norms = config.family.has_output_norms
+        if self.has_output_norms:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config)
 
     def forward(self, x_NC: Tensor, cos_ND: Tensor, sin_ND: Tensor, attend: Attend) -> Tensor:
         """[N, C] -> [N, C]."""
-        x_NC = x_NC + self.self_attn(self.input_layernorm(x_NC), cos_ND, sin_ND, attend)
-        out: Tensor = x_NC + self.mlp(self.post_attention_layernorm(x_NC))
+        seen_NC = self.self_attn(self.input_layernorm(x_NC), cos_ND, sin_ND, attend)
+        out: Tensor
+        if not self.has_output_norms:
+            x_NC = x_NC + seen_NC
+            out = x_NC + self.mlp(self.post_attention_layernorm(x_NC))
+            return out
+        x_NC = x_NC + self.post_attention_layernorm(seen_NC)
+        thought_NC = self.mlp(self.pre_feedforward_layernorm(x_NC))
+        out = x_NC + self.post_feedforward_layernorm(thought_NC)
         return out
 
 
@@ -129,7 +175,7 @@ class _Body(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config)
 
 
 class Decoder(nn.Module):
@@ -158,8 +204,15 @@ class Decoder(nn.Module):
         self.recomputes_layers = False
         """Whether the backward pass computes a layer's inner values again instead of keeping them:
         a third more work for a fraction of the memory."""
-        # No buffer: `decoder.bfloat16()` would round the frequencies.
-        self._inv_freq = rope_frequencies(config, device)
+        # No buffers: `decoder.bfloat16()` would round the frequencies.
+        self._inv_freq = rope_frequencies(
+            config.head_dim, config.rope_theta, config.rope_scaling, device
+        )
+        self._local_inv_freq: Tensor | None = None
+        if config.rope_local_theta is not None:
+            self._local_inv_freq = rope_frequencies(
+                config.head_dim, config.rope_local_theta, None, device
+            )
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -168,18 +221,40 @@ class Decoder(nn.Module):
         return head
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm, [N, C]; logits are these @ `lm_head_weight.T`."""
+        """Hidden states after the final norm, [N, C]; `logits` of these are the scores."""
+        config = self.config
         x_NC = self.model.embed_tokens(token_ids_N)
-        if self._inv_freq.device != x_NC.device:
-            self._inv_freq = self._inv_freq.to(x_NC.device)
-        cos_ND, sin_ND = rope_tables(self._inv_freq, positions_N, x_NC.dtype)
-        for layer in self.model.layers:
+        if config.embedding_scale != 1.0:
+            x_NC = x_NC * config.embedding_scale
+        tables = self._tables(positions_N, x_NC)
+        local_tables = self._local_tables(positions_N, x_NC) or tables
+        if config.attn_logit_softcapping is not None:
+            attend = functools.partial(attend, softcap=config.attn_logit_softcapping)
+        for layer, window in zip(self.model.layers, config.windows, strict=True):
+            inputs = (x_NC, *tables, attend)
+            if window is not None:
+                inputs = (x_NC, *local_tables, functools.partial(attend, window=window))
             if self.recomputes_layers and torch.is_grad_enabled():
-                x_NC = checkpoint(layer, x_NC, cos_ND, sin_ND, attend, use_reentrant=False)
+                x_NC = checkpoint(layer, *inputs, use_reentrant=False)
             else:
-                x_NC = layer(x_NC, cos_ND, sin_ND, attend)
+                x_NC = layer(*inputs)
         out: Tensor = self.model.norm(x_NC)
         return out
+
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """[N, C] -> [N, V]."""
+        return softcapped(hidden_NC @ self.lm_head_weight.T, self.config.final_logit_softcapping)
+
+    def _tables(self, positions_N: Tensor, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+        if self._inv_freq.device != x_NC.device:
+            self._inv_freq = self._inv_freq.to(x_NC.device)
+        amplitude = rope_amplitude(self.config.rope_scaling)
+        return rope_tables(self._inv_freq, positions_N, x_NC.dtype, amplitude)
+
+    def _local_tables(self, positions_N: Tensor, x_NC: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self._local_inv_freq is None:
+            return None
+        return rope_tables(self._local_inv_freq.to(x_NC.device), positions_N, x_NC.dtype)
 
 
 def build_decoder(
@@ -196,7 +271,7 @@ def build_decoder(
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if config.family.has_centred_norms else 1.0)
             elif name.endswith("bias"):
                 parameter.zero_()
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -207,34 +282,34 @@ def build_decoder(
     return decoder.to(device)
 
 
-def rope_frequencies(config: DecoderConfig, device: torch.device | str = "cpu") -> Tensor:
-    """[D / 2] float32 angular frequencies (Su et al. 2021), stretched as Llama 3.1 does."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    inv_freq = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is not None:
-        # Turns within the original context: few are stretched, many are kept, between is mixed.
-        num_turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((num_turns - low) / (high - low)).clamp(0.0, 1.0)
-        inv_freq = kept * inv_freq + (1 - kept) * inv_freq / scaling.factor
-    return inv_freq.to(device)
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The activation of a gated MLP."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
-def rope_tables(
-    inv_freq: Tensor, positions_N: Tensor, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [N, D]; the angles are computed in float32."""
-    angles = positions_N[:, None].float() * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """Squeezed smoothly into (-cap, cap) (Bello et al. 2016); as it is without a cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def apply_rope(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D/2) of each head by its angle."""
-    first, second = x_NHD.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return x_NHD * cos_ND[:, None] + turned * sin_ND[:, None]
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float
+) -> Tensor:
+    """Attention with soft-capped scores, which no fused kernel of torch has.
+
+    Args:
+        q: [..., Q, D].
+        k: [..., K, D].
+        v: [..., K, D].
+        mask: added to the capped scores, which it must fit.
+        scale: of the scores.
+        softcap: the cap.
+
+    Returns:
+        [..., Q, D]
+    """
+    scores = softcapped((q @ k.transpose(-2, -1)).float() * scale, softcap) + mask
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def causal_attend(lengths: Sequence[int]) -> Attend:
@@ -244,12 +319,30 @@ def causal_attend(lengths: Sequence[int]) -> Attend:
     """
     sizes = list(lengths)
 
-    def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, /) -> Tensor:
+    def attend(
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        /,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        group = q_NHD.shape[1] // k_NKD.shape[1]
         rows = []
         for q, k, v in zip(*(torch.split(x, sizes) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, T, D]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            rows.append(out[0].transpose(0, 1))
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, T, D]
+            steps = torch.arange(q.shape[1], device=q.device)
+            age_QK = steps[:, None] - steps
+            is_hidden = (age_QK < 0) | (age_QK >= (window or len(steps)))
+            mask = q.new_zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
+            if softcap is None:
+                out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
+            else:
+                scale = 1 / math.sqrt(q.shape[-1])
+                out = capped_attention(q, k, v, mask, scale=scale, softcap=softcap)
+            rows.append(out.transpose(0, 1))
         return torch.cat(rows)
 
     return attend

@@ -57,18 +57,17 @@ def score_tokens(
     target_ids_T = batch.token_ids_N[torch.tensor(targets, dtype=torch.long, device=device)]
     hidden_NC = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
     hidden_TC = hidden_NC[torch.tensor(sources, dtype=torch.long, device=device)]
-    head_VC = decoder.lm_head_weight
-    size = max(1, _CHUNK_LOGITS // head_VC.shape[0])
+    size = max(1, _CHUNK_LOGITS // decoder.config.vocab_size)
     if len(targets) <= size:
-        scores = _score_chunk(hidden_TC, head_VC, target_ids_T, temperature, has_entropy_gradient)
+        scores = _score_chunk(decoder, hidden_TC, target_ids_T, temperature, has_entropy_gradient)
         return TokenScores(*scores, hidden_TC)
     parts = [
         cast(
             tuple[Tensor, Tensor],
             checkpoint(
                 _score_chunk,
+                decoder,
                 hidden_TC[start : start + size],
-                head_VC,
                 target_ids_T[start : start + size],
                 temperature,
                 has_entropy_gradient,
@@ -82,13 +81,13 @@ def score_tokens(
 
 
 def _score_chunk(
+    decoder: Decoder,
     hidden_TC: Tensor,
-    head_VC: Tensor,
     target_ids_T: Tensor,
     temperature: float,
     has_entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    logits_TV = (hidden_TC @ head_VC.T).float()
+    logits_TV = decoder.logits(hidden_TC).float()
     if temperature != 1.0:
         logits_TV = logits_TV / temperature
     logprobs_TV = logits_TV.log_softmax(-1)

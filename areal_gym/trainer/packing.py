@@ -13,12 +13,15 @@ small rectangles of similar length, attended, and gathered back.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from areal_gym.modeling.decoder import capped_attention
 
 __all__ = ["Block", "PackedBatch", "Row", "attend_blocks", "pack", "split_by_tokens"]
 
@@ -43,6 +46,22 @@ class Block:
     key_index_BK: Tensor
     mask_B1QK: Tensor
     """0 where a query may look, -inf elsewhere; every query sees at least one key."""
+    query_position_BQ: Tensor
+    """Where in its sequence each query stands."""
+    key_position_BK: Tensor
+    longest: int
+    """No two tokens are so far apart."""
+    _windowed: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def mask(self, window: int | None) -> Tensor:
+        """`mask_B1QK`, and nothing that is `window` tokens old or older; computed once."""
+        if window is None or window >= self.longest:
+            return self.mask_B1QK
+        if window not in self._windowed:
+            age_BQK = self.query_position_BQ[:, :, None] - self.key_position_BK[:, None]
+            is_too_old = (age_BQK >= window)[:, None]
+            self._windowed[window] = self.mask_B1QK.masked_fill(is_too_old, -torch.inf)
+        return self._windowed[window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +76,20 @@ class PackedBatch:
     row_index: tuple[list[int], ...]
     """For each row, the flat position of each of its tokens (shared ones included)."""
 
-    def attend(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, /) -> Tensor:
+    def attend(
+        self,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        /,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """The decoder's `Attend` of this batch."""
-        return attend_blocks(self.blocks, self.inverse_N, q_NHD, k_NKD, v_NKD)
+        return attend_blocks(
+            self.blocks, self.inverse_N, q_NHD, k_NKD, v_NKD, window=window, softcap=softcap
+        )
 
 
 def split_by_tokens(rows: Sequence[Row], budget: int) -> list[list[int]]:
@@ -131,7 +161,14 @@ def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch
 
 
 def attend_blocks(
-    blocks: Iterable[Block], inverse_N: Tensor, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor
+    blocks: Iterable[Block],
+    inverse_N: Tensor,
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of each rectangle; [N, H, D] in, [N, H, D] out. Gathers carry exact gradients."""
     num_groups = q_NHD.shape[1] // k_NKD.shape[1]
@@ -143,8 +180,12 @@ def attend_blocks(
         if num_groups > 1:
             k = k.repeat_interleave(num_groups, dim=1)
             v = v.repeat_interleave(num_groups, dim=1)
-        mask = block.mask_B1QK.to(q.dtype)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mask = block.mask(window).to(q.dtype)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            scale = 1 / math.sqrt(q.shape[-1])
+            out = capped_attention(q, k, v, mask, scale=scale, softcap=softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[inverse_N]
 
@@ -184,10 +225,14 @@ def _block(chunk: list[tuple[range, range]], device: torch.device | str) -> Bloc
     is_padding_BQ1 = (steps_Q >= own_lengths)[:, :, None]
     is_masked = (is_hidden_B1K & ~is_padding_BQ1) | is_later_1QK
     mask = torch.zeros(is_masked.shape).masked_fill_(is_masked, -torch.inf)
+    position_BQ = prompt_lengths + steps_Q
     return Block(
         query_index_BQ=query_BQ.to(device),
         key_index_BK=torch.cat((prompt_BK, query_BQ), dim=1).to(device),
         mask_B1QK=mask[:, None].to(device),
+        query_position_BQ=position_BQ.to(device),
+        key_position_BK=torch.cat((prompt_steps, position_BQ), dim=1).to(device),
+        longest=num_prompt + num_own,
     )
 
 

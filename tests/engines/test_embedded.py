@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-import transformers
+from tiny_models import SHAPES, WINDOW, their_logits, tiny_model
 
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
@@ -100,57 +100,42 @@ def test_log_probabilities_through_turns_siblings_refills_and_evictions(num_slot
     assert stats.reused > 0
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_it_agrees_with_transformers(name, tmp_path):
-    make_config = {
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "llama": transformers.LlamaConfig,
-    }[name]
-    torch.manual_seed(0)
-    config = make_config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.3,
-        max_position_embeddings=256,
-    )
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_it_agrees_with_transformers(shape, tmp_path):
+    """Over two turns, beyond the window: entering prompts and decoded tokens, cached or new."""
+    theirs = tiny_model(shape)
     theirs.save_pretrained(tmp_path)
-    prompt = prompt_of(random.Random(1), 12)
+    rng = random.Random(1)
+    prompts = [prompt_of(rng, length) for length in (3, WINDOW - 2, WINDOW + 9, 3 * WINDOW)]
+
+    async def episode(engine: EmbeddedEngine, index: int) -> list[tuple[list[int], Generation]]:
+        ids, turns = prompts[index % len(prompts)], []
+        for turn, temperature in enumerate((0.0, 0.7)):
+            params = SamplingParams(
+                max_new_tokens=WINDOW + 5 + index, temperature=temperature, seed=index
+            )
+            found = await engine.generate(ids, params, session=str(index))
+            turns.append((ids, found))
+            ids = [*ids, *found.token_ids, *prompt_of(rng, 4 + turn)]
+        return turns
 
     async def main():
-        engine = EmbeddedEngine.from_checkpoint(tmp_path, max_context=128)
+        engine = EmbeddedEngine.from_checkpoint(tmp_path, max_context=160, num_slots=6)
         await engine.start()
         try:
-            greedy = await engine.generate(
-                prompt, SamplingParams(max_new_tokens=20, temperature=0.0)
-            )
-            warm = await engine.generate(
-                prompt, SamplingParams(max_new_tokens=20, temperature=0.7, seed=3)
-            )
+            return await asyncio.gather(*(episode(engine, i) for i in range(2 * len(prompts))))
         finally:
             await engine.aclose()
-        return greedy, warm
 
-    greedy, warm = asyncio.run(main())
-    with torch.no_grad():
-        expected = theirs.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=20,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )[0, len(prompt) :].tolist()
-        ids = torch.tensor([[*prompt, *warm.token_ids]])
-        scores = (theirs(ids).logits[0] / 0.7).log_softmax(-1)
-    assert list(greedy.token_ids) == expected
-    for i, (token, logprob) in enumerate(zip(warm.token_ids, warm.logprobs, strict=True)):
-        assert float(scores[len(prompt) + i - 1, token]) == pytest.approx(logprob, abs=1e-4)
+    for (prompt, greedy), (context, warm) in asyncio.run(main()):
+        ids = torch.tensor([*context, *warm.token_ids])
+        logits = their_logits(theirs, ids)
+        first = range(len(prompt) - 1, len(prompt) - 1 + len(greedy.token_ids))
+        assert list(greedy.token_ids) == logits[first].argmax(-1).tolist()
+        second = range(len(context) - 1, len(ids) - 1)
+        scores = (logits[second] / 0.7).log_softmax(-1)
+        expected = scores.gather(1, ids[len(context) :, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(warm.logprobs), expected, atol=1e-5, rtol=0)
 
 
 def test_a_seed_decides_whoever_else_is_in_the_batch():

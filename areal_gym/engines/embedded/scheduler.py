@@ -153,7 +153,7 @@ class Scheduler:
         are forgotten now: no later turn, and no new episode, sees old weights' work, which makes
         staleness 0 exact.
         """
-        self.network.load(weights)
+        self.network.weights.load(weights)
         self.version = version
         self._by_prompt.clear()
         for row in self._rows:
@@ -172,7 +172,7 @@ class Scheduler:
             dtype=network.dtype,
             device=network.device,
         )
-        other.load_from(network)
+        other.weights.load_from(network.weights)
         scheduler = Scheduler(other, len(self._rows))
         scheduler.version = self.version
         return scheduler

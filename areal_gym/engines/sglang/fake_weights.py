@@ -219,7 +219,7 @@ class WeightRoutes:
         ids = torch.tensor(token_ids)
         with torch.no_grad():
             hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
-            logprobs = (hidden @ decoder.lm_head_weight.T).log_softmax(-1)
+            logprobs = decoder.logits(hidden).log_softmax(-1)
         found: list[float] = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
         return found
 
