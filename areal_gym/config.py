@@ -245,6 +245,9 @@ class RunConfig(Settings):
     steps: int = Field(30, ge=0)
     """Training steps."""
     seed: int = Field(0, ge=0)
+    deterministic: bool = False
+    """The same seed gives the same weights, bit for bit, also when the run was killed and resumed;
+    slower. CPU, synchronous, embedded engine."""
     loggers: list[str] = Field(default_factory=list)
     """Destinations of metrics besides `metrics.jsonl`."""
 
@@ -295,6 +298,22 @@ class RunConfig(Settings):
                 f"rollout.min_group_size = {rollout.min_group_size} is more than "
                 f"rollout.group_size = {rollout.group_size}: every group would be dropped"
             )
+        if self.deterministic:
+            wrong = [
+                f"{name} = {value!r}"
+                for name, value, needed in (
+                    ("rollout.max_staleness", rollout.max_staleness, (0,)),
+                    ("engine.id", self.engine.id, ("embedded",)),
+                    ("engine.device", self.engine.device, ("auto", "cpu")),
+                    ("trainer.device", trainer.device, ("auto", "cpu")),
+                )
+                if value not in needed
+            ]
+            if wrong:
+                raise ValueError(
+                    "deterministic = true needs a synchronous run with the embedded engine on a "
+                    f"CPU, not {', '.join(wrong)}"
+                )
         if rollout.max_new_tokens >= self.engine.max_context:
             raise ValueError(
                 f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "

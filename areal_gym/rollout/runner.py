@@ -30,7 +30,12 @@ from areal_gym.agents.base import Agent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
-from areal_gym.errors import EpisodeError, FailureBudgetError, InfrastructureError
+from areal_gym.errors import (
+    ConfigError,
+    EpisodeError,
+    FailureBudgetError,
+    InfrastructureError,
+)
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.episode import derive_seed, play_episode, stop_reason_of
@@ -39,6 +44,7 @@ from areal_gym.rollout.filters import GroupFilter
 from areal_gym.rollout.issue import Issuer
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.ledger import Ledger
+from areal_gym.rollout.lockstep import Lockstep, TogetherEngine
 from areal_gym.rollout.pool import EnvPool
 from areal_gym.rollout.stats import Occupancy, RolloutStats
 from areal_gym.types import Group, StopReason, Task, Trajectory
@@ -93,6 +99,7 @@ class RolloutRunner:
         journal: Journal | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
         state: Mapping[str, Any] | None = None,
+        is_deterministic: bool = False,
     ) -> None:
         """Nothing runs until the first `next_batch`.
 
@@ -115,14 +122,19 @@ class RolloutRunner:
                 the runner.
             state: what `state()` of the interrupted run gave. Without it, a run that starts at
                 version v goes on after the tasks of v whole batches.
+            is_deterministic: sample in waves that depend on the seed only (see `Lockstep`).
 
         Raises:
-            ConfigError: the environment gives the curriculum nothing to choose from.
+            ConfigError: the environment gives the curriculum nothing to choose from, or the engine
+                samples in batches of its own choice only.
         """
         self.config = config
         self.in_flight = Occupancy()
         self._agent = agent
         self._engine = engine
+        self._lockstep: Lockstep | None = None
+        if is_deterministic:
+            self._engine = self._lockstep = _lockstep(engine, lambda: len(self._tasks))
         self._renderer = renderer
         self._envs = EnvPool(env_factory)
         self._seed = seed
@@ -235,6 +247,8 @@ class RolloutRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._lockstep is not None:
+            await self._lockstep.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -394,3 +408,13 @@ class RolloutRunner:
             self._wake.cancel()
             self._wake = None
         self._changed.set()
+
+
+def _lockstep(engine: Engine, num_playing: Callable[[], int]) -> Lockstep:
+    if not isinstance(engine, TogetherEngine):
+        raise ConfigError(
+            f"deterministic rollouts need an engine whose batches can be decided, and "
+            f"{type(engine).__name__} has batches of its own",
+            hints=["engine.id=embedded can", "deterministic=false"],
+        )
+    return Lockstep(engine, num_playing)

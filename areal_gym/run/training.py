@@ -222,7 +222,10 @@ class _Training:
         relax_garbage_collection()
         display.phase("train", config.steps)
         start_s = time.perf_counter()
-        journal = Journal(directory.journal_file)
+        # Groups from a journal were sampled in other company: to the last bit, they must be played.
+        journal = None if config.deterministic else Journal(directory.journal_file)
+        if config.deterministic:  # what the engine has cached so far came in any order
+            await weight_sync.publish(learner.weights(), done)
         runner = RolloutRunner(
             parts.make_env,
             parts.agent,
@@ -236,10 +239,16 @@ class _Training:
             curriculum=make_curriculum(config),
             journal=journal,
             state=rollout_state,
+            is_deterministic=config.deterministic,
         )
         times = StepTimes(config.rollout.max_in_flight, runner.stats())
         saver = Saver(
-            learner, directory, tokenizer_dir, runner.state, journal.checkpoint, saved_step=done
+            learner,
+            directory,
+            tokenizer_dir,
+            runner.state,
+            on_saved=lambda state: None if journal is None else journal.checkpoint(state),
+            saved_step=done,
         )
         try:
             async with runner:
@@ -263,7 +272,8 @@ class _Training:
         finally:
             display.watch(None)
             saver.close()
-            journal.close()
+            if journal is not None:
+                journal.close()
             for logger in loggers:
                 logger.close()
         return time.perf_counter() - start_s

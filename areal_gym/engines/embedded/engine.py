@@ -157,6 +157,34 @@ class EmbeddedEngine:
         Raises:
             EngineError: an empty prompt, one that fills the context, or the engine has stopped.
         """
+        request = self._request(prompt_ids, params, session)
+        self._inbox.put(lambda: self._scheduler.submit(request))
+        return await self._wait_for(request, is_own=session is None)
+
+    async def generate_together(
+        self, turns: Sequence[tuple[Sequence[int], SamplingParams, str]]
+    ) -> list[Generation]:
+        """Sample all of these turns, in one batch from the first step on.
+
+        What is computed does not depend on when anything arrives: the same turns in the same order
+        give the same numbers, to the last bit.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        requests = [self._request(*turn) for turn in turns]
+
+        def submit() -> None:
+            for request in requests:
+                self._scheduler.submit(request)
+
+        self._inbox.put(submit)
+        waits = (self._wait_for(request, is_own=False) for request in requests)
+        return list(await asyncio.gather(*waits))
+
+    def _request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, session: str | None
+    ) -> Request:
         if self._loop is None or self._is_stopping:
             raise EngineError("the engine is not running; call start() first")
         room = self._max_context - len(prompt_ids)
@@ -164,18 +192,18 @@ class EmbeddedEngine:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens; 1 to {self._max_context - 1} fit"
             )
-        is_own = session is None
         request = Request(
             prompt_ids=tuple(prompt_ids),
             params=params,
             session=f"anonymous-{next(_anonymous)}" if session is None else session,
             max_new_tokens=min(params.max_new_tokens, room),
         )
-        future: asyncio.Future[Generation] = self._loop.create_future()
-        self._futures[request] = future
-        self._inbox.put(lambda: self._scheduler.submit(request))
+        self._futures[request] = self._loop.create_future()
+        return request
+
+    async def _wait_for(self, request: Request, *, is_own: bool) -> Generation:
         try:
-            return await future
+            return await self._futures[request]
         except asyncio.CancelledError:
             self._inbox.put(lambda: self._scheduler.cancel(request))
             raise
