@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_gym.errors import ConfigError, TrainError
@@ -20,7 +20,7 @@ from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.modeling.hf_config import config_from_hf, config_to_hf
 
-__all__ = ["TOKENIZER_FILES", "load_checkpoint", "save_checkpoint"]
+__all__ = ["TOKENIZER_FILES", "load_checkpoint", "read_checkpoint", "save_checkpoint"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,30 +43,46 @@ def load_checkpoint(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """Read a Llama, Qwen2 or Qwen3 checkpoint directory.
+    """Read a checkpoint directory; see `families.FAMILIES` for what it may hold.
+
+    The weights are converted one by one, whatever the file's type: it takes no more memory than the
+    decoder has in the end.
 
     Raises:
         ConfigError: no such directory, an unsupported architecture, a tensor that is missing,
             unknown or of another shape, or a damaged file.
     """
+    config, weights = read_checkpoint(path)
+    decoder = Decoder(config, device=device, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(weights[name])
+    return decoder
+
+
+def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    """A checkpoint's shape, and its weights as they lie in the files: mapped, not read yet.
+
+    Raises:
+        ConfigError: as `load_checkpoint`.
+    """
     path = Path(path)
     config = config_from_hf(_read_json(path / "config.json", path))
-    decoder = Decoder(config, device=device, dtype=dtype)
-    wanted = dict(decoder.named_parameters())
+    shapes = {name: p.shape for name, p in Decoder(config, device="meta").named_parameters()}
+    weights: dict[str, Tensor] = {}
     unknown: list[str] = []
-    found: set[str] = set()
     for file in _weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    if name in wanted:
-                        _fill(wanted[name], tensors.get_tensor(name), name, file)
-                        found.add(name)
+                    if name in shapes:
+                        weights[name] = tensors.get_tensor(name)
+                        _check_shape(name, weights[name].shape, shapes[name], file)
                     elif not _is_redundant(name, config):
                         unknown.append(name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read {file}: {error}") from None
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in shapes if name not in weights]
     if missing or unknown:
         parts = [
             f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
@@ -77,7 +93,7 @@ def load_checkpoint(
             f"the weights in {path} do not fit its config.json ({'; '.join(parts)})",
             hints=[f"config.json says model_type {config.architecture!r}"],
         )
-    return decoder
+    return config, weights
 
 
 def save_checkpoint(
@@ -117,17 +133,19 @@ def save_checkpoint(
                     _write(fresh / name, source.read_bytes())
         for name, content in (extra_files or {}).items():
             _write(fresh / name, content)
-        _write(fresh / _SINGLE, save(weights, metadata={"format": "pt"}))
-        _sync_directory(fresh)
+        save_file(weights, fresh / _SINGLE, metadata={"format": "pt"})
+        _sync(fresh / _SINGLE)
+        _sync(fresh)
         if path.exists():
             path.rename(old)
         fresh.rename(path)
-        _sync_directory(path.parent)
-    except OSError as error:
+        _sync(path.parent)
+    except (OSError, SafetensorError) as error:
         if old.exists() and not path.exists():
             old.rename(path)
+        reason = error.strerror if isinstance(error, OSError) else None
         raise TrainError(
-            f"cannot write the checkpoint {path}: {error.strerror or error}",
+            f"cannot write the checkpoint {path}: {reason or error}",
             hints=["free some space, then run the command again; nothing half-written is left"],
         ) from error
     finally:
@@ -166,14 +184,11 @@ def _read_json(file: Path, checkpoint: Path) -> Mapping[str, Any]:
     return content
 
 
-def _fill(parameter: Tensor, tensor: Tensor, name: str, file: Path) -> None:
-    if parameter.shape != tensor.shape:
+def _check_shape(name: str, found: torch.Size, expected: torch.Size, file: Path) -> None:
+    if found != expected:
         raise ConfigError(
-            f"{name} in {file} has shape {tuple(tensor.shape)}; "
-            f"config.json makes it {tuple(parameter.shape)}"
+            f"{name} in {file} has shape {tuple(found)}; config.json makes it {tuple(expected)}"
         )
-    with torch.no_grad():
-        parameter.copy_(tensor)
 
 
 def _is_redundant(name: str, config: DecoderConfig) -> bool:
@@ -194,7 +209,8 @@ def _write(file: Path, content: bytes) -> None:
         os.fsync(handle.fileno())
 
 
-def _sync_directory(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
+import transformers
 from tiny_models import tiny_model
 
 from areal_gym.errors import ConfigError, TrainError
@@ -95,8 +98,86 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monk
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("areal_gym.modeling.checkpoint._sync_directory", full)
+    monkeypatch.setattr("areal_gym.modeling.checkpoint._sync", full)
     with pytest.raises(TrainError, match="No space left"):
         save_checkpoint(tiny(1), path)
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
     assert torch.equal(our_logprobs(load_checkpoint(path), torch.arange(5)), before)
+
+
+def test_bfloat16_checkpoints_become_float32_master_weights(theirs, tmp_path):
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    decoder = load_checkpoint(tmp_path)
+    names = dict(theirs.named_parameters())
+    for name, parameter in decoder.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, names[name].float())
+    save_checkpoint(decoder.bfloat16(), tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.dtype == torch.bfloat16
+    assert all(torch.equal(p, names[name]) for name, p in again.named_parameters())
+
+
+MEMORY = """
+import sys, threading, time
+import torch
+import transformers
+from areal_gym.engines.embedded import EmbeddedEngine
+from areal_gym.modeling import load_checkpoint, save_checkpoint
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+def growth(act):
+    before, found, done = anonymous(), [0], threading.Event()
+    def watch():
+        while not done.is_set():
+            found.append(anonymous() - before)
+            time.sleep(0.001)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = act()
+    done.set()
+    watcher.join()
+    return result, max(found)
+
+torch.set_num_threads(1)
+small, path = sys.argv[1:]
+save_checkpoint(load_checkpoint(small), small + "-copy")  # imports what is imported late
+EmbeddedEngine.from_checkpoint(small, num_slots=1, max_context=8)
+decoder, loading = growth(lambda: load_checkpoint(path))
+_, saving = growth(lambda: save_checkpoint(decoder, path + "-copy"))
+del decoder
+_, sampling = growth(lambda: EmbeddedEngine.from_checkpoint(path, num_slots=1, max_context=8))
+print(loading, saving, sampling)
+"""
+
+
+def test_no_second_copy_of_the_weights_is_held_while_they_are_read_or_written(tmp_path):
+    config = DecoderConfig(
+        architecture="llama",
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    decoder = build_decoder(config, seed=0)
+    size = sum(parameter.nbytes for parameter in decoder.parameters())
+    largest = max(parameter.nbytes for parameter in decoder.parameters())
+    save_checkpoint(decoder, tmp_path / "big")
+    del decoder
+    save_checkpoint(tiny(), tmp_path / "small")
+    child = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path / "small"), str(tmp_path / "big")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loading, saving, sampling = map(int, child.stdout.split())
+    assert 0.9 * size < loading < size + largest
+    assert saving < largest
+    assert 0.9 * size < sampling < size + 3 * largest  # queries are scaled on their way

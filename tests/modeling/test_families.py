@@ -111,7 +111,7 @@ def test_a_checkpoint_of_transformers_4(theirs, ours, tmp_path):
 @pytest.mark.parametrize(
     ("shape", "change"),
     [
-        ("mistral-v0.1", {"sliding_window": None}),
+        ("mistral-v0.1", {"sliding_window": None, "layer_types": ()}),
         ("mistral-v0.1", {"sliding_window": WINDOW - 1}),
         ("qwen2-window", {"layer_types": ()}),
         ("qwen2-yarn", {"rope_scaling": None}),

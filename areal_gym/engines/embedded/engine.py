@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -23,7 +23,8 @@ from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.engines.embedded.network import CachedDecoder
 from areal_gym.engines.embedded.scheduler import EngineStats, Request, Scheduler
 from areal_gym.errors import ConfigError, EngineError
-from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.modeling.checkpoint import read_checkpoint
+from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.modeling.device import pick_device
 
@@ -35,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class EmbeddedEngine:
-    """Samples a Qwen2-, Qwen3- or Llama-shaped policy with torch, on CPU or CUDA.
+    """Samples a policy with torch, on CPU or CUDA; `docs/models.md` says of which shapes.
 
     Continuous batching over a preallocated cache: a row is refilled as soon as its turn ends. A
     session keeps its row between turns, so that a turn computes new tokens only; siblings that
@@ -60,18 +61,8 @@ class EmbeddedEngine:
         device: str = "auto",
         num_threads: int = 1,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise ConfigError(f"no dtype {dtype!r}; there is: {', '.join(_DTYPES)}")
-        network = CachedDecoder(
-            decoder.config,
-            num_rows=num_slots,
-            max_context=min(max_context, decoder.config.max_position_embeddings),
-            dtype=_DTYPES[dtype],
-            device=pick_device(device),
-        )
-        scheduler = Scheduler(network, num_slots)
         weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
-        scheduler.load(weights, version=0)
+        scheduler = _scheduler(decoder.config, weights, num_slots, max_context, dtype, device)
         self._take(scheduler, num_threads)
 
     def _take(self, scheduler: Scheduler, num_threads: int) -> None:
@@ -100,17 +91,17 @@ class EmbeddedEngine:
     ) -> Self:
         """An engine for a Hugging Face checkpoint directory; arguments as the constructor's.
 
+        The weights go from the files to where they are used, each converted on its way.
+
         Raises:
             ConfigError: there is no checkpoint, or one that this engine cannot sample.
         """
-        return cls(
-            load_checkpoint(directory),
-            num_slots=num_slots,
-            max_context=max_context,
-            dtype=dtype,
-            device=device,
-            num_threads=num_threads,
+        config, weights = read_checkpoint(directory)
+        engine = cls.__new__(cls)
+        engine._take(
+            _scheduler(config, weights, num_slots, max_context, dtype, device), num_threads
         )
+        return engine
 
     @classmethod
     def from_settings(cls, policy: Path, settings: EngineConfig) -> Self:
@@ -328,6 +319,28 @@ class EmbeddedEngine:
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
+
+
+def _scheduler(
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    num_slots: int,
+    max_context: int,
+    dtype: str,
+    device: str,
+) -> Scheduler:
+    if dtype not in _DTYPES:
+        raise ConfigError(f"no dtype {dtype!r}; there is: {', '.join(_DTYPES)}")
+    network = CachedDecoder(
+        config,
+        num_rows=num_slots,
+        max_context=min(max_context, config.max_positions),
+        dtype=_DTYPES[dtype],
+        device=pick_device(device),
+    )
+    scheduler = Scheduler(network, num_slots)
+    scheduler.load(weights, version=0)
+    return scheduler
 
 
 def _settle(future: asyncio.Future[_T], result: _T, error: EngineError | None) -> None:
