@@ -115,7 +115,8 @@ class Entry:
         """What to type to get what is missing; empty when nothing is."""
         if not self.missing:
             return ""
-        if self.spec.extra:
+        has_extras = not self.plugin.distribution.startswith("(")  # "(not installed)" has none
+        if self.spec.extra and has_extras:
             return f'pip install "{self.plugin.distribution}[{self.spec.extra}]"'
         return f"pip install {' '.join(self.missing)}"
 

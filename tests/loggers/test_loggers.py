@@ -183,3 +183,41 @@ def wandb_rows(records):
                 "/".join(item.nested_key) or item.key: json.loads(item.value_json)
                 for item in record.history.item
             }
+
+
+@needs("wandb")
+@needs("tensorboard")
+def test_a_whole_run_from_the_command_line(home, tiny_policy):
+    """Both at once, cut and resumed; the numbers are those of `metrics.jsonl`."""
+    out = home / "run"
+    command = [sys.executable, "-m", "areal_gym", "train", "--env", "math", "--out", str(out)]
+    settings = ["rollout.group_size=2", "rollout.batch_groups=2", "rollout.max_new_tokens=8"]
+    settings += ["engine.num_slots=4", "eval.num_tasks=2", f"engine.model={tiny_policy}"]
+    settings += ["loggers=[tensorboard, {id: wandb, kwargs: {mode: offline, project: mine}}]"]
+    for more in (["steps=1", *settings], ["--resume", "steps=2"]):
+        done = subprocess.run(
+            [*command, *more], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ""
+        assert "logger wandb: wandb sync" in done.stderr
+        assert "logger tensorboard: tensorboard --logdir" in done.stderr
+
+    written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    files = sorted((out / "loggers" / "wandb").glob("wandb/offline-run-*/run-*.wandb"))
+    rows = [row for file in files for row in wandb_rows(wandb_records(file))]
+    assert [row["step"] for row in rows if "eval/sampled" in row] == [0, 1, 2]
+    rows = [row for row in rows if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row, wanted in zip(rows, written, strict=True):
+        del wanted["limited_by"]
+        assert {name: row.get(name) for name in wanted} == wanted
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(out / "loggers" / "tensorboard")).Reload()
+    for name in written[0]:
+        if name not in ("step", "limited_by"):
+            values = [event.value for event in found.Scalars(name)]
+            wanted = [row[name] for row in written if name in row]
+            assert values == pytest.approx(wanted, rel=1e-6)
