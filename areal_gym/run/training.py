@@ -16,6 +16,7 @@ from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError
 from areal_gym.learning_curve import draw_learning_curve
+from areal_gym.metrics import rss_mb
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.batch_metrics import batch_metrics
@@ -40,7 +41,7 @@ from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
 from areal_gym.rundir import RunDir, RunMode, write_atomic
-from areal_gym.types import Group
+from areal_gym.types import Group, StopReason
 from areal_gym.version import __version__
 
 __all__ = ["train"]
@@ -216,6 +217,7 @@ class _Training:
                 **times.measure(stats, metrics),
                 **_counters(stats, engine),
                 **loggers.metrics(),
+                "memory/rss_mb": rss_mb(),
             }
             directory.append_metrics(row)
             directory.save_trajectories((t for group in groups for t in group), name=step)
@@ -341,8 +343,9 @@ def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
     }
     for name, count in stats.num_groups_rejected.items():
         found[f"rollout/rejected/{name}"] = count
-    for name, count in stats.num_failures.items():
-        found[f"rollout/failures/{name}"] = count
+    for reason in StopReason:
+        if reason.is_failure:
+            found[f"rollout/failures/{reason}"] = stats.num_failures.get(reason, 0)
     counters = getattr(engine, "stats", None)
     if is_dataclass(counters):
         found |= {f"engine/{f.name}": getattr(counters, f.name) for f in fields(counters)}
