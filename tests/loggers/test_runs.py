@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import tomllib
 from pathlib import Path
 from threading import Event
@@ -40,12 +39,10 @@ class Talk(SilentDisplay):
 
 
 @pytest.fixture
-def plugins(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+def plugins():
     set_registry(Registry(PluginManager.installed(modules=["shaped_env", "loggers_plugin"])))
     yield
     set_registry(None)
-    sys.modules.pop("loggers_plugin", None)
 
 
 def play(policy, out, *overrides, steps=2, **kwargs):
