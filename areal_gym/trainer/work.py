@@ -42,7 +42,7 @@ class Work:
             row_tokens=sum(len(index) for index in batch.row_index),
             slots=sum(block.query_index_BQ.numel() for block in batch.blocks),
             pairs=sum(
-                num_layers * int(num_seen_N.clamp(max=window).sum())
+                num_layers * int(num_seen_N.clamp(1, window).sum())
                 for window, num_layers in layers_by_window.items()
             ),
             trained=num_trained,
