@@ -96,9 +96,8 @@ class ProcessLearner:
             TrainError: a worker died, or what `Learner.step` raises.
         """
         metrics: dict[str, float] = self._ask("step", [_slim(g) for g in groups], version)
-        held_mb = rss_mb(self._process.pid)
-        if held_mb is not None:
-            metrics["memory/trainer_rss_mb"] = held_mb
+        held_mb = [rss_mb(worker.process.pid) for worker in self._workers]
+        metrics["memory/trainer_rss_mb"] = sum(filter(None, held_mb))
         return metrics
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
