@@ -248,8 +248,8 @@ class RunConfig(Settings):
     deterministic: bool = False
     """The same seed gives the same weights, bit for bit, also when the run was killed and resumed;
     slower. CPU, synchronous, embedded engine."""
-    loggers: list[str] = Field(default_factory=list)
-    """Destinations of metrics besides `metrics.jsonl`."""
+    loggers: tuple[PluginConfig, ...] = ()
+    """Destinations of metrics besides `metrics.jsonl` (`areal-gym list loggers`)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -271,8 +271,13 @@ class RunConfig(Settings):
     def _cross_checks(self) -> Self:
         rollout, trainer = self.rollout, self.trainer
         filters = [group_filter.id for group_filter in rollout.filters]
-        if len(set(filters)) < len(filters):
-            raise ValueError(f"rollout.filters names a filter twice: {', '.join(filters)}")
+        loggers = [logger.id for logger in self.loggers]
+        for key, kind, ids in (
+            ("rollout.filters", "filter", filters),
+            ("loggers", "logger", loggers),
+        ):
+            if len(set(ids)) < len(ids):
+                raise ValueError(f"{key} names a {kind} twice: {', '.join(ids)}")
         if rollout.group_size == 1:
             for name in ("success-rate", "zero-variance"):
                 if name in filters:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Interval", "mean", "merge_means", "pass_at_k", "wilson_interval"]
+__all__ = ["Interval", "mean", "merge_means", "pass_at_k", "rss_mb", "wilson_interval"]
 
 
 class Interval(NamedTuple):
@@ -51,3 +53,18 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def rss_mb(pid: int | None = None) -> float | None:
+    """Memory that a process holds, in 1e6 bytes; without a `pid`, this one.
+
+    Without Linux's /proc, our own peak must do, and of others nothing is known (None).
+    """
+    try:
+        with open(f"/proc/{pid or 'self'}/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize() / 1e6
+    except OSError:
+        if pid is not None:
+            return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

@@ -27,7 +27,7 @@ def entries_used(config: RunConfig) -> list[Entry]:
         *(found.get("filters", f.id) for f in config.rollout.filters),
         *_named("curricula", config.rollout.curriculum),
         *_named("weight-syncs", None if sync.id == "auto" else sync),
-        *(found.get("loggers", id) for id in config.loggers),
+        *(found.get("loggers", logger.id) for logger in config.loggers),
     ]
 
 

@@ -7,6 +7,7 @@
     journal.jsonl         what became of each group; finished ones survive a crash in it
     trajectories/         step-000012.jsonl, one trajectory per line; eval-*.jsonl
     checkpoints/          written by the trainer
+    loggers/              a folder for each logger: what it keeps
     learning_curve.png    written at the end
     summary.json          written at the end: a run without it has not finished
     log.txt
@@ -72,6 +73,7 @@ class RunDir:
         self.journal_file = path / "journal.jsonl"
         self.trajectories_dir = path / "trajectories"
         self.checkpoints_dir = path / "checkpoints"
+        self.loggers_dir = path / "loggers"
         self.learning_curve_file = path / "learning_curve.png"
         self.summary_file = path / "summary.json"
         self.log_file = path / "log.txt"

@@ -21,6 +21,7 @@ SETTINGS = {
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
 BELOW_RUN = LOW | {
+    "loggers",
     "modeling",
     "sandbox",
     "envs",
@@ -39,6 +40,7 @@ MAY_IMPORT = {
     "plugins": GROUND,
     **{name: LOW for name in SETTINGS},
     "modeling": LOW,
+    "loggers": LOW,
     "sandbox": LOW,
     # The sandbox package itself: its shared pool, looked up on first use.
     "envs": LOW | {"sandbox.base", "sandbox="},
@@ -58,7 +60,12 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 
-HEAVY = {"torch", "transformers", "datasets", "ray", "docker", "matplotlib", "sympy", "math_verify"}
+HEAVY = {"torch", "transformers", "datasets", "ray", "docker", "matplotlib", "sympy"} | {
+    "math_verify",
+    "tensorboard",
+    "trackio",
+    "wandb",
+}
 MAY_BE_HEAVY = ("modeling", "trainer", "engines.embedded", "starter")
 
 MODULES = sorted(ROOT.rglob("*.py"))

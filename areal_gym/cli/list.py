@@ -63,7 +63,7 @@ def _list_everything(as_json: bool) -> None:
 def _print_entries(entries: Sequence[Entry], indent: str = "") -> None:
     rows = []
     for entry in entries:
-        needs = f"needs: pip install {' '.join(entry.missing)}" if entry.missing else ""
+        needs = f"needs: {entry.install_command}" if entry.missing else ""
         rows.append((entry.id, entry.spec.summary, needs or entry.plugin.source))
     print_columns(rows, indent=indent)
 

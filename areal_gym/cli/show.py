@@ -139,7 +139,7 @@ def _print_card(card: dict[str, Any]) -> None:
         f" ({card['entry_point']})"
     )
     if card["missing"]:
-        print_data(f"needs: pip install {' '.join(card['missing'])}")
+        print_data(f"needs: {card['install_command']}")
     if "gymnasium_id" in card:
         print_data(f"gymnasium.make({card['gymnasium_id']!r})")
     if card.get("description"):

@@ -191,7 +191,7 @@ class HookSpecs:
 
     @_hookspec
     def register_loggers(self) -> Iterable[LoggerSpec]:
-        """Offer destinations of metrics besides `metrics.jsonl`.
+        """Offer destinations of metrics besides `metrics.jsonl`: see `areal_gym.loggers.base`.
 
         Example::
 

@@ -29,6 +29,7 @@ BUILT_IN: Mapping[str, str] = {
     "agents": "areal_gym.agents.plugin",
     "engines": "areal_gym.engines.plugin",
     "envs": "areal_gym.envs.plugin",
+    "loggers": "areal_gym.loggers.plugin",
     "rollout": "areal_gym.rollout.plugin",
     "sandboxes": "areal_gym.sandbox.plugin",
     "trainer": "areal_gym.trainer.plugin",

@@ -9,7 +9,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
-from areal_gym.errors import DuplicateIdError, PluginError, UnknownIdError, UsageError, did_you_mean
+from areal_gym.errors import (
+    ConfigError,
+    DuplicateIdError,
+    PluginError,
+    UnknownIdError,
+    UsageError,
+    did_you_mean,
+)
 from areal_gym.plugins.manager import DISTRIBUTION, Plugin, PluginManager
 from areal_gym.plugins.specs import (
     AdvantageSpec,
@@ -103,17 +110,29 @@ class Entry:
         """Import names that the thing requires and that are not installed."""
         return tuple(name for name in self.spec.requires if not _is_importable(name))
 
+    @property
+    def install_command(self) -> str:
+        """What to type to get what is missing; empty when nothing is."""
+        if not self.missing:
+            return ""
+        has_extras = not self.plugin.distribution.startswith("(")  # "(not installed)" has none
+        if self.spec.extra and has_extras:
+            return f'pip install "{self.plugin.distribution}[{self.spec.extra}]"'
+        return f"pip install {' '.join(self.missing)}"
+
     def load(self) -> Any:
         """Import what the spec names: a class, a function or an object.
 
         Raises:
-            UsageError: a required package is not installed.
+            ConfigError: a required package is not installed.
             PluginError: it cannot be imported, or the module does not have it.
         """
         thing = f"{self.spec.kind} {self.id!r}"
         if self.missing:
-            names = ", ".join(self.missing)
-            raise UsageError(f"{thing} needs {names}", hints=[f"install it: pip install {names}"])
+            raise ConfigError(
+                f"{thing} needs {', '.join(self.missing)}",
+                hints=[f"install it: {self.install_command}"],
+            )
         module_name, _, path = self.spec.entry_point.partition(":")
         try:
             found: Any = import_module(module_name)
@@ -141,6 +160,7 @@ class Entry:
             "distribution": self.plugin.distribution,
             "version": self.plugin.version,
             "missing": list(self.missing),
+            "install_command": self.install_command,
         }
 
 

@@ -41,6 +41,8 @@ class Spec:
     """One line, lower case, no full stop: what `areal-gym list` shows."""
     requires: tuple[str, ...] = ()
     """Import names that must be installed; a missing one is shown in the list."""
+    extra: str = ""
+    """The extra of the plugin's own distribution that installs them; "" installs them by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,15 +21,19 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         version: of the weights that will be trained; staleness is counted from it.
 
     Returns:
-        `reward/...` (named parts, pass@1 and pass@k for the smallest group's size), `rollout/...`
-        (tokens, turns, truncation, stop reasons, forks), `env/...` (the environment's own), and
-        `staleness/N`, the share of tokens that lag N versions behind.
+        `reward/...` (named parts, by environment, pass@1 and pass@k for the smallest group's size),
+        `rollout/...` (tokens, turns, truncation, stop reasons, forks), `env/...` (the environment's
+        own), and `staleness/N`, the share of tokens that lag N versions behind.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
     metrics = {
         f"reward/part/{name}": value
         for name, value in merge_means([t.reward_parts for t in trajectories]).items()
     }
+    by_env: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        by_env.setdefault(trajectory.env_id, []).append(trajectory.reward)
+    metrics |= {f"reward/env/{id}": mean(rewards) for id, rewards in sorted(by_env.items())}
     k = min((len(group) for group in groups), default=1)
     for size in sorted({1, k}):
         metrics[f"reward/pass@{size}"] = mean(

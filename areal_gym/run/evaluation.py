@@ -87,6 +87,8 @@ class Evaluations:
     renderer: Renderer
     directory: RunDir
     display: Display
+    log: Callable[[int, Mapping[str, Any]], None]
+    """Told of each evaluation, besides `evaluations.jsonl`."""
     _task: asyncio.Task[CurvePoint] | None = field(default=None, init=False)
 
     @property
@@ -165,6 +167,15 @@ class Evaluations:
         row = {"step": step, "sampled": sampled.to_dict(), "greedy": greedy_report.to_dict()}
         self.directory.append_evaluation(row)
         point = _point(row)
+        self.log(
+            step,
+            {
+                "eval/sampled": point.sampled,
+                "eval/sampled_low": point.low,
+                "eval/sampled_high": point.high,
+                "eval/greedy": point.greedy,
+            },
+        )
         versions = sampled.policy_versions
         mixed = f", versions {versions[0]} to {versions[-1]}" if len(versions) > 1 else ""
         display.say(

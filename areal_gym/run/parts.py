@@ -17,6 +17,7 @@ from areal_gym.config import PluginConfig, RunConfig
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, UsageError
+from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.curriculum import Curriculum
@@ -33,6 +34,7 @@ __all__ = [
     "make_curriculum",
     "make_filters",
     "make_learner",
+    "make_loggers",
     "open_engine",
     "policy_directory",
     "relax_garbage_collection",
@@ -217,6 +219,15 @@ def make_filters(config: RunConfig) -> dict[str, GroupFilter]:
         ConfigError: one does not take the arguments that the settings give.
     """
     return {f.id: _make("filters", f, "rollout.filters") for f in config.rollout.filters}
+
+
+def make_loggers(config: RunConfig) -> dict[str, MetricsLogger]:
+    """The loggers of the settings, by id.
+
+    Raises:
+        ConfigError: what one needs is not installed, or it does not take the arguments.
+    """
+    return {logger.id: _make("loggers", logger, "loggers") for logger in config.loggers}
 
 
 def make_curriculum(config: RunConfig) -> Curriculum | None:

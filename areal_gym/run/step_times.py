@@ -11,8 +11,6 @@ adds them up, and waits for its slowest episode besides.
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,7 +49,6 @@ class StepTimes:
             "rollout/in_flight_mean": (engine_s + env_s + agent_s) / wall_s,
             "rollout/generated_tokens_per_s": (now.num_tokens - before.num_tokens) / wall_s,
             "limited_by": limited_by(metrics, engine_s=engine_s, env_s=env_s),
-            "memory/rss_mb": _rss_mb(),
         }
 
 
@@ -63,13 +60,3 @@ def limited_by(metrics: Mapping[str, float], *, engine_s: float, env_s: float) -
     if wait_s >= max(train_s, publish_s):
         return "environment" if env_s > engine_s else "generation"
     return "training" if train_s >= publish_s else "publication"
-
-
-def _rss_mb() -> float:
-    try:
-        with open("/proc/self/statm") as statm:
-            pages = int(statm.read().split()[1])
-        return pages * resource.getpagesize() / 1e6
-    except OSError:  # not Linux: the peak must do
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

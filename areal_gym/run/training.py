@@ -16,7 +16,7 @@ from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError
 from areal_gym.learning_curve import draw_learning_curve
-from areal_gym.plugins import registry
+from areal_gym.metrics import rss_mb
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.batch_metrics import batch_metrics
@@ -24,6 +24,7 @@ from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.runner import RolloutRunner, RolloutStats
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import Evaluations
+from areal_gym.run.loggers import Loggers
 from areal_gym.run.parts import (
     Parts,
     close_learner,
@@ -31,6 +32,7 @@ from areal_gym.run.parts import (
     make_curriculum,
     make_filters,
     make_learner,
+    make_loggers,
     open_engine,
     policy_directory,
     relax_garbage_collection,
@@ -39,7 +41,7 @@ from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
 from areal_gym.rundir import RunDir, RunMode, write_atomic
-from areal_gym.types import Group
+from areal_gym.types import Group, StopReason
 from areal_gym.version import __version__
 
 __all__ = ["train"]
@@ -93,6 +95,7 @@ class _Training:
         config, display = self.config, self.display
         used = entries_used(config)
         parts = Parts.of(config)
+        loggers = Loggers(make_loggers(config), display.say)
         self._announce(directory, used)
         directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         policy, warm_start = policy_directory(config, parts, display)
@@ -105,6 +108,7 @@ class _Training:
             directory.rewind(done)
             display.say(f"resumed at step {done} from {source}")
         async with AsyncExitStack() as stack:
+            stack.callback(loggers.close)
             learner = make_learner(config, source, initial=policy)
             stack.callback(close_learner, learner)
             require_space(learner, directory.path)
@@ -117,7 +121,10 @@ class _Training:
             if done:
                 await weight_sync.publish(learner.weights(), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
-            evaluations = Evaluations(config, parts, engine, renderer, directory, display)
+            loggers.open(directory.loggers_dir, config, first_step=done + 1)
+            evaluations = Evaluations(
+                config, parts, engine, renderer, directory, display, loggers.log
+            )
             stack.push_async_callback(evaluations.aclose)
             # Step 0 is measured before anything is learned; a resumed run has it on record.
             if evaluations.is_due(done):
@@ -130,6 +137,7 @@ class _Training:
                 learner,
                 weight_sync,
                 evaluations,
+                loggers,
                 policy,
                 done,
                 rollout_state,
@@ -187,6 +195,7 @@ class _Training:
         learner: Any,
         weight_sync: Any,
         evaluations: Evaluations,
+        loggers: Loggers,
         tokenizer_dir: Path,
         done: int,
         rollout_state: Mapping[str, Any] | None,
@@ -196,7 +205,6 @@ class _Training:
 
         config, display = self.config, self.display
         first_step = done + 1
-        loggers = [registry().load("loggers", id)(directory.path) for id in config.loggers]
 
         async def on_step(step: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
             nonlocal done
@@ -208,11 +216,12 @@ class _Training:
                 **batch_metrics(groups, step - 1),
                 **times.measure(stats, metrics),
                 **_counters(stats, engine),
+                **loggers.metrics(),
+                "memory/rss_mb": rss_mb(),
             }
             directory.append_metrics(row)
             directory.save_trajectories((t for group in groups for t in group), name=step)
-            for logger in loggers:
-                logger.log(step, row)
+            loggers.log(step, row)
             display.step(step, config.steps, row)
             if config.trainer.save_every and step % config.trainer.save_every == 0:
                 await saver.save(step)
@@ -274,8 +283,6 @@ class _Training:
             saver.close()
             if journal is not None:
                 journal.close()
-            for logger in loggers:
-                logger.close()
         return time.perf_counter() - start_s
 
     def _announce(self, directory: RunDir, used: Iterable[Any]) -> None:
@@ -346,8 +353,9 @@ def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
     }
     for name, count in stats.num_groups_rejected.items():
         found[f"rollout/rejected/{name}"] = count
-    for name, count in stats.num_failures.items():
-        found[f"rollout/failures/{name}"] = count
+    for reason in StopReason:
+        if reason.is_failure:
+            found[f"rollout/failures/{reason}"] = stats.num_failures.get(reason, 0)
     counters = getattr(engine, "stats", None)
     if is_dataclass(counters):
         found |= {f"engine/{f.name}": getattr(counters, f.name) for f in fields(counters)}

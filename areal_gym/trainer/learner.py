@@ -49,6 +49,7 @@ from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
 from areal_gym.trainer.token_loss import Proximal, TokenLoss, proximal_source
+from areal_gym.trainer.work import Work
 from areal_gym.types import Group
 
 __all__ = ["Learner"]
@@ -67,6 +68,7 @@ class _Step:
     version: int
     totals: Totals
     by_lag: MeansByLag
+    work: Work
 
 
 class Learner:
@@ -157,6 +159,7 @@ class Learner:
             version=version,
             totals=Totals(),
             by_lag=MeansByLag(version),
+            work=Work(self.decoder.config, self._device, self.config.dtype),
         )
         norms = [self._update(step, members) for members in minibatches]
         for name, total in self._ranks.sum(step.totals).items():
@@ -168,7 +171,7 @@ class Learner:
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
         self.num_steps += 1
         metrics["time/train_s"] = time.perf_counter() - start_s
-        return metrics
+        return metrics | step.work.metrics(metrics["time/train_s"], self._ranks)
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
         """Log-probabilities of each row's trained tokens under the weights as they are now."""
@@ -331,6 +334,7 @@ class Learner:
             found = {**output.metrics, "entropy": scores.entropy}
             if is_mine:
                 totals.add("loss", loss)
+                step.work.add(batch, len(loss_T))
                 step.by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
             if "returns" in columns:
                 found["critic_loss"] = self._critic_loss(batch, masks, scores, columns, indexes)

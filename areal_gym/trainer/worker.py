@@ -36,6 +36,7 @@ from torch import Tensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import GymError, TrainError
+from areal_gym.metrics import rss_mb
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.ranks import Ranks
@@ -95,6 +96,8 @@ class ProcessLearner:
             TrainError: a worker died, or what `Learner.step` raises.
         """
         metrics: dict[str, float] = self._ask("step", [_slim(g) for g in groups], version)
+        held_mb = [rss_mb(worker.process.pid) for worker in self._workers]
+        metrics["memory/trainer_rss_mb"] = sum(filter(None, held_mb))
         return metrics
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:

@@ -1,0 +1,1 @@
+"""Destinations of metrics besides `metrics.jsonl`; `base` has the contract."""
