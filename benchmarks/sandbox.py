@@ -26,7 +26,7 @@ def cpu_s(sandbox: ProcessSandbox) -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     total = used.ru_utime + used.ru_stime
     for zygote in sandbox._zygotes.values():
-        pid = zygote._process.pid
+        pid = zygote.server.pid
         for process in [pid, *children(pid)]:
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -93,7 +93,7 @@ async def measure(num_calls: int) -> dict[str, float]:
             for figure, value in figures.items():
                 results[f"{name} {figure}, ms"] = value
         results["fresh at 64 callers, 1/s"] = await together(sandbox, 64, num_calls * 2)
-        server = sandbox._zygotes[False]._process.pid
+        server = sandbox._zygotes[False].server.pid
         while not (cells := children(server)):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)

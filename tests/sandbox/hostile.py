@@ -121,7 +121,7 @@ async def survivors(sandbox: ProcessSandbox) -> int:
     """Processes under the fork servers beyond the waiting cells, once things have settled."""
     for _ in range(100):
         num_extra = sum(
-            len(descendants(zygote._process.pid))
+            len(descendants(zygote.server.pid))
             - len(zygote._warm)
             - ("user namespace" in zygote.protections)  # there the server is a child itself
             for zygote in sandbox._zygotes.values()
@@ -163,8 +163,8 @@ async def attack(snippets: list[dict], without: list[str]) -> dict[str, object]:
     failures: dict[str, list[str]] = {}
     with ExitStack() as stack:
         bait = Bait(stack)
-        async with ProcessSandbox(num_workers=2, without=without) as sandbox:
-            protections = await sandbox.protections()
+        async with ProcessSandbox(num_workers=2, min_level="none", without=without) as sandbox:
+            protections = (await sandbox.report()).protections
             for number, snippet in enumerate(snippets):
                 mark = f"mark{os.getpid()}x{number}"
                 hangs = "timeout" in snippet["safe_expected"] + str(snippet["checks"])

@@ -2,5 +2,6 @@
 
 These modules import the standard library only and are loaded by a clean interpreter that knows
 nothing of areal-gym: `zygote` (the fork server) uses `jail`, `landlock`, `seccomp` and `kernel` to
-shut its children in, and `cell` to execute the snippets.
+shut its children in, `memory` to bound what they use together, and `cell` to execute the snippets.
+A container runs the same ones.
 """
