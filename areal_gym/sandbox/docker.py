@@ -38,6 +38,7 @@ LABEL = "areal-gym.sandbox"
 """On every container of ours; its value names the object that made it."""
 
 _HOME = "/areal-gym"  # where a container sees our socket and the worker's modules
+_SCRATCH = "/tmp/areal-gym"
 _START_S = 60.0
 _SERVER_MB = 96
 _SERVER_PROCESSES = 8
@@ -130,6 +131,10 @@ class DockerSandbox(ForkingSandbox):
         self._num_started = {False: 0, True: 0}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._finalizer = weakref.finalize(self, _close_all, self._containers)
+
+    def zygotes(self) -> list[Zygote]:
+        """The fork servers that there are now."""
+        return list(self._containers)
 
     async def report(self) -> SandboxReport:
         """What protects this machine from the snippets.
@@ -249,7 +254,9 @@ class DockerSandbox(ForkingSandbox):
                 control = await _accept(listener, engine_side, self.image)
         finally:
             shutil.rmtree(directory)
-        container = _Container(has_modules)
+        await asyncio.to_thread(engine_side.reload)
+        pid = int(engine_side.attrs["State"]["Pid"])
+        container = _Container(has_modules, pid)
         zygote = await Zygote.start(control, container, num_warm=1, is_exclusive=True)
         self._containers[zygote] = container
         self._num_started[has_modules] += 1
@@ -264,7 +271,7 @@ class DockerSandbox(ForkingSandbox):
             "modules": self._modules if has_modules else (),
             "without": ("namespaces",),
             "readable": ("/",),
-            "scratch": "/tmp/areal-gym",
+            "scratch": _SCRATCH,
             "is_container": True,
         }
         uid = 20_000 + secrets.randbelow(40_000)
@@ -319,7 +326,13 @@ class _Container:
     """A container's part as the home of a fork server."""
 
     has_modules: bool
+    pid: int
     num_leases: int = 0
+
+    @property
+    def scratch(self) -> str:
+        """Seen through the container's first process, which takes root."""
+        return f"/proc/{self.pid}/root{_SCRATCH}"
 
     def complaint(self) -> str:
         """Nothing is left of it that could be asked."""

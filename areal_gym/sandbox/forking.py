@@ -56,6 +56,10 @@ class ForkingSandbox(ABC):
         """Let go of fork servers that belonged to a loop that is closed."""
 
     @abstractmethod
+    def zygotes(self) -> list[Zygote]:
+        """The fork servers that there are now."""
+
+    @abstractmethod
     async def report(self) -> SandboxReport:
         """What protects this machine from the snippets.
 

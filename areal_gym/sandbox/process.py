@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.sandbox.base import SandboxLevel, SandboxLimits, SandboxReport
 from areal_gym.sandbox.forking import ForkingSandbox
+from areal_gym.sandbox.worker.cleaning import remove_tree
 from areal_gym.sandbox.zygotes import Zygote
 
 __all__ = ["ENVIRONMENT", "ProcessSandbox", "level_of"]
@@ -106,6 +106,10 @@ class ProcessSandbox(ForkingSandbox):
         # Also at exit of this process, when nobody closed us.
         self._finalizer = weakref.finalize(self, _close_all, self._zygotes)
 
+    def zygotes(self) -> list[Zygote]:
+        """The fork servers that there are now."""
+        return list(self._zygotes.values())
+
     async def report(self) -> SandboxReport:
         """What protects this machine from the snippets.
 
@@ -166,7 +170,7 @@ class _LocalServer:
 
     def __init__(self, process: subprocess.Popen[bytes], scratch: str) -> None:
         self._process = process
-        self._scratch = scratch
+        self.scratch = scratch
         self.pid = process.pid
 
     def complaint(self) -> str:
@@ -184,7 +188,7 @@ class _LocalServer:
         if self._process.stderr is not None:
             self._process.stderr.close()
         # Only a server that was killed leaves it.
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        remove_tree(self.scratch)
 
 
 def _launch(settings: dict[str, Any]) -> tuple[socket.socket, _LocalServer]:

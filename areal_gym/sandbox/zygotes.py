@@ -23,6 +23,16 @@ _START_S = 60.0
 class Server(Protocol):
     """The process of a fork server, wherever it runs."""
 
+    @property
+    def pid(self) -> int:
+        """Its number on this machine."""
+        ...
+
+    @property
+    def scratch(self) -> str:
+        """The directory of its cells' directories, seen from here; not there in a private root."""
+        ...
+
     def complaint(self) -> str:
         """Why it did not start; called when it is gone or going."""
         ...
@@ -126,6 +136,8 @@ class Zygote:
         return cell
 
     def _order(self, order: str, number: int, fds: Sequence[int] = ()) -> None:
+        if not self.is_alive:
+            return
         message = json.dumps({"order": order, "number": number}).encode()
         # Orders are few and tiny and the server reads them at once: waiting here, should its queue
         # ever be full, is simpler than a queue of our own and costs microseconds.
@@ -162,6 +174,11 @@ class Zygote:
             cell.on_exit(Exit(**event))
 
     @property
+    def num_cells(self) -> int:
+        """Cells that live: waiting ones and those in use."""
+        return len(self._cells)
+
+    @property
     def is_settled(self) -> bool:
         """Whether no cell is in use or on its way out."""
         return all(cell in self._warm for cell in self._cells.values())
@@ -189,9 +206,9 @@ class Zygote:
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
-        self.server.end()
         cells, self._cells = self._cells, {}
         for cell in cells.values():
             cell.on_exit(Exit(-1))
             cell.close()
         self._warm.clear()
+        self.server.end()

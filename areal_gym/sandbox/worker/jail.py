@@ -17,14 +17,13 @@ Everything that is refused is left out of `Jail.protections`, which the parent c
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
-import shutil
 import sys
 from collections.abc import Callable
 
 from . import kernel, landlock, seccomp
+from .cleaning import remove_tree
 
 __all__ = ["Jail"]
 
@@ -185,21 +184,12 @@ class Jail:
     def clean(self, number: int) -> None:
         """Remove what child `number` wrote; a private mount went with its namespace."""
         if not self._has_mounts:
-            directory = self.directory(number)
-            # The snippet may have locked its directories; it owns them, so they open again.
-            with contextlib.suppress(OSError):
-                os.chmod(directory, 0o700)
-            for parent, names, _ in os.walk(directory):
-                for name in names:
-                    path = os.path.join(parent, name)
-                    if not os.path.islink(path):
-                        os.chmod(path, 0o700)
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(self.directory(number))
 
     def close(self) -> None:
         """Remove the place of the private directories; nothing is in it any more."""
         if not self._has_mounts:
-            os.rmdir(self._scratch)
+            remove_tree(self._scratch)
 
     def confine(self, number: int) -> None:
         """In the child, as the last thing before it hears of any snippet: no way back."""
