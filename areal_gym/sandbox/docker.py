@@ -42,6 +42,7 @@ _SCRATCH = "/tmp/areal-gym"
 _START_S = 60.0
 _SERVER_MB = 96
 _SERVER_PROCESSES = 8
+_ABANDONED_S = 300.0
 _NUM_SPARE = 1
 _NUM_LEASES = 2_000
 """After so many a container is replaced: whatever piles up in one, piles up no further."""
@@ -128,7 +129,7 @@ class DockerSandbox(ForkingSandbox):
         self._idle: dict[bool, deque[Zygote]] = {False: deque(), True: deque()}
         self._connecting = asyncio.Lock()
         self._containers: dict[Zygote, _Container] = {}
-        self._num_started = {False: 0, True: 0}
+        self._is_stocking = {False: False, True: False}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._finalizer = weakref.finalize(self, _close_all, self._containers)
 
@@ -189,13 +190,25 @@ class DockerSandbox(ForkingSandbox):
             try:
                 zygote = await asyncio.shield(starting)
             except asyncio.CancelledError:
-                self._begin(self._stock(starting))
+                self._begin(self._shelve_when_started(starting))
                 raise
-            if self._num_started[has_modules] == 1:
-                for _ in range(self.num_workers - 1 + _NUM_SPARE):
-                    self._begin(self._stock(self._begin(self._start(has_modules))))
         self._containers[zygote].num_leases += 1
+        if not idle and not self._is_stocking[has_modules]:
+            self._is_stocking[has_modules] = True
+            self._begin(self._stock(has_modules))
         return zygote
+
+    async def _stock(self, has_modules: bool) -> None:
+        """Start a container for whoever comes next."""
+        try:
+            await self._shelve_when_started(self._begin(self._start(has_modules)))
+        finally:
+            self._is_stocking[has_modules] = False
+
+    async def _shelve_when_started(self, starting: asyncio.Task[Zygote]) -> None:
+        # When it fails nobody waits for it; whoever needs a container next is told.
+        with contextlib.suppress(SandboxError):
+            self._shelve(await starting)
 
     def _release(self, zygote: Zygote) -> None:
         if zygote.is_settled:
@@ -208,22 +221,17 @@ class DockerSandbox(ForkingSandbox):
         self._shelve(zygote)
 
     def _shelve(self, zygote: Zygote) -> None:
-        """Let a container wait for its next lease, or replace one that has served."""
-        container = self._containers[zygote]
+        """Let a container wait for its next lease, unless it has served or enough wait."""
+        container = self._containers.get(zygote)
+        if container is None:
+            return  # the sandbox was closed meanwhile
         idle = self._idle[container.has_modules]
-        has_served = not zygote.is_alive or container.num_leases >= _NUM_LEASES
-        if has_served or len(idle) >= self.num_workers + _NUM_SPARE:
-            self._drop(zygote)
-            if has_served and not self._is_closed:
-                self._begin(self._stock(self._begin(self._start(container.has_modules))))
-        else:
+        is_good = zygote.is_alive and container.num_leases < _NUM_LEASES
+        if is_good and len(idle) < self.num_workers + _NUM_SPARE:
             zygote.refill()
             idle.append(zygote)
-
-    async def _stock(self, starting: asyncio.Task[Zygote]) -> None:
-        # When it fails nobody waits for it; whoever needs a container next is told.
-        with contextlib.suppress(SandboxError):
-            self._shelve(await starting)
+        else:
+            self._drop(zygote)
 
     def _drop(self, zygote: Zygote) -> None:
         zygote.close()
@@ -239,6 +247,7 @@ class DockerSandbox(ForkingSandbox):
         async with self._connecting:
             if self._client is None:
                 self._client = await asyncio.to_thread(connect)
+                await asyncio.to_thread(_remove_abandoned, self._client)
         directory = Path(tempfile.mkdtemp(prefix="areal-gym-"))
         try:
             # Whoever runs in the container may pass, and nobody else gets as far as here.
@@ -259,7 +268,6 @@ class DockerSandbox(ForkingSandbox):
         container = _Container(has_modules, pid)
         zygote = await Zygote.start(control, container, num_warm=1, is_exclusive=True)
         self._containers[zygote] = container
-        self._num_started[has_modules] += 1
         return zygote
 
     def _create(self, place: Path, has_modules: bool) -> Any:
@@ -376,6 +384,20 @@ def _remove_all(client: Any, id: str) -> None:
             time.sleep(0.02)
     finally:
         client.close()
+
+
+def _remove_abandoned(client: Any) -> None:
+    """Remove containers whose owner was killed before it could start them.
+
+    All others end, and the engine removes them, when the socket of their owner closes.
+    """
+    import docker
+
+    filters = {"label": LABEL, "status": "created"}
+    for container in client.containers.list(all=True, sparse=True, filters=filters):
+        if time.time() - container.attrs["Created"] > _ABANDONED_S:
+            with contextlib.suppress(docker.errors.APIError):
+                container.remove(force=True)
 
 
 def _close_all(containers: dict[Zygote, _Container]) -> None:

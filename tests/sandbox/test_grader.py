@@ -44,7 +44,7 @@ def test_waiting_too_long_is_nobodys_answer(grade):
 
 
 def test_errors_name_function_and_reason(grade):
-    with pytest.raises(EnvError, match="sandbox.graders:fail failed: KeyError: 'no such answer'"):
+    with pytest.raises(EnvError, match=r"sandbox\.graders:fail failed: KeyError: 'no such answer'"):
         grade("fail")
     with pytest.raises(EnvError, match="not JSON serializable"):
         grade("no_json")
@@ -67,7 +67,7 @@ def test_a_module_that_is_not_there():
 
 def test_files_stay_out_of_reach(grade, tmp_path):
     (tmp_path / "file").write_text("secret")
-    with pytest.raises(EnvError, match="PermissionError|FileNotFoundError"):
+    with pytest.raises(EnvError, match=r"PermissionError|FileNotFoundError"):
         grade("read", str(tmp_path / "file"))
 
 

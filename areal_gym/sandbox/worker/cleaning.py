@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 
 __all__ = ["remove_tree"]
 
@@ -15,31 +14,30 @@ def remove_tree(path: str) -> None:
     """Remove the directory `path`, which nobody writes to any more; what does not go, stays.
 
     Trees may be deeper than recursion or the length of a path allow, and directories may be
-    locked: each one is opened, what it holds moves up to `path`, and so nothing is ever deep.
+    locked. So this goes from directory to directory and back by "..", opening each on the way.
     """
     with contextlib.suppress(OSError):
         os.chmod(path, 0o700)
-        root = os.open(path, _OPEN)
+        here = os.open(path, _OPEN)
         try:
-            prefix, number = secrets.token_hex(8), 0
-            while names := os.listdir(root):
-                for name in names:
-                    if _unlink(name, root):
-                        continue
-                    inner = _open(name, root)
-                    try:
-                        for child in os.listdir(inner):
-                            if not _unlink(child, inner):
-                                os.close(_open(child, inner))
-                                number += 1
-                                target = f"{prefix}-{number}"
-                                os.rename(child, target, src_dir_fd=inner, dst_dir_fd=root)
-                    finally:
-                        os.close(inner)
-                    os.rmdir(name, dir_fd=root)
+            # For each directory on the way here, the ones in it that are still to be removed.
+            way = [_unlink_files(here)]
+            while len(way) > 1 or way[-1]:
+                if way[-1]:
+                    here = _move(here, way[-1][-1])
+                    way.append(_unlink_files(here))
+                else:
+                    here = _move(here, "..")
+                    way.pop()
+                    os.rmdir(way[-1].pop(), dir_fd=here)
         finally:
-            os.close(root)
+            os.close(here)
         os.rmdir(path)
+
+
+def _unlink_files(directory: int) -> list[str]:
+    """Remove the files; the names of the directories."""
+    return [name for name in os.listdir(directory) if not _unlink(name, directory)]
 
 
 def _unlink(name: str, directory: int) -> bool:
@@ -51,7 +49,10 @@ def _unlink(name: str, directory: int) -> bool:
     return True
 
 
-def _open(name: str, directory: int) -> int:
-    # A locked one belongs to its snippet's user, which is ours or one that we are root to.
-    os.chmod(name, 0o700, dir_fd=directory)
-    return os.open(name, _OPEN, dir_fd=directory)
+def _move(here: int, name: str) -> int:
+    if name != "..":
+        # A locked one belongs to its snippet's user, which is ours or one that we are root to.
+        os.chmod(name, 0o700, dir_fd=here)
+    there = os.open(name, _OPEN, dir_fd=here)
+    os.close(here)
+    return there
