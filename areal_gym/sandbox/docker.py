@@ -37,6 +37,7 @@ DEFAULT_IMAGE = "areal-gym-sandbox"
 LABEL = "areal-gym.sandbox"
 """On every container of ours; its value names the object that made it."""
 
+_USUAL_HOST = "unix:///var/run/docker.sock"
 _HOME = "/areal-gym"  # where a container sees our socket and the worker's modules
 _SCRATCH = "/tmp/areal-gym"
 _START_S = 60.0
@@ -78,14 +79,18 @@ def connect() -> Any:
             "the sandbox 'docker' needs the package docker",
             hints=("pip install 'areal-gym[docker]'",),
         ) from None
+    host = os.environ.get("DOCKER_HOST") or _USUAL_HOST
     try:
-        client = docker.from_env()
-    except docker.errors.DockerException as error:
+        if host.startswith("unix://"):
+            # The package itself would leave its socket open when nobody listens.
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(host.removeprefix("unix://"))
+        return docker.from_env()
+    except (docker.errors.DockerException, OSError) as error:
         raise SandboxError(
-            f"no Docker engine answers: {error}",
-            hints=("start one: systemctl start docker", "is another in DOCKER_HOST?"),
+            f"no Docker engine answers at {host}: {error}",
+            hints=("start one: systemctl start docker", "or name another in DOCKER_HOST"),
         ) from error
-    return client
 
 
 class DockerSandbox(ForkingSandbox):
@@ -286,7 +291,8 @@ class DockerSandbox(ForkingSandbox):
         memory = f"{self.limits.memory_mb + _SERVER_MB}m"
         worker = Path(__file__).with_name("worker")
         try:
-            return self._client.containers.run(
+            # Not `run`, which would download an image that is not there.
+            container = self._client.containers.create(
                 self.image,
                 entrypoint=["python3", "-s", "-S", "-X", "utf8", "-c", _BOOT],
                 command=[json.dumps(settings)],
@@ -311,8 +317,8 @@ class DockerSandbox(ForkingSandbox):
                 ulimits=[docker.types.Ulimit(name="core", soft=0, hard=0)],
                 log_config=docker.types.LogConfig(type="none"),
                 auto_remove=True,
-                detach=True,
             )
+            container.start()
         except docker.errors.ImageNotFound:
             raise SandboxError(
                 f"the engine has no image {self.image!r}",
@@ -327,6 +333,7 @@ class DockerSandbox(ForkingSandbox):
                 f"no container of {self.image!r} could be started: {error}",
                 hints=("the engine must run on this machine: it mounts a socket of ours",),
             ) from error
+        return container
 
 
 @dataclass(slots=True)
