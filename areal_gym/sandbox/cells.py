@@ -310,7 +310,8 @@ class _Call:
             return SandboxStatus.KILLED, "Killed: the interpreter was lost\n"
         code = 0 if exit is None else os.waitstatus_to_exitcode(exit.status)
         if exit is not None and code < 0:
-            if exit.cpu_s >= 0.9 * limits.cpu_s and -code in (signal.SIGKILL, signal.SIGXCPU):
+            # On a busy machine the kernel's limit goes by ticks and comes earlier than its account.
+            if exit.cpu_s >= 0.5 * limits.cpu_s and -code in (signal.SIGKILL, signal.SIGXCPU):
                 text = f"TimeoutError: more than {limits.cpu_s:g} s of processor time\n"
                 return SandboxStatus.TIMEOUT, text
             return SandboxStatus.KILLED, f"Killed: {signal.Signals(-code).name}\n"
