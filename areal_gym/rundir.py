@@ -143,6 +143,10 @@ class RunDir:
         facts = {"used": list(used), "initial_policy": policy, **_facts()}
         write_atomic(self.plugins_file, _json(facts, indent=2))
 
+    def add_provenance(self, **facts: Any) -> None:
+        """What became known later."""
+        write_atomic(self.plugins_file, _json({**self.read_provenance(), **facts}, indent=2))
+
     def read_provenance(self) -> dict[str, Any]:
         """What `save_provenance` wrote; empty when nothing did."""
         if not self.plugins_file.exists():

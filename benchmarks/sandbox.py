@@ -1,4 +1,4 @@
-"""What the process sandbox costs: `python benchmarks/sandbox.py [--json] [--num-calls N]`.
+"""What a sandbox costs: `python benchmarks/sandbox.py [--backend docker] [--json] [--num-calls N]`.
 
 Processor time counts this process, the fork servers and all cells that have ended. On a busy
 machine trust it, and the ratios, more than the wall times.
@@ -14,19 +14,21 @@ import resource
 import time
 from pathlib import Path
 
-from areal_gym.sandbox import ProcessSandbox, SandboxLimits
+from areal_gym.plugins import registry
+from areal_gym.sandbox import SandboxLimits
+from areal_gym.sandbox.forking import ForkingSandbox
 
 LIMITS = SandboxLimits(wall_s=60.0, cpu_s=60.0)
 PLAIN = "print(1)"
 SYMPY = "import sympy\nprint(sympy.sqrt(8))"
 
 
-def cpu_s(sandbox: ProcessSandbox) -> float:
+def cpu_s(sandbox: ForkingSandbox) -> float:
     """Processor time of this process and the sandbox's, with the children that were waited for."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     total = used.ru_utime + used.ru_stime
-    for zygote in sandbox._zygotes.values():
-        pid = zygote._process.pid
+    for zygote in sandbox.zygotes():
+        pid = zygote.server.pid
         for process in [pid, *children(pid)]:
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -46,7 +48,7 @@ def percentile(times_s: list[float], share: float) -> float:
     return sorted(times_s)[min(len(times_s) - 1, int(share * len(times_s)))] * 1e3
 
 
-async def one_by_one(sandbox: ProcessSandbox, code: str, num_calls: int) -> dict[str, float]:
+async def one_by_one(sandbox: ForkingSandbox, code: str, num_calls: int) -> dict[str, float]:
     await sandbox.run(code, limits=LIMITS)
     times_s, cpu_before = [], cpu_s(sandbox)
     for _ in range(num_calls):
@@ -57,7 +59,7 @@ async def one_by_one(sandbox: ProcessSandbox, code: str, num_calls: int) -> dict
     return {"p50": percentile(times_s, 0.5), "p99": percentile(times_s, 0.99), "cpu": cpu_ms}
 
 
-async def persistent(sandbox: ProcessSandbox, num_calls: int) -> dict[str, float]:
+async def persistent(sandbox: ForkingSandbox, num_calls: int) -> dict[str, float]:
     session = await sandbox.session()
     await session.run(PLAIN, limits=LIMITS)
     times_s, cpu_before = [], cpu_s(sandbox)
@@ -70,7 +72,7 @@ async def persistent(sandbox: ProcessSandbox, num_calls: int) -> dict[str, float
     return {"p50": percentile(times_s, 0.5), "p99": percentile(times_s, 0.99), "cpu": cpu_ms}
 
 
-async def together(sandbox: ProcessSandbox, num_callers: int, num_calls: int) -> float:
+async def together(sandbox: ForkingSandbox, num_callers: int, num_calls: int) -> float:
     async def caller() -> None:
         for _ in range(max(1, num_calls // num_callers)):
             assert (await sandbox.run(PLAIN, limits=LIMITS)).is_ok
@@ -80,10 +82,10 @@ async def together(sandbox: ProcessSandbox, num_callers: int, num_calls: int) ->
     return num_callers * max(1, num_calls // num_callers) / (time.perf_counter() - started)
 
 
-async def measure(num_calls: int) -> dict[str, float]:
+async def measure(backend: str, num_calls: int) -> dict[str, float]:
     results: dict[str, float] = {}
     started = time.perf_counter()
-    async with ProcessSandbox() as sandbox:
+    async with registry().make("sandboxes", backend) as sandbox:
         results["pool start, ms"] = (time.perf_counter() - started) * 1e3
         for name, figures in (
             ("fresh", await one_by_one(sandbox, PLAIN, num_calls)),
@@ -93,7 +95,7 @@ async def measure(num_calls: int) -> dict[str, float]:
             for figure, value in figures.items():
                 results[f"{name} {figure}, ms"] = value
         results["fresh at 64 callers, 1/s"] = await together(sandbox, 64, num_calls * 2)
-        server = sandbox._zygotes[False]._process.pid
+        server = sandbox.zygotes()[0].server.pid
         while not (cells := children(server)):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
@@ -104,10 +106,11 @@ async def measure(num_calls: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="process", choices=("process", "docker"))
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--num-calls", type=int, default=400)
     options = parser.parse_args()
-    results = asyncio.run(measure(options.num_calls))
+    results = asyncio.run(measure(options.backend, options.num_calls))
     if options.json:
         print(json.dumps(results))
         return

@@ -78,6 +78,8 @@ def test_a_run_leaves_a_whole_directory(policy, tmp_path, env):
         "seed",
     } <= set(summary)
     assert [row["step"] for row in run.read_metrics()] == [1, 2]
+    # Which of them run snippets depends on what the policy writes; tir's sandbox is asked for late.
+    assert all(report["level"] for report in run.read_provenance()["sandboxes"])
     assert run.learning_curve_file.read_bytes().startswith(b"\x89PNG")
     used = json.loads(run.plugins_file.read_text())["used"]
     assert {"embedded", "chat", env} <= {entry["id"] for entry in used}

@@ -6,6 +6,7 @@ Pass assistant text only: a number that a tool printed is nobody's answer. Nothi
 any text. Numbers are compared exactly and without sympy; symbolic answers go through math-verify,
 which is imported when the first of them is met. It is skipped for texts that are long or that hold
 towers of powers, which it could chew on for ever; such answers count as wrong unless written alike.
+Even so it may take seconds: an event loop awaits `agrees`, which leaves algebra to other processes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import logging
 import re
 import unicodedata
 import warnings
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
-__all__ = ["Number", "extract_answer", "is_equal", "is_same_number", "parse_number"]
+__all__ = ["Number", "agrees", "extract_answer", "is_equal", "is_same_number", "parse_number"]
 
 _MAX_TEXT = 100_000
 """Characters, from the end, in which an answer is looked for."""
@@ -194,6 +197,37 @@ def is_same_number(prediction: str, gold: str) -> bool:
 
 def is_equal(prediction: str, gold: str) -> bool:
     """Whether two answers are the same: number, text, list, tuple, set, interval or expression."""
+    return _is_equal(prediction, gold, _is_symbolically_equal)
+
+
+async def agrees(prediction: str, gold: str) -> bool:
+    """`is_equal`, without holding up the event loop: where algebra is needed, a worker does it.
+
+    An answer on which a worker spends more than five seconds of processor time is not shown to be
+    right.
+
+    Raises:
+        SandboxError: the worker failed, which says nothing about the answer.
+    """
+    try:
+        return _is_equal(prediction, gold, _leave_to_worker)
+    except _NeedsAlgebraError:
+        from areal_gym.sandbox import Grader
+
+        grader = Grader("areal_gym.envs.grading:is_equal", on_limit=False)
+        return bool(await grader(prediction, gold))
+
+
+class _NeedsAlgebraError(Exception):
+    """The answers are neither numbers nor written alike."""
+
+
+def _leave_to_worker(prediction: str, gold: str) -> bool:
+    raise _NeedsAlgebraError
+
+
+def _is_equal(prediction: str, gold: str, compare: Callable[[str, str], bool]) -> bool:
+    """`compare` decides where neither numbers nor spelling do."""
     if not prediction.strip() or not gold.strip():
         return False
     a, b = parse_number(prediction), parse_number(gold)
@@ -210,8 +244,12 @@ def is_equal(prediction: str, gold: str) -> bool:
         return a_base is not None and b_base is not None and a_base.groups() == b_base.groups()
     left, right = _collection(prediction), _collection(gold)
     if left is not None or right is not None:
-        return left is not None and right is not None and _are_same_collections(left, right)
-    return _is_symbolically_equal(prediction, gold)
+        if left is None or right is None:
+            return False
+        return _are_same_collections(left, right, partial(_is_equal, compare=compare))
+    if any(map(_is_beyond_algebra, (prediction, gold))):
+        return False
+    return compare(prediction, gold)
 
 
 def _bare(text: str) -> str:
@@ -261,7 +299,9 @@ def _split(text: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
-def _are_same_collections(a: _Collection, b: _Collection) -> bool:
+def _are_same_collections(
+    a: _Collection, b: _Collection, is_equal: Callable[[str, str], bool]
+) -> bool:
     if a.brackets != b.brackets or len(a.items) != len(b.items):
         return False
     if a.brackets:
@@ -285,14 +325,16 @@ _EXPLOSIVE = re.compile(
 _MAX_POWERS = 6
 
 
+def _is_beyond_algebra(answer: str) -> bool:
+    text = _tidy(answer)
+    if _EXPLOSIVE.search(text) or text.count("^") + text.count("**") > _MAX_POWERS:
+        return True
+    # A word: with another or with a formula, nothing that algebra could decide.
+    return re.search(r"(?<![\\A-Za-z])[A-Za-z]{4,}", text) is not None
+
+
 def _is_symbolically_equal(prediction: str, gold: str) -> bool:
     both = (_tidy(prediction), _tidy(gold))
-    for text in both:
-        if _EXPLOSIVE.search(text) or text.count("^") + text.count("**") > _MAX_POWERS:
-            return False
-    # Two words, or a word and a formula: nothing that algebra could decide.
-    if any(re.search(r"(?<![\\A-Za-z])[A-Za-z]{4,}", text) for text in both):
-        return False
     import math_verify
 
     # Its time limits are alarms, which work in the main thread only and disturb an event loop;

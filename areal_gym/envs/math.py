@@ -19,7 +19,7 @@ from areal_gym.envs.arithmetic import (
     sample_question,
 )
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.grading import extract_answer, is_equal, is_same_number
+from areal_gym.envs.grading import agrees, extract_answer, is_same_number
 from areal_gym.envs.tasks import Draft, FileTasks, GeneratedTasks, TaskSource, choose_task
 from areal_gym.errors import UsageError
 from areal_gym.types import Message, Task
@@ -145,6 +145,7 @@ class MathEnv(TextEnv):
     ) -> None:
         super().__init__(render_mode=render_mode)
         self._is_generated = path is None
+        self.suspends = not self._is_generated  # algebra is done by workers
         self._tasks: TaskSource = (
             math_tasks(level)
             if path is None
@@ -189,7 +190,7 @@ class MathEnv(TextEnv):
         is_right = answer is not None and (
             is_same_number(answer, self._gold())
             if self._is_generated
-            else is_equal(answer, self._gold())
+            else await agrees(answer, self._gold())
         )
         return Response(
             reward=float(is_right),

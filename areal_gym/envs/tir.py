@@ -22,7 +22,8 @@ from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.grading import extract_answer, is_same_number
 from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import ToolError
+from areal_gym.errors import SandboxError, ToolError
+from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
 from areal_gym.types import Message, Task
 
@@ -98,7 +99,8 @@ class TirEnv(TextEnv):
         stateful: keep one interpreter for the whole episode, so that names defined by one call
             are there in the next; otherwise every call gets a fresh one.
         max_turns: assistant messages after which the episode is truncated.
-        sandbox: where the code runs; by default the pool that the event loop shares.
+        sandbox: where the code runs: the id of a sandbox, which episodes of one event loop share,
+            or an object.
     """
 
     suspends = True
@@ -111,14 +113,14 @@ class TirEnv(TextEnv):
         level: int = 2,
         stateful: bool = False,
         max_turns: int = 3,
-        sandbox: Sandbox | None = None,
+        sandbox: Sandbox | str = "process",
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
         self.max_turns = max_turns
         self._tasks = tir_tasks(level)
         self._is_stateful = stateful
-        self._sandbox = sandbox
+        self._sandbox = _require_known(sandbox) if isinstance(sandbox, str) else sandbox
         self._session: Session | None = None
         self._num_failed_runs = 0
         self.tools = (
@@ -190,21 +192,29 @@ class TirEnv(TextEnv):
         except UnicodeEncodeError:
             raise ToolError("the code holds half of a surrogate pair, which is no text") from None
         result = await (await self._interpreter()).run(code, limits=_LIMITS)
+        if result.status is SandboxStatus.UNAVAILABLE:
+            raise SandboxError(result.stderr or "the sandbox is unavailable")
         if not result.is_ok:
             self._num_failed_runs += 1
         return _observed(result)
 
     async def _interpreter(self) -> Sandbox | Session:
         sandbox = self._sandbox
-        if sandbox is None:
+        if isinstance(sandbox, str):
             from areal_gym.sandbox import shared_sandbox
 
-            sandbox = shared_sandbox()
+            sandbox = shared_sandbox(sandbox)
         if not self._is_stateful:
             return sandbox
         if self._session is None:
             self._session = await sandbox.session()
         return self._session
+
+
+@cache
+def _require_known(sandbox_id: str) -> str:
+    # Found before anything has been waited for, though the sandbox is made with the first call.
+    return registry().get("sandboxes", sandbox_id).id
 
 
 def _observed(result: SandboxResult) -> str:

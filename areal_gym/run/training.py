@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
 from areal_gym.rundir import RunDir, RunMode, write_atomic
+from areal_gym.sandbox import shared_reports
 from areal_gym.types import Group, StopReason
 from areal_gym.version import __version__
 
@@ -209,6 +210,10 @@ class _Training:
         async def on_step(step: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
             nonlocal done
             done = step
+            if step == first_step:
+                # By now the episodes have used whatever sandboxes they use.
+                reports = [asdict(report) for report in await shared_reports()]
+                directory.add_provenance(sandboxes=reports)
             stats = runner.stats()
             row = {
                 "step": step,

@@ -11,28 +11,41 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from areal_gym.sandbox.base import (
         Sandbox,
+        SandboxLevel,
         SandboxLimits,
+        SandboxReport,
         SandboxResult,
         SandboxStatus,
         Session,
     )
-    from areal_gym.sandbox.process import ProcessSandbox, ProcessSession
-    from areal_gym.sandbox.shared import shared_sandbox
+    from areal_gym.sandbox.docker import DockerSandbox
+    from areal_gym.sandbox.grader import Grader
+    from areal_gym.sandbox.none import NoSandbox
+    from areal_gym.sandbox.process import ProcessSandbox
+    from areal_gym.sandbox.shared import shared_reports, shared_sandbox
 
 __all__ = [
+    "DockerSandbox",
+    "Grader",
+    "NoSandbox",
     "ProcessSandbox",
-    "ProcessSession",
     "Sandbox",
+    "SandboxLevel",
     "SandboxLimits",
+    "SandboxReport",
     "SandboxResult",
     "SandboxStatus",
     "Session",
+    "shared_reports",
     "shared_sandbox",
 ]
 
 _MODULES = {
+    "DockerSandbox": "docker",
+    "Grader": "grader",
+    "NoSandbox": "none",
     "ProcessSandbox": "process",
-    "ProcessSession": "process",
+    "shared_reports": "shared",
     "shared_sandbox": "shared",
 }
 

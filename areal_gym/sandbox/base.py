@@ -9,7 +9,41 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, Self, runtime_checkable
 
-__all__ = ["Sandbox", "SandboxLimits", "SandboxResult", "SandboxStatus", "Session"]
+__all__ = [
+    "Sandbox",
+    "SandboxLevel",
+    "SandboxLimits",
+    "SandboxReport",
+    "SandboxResult",
+    "SandboxStatus",
+    "Session",
+]
+
+
+class SandboxLevel(StrEnum):
+    """How far a snippet is from the rest of the machine; declared weakest first."""
+
+    NONE = "none"
+    """Nothing holds it: it is this user, with a clean environment and limits."""
+    FILTERED = "filtered"
+    """Landlock and seccomp refuse files, network and other processes; it may not fork."""
+    ISOLATED = "isolated"
+    """Namespaces and a root directory of its own, and seccomp; or a container."""
+
+    @property
+    def rank(self) -> int:
+        """0 for the weakest."""
+        return list(SandboxLevel).index(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxReport:
+    """What is active on this machine. Recorded with a run; printed by `areal-gym doctor`."""
+
+    backend: str
+    level: SandboxLevel
+    protections: tuple[str, ...]
+    """By name; what this kernel or user refuses is not in it."""
 
 
 class SandboxStatus(StrEnum):
@@ -24,6 +58,8 @@ class SandboxStatus(StrEnum):
     """The output limit was reached; what fits is kept."""
     KILLED = "killed"
     """The snippet killed itself or was killed by a limit that has no name of its own."""
+    UNAVAILABLE = "unavailable"
+    """The sandbox failed. `run` raises `SandboxError` instead; tables of many runs say this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +69,7 @@ class SandboxLimits:
     wall_s: float = 5.0
     cpu_s: float = 5.0
     memory_mb: int = 512
+    """Of each process, and of all together (where it may fork at all)."""
     output_bytes: int = 64 * 1024
     file_mb: int = 16
     num_processes: int = 16
@@ -48,6 +85,9 @@ class SandboxResult:
     value: str | None = None
     """`repr` of the last expression, when the snippet ends in one."""
     elapsed_s: float = 0.0
+    peak_memory_mb: float = 0.0
+    """Most resident memory of its largest process, the interpreter included; of a session, so
+    far. 0 when the snippet was lost."""
 
     @property
     def is_ok(self) -> bool:
@@ -86,6 +126,14 @@ class Sandbox(Protocol):
 
     async def session(self) -> Session:
         """A new persistent interpreter, of one episode's own."""
+        ...
+
+    async def report(self) -> SandboxReport:
+        """What protects this machine from the snippets.
+
+        Raises:
+            SandboxError: the sandbox does not start, or protects less than it was asked to.
+        """
         ...
 
     async def aclose(self) -> None:

@@ -34,7 +34,10 @@ class Exit(NamedTuple):
 
     status: int
     """As of waitpid(2); -1 when the fork server was lost or could not fork."""
-    cpu_s: float
+    cpu_s: float = 0.0
+    peak_kb: int = 0
+    is_starved: bool = False
+    """Its processes held too much memory together."""
     error: str = ""
 
 
@@ -65,15 +68,7 @@ class Cell:
         Raises:
             SandboxError: the cell could not start, or was lost before or beside the snippet.
         """
-        try:
-            async with asyncio.timeout(_START_S):
-                await asyncio.shield(self._ready)
-        except TimeoutError:
-            self.kill()
-            raise SandboxError(f"a sandbox process did not start within {_START_S:g} s") from None
-        except asyncio.CancelledError:
-            self.kill()
-            raise
+        await self._wait_until_ready()
         call = self._call = _Call(limits, is_fresh, self._loop.create_future())
         for fd, capture in zip(self._outputs, call.captures, strict=True):
             self._loop.add_reader(fd, self._on_output, fd, capture)
@@ -102,6 +97,20 @@ class Cell:
                 raise SandboxError("a sandbox process was lost through no fault of its snippet")
         return call.result(self._exit, elapsed_s)
 
+    async def _wait_until_ready(self) -> None:
+        if self._ready.done():
+            self._ready.result()
+            return
+        try:
+            async with asyncio.timeout(_START_S):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            self.kill()
+            raise SandboxError(f"a sandbox process did not start within {_START_S:g} s") from None
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+
     async def _send(self, code: str, call: _Call) -> None:
         source = code.encode("utf-8", "surrogatepass")
         limits = call.limits
@@ -116,24 +125,28 @@ class Cell:
                 "num_processes": limits.num_processes,
             },
         }
+        message = json.dumps(header).encode() + b"\n" + source
         try:
-            await self._loop.sock_sendall(self._channel, json.dumps(header).encode())
-            for start in range(0, len(source), _CHUNK_BYTES):
-                chunk = source[start : start + _CHUNK_BYTES]
+            for start in range(0, len(message), _CHUNK_BYTES):
+                chunk = message[start : start + _CHUNK_BYTES]
                 await self._loop.sock_sendall(self._channel, chunk)
         except OSError:
             return  # it died meanwhile; the fork server will say how
 
     def _on_message(self) -> None:
-        try:
-            data = self._channel.recv(_MESSAGE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._loop.remove_reader(self._channel)
-            return
+        for _ in range(16):
+            try:
+                data = self._channel.recv(_MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._loop.remove_reader(self._channel)
+                return
+            self._take_message(data)
+
+    def _take_message(self, data: bytes) -> None:
         try:
             message = json.loads(data)
         except ValueError:
@@ -195,8 +208,12 @@ class Cell:
     async def aclose(self) -> None:
         """End the process and all that it started."""
         self.kill()
-        await self._gone.wait()
+        await self.wait_until_gone()
         self.close()
+
+    async def wait_until_gone(self) -> None:
+        """Wait for the end of the process and all that it started."""
+        await self._gone.wait()
 
     def close(self) -> None:
         """Let go of the descriptors. Idempotent."""
@@ -270,7 +287,14 @@ class _Call:
             stderr=stderr + explanation,
             value=None if value is None else _text(value),
             elapsed_s=elapsed_s,
+            peak_memory_mb=self._peak_kb(exit) / 1024,
         )
+
+    def _peak_kb(self, exit: Exit | None) -> int:
+        if exit is not None:
+            return exit.peak_kb
+        said = self.message.get("peak_kb")
+        return said if isinstance(said, int) else 0
 
     def _status(self, exit: Exit | None) -> tuple[SandboxStatus, str]:
         limits = self.limits
@@ -279,11 +303,15 @@ class _Call:
             return SandboxStatus.TIMEOUT, f"TimeoutError: no result after {limits.wall_s:g} s\n"
         if self.stopped is SandboxStatus.OUTPUT:
             return SandboxStatus.OUTPUT, overflow
+        if exit is not None and exit.is_starved:
+            text = f"MemoryError: its processes held more than {limits.memory_mb} MB together\n"
+            return SandboxStatus.MEMORY, text
         if exit is not None and exit.status < 0:
             return SandboxStatus.KILLED, "Killed: the interpreter was lost\n"
         code = 0 if exit is None else os.waitstatus_to_exitcode(exit.status)
         if exit is not None and code < 0:
-            if exit.cpu_s >= 0.9 * limits.cpu_s and -code in (signal.SIGKILL, signal.SIGXCPU):
+            # On a busy machine the kernel's limit goes by ticks and comes earlier than its account.
+            if exit.cpu_s >= 0.5 * limits.cpu_s and -code in (signal.SIGKILL, signal.SIGXCPU):
                 text = f"TimeoutError: more than {limits.cpu_s:g} s of processor time\n"
                 return SandboxStatus.TIMEOUT, text
             return SandboxStatus.KILLED, f"Killed: {signal.Signals(-code).name}\n"

@@ -15,3 +15,14 @@ def register_sandboxes() -> Iterable[SandboxSpec]:
         entry_point="areal_gym.sandbox.process:ProcessSandbox",
         summary="forked, walled-in Python processes on this machine; no network, no files",
     )
+    yield SandboxSpec(
+        id="docker",
+        entry_point="areal_gym.sandbox.docker:DockerSandbox",
+        summary="warm containers without network, of an image that you choose",
+        requires=("docker",),
+    )
+    yield SandboxSpec(
+        id="none",
+        entry_point="areal_gym.sandbox.none:NoSandbox",
+        summary="no walls at all: code runs as you",
+    )

@@ -1,42 +1,62 @@
-"""One process sandbox for each event loop, for all who run on it."""
+"""One sandbox of a kind for each event loop, for all who run on it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator
+from typing import Any, cast
 
-from areal_gym.sandbox.process import ProcessSandbox
+from areal_gym.plugins import registry
+from areal_gym.sandbox.base import Sandbox, SandboxReport
+from areal_gym.sandbox.forking import ForkingSandbox
 
-__all__ = ["shared_sandbox"]
+__all__ = ["shared_reports", "shared_sandbox"]
 
-_shared: dict[asyncio.AbstractEventLoop, tuple[ProcessSandbox, AsyncGenerator[None, None]]] = {}
+_Kept = tuple[Sandbox, AsyncGenerator[None, None]]
+_shared: dict[asyncio.AbstractEventLoop, dict[str, _Kept]] = {}
 
 
-def shared_sandbox() -> ProcessSandbox:
-    """The process sandbox of the running loop, made on first use.
+def shared_sandbox(id: str = "process", **kwargs: Any) -> Sandbox:
+    """The sandbox of the running loop by that id and those arguments, made on first use.
 
     It is closed when the loop shuts down its asynchronous generators (`asyncio.run` does), and at
     the latest with this process.
+
+    Raises:
+        UnknownIdError: nobody registered such a sandbox.
+        ConfigError: it takes no such argument.
     """
     loop = asyncio.get_running_loop()
-    if loop not in _shared:
+    kept = _shared.get(loop)
+    if kept is None:
         for other in [other for other in _shared if other.is_closed()]:
             del _shared[other]
-        sandbox = ProcessSandbox()
-        closing = _close_with(loop, sandbox)
+        kept = _shared[loop] = {}
+    key = json.dumps([id, kwargs], sort_keys=True, default=repr)
+    if key not in kept:
+        sandbox = cast(Sandbox, registry().make("sandboxes", id, **kwargs))
+        closing = _close_with(loop, key, sandbox)
         # The first step registers the generator with the loop; it does not suspend the caller.
         with contextlib.suppress(StopIteration):
             closing.__anext__().send(None)
-        _shared[loop] = (sandbox, closing)
-    return _shared[loop][0]
+        kept[key] = (sandbox, closing)
+    return kept[key][0]
+
+
+async def shared_reports() -> list[SandboxReport]:
+    """What is active in the shared sandboxes of the running loop that have run anything."""
+    kept = _shared.get(asyncio.get_running_loop(), {})
+    used = [s for s, _ in kept.values() if not isinstance(s, ForkingSandbox) or s.is_started]
+    return [await sandbox.report() for sandbox in used]
 
 
 async def _close_with(
-    loop: asyncio.AbstractEventLoop, sandbox: ProcessSandbox
+    loop: asyncio.AbstractEventLoop, key: str, sandbox: Sandbox
 ) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
-        _shared.pop(loop, None)
+        _shared.get(loop, {}).pop(key, None)
         await sandbox.aclose()

@@ -1,90 +1,85 @@
-"""The parent's end of a fork server: start it, order cells, hear of their ends."""
+"""The parent's end of a fork server: order cells, hear of their ends."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
-import shutil
 import socket
-import subprocess
-import sys
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox.cells import Cell, Exit
 
-__all__ = ["Zygote"]
+__all__ = ["Server", "Zygote"]
 
 _START_S = 60.0
-_BOOT = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from worker import zygote
-del sys.path[0]
-zygote.main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
-"""
+
+
+class Server(Protocol):
+    """The process of a fork server, wherever it runs."""
+
+    @property
+    def pid(self) -> int:
+        """Its number on this machine."""
+        ...
+
+    @property
+    def scratch(self) -> str:
+        """The directory of its cells' directories, seen from here; not there in a private root."""
+        ...
+
+    def complaint(self) -> str:
+        """Why it did not start; called when it is gone or going."""
+        ...
+
+    def end(self) -> None:
+        """See to its end, and let go of what it held; called when its socket is closed."""
+        ...
 
 
 class Zygote:
     """One fork server and the cells that it has forked. Belongs to the running loop.
 
-    It is a fresh interpreter, not a fork of this process: nothing that this process knows, holds
-    open or has in its environment is in it.
+    Args:
+        control: message socket to the server.
+        server: its process.
+        num_warm: cells that wait for a snippet, so that it need not wait for them.
+        is_exclusive: one cell at a time: none waits beside one that is in use.
     """
 
-    def __init__(self, *, modules: Sequence[str], without: Collection[str], num_warm: int) -> None:
+    def __init__(
+        self, control: socket.socket, server: Server, *, num_warm: int, is_exclusive: bool
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._owner = os.getpid()
+        self.server = server
         self._num_warm = num_warm
+        self._is_exclusive = is_exclusive
         self._warm: deque[Cell] = deque()
         self._cells: dict[int, Cell] = {}
         self._last_number = 0
         self._started = self._loop.create_future()
-        self._scratch = ""
-        paths = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
-        settings = {
-            "modules": list(modules),
-            "without": list(without),
-            "paths": [os.path.abspath(path) for path in paths if os.path.isdir(path)],
-        }
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
-        parent = os.pidfd_open(os.getpid())
-        fds = (theirs.fileno(), parent)
-        command = [sys.executable, "-P", "-s", "-S", "-X", "utf8", "-c", _BOOT]
-        command += [str(Path(__file__).parent), *map(str, fds), json.dumps(settings)]
-        self._process = subprocess.Popen(
-            command,
-            # Sets of strings have one order in every interpreter, so that episodes repeat. One
-            # thread: a process with more cannot be forked safely.
-            env={"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=fds,
-            cwd="/",
-        )
-        theirs.close()
-        os.close(parent)
+        self._control = control
+        control.setblocking(False)
         self.protections: tuple[str, ...] = ()
         self.is_alive = True
-        self._loop.add_reader(self._control, self._on_event)
+        self._loop.add_reader(control, self._on_event)
 
     @classmethod
     async def start(
-        cls, *, modules: Sequence[str], without: Collection[str], num_warm: int
+        cls, control: socket.socket, server: Server, *, num_warm: int, is_exclusive: bool = False
     ) -> Self:
-        """Start a fork server and its first `num_warm` waiting cells.
+        """Wait until the server answers, and order its first cells.
 
         Raises:
             SandboxError: it did not start.
         """
-        zygote = cls(modules=modules, without=without, num_warm=num_warm)
+        zygote = cls(control, server, num_warm=num_warm, is_exclusive=is_exclusive)
         try:
             async with asyncio.timeout(_START_S):
                 await zygote._started
@@ -107,7 +102,9 @@ class Zygote:
         return self.spawn()
 
     def refill(self) -> None:
-        """Fork new cells until enough wait."""
+        """Order new cells until enough wait."""
+        if self._is_exclusive and self._cells:
+            return
         while self.is_alive and len(self._warm) < self._num_warm:
             self._warm.append(self.spawn())
 
@@ -139,6 +136,8 @@ class Zygote:
         return cell
 
     def _order(self, order: str, number: int, fds: Sequence[int] = ()) -> None:
+        if not self.is_alive:
+            return
         message = json.dumps({"order": order, "number": number}).encode()
         # Orders are few and tiny and the server reads them at once: waiting here, should its queue
         # ever be full, is simpler than a queue of our own and costs microseconds.
@@ -164,23 +163,35 @@ class Zygote:
             self._handle(json.loads(data))
 
     def _handle(self, event: dict[str, Any]) -> None:
-        if event["event"] == "started":
+        kind = event.pop("event")
+        if kind == "started":
             self.protections = tuple(event["protections"])
-            self._scratch = event["scratch"]
             if not self._started.done():
                 self._started.set_result(None)
             return
-        cell = self._cells.pop(event["number"], None)
+        cell = self._cells.pop(event.pop("number"), None)
         if cell is not None:
-            cell.on_exit(Exit(event["status"], event["cpu_s"], event.get("error", "")))
+            cell.on_exit(Exit(**event))
+
+    @property
+    def num_cells(self) -> int:
+        """Cells that live: waiting ones and those in use."""
+        return len(self._cells)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no cell is in use or on its way out."""
+        return all(cell in self._warm for cell in self._cells.values())
+
+    async def settle(self) -> None:
+        """Wait until every cell that was ordered to end has ended."""
+        for cell in set(self._cells.values()).difference(self._warm):
+            await cell.wait_until_gone()
 
     def _lose(self) -> None:
         """The server died, and by the kernel's hand its cells did too."""
         if not self._started.done():
-            # It is gone or going, so this read ends.
-            stderr = self._process.stderr
-            reason = stderr.read().decode(errors="replace").strip() if stderr is not None else ""
-            message = f"the sandbox's fork server did not start: {reason}"
+            message = f"the sandbox's fork server did not start: {self.server.complaint()}"
             self._started.set_exception(SandboxError(message))
         self.close()
 
@@ -191,20 +202,13 @@ class Zygote:
         self.is_alive = False
         if not self._loop.is_closed():
             self._loop.remove_reader(self._control)
-        # It ends its cells and cleans up when the socket closes.
+        # It ends its cells and cleans up when the socket closes, also one that a fork holds open.
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
         cells, self._cells = self._cells, {}
         for cell in cells.values():
-            cell.on_exit(Exit(-1, 0.0))
+            cell.on_exit(Exit(-1))
             cell.close()
         self._warm.clear()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
-        if self._scratch:
-            # Only a server that was killed leaves it.
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        self.server.end()

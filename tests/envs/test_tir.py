@@ -7,7 +7,7 @@ import pytest
 
 from areal_gym.envs.base import run_on_kept_loop
 from areal_gym.envs.tir import SYSTEM_PROMPT, TirEnv, python_call
-from areal_gym.errors import SandboxError
+from areal_gym.errors import SandboxError, UnknownIdError
 from areal_gym.sandbox.base import SandboxResult, SandboxStatus
 
 TASK = {
@@ -89,12 +89,28 @@ def test_what_the_tool_says(code, observation, num_errors):
     assert step.info["metrics"] == {"tool_calls": 1, "tool_errors": num_errors}
 
 
-@pytest.mark.parametrize("status", [s for s in SandboxStatus if s is not SandboxStatus.OK])
+REACHED = set(SandboxStatus) - {SandboxStatus.OK, SandboxStatus.UNAVAILABLE}
+
+
+@pytest.mark.parametrize("status", sorted(REACHED))
 def test_every_limit_is_told(status):
     env = started(sandbox=FixedSandbox(SandboxResult(status=status)))
     step = env.step(python_call("x"))
     assert step.observation
     assert step.info["metrics"]["tool_errors"] == 1
+
+
+def test_an_unavailable_sandbox_is_no_result():
+    env = started(sandbox=FixedSandbox(SandboxResult(status=SandboxStatus.UNAVAILABLE)))
+    with pytest.raises(SandboxError):
+        env.step(python_call("x"))
+
+
+def test_a_sandbox_is_chosen_by_its_id():
+    with pytest.raises(UnknownIdError, match="'proces'"):
+        TirEnv(sandbox="proces")
+    env = started(sandbox="process")
+    assert env.step(python_call("print(6*7)")).observation == "42"
 
 
 def test_long_output_is_cut():

@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_gym.sandbox import SandboxStatus
+from areal_gym.sandbox.suite.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 SNIPPETS = ROOT.parent / "shared/golden/hostile_snippets.json"
@@ -80,48 +82,132 @@ def test_no_daemon_stays(execute):
     assert marker[-15:] not in names
 
 
-def attack(uid: int, *without: str) -> tuple[set[str], dict[str, list[str]]]:
-    """The active protections and what got through, told by a process of its own."""
-    if not SNIPPETS.exists():
-        pytest.skip(f"no {SNIPPETS.name}")
+def attack(*arguments: str, uid: int = 0) -> dict[str, Any]:
+    """The report of the suite, run by a process of its own: ours has other children."""
     if uid and os.geteuid() != 0:
         pytest.skip("only root can become another user")
     process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("hostile.py")), SNIPPETS, str(uid), *without],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, str(Path(__file__).with_name("hostile.py")), str(uid), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=280,
     )
-    assert process.returncode == 0, process.stderr
-    report = json.loads(process.stdout)
-    return set(report["protections"]), report["failures"]
+    assert process.returncode in (0, 1), process.stderr
+    return json.loads(process.stdout)
 
 
-def hold_without_forks(protections: set[str], failures: dict[str, list[str]]) -> None:
-    """Nothing gets through, but a snippet that forks is told that it may not."""
-    if not {"landlock", "private root"} & protections or "seccomp" not in protections:
+def snippets(whose: str) -> list[str]:
+    """Arguments that choose the shared file, or our own."""
+    if whose == "shared" and not SNIPPETS.exists():
+        pytest.skip(f"no {SNIPPETS.name}")
+    return [str(SNIPPETS)] if whose == "shared" else []
+
+
+def hold(report: dict[str, Any], num_least: int) -> None:
+    """Nothing gets through."""
+    if report["level"] == "none":
         pytest.skip("this kernel has neither Landlock nor seccomp")
-    if "no fork" in protections:
-        failures.pop("daemon_holds_stdout", None)
-    assert failures == {}
+    assert report["failures"] == {}
+    assert report["host"] == []
+    assert report["contained"] == report["of"] >= num_least
+
+
+OURS_AND_SHARED = pytest.mark.parametrize(("whose", "least"), [("shared", 91), ("ours", 30)])
 
 
 @pytest.mark.slow
-def test_hostile_snippets():
-    hold_without_forks(*attack(0))
+@OURS_AND_SHARED
+def test_hostile_snippets(whose, least):
+    hold(attack(*snippets(whose), "--json"), least)
 
 
 @pytest.mark.slow
-def test_hostile_snippets_without_namespaces():
-    hold_without_forks(*attack(0, "namespaces"))
+@OURS_AND_SHARED
+def test_hostile_snippets_without_namespaces(whose, least):
+    report = attack(*snippets(whose), "--json", "--without", "namespaces")
+    assert report["level"] != "isolated"
+    hold(report, least)
 
 
 @pytest.mark.slow
-def test_hostile_snippets_as_an_ordinary_user():
-    hold_without_forks(*attack(NOBODY))
+@OURS_AND_SHARED
+def test_hostile_snippets_as_an_ordinary_user(whose, least):
+    hold(attack(*snippets(whose), "--json", uid=NOBODY), least)
 
 
 @pytest.mark.slow
 def test_hostile_snippets_as_an_ordinary_user_without_namespaces():
-    hold_without_forks(*attack(NOBODY, "namespaces"))
+    report = attack(*snippets("ours"), "--json", "--without", "namespaces", uid=NOBODY)
+    assert report["level"] != "isolated"
+    hold(report, 30)
+
+
+@pytest.mark.slow
+@OURS_AND_SHARED
+def test_hostile_snippets_in_containers(docker_image, whose, least):
+    report = attack(*snippets(whose), "--json", "--backend", "docker", "--image", docker_image)
+    assert report["level"] == "isolated"
+    hold(report, least)
+
+
+def test_the_suite_tells_what_got_through(tmp_path, capsys):
+    rows = [
+        {"name": "held", "code": "1/0", "safe_expected": "", "checks": ["status:error"]},
+        {"name": "loose", "code": "print('OUT')", "safe_expected": "", "checks": ["status:error"]},
+        {"name": "talks", "code": "print('OUT')", "safe_expected": "", "checks": CHECKS},
+    ]
+    (tmp_path / "file.json").write_text(json.dumps({"snippets": rows}))
+    report = attack(str(tmp_path / "file.json"), "--json")
+    assert (report["contained"], report["of"]) == (1, 3)
+    assert report["failures"] == {
+        "loose": ["ended with ok, expected error"],
+        "talks": [
+            "'OUT' is in the output",
+            "characters of output: 4, at most 2",
+            f"{tmp_path} was made".replace(str(tmp_path), "/usr"),
+        ],
+    }
+
+
+CHECKS = ["not_in_output:OUT", "output_cap:2", "host_absent:/usr", "returns_within:5"]
+
+
+def test_without_walls_the_suite_sees_what_gets_through(tmp_path):
+    """The suite itself is tested: harmless snippets that only walls would stop."""
+    rows = [
+        {
+            "name": "reads",
+            "code": "print(open('{{SECRET_FILE}}').read())",
+            "checks": ["not_in_output:{{SECRET}}"],
+        },
+        {"name": "writes", "code": "open('{{CANARY_DIR}}/new', 'w')", "checks": []},
+        {
+            "name": "connects",
+            "code": "import socket; socket.create_connection(('127.0.0.1', {{PORT}}))",
+            "checks": [],
+        },
+        {"name": "leaves", "code": "open('{{LEAK}}', 'w').write('x')", "checks": []},
+    ]
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps({"snippets": [{**row, "safe_expected": ""} for row in rows]}))
+    assert main([str(file), "--backend", "none"]) == 2
+    report = attack(str(file), "--json", "--backend", "none", "--unsafe")
+    assert report["level"] == "none"
+    problems = {name: problems[-1] for name, problems in report["failures"].items()}
+    assert problems == {
+        "reads": report["failures"]["reads"][0],
+        "writes": "canary directory changed",
+        "connects": "canary directory changed",
+        "leaves": "wrote leak",
+    }
+    assert "connected to tcp" in report["failures"]["connects"]
+
+
+def test_a_check_that_nobody_knows_is_refused(tmp_path, capsys):
+    row = {"name": "a", "code": "1", "safe_expected": "", "checks": ["no_such:1"]}
+    (tmp_path / "file.json").write_text(json.dumps({"snippets": [row]}))
+    assert main([str(tmp_path / "file.json")]) == 2
+    assert "'no_such'" in capsys.readouterr().err
+    (tmp_path / "file.json").write_text("[]")
+    assert main([str(tmp_path / "file.json")]) == 2

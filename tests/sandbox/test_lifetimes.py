@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,13 @@ from pathlib import Path
 import pytest
 
 from areal_gym.errors import SandboxError
-from areal_gym.sandbox import ProcessSandbox, SandboxLimits, shared_sandbox
+from areal_gym.sandbox import (
+    NoSandbox,
+    ProcessSandbox,
+    SandboxLevel,
+    SandboxLimits,
+    shared_sandbox,
+)
 from areal_gym.sandbox.plugin import register_sandboxes
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +44,7 @@ def wait_until_gone(pid):
 
 
 def server_pid(sandbox):
-    return sandbox._zygotes[False]._process.pid
+    return sandbox._zygotes[False].server.pid
 
 
 def children(pid):
@@ -45,8 +52,7 @@ def children(pid):
 
 
 def test_the_plugin_names_it():
-    (spec,) = register_sandboxes()
-    assert (spec.id, spec.entry_point) == ("process", "areal_gym.sandbox.process:ProcessSandbox")
+    assert [spec.id for spec in register_sandboxes()] == ["process", "docker", "none"]
 
 
 def test_many_callers():
@@ -61,7 +67,7 @@ def test_many_callers():
 def test_protections_are_named():
     async def go():
         async with ProcessSandbox() as sandbox:
-            return await sandbox.protections()
+            return (await sandbox.report()).protections
 
     protections = asyncio.run(go())
     assert {"limits", "empty environment", "no new privileges"} <= set(protections)
@@ -198,7 +204,7 @@ async def main():
     sandbox = ProcessSandbox(num_workers=2, without=sys.argv[1:])
     session = await sandbox.session()
     await session.run("import time")
-    pid = sandbox._zygotes[False]._process.pid
+    pid = sandbox._zygotes[False].server.pid
     print(pid, open(f"/proc/{pid}/task/{pid}/children").read(), flush=True)
     await session.run("time.sleep(600)")
 asyncio.run(main())
@@ -219,11 +225,65 @@ def test_killing_the_owner_leaves_nothing(without):
     assert set(glob.glob("/tmp/areal-gym-*")) <= before
 
 
-def test_a_machine_without_walls_is_refused(monkeypatch):
-    from areal_gym.sandbox import process
+def test_levels_are_ordered_and_told_from_what_is_active():
+    from areal_gym.sandbox.process import level_of
 
-    process._require_walls(("private uid", "landlock", "seccomp"))
-    with pytest.raises(SandboxError, match="from the files"):
-        process._require_walls(("limits", "seccomp", "pid namespace"))
-    with pytest.raises(SandboxError, match="from the processes"):
-        process._require_walls(("limits", "landlock"))
+    assert SandboxLevel.NONE.rank < SandboxLevel.FILTERED.rank < SandboxLevel.ISOLATED.rank
+    assert level_of(("limits", "seccomp", "pid namespace")) is SandboxLevel.NONE
+    assert level_of(("limits", "landlock")) is SandboxLevel.NONE
+    assert level_of(("private uid", "landlock", "seccomp")) is SandboxLevel.FILTERED
+    namespaces = ("private root", "pid namespace", "network namespace")
+    assert level_of((*namespaces, "seccomp")) is SandboxLevel.ISOLATED
+    assert level_of(namespaces) is SandboxLevel.FILTERED
+
+
+def test_a_weaker_level_than_asked_is_refused():
+    async def open_with(without, min_level):
+        async with ProcessSandbox(num_workers=1, without=without, min_level=min_level) as sandbox:
+            return await sandbox.report()
+
+    with pytest.raises(SandboxError, match="asked for the level 'isolated'") as caught:
+        asyncio.run(open_with(("namespaces",), "isolated"))
+    assert any("doctor" in hint for hint in caught.value.hints)
+    with pytest.raises(SandboxError, match=r"gives 'none'.*processes"):
+        asyncio.run(open_with(("namespaces", "seccomp"), "filtered"))
+    report = asyncio.run(open_with(("namespaces", "seccomp"), "none"))
+    assert (report.backend, report.level) == ("process", SandboxLevel.NONE)
+    assert "seccomp" not in report.protections
+
+
+def test_packages_under_tmp_do_not_weaken_it(tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        place = Path(home) / "site-packages"
+        place.mkdir()
+        Path(home).chmod(0o755)
+        (place / "found_under_tmp.py").write_text("x = 5")
+        monkeypatch.syspath_prepend(str(place))
+
+        async def go():
+            async with ProcessSandbox(num_workers=1) as sandbox:
+                code = "import found_under_tmp as f, tempfile\n"
+                code += "tempfile.NamedTemporaryFile().name and f.x"
+                return await sandbox.report(), await sandbox.run(code)
+
+        report, result = asyncio.run(go())
+    assert result.value == "5"
+
+    async def level():
+        async with ProcessSandbox(num_workers=1) as sandbox:
+            return (await sandbox.report()).level
+
+    monkeypatch.undo()
+    assert report.level is asyncio.run(level())
+
+
+def test_none_is_loud():
+    async def go():
+        with pytest.warns(RuntimeWarning, match="can do what you can"):
+            sandbox = NoSandbox(num_workers=1)
+        async with sandbox:
+            assert (await sandbox.run("import os; os.getuid()")).value == str(os.getuid())
+            return await sandbox.report()
+
+    report = asyncio.run(go())
+    assert (report.backend, report.level) == ("none", SandboxLevel.NONE)

@@ -112,6 +112,32 @@ def test_memory(execute):
     assert execute("len(bytearray(64 << 20))", memory_mb=128).value == str(64 << 20)
 
 
+def test_memory_of_all_processes_together(execute, runner, sandbox):
+    if "memory sum" not in runner.run(sandbox.report()).protections:
+        pytest.skip("snippets may not fork here")
+    code = "import os, time\nfor i in range(6):\n    if os.fork() == 0:\n"
+    code += "        x = bytearray(40 << 20)\n        time.sleep(60)\ntime.sleep(60)"
+    result = execute(code, memory_mb=128)
+    assert (result.status, result.stderr) == (
+        MEMORY,
+        "MemoryError: its processes held more than 128 MB together\n",
+    )
+
+
+def test_memory_that_forks_share_counts_once(execute, runner, sandbox):
+    if "memory sum" not in runner.run(sandbox.report()).protections:
+        pytest.skip("snippets may not fork here")
+    code = "import os, time\nx = bytearray(80 << 20)\nfor i in range(6):\n"
+    code += "    if os.fork() == 0:\n        time.sleep(1)\n        os._exit(0)\n"
+    code += "for i in range(6): os.wait()\n'done'"
+    assert execute(code, memory_mb=128).value == "'done'"
+
+
+def test_the_peak_of_memory(execute):
+    idle, busy = execute("1"), execute("len(bytearray(64 << 20))")
+    assert 60 < busy.peak_memory_mb - idle.peak_memory_mb < 70
+
+
 def test_output_beyond_the_limit(execute):
     result = execute("print('a' * 5000)\n1", output_bytes=1000)
     assert (result.status, result.stdout, result.value) == (OUTPUT, "a" * 1000, None)

@@ -1,6 +1,7 @@
 """What runs inside the sandbox's processes.
 
 These modules import the standard library only and are loaded by a clean interpreter that knows
-nothing of areal-gym: `zygote` (the fork server) uses `jail`, `landlock`, `seccomp` and `kernel` to
-shut its children in, and `cell` to execute the snippets.
+nothing of areal-gym, on this machine or in a container. `zygote` (the fork server) uses `jail`,
+`landlock`, `seccomp` and `kernel` to shut its children in, `memory` to bound what they use
+together and `cleaning` to remove what they wrote; `cell` executes the snippets.
 """

@@ -1,8 +1,8 @@
 """Executes snippets: in the child, behind the walls.
 
-The parent sends a header (JSON), then the source in chunks; the cell answers with one message per
-snippet. What it answers is said by the snippet as much as by us: the parent trusts it no further
-than the snippet's own output.
+The parent sends a header (JSON) and the source behind it, the rest of which comes in chunks; the
+cell answers with one message per snippet. What it answers is said by the snippet as much as by us:
+the parent trusts it no further than the snippet's own output.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def serve(channel: socket.socket, base_memory: int) -> NoReturn:
     gc.enable()
     channel.send(b'{"ready": true}')
     while True:
-        header = channel.recv(CHUNK_BYTES)
-        if not header:
+        message = channel.recv(CHUNK_BYTES)
+        if not message:
             os._exit(0)
+        header, _, source = message.partition(b"\n")
         request = json.loads(header)
-        source = b""
         while len(source) < request["size"]:
             source += channel.recv(CHUNK_BYTES)
         # From here on its end is the snippet's doing.
@@ -61,6 +61,7 @@ def serve(channel: socket.socket, base_memory: int) -> NoReturn:
         outcome, exit_code = _execute(source, namespace)
         _flush()
         outcome["nonce"] = request["nonce"]
+        outcome["peak_kb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         channel.send(json.dumps(outcome).encode())
         if is_last:
             _exit(exit_code)

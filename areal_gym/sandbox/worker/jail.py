@@ -8,20 +8,22 @@ Three situations, found by trying:
   shared by the user there, so children may not fork at all;
 - neither: Landlock and seccomp, again without fork, so that nothing can be left behind.
 
+Inside a container, whose first process the fork server is, the container gives the namespaces and
+counts processes and memory; Landlock and seccomp come on top, and children may fork: after each of
+them, the fork server ends whatever else runs in the container.
+
 Everything that is refused is left out of `Jail.protections`, which the parent can show.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 
 from . import kernel, landlock, seccomp
+from .cleaning import remove_tree
 
 __all__ = ["Jail"]
 
@@ -36,11 +38,20 @@ _CAP_SETUID, _CAP_SETGID, _CAP_SYS_ADMIN = 7, 6, 21
 class Jail:
     """What this kernel and user allow. Built in the fork server before it forks anything."""
 
-    def __init__(self, *, without: list[str], paths: list[str]) -> None:
+    def __init__(
+        self, *, without: list[str], readable: list[str], scratch: str, is_container: bool
+    ) -> None:
         self._without = frozenset(without)
-        self._readable = _readable_paths(paths)
-        self.scratch = ""
-        """Holds the private directories, where no private root does."""
+        # A container shows nothing but its image.
+        self._readable = readable if is_container else _readable_paths(readable)
+        self._is_container = is_container
+        # tempfile looks in these; the private one must not hide what is to be read.
+        self._private = next(
+            (d for d in ("/tmp", "/var/tmp") if not any(p.startswith(d) for p in self._readable)),
+            "/home",
+        )
+        self._scratch = scratch
+        """Where the private directories are, unless a private root has them."""
         self._pid_namespace = -1
         self._uid_base = self._uid_count = self._landlock = 0
         self._has_mounts = False
@@ -59,20 +70,20 @@ class Jail:
         kernel.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
         self.protections.append("no new privileges")
         # Before the private root: it has no /proc to ask.
+        self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         has_seccomp = seccomp.is_supported()
         if has_capability:
             self._has_mounts = self._attempt("private root", self._build_root)
         if not self._has_mounts:
-            self.scratch = tempfile.mkdtemp(prefix="areal-gym-")
-            tempfile.tempdir = None  # the snippets shall look for their own
-            os.chmod(self.scratch, 0o711)
+            os.mkdir(scratch)
+            os.chmod(scratch, 0o711)
             self._attempt("landlock", self._find_landlock)
             if self._uid_count and not _is_open_to_all(os.__file__):
                 # Under another uid the interpreter could not import what it has not yet.
                 self._uid_count = 0
                 self.protections.remove("private uid")
-        self.can_fork = self._pid_namespace >= 0 and self._uid_count > 0
+        self.can_fork = is_container or (self._pid_namespace >= 0 and self._uid_count > 0)
         self._has_seccomp = has_seccomp and self._attempt("seccomp", self._build_filter)
         if self._has_seccomp and not self.can_fork:
             self.protections.append("no fork")
@@ -127,11 +138,11 @@ class Jail:
         kernel.mount("none", _STAGE, "tmpfs", tmpfs, "mode=755,size=1m")
         for path in self._readable:
             _bind(path, is_device=path in _DEVICES)
-        os.mkdir(_STAGE + "/tmp", 0o1777)
+        os.makedirs(_STAGE + self._private, 0o1777)
         kernel.pivot_root(_STAGE)
         kernel.restrict_mount("/", kernel.RDONLY, recursive=False)
         # Also tries what each child will do.
-        kernel.mount("none", "/tmp", "tmpfs", tmpfs, _TMP_OPTIONS)
+        kernel.mount("none", self._private, "tmpfs", tmpfs, _TMP_OPTIONS)
 
     def _find_landlock(self) -> None:
         self._landlock = landlock.version()
@@ -168,21 +179,17 @@ class Jail:
 
     def directory(self, number: int) -> str:
         """The private writable directory of child `number`."""
-        return "/tmp" if self._has_mounts else f"{self.scratch}/{number}"
+        return self._private if self._has_mounts else f"{self._scratch}/{number}"
 
     def clean(self, number: int) -> None:
         """Remove what child `number` wrote; a private mount went with its namespace."""
         if not self._has_mounts:
-            directory = self.directory(number)
-            # The snippet may have locked its directories; it owns them, so they open again.
-            with contextlib.suppress(OSError):
-                os.chmod(directory, 0o700)
-            for parent, names, _ in os.walk(directory):
-                for name in names:
-                    path = os.path.join(parent, name)
-                    if not os.path.islink(path):
-                        os.chmod(path, 0o700)
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(self.directory(number))
+
+    def close(self) -> None:
+        """Remove the place of the private directories; nothing is in it any more."""
+        if not self._has_mounts:
+            remove_tree(self._scratch)
 
     def confine(self, number: int) -> None:
         """In the child, as the last thing before it hears of any snippet: no way back."""
@@ -190,7 +197,7 @@ class Jail:
         if self._has_mounts:
             kernel.unshare(kernel.NEWNS)
             tmpfs = kernel.NOSUID | kernel.NODEV
-            kernel.mount("none", "/tmp", "tmpfs", tmpfs, _TMP_OPTIONS)
+            kernel.mount("none", directory, "tmpfs", tmpfs, _TMP_OPTIONS)
         else:
             os.mkdir(directory, 0o700)
         if self._uid_count:
@@ -202,6 +209,10 @@ class Jail:
             os.setresuid(uid, uid, uid)
         os.chdir(directory)
         kernel.drop_capabilities()
+        if self._is_container:
+            # When its memory is used up, the fork server must not be the one that is ended.
+            with open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")
         kernel.prctl(4, 0)  # PR_SET_DUMPABLE: no ptrace, no core
         kernel.prctl(1, 9)  # PR_SET_PDEATHSIG: SIGKILL when the fork server dies
         for kind, value in (
@@ -216,7 +227,8 @@ class Jail:
             readable, writable = [*self._readable], [directory, "/dev/null"]
             landlock.restrict(self._landlock, readable=readable, writable=writable)
         if self._has_seccomp:
-            own_pid = None if self._pid_namespace >= 0 else os.getpid()
+            is_alone = self._pid_namespace >= 0 or self._is_container
+            own_pid = None if is_alone else os.getpid()
             program = seccomp.build_filter(allow_fork=self.can_fork, own_pid=own_pid)
             seccomp.install(program)
 

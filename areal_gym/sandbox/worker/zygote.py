@@ -15,10 +15,11 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from typing import Any, NoReturn
 
-from . import cell, kernel
+from . import cell, kernel, memory
 from .jail import Jail
 
 __all__ = ["main"]
@@ -30,37 +31,58 @@ _PRELOADED = (
 )
 
 
-def main(control_fd: int, parent_fd: int, settings: dict[str, Any]) -> NoReturn:
+def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]) -> NoReturn:
     """Serve orders until the parent is gone.
 
     Args:
-        control_fd: message socket to the parent.
-        parent_fd: pidfd of the parent; unlike a closed socket it cannot be held open by a fork.
-        settings: `without`, `paths`, `modules`.
+        control: message socket to the parent.
+        parent_fd: pidfd of the parent, which unlike a closed socket cannot be held open by a
+            fork; None in a container, which cannot have one.
+        settings: `without`, `paths` to import from, `readable` ones, `scratch`, `modules`,
+            `is_container`.
     """
     os.environ.clear()
     os.chdir("/")
     sys.executable = os.path.realpath(sys.executable)
     sys.path += settings["paths"]
+    is_container = settings["is_container"]
     for name in (*_PRELOADED, *settings["modules"]):
         try:
             importlib.import_module(name)
         except ImportError:
             continue  # the snippet that wants it will say so
-    control = socket.socket(fileno=control_fd)
     null = os.open("/dev/null", os.O_RDWR)
-    jail = Jail(without=settings["without"], paths=settings["paths"])
-    _Zygote(control, parent_fd, jail, null).serve()
+    jail = Jail(
+        without=settings["without"],
+        readable=settings["readable"],
+        scratch=settings["scratch"],
+        is_container=is_container,
+    )
+    _Zygote(control, parent_fd, jail, null, is_container=is_container).serve()
 
 
 class _Zygote:
-    def __init__(self, control: socket.socket, parent_fd: int, jail: Jail, null: int) -> None:
+    def __init__(
+        self,
+        control: socket.socket,
+        parent_fd: int | None,
+        jail: Jail,
+        null: int,
+        *,
+        is_container: bool,
+    ) -> None:
         self._control = control
         self._parent_fd = parent_fd
         self._jail = jail
         self._null = null
+        self._is_container = is_container
         self._cells: dict[int, int] = {}
         """Number of each running cell, by pid."""
+        self._base_memory = 0
+        self._next_look = 0.0
+        self._num_kills = memory.num_kills()
+        self._starved: set[int] = set()
+        """Pids of cells that were ended because their processes held too much together."""
 
     def serve(self) -> NoReturn:
         # Orphans of a cell become our children, so that none can hide from `_sweep`.
@@ -70,15 +92,27 @@ class _Zygote:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         poll = select.poll()
-        for fd in (self._control.fileno(), wake, self._parent_fd):
-            poll.register(fd, select.POLLIN)
+        poll.register(self._control, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        if self._parent_fd is not None:
+            poll.register(self._parent_fd, select.POLLIN)
         gc.collect()
         gc.freeze()
         gc.disable()
         os.dup2(self._null, 2)  # until here the parent listens for what went wrong
-        self._tell(event="started", protections=self._jail.protections, scratch=self._jail.scratch)
+        self._base_memory = self._jail.address_space()
+        protections = [*self._jail.protections]
+        period_ms = None
+        # A container's memory is counted by the kernel.
+        if self._jail.can_fork and not self._is_container:
+            period_ms = memory.PERIOD_S * 1000
+            protections.append("memory sum")
+        self._tell(event="started", protections=protections)
         while True:
-            ready = {fd for fd, _ in poll.poll()}
+            events = poll.poll(period_ms if self._cells else None)
+            if period_ms is not None:
+                self._end_starved()
+            ready = {fd for fd, _ in events}
             if self._parent_fd in ready:
                 self._stop()
             if wake in ready:
@@ -104,19 +138,18 @@ class _Zygote:
             self._stop()
 
     def _spawn(self, number: int, fds: list[int]) -> None:
-        base_memory = self._jail.address_space()
         try:
             pid = self._jail.fork()
         except OSError as error:
-            self._tell(event="exit", number=number, status=-1, cpu_s=0.0, error=str(error))
+            self._tell(event="exit", number=number, status=-1, error=str(error))
         else:
             if pid == 0:
-                self._become_cell(number, fds, base_memory)
+                self._become_cell(number, fds)
             self._cells[pid] = number
         for fd in fds:
             os.close(fd)
 
-    def _become_cell(self, number: int, fds: list[int], base_memory: int) -> NoReturn:
+    def _become_cell(self, number: int, fds: list[int]) -> NoReturn:
         try:
             channel_fd, stdout, stderr = fds
             signal.set_wakeup_fd(-1)
@@ -136,12 +169,22 @@ class _Zygote:
             # Reaches the parent as the text of its SandboxError.
             os.write(2, traceback.format_exc().encode())
             os._exit(70)
-        cell.serve(channel, base_memory)
+        cell.serve(channel, self._base_memory)
 
     def _kill(self, number: int) -> None:
         for pid, other in self._cells.items():
             if other == number:
                 _kill_cell(pid)
+
+    def _end_starved(self) -> None:
+        """End the cells whose processes hold too much memory together; looks once in a period."""
+        if time.monotonic() < self._next_look:
+            return
+        for pid in self._cells:
+            if memory.is_overdrawn(self._jail.proc, pid, self._base_memory):
+                self._starved.add(pid)
+                _kill_cell(pid)
+        self._next_look = time.monotonic() + memory.PERIOD_S
 
     def _reap(self) -> None:
         while True:
@@ -155,14 +198,38 @@ class _Zygote:
             if number is None:
                 continue
             if not self._jail.ends_trees:
-                _kill_group(pid)
-                self._sweep()
+                self._sweep(pid)
             self._jail.clean(number)
-            cpu_s = usage.ru_utime + usage.ru_stime
-            self._tell(event="exit", number=number, status=status, cpu_s=cpu_s)
+            self._tell(
+                event="exit",
+                number=number,
+                status=status,
+                cpu_s=usage.ru_utime + usage.ru_stime,
+                peak_kb=usage.ru_maxrss,
+                is_starved=self._was_starved(pid),
+            )
 
-    def _sweep(self) -> None:
-        """End what a cell left behind: children of ours that are no cells."""
+    def _was_starved(self, pid: int) -> bool:
+        """Whether a want of memory ended a process of the cell `pid`."""
+        if self._is_container:
+            before, self._num_kills = self._num_kills, memory.num_kills()
+            return self._num_kills > before
+        is_starved = pid in self._starved
+        self._starved.discard(pid)
+        return is_starved
+
+    def _sweep(self, pid: int) -> None:
+        """End what the cell `pid` left behind."""
+        if self._is_container:
+            # We are the first process here and the only one that this does not reach. No fork
+            # escapes it: the kernel refuses those of processes that are about to die.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-1, 0)
+            return
+        _kill_group(pid)
         for _ in range(100):
             try:
                 with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -181,11 +248,11 @@ class _Zygote:
         for pid in self._cells:
             os.waitpid(pid, 0)
         if not self._jail.ends_trees:
-            self._sweep()
+            for pid in self._cells:
+                self._sweep(pid)
         for number in self._cells.values():
             self._jail.clean(number)
-        if self._jail.scratch:
-            os.rmdir(self._jail.scratch)
+        self._jail.close()
         os._exit(0)
 
 

@@ -1,0 +1,37 @@
+"""`areal-gym doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from areal_gym.cli.output import common_options, print_data, print_json, talk
+
+__all__ = ["doctor_command"]
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@common_options
+def doctor_command(as_json: bool) -> int:
+    """What of this machine can be used; where something is missing, what to type.
+
+    Exit code 1 when something is missing that nothing works without.
+    """
+    from areal_gym.run.doctor import examine
+
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not as_json:
+            status = "ok" if finding.is_ok else "MISSING" if finding.is_required else "missing"
+            print_data(f"{finding.subject:<15}  {status:<7}  {finding.detail}")
+            if finding.advice:
+                print_data(f"{'':<15}  {'':<7}  -> {finding.advice}")
+    if as_json:
+        print_json([dataclasses.asdict(finding) for finding in findings])
+    num_missing = sum(not finding.is_ok and finding.is_required for finding in findings)
+    if not as_json:
+        talk("everything that is needed is here" if num_missing == 0 else "see MISSING above")
+    return int(num_missing > 0)

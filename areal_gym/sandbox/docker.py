@@ -1,0 +1,413 @@
+"""The docker sandbox: the same fork servers, each as the first process of a container.
+
+The engine must run on this machine (dockerd, or podman's compatible socket): a container reaches
+us through a socket that is mounted into it, and over it we hand the descriptors of each snippet to
+the fork server. So a call costs a fork, not a `docker exec`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from areal_gym.errors import SandboxError, UsageError
+from areal_gym.sandbox.base import SandboxLevel, SandboxLimits, SandboxReport
+from areal_gym.sandbox.forking import ForkingSandbox
+from areal_gym.sandbox.process import ENVIRONMENT
+from areal_gym.sandbox.zygotes import Zygote
+
+__all__ = ["DEFAULT_IMAGE", "LABEL", "DockerSandbox", "connect"]
+
+T = TypeVar("T")
+
+DEFAULT_IMAGE = "areal-gym-sandbox"
+LABEL = "areal-gym.sandbox"
+"""On every container of ours; its value names the object that made it."""
+
+_USUAL_HOST = "unix:///var/run/docker.sock"
+_HOME = "/areal-gym"  # where a container sees our socket and the worker's modules
+_SCRATCH = "/tmp/areal-gym"
+_START_S = 60.0
+_SERVER_MB = 96
+_SERVER_PROCESSES = 8
+_ABANDONED_S = 300.0
+_NUM_SPARE = 1
+_NUM_LEASES = 2_000
+"""After so many a container is replaced: whatever piles up in one, piles up no further."""
+
+_BOOT = f"""
+import json, os, site, socket, sys
+sys.path[0] = {_HOME!r}
+from worker import zygote
+del sys.path[0]
+settings = json.loads(sys.argv[1])
+paths = [path for path in site.getsitepackages() if os.path.isdir(path)]
+control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+control.connect({_HOME!r} + "/socket/s")
+zygote.main(control, None, dict(settings, paths=paths))
+"""
+
+_PROTECTIONS = (
+    *("container", "network namespace", "pid namespace", "ipc namespace", "read-only root"),
+    *("no capabilities", "private uid", "process count", "memory sum"),
+)
+
+
+def connect() -> Any:
+    """A client of the engine that DOCKER_HOST names, or of the usual socket.
+
+    Raises:
+        SandboxError: the package `docker` is not installed, or no engine answers.
+    """
+    try:
+        import docker
+    except ImportError:
+        raise SandboxError(
+            "the sandbox 'docker' needs the package docker",
+            hints=("pip install 'areal-gym[docker]'",),
+        ) from None
+    host = os.environ.get("DOCKER_HOST") or _USUAL_HOST
+    try:
+        if host.startswith("unix://"):
+            # The package itself would leave its socket open when nobody listens.
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(host.removeprefix("unix://"))
+        return docker.from_env()
+    except (docker.errors.DockerException, OSError) as error:
+        raise SandboxError(
+            f"no Docker engine answers at {host}: {error}",
+            hints=("start one: systemctl start docker", "or name another in DOCKER_HOST"),
+        ) from error
+
+
+class DockerSandbox(ForkingSandbox):
+    """Runs untrusted Python in warm containers: no network, nothing of this machine's files.
+
+    A container is leased for one call, or for the life of one session; in it a fork server
+    forks a cell for each. After a call everything else in the container is ended, and the
+    container serves the next; one that does not come back is replaced. The root is read-only,
+    there are no capabilities and no new privileges, the user is an unprivileged one; memory and
+    processes are counted by the kernel over the whole container. Landlock and seccomp hold inside
+    as in the process sandbox.
+
+    Args:
+        image: with a python3 (3.9 or later) in PATH. `python -m areal_gym.sandbox.image` makes
+            the default one.
+        num_workers: calls that execute at a time; more wait in order. Default: one for each
+            processor, at most 8. As many containers wait for them.
+        max_sessions: sessions that are open at a time; each has a container of its own.
+        limits: for calls that name none. Calls may ask for less memory and fewer processes, not
+            for more: containers are made with these.
+        modules: imported ahead in containers for snippets that mention one of them.
+    """
+
+    backend: ClassVar[str] = "docker"
+
+    def __init__(
+        self,
+        *,
+        image: str = DEFAULT_IMAGE,
+        num_workers: int | None = None,
+        max_sessions: int = 32,
+        limits: SandboxLimits | None = None,
+        modules: Sequence[str] = ("numpy", "sympy"),
+    ) -> None:
+        super().__init__(
+            num_workers=num_workers, limits=limits, modules=modules, max_sessions=max_sessions
+        )
+        self.image = image
+        self._id = f"{os.getpid()}-{secrets.token_hex(6)}"
+        self._client: Any = None
+        self._idle: dict[bool, deque[Zygote]] = {False: deque(), True: deque()}
+        self._connecting = asyncio.Lock()
+        self._containers: dict[Zygote, _Container] = {}
+        self._is_stocking = {False: False, True: False}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._finalizer = weakref.finalize(self, _close_all, self._containers)
+
+    def zygotes(self) -> list[Zygote]:
+        """The fork servers that there are now."""
+        return list(self._containers)
+
+    async def report(self) -> SandboxReport:
+        """What protects this machine from the snippets.
+
+        Raises:
+            SandboxError: no engine answers, or it makes no container of the image.
+        """
+        zygote = await self._lease("")
+        self._release(zygote)
+        protections = (*_PROTECTIONS, *zygote.protections)
+        return SandboxReport(
+            backend=self.backend, level=SandboxLevel.ISOLATED, protections=protections
+        )
+
+    async def aclose(self) -> None:
+        """End every container, and wait until the engine has forgotten them. Idempotent."""
+        self._is_closed = True
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._forget()
+        client, self._client = self._client, None
+        if client is not None:
+            await asyncio.to_thread(_remove_all, client, self._id)
+
+    def _forget(self) -> None:
+        _close_all(self._containers)
+        for idle in self._idle.values():
+            idle.clear()
+
+    def _checked(self, limits: SandboxLimits | None) -> SandboxLimits:
+        for name in ("memory_mb", "num_processes"):
+            ours = getattr(self.limits, name)
+            if limits is not None and getattr(limits, name) > ours:
+                raise UsageError(
+                    f"a call asks for {name} = {getattr(limits, name)}; "
+                    f"the containers of this sandbox were made with {ours}",
+                    hints=(f"DockerSandbox(limits=SandboxLimits({name}=...))",),
+                )
+        return limits or self.limits
+
+    async def _lease(self, code: str) -> Zygote:
+        self._claim_loop()
+        has_modules = self._needs_modules(code)
+        idle = self._idle[has_modules]
+        while idle:
+            zygote = idle.popleft()
+            if zygote.is_alive:
+                break
+            self._drop(zygote)
+        else:
+            starting = self._begin(self._start(has_modules))
+            try:
+                zygote = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                self._begin(self._shelve_when_started(starting))
+                raise
+        self._containers[zygote].num_leases += 1
+        if not idle and not self._is_stocking[has_modules]:
+            self._is_stocking[has_modules] = True
+            self._begin(self._stock(has_modules))
+        return zygote
+
+    async def _stock(self, has_modules: bool) -> None:
+        """Start a container for whoever comes next."""
+        try:
+            await self._shelve_when_started(self._begin(self._start(has_modules)))
+        finally:
+            self._is_stocking[has_modules] = False
+
+    async def _shelve_when_started(self, starting: asyncio.Task[Zygote]) -> None:
+        # When it fails nobody waits for it; whoever needs a container next is told.
+        with contextlib.suppress(SandboxError):
+            self._shelve(await starting)
+
+    def _release(self, zygote: Zygote) -> None:
+        if zygote.is_settled:
+            self._shelve(zygote)
+        elif not self._is_closed:
+            self._begin(self._shelve_when_settled(zygote))
+
+    async def _shelve_when_settled(self, zygote: Zygote) -> None:
+        await zygote.settle()
+        self._shelve(zygote)
+
+    def _shelve(self, zygote: Zygote) -> None:
+        """Let a container wait for its next lease, unless it has served or enough wait."""
+        container = self._containers.get(zygote)
+        if container is None:
+            return  # the sandbox was closed meanwhile
+        idle = self._idle[container.has_modules]
+        is_good = zygote.is_alive and container.num_leases < _NUM_LEASES
+        if is_good and len(idle) < self.num_workers + _NUM_SPARE:
+            zygote.refill()
+            idle.append(zygote)
+        else:
+            self._drop(zygote)
+
+    def _drop(self, zygote: Zygote) -> None:
+        zygote.close()
+        del self._containers[zygote]
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _start(self, has_modules: bool) -> Zygote:
+        async with self._connecting:
+            if self._client is None:
+                self._client = await asyncio.to_thread(connect)
+                await asyncio.to_thread(_remove_abandoned, self._client)
+        directory = Path(tempfile.mkdtemp(prefix="areal-gym-"))
+        try:
+            # Whoever runs in the container may pass, and nobody else gets as far as here.
+            place = directory / "socket"
+            place.mkdir()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(str(place / "s"))
+                for path, mode in ((place, 0o711), (place / "s", 0o666)):
+                    path.chmod(mode)
+                listener.listen(1)
+                listener.setblocking(False)
+                engine_side = await asyncio.to_thread(self._create, place, has_modules)
+                control = await _accept(listener, engine_side, self.image)
+        finally:
+            shutil.rmtree(directory)
+        await asyncio.to_thread(engine_side.reload)
+        pid = int(engine_side.attrs["State"]["Pid"])
+        container = _Container(has_modules, pid)
+        zygote = await Zygote.start(control, container, num_warm=1, is_exclusive=True)
+        self._containers[zygote] = container
+        return zygote
+
+    def _create(self, place: Path, has_modules: bool) -> Any:
+        """Make and start a container; the SDK's object for it."""
+        import docker
+        import requests
+
+        settings = {
+            "modules": self._modules if has_modules else (),
+            "without": ("namespaces",),
+            "readable": ("/",),
+            "scratch": _SCRATCH,
+            "is_container": True,
+        }
+        uid = 20_000 + secrets.randbelow(40_000)
+        memory = f"{self.limits.memory_mb + _SERVER_MB}m"
+        worker = Path(__file__).with_name("worker")
+        try:
+            # Not `run`, which would download an image that is not there.
+            container = self._client.containers.create(
+                self.image,
+                entrypoint=["python3", "-s", "-S", "-X", "utf8", "-c", _BOOT],
+                command=[json.dumps(settings)],
+                environment=ENVIRONMENT,
+                labels={LABEL: self._id},
+                volumes={
+                    str(place): {"bind": f"{_HOME}/socket", "mode": "ro"},
+                    str(worker): {"bind": f"{_HOME}/worker", "mode": "ro"},
+                },
+                tmpfs={"/tmp": "rw,nosuid,nodev,noexec,size=64m,nr_inodes=4096,mode=1777"},
+                user=f"{uid}:{uid}",  # its own, since the kernel counts processes by user
+                working_dir="/",
+                network_mode="none",
+                ipc_mode="none",
+                read_only=True,
+                cap_drop=["ALL"],
+                security_opt=["no-new-privileges"],
+                mem_limit=memory,
+                memswap_limit=memory,
+                pids_limit=self.limits.num_processes + _SERVER_PROCESSES,
+                nano_cpus=10**9,
+                ulimits=[docker.types.Ulimit(name="core", soft=0, hard=0)],
+                log_config=docker.types.LogConfig(type="none"),
+                auto_remove=True,
+            )
+            container.start()
+        except docker.errors.ImageNotFound:
+            raise SandboxError(
+                f"the engine has no image {self.image!r}",
+                hints=(
+                    "build it: python -m areal_gym.sandbox.image",
+                    "without a registry, from this interpreter: "
+                    "python -m areal_gym.sandbox.image --from-host",
+                ),
+            ) from None
+        except (docker.errors.DockerException, requests.RequestException) as error:
+            raise SandboxError(
+                f"no container of {self.image!r} could be started: {error}",
+                hints=("the engine must run on this machine: it mounts a socket of ours",),
+            ) from error
+        return container
+
+
+@dataclass(slots=True)
+class _Container:
+    """A container's part as the home of a fork server."""
+
+    has_modules: bool
+    pid: int
+    num_leases: int = 0
+
+    @property
+    def scratch(self) -> str:
+        """Seen through the container's first process, which takes root."""
+        return f"/proc/{self.pid}/root{_SCRATCH}"
+
+    def complaint(self) -> str:
+        """Nothing is left of it that could be asked."""
+        return "its container ended"
+
+    def end(self) -> None:
+        """Its first process ends with the socket, all others with it, and the engine removes it."""
+
+
+async def _accept(listener: socket.socket, container: Any, image: str) -> socket.socket:
+    """The connection that comes out of the container."""
+    import docker
+
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _START_S
+    while loop.time() < deadline:
+        with contextlib.suppress(TimeoutError):
+            return (await asyncio.wait_for(loop.sock_accept(listener), 1.0))[0]
+        try:
+            await asyncio.to_thread(container.reload)
+        except docker.errors.NotFound:
+            break
+    raise SandboxError(
+        f"a container of {image!r} started and did not answer",
+        hints=("does the image have python3 in PATH, 3.9 or later?",),
+    )
+
+
+def _remove_all(client: Any, id: str) -> None:
+    """Wait until no container of `id` is left; force those that stay."""
+    import docker
+
+    deadline = time.monotonic() + 2.0
+    try:
+        ours = {"label": f"{LABEL}={id}"}
+        while left := client.containers.list(all=True, sparse=True, filters=ours):
+            if time.monotonic() > deadline:
+                for container in left:
+                    with contextlib.suppress(docker.errors.APIError):
+                        container.remove(force=True)
+            time.sleep(0.02)
+    finally:
+        client.close()
+
+
+def _remove_abandoned(client: Any) -> None:
+    """Remove containers whose owner was killed before it could start them.
+
+    All others end, and the engine removes them, when the socket of their owner closes.
+    """
+    import docker
+
+    filters = {"label": LABEL, "status": "created"}
+    for container in client.containers.list(all=True, sparse=True, filters=filters):
+        if time.time() - container.attrs["Created"] > _ABANDONED_S:
+            with contextlib.suppress(docker.errors.APIError):
+                container.remove(force=True)
+
+
+def _close_all(containers: dict[Zygote, _Container]) -> None:
+    for zygote in containers:
+        zygote.close()
+    containers.clear()

@@ -1,0 +1,204 @@
+"""What sandboxes have in common that fork a cell for each snippet: slots, retries, sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from areal_gym.errors import SandboxError
+from areal_gym.sandbox.base import SandboxLimits, SandboxReport, SandboxResult
+from areal_gym.sandbox.cells import Cell
+from areal_gym.sandbox.zygotes import Zygote
+
+__all__ = ["ForkingSandbox", "ForkingSession"]
+
+
+class ForkingSandbox(ABC):
+    """Runs snippets in cells of fork servers. A backend says where the servers run.
+
+    One object belongs to one event loop; `shared_sandbox` keeps one for each.
+    """
+
+    backend: ClassVar[str]
+
+    def __init__(
+        self,
+        *,
+        num_workers: int | None,
+        limits: SandboxLimits | None,
+        modules: Sequence[str],
+        max_sessions: int = sys.maxsize,
+    ) -> None:
+        self.num_workers = num_workers or min(8, os.cpu_count() or 1)
+        self.limits = limits or SandboxLimits()
+        self._modules = tuple(modules)
+        self._mentions = re.compile(r"\b(?:" + "|".join(map(re.escape, modules)) + r")\b")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(self.num_workers)
+        self._places = asyncio.Semaphore(max_sessions)
+        self._is_closed = False
+
+    @abstractmethod
+    async def _lease(self, code: str) -> Zygote:
+        """A living fork server for `code`; every lease is followed by a `_release`."""
+
+    @abstractmethod
+    def _release(self, zygote: Zygote) -> None:
+        """Take back a fork server whose cell has ended or was given up."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Let go of fork servers that belonged to a loop that is closed."""
+
+    @abstractmethod
+    def zygotes(self) -> list[Zygote]:
+        """The fork servers that there are now."""
+
+    @abstractmethod
+    async def report(self) -> SandboxReport:
+        """What protects this machine from the snippets.
+
+        Raises:
+            SandboxError: the sandbox does not start, or protects less than it was asked to.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End every worker. Idempotent."""
+
+    async def run(self, code: str, *, limits: SandboxLimits | None = None) -> SandboxResult:
+        """Execute `code` in a fresh interpreter.
+
+        Raises:
+            SandboxError: the sandbox itself failed, twice.
+        """
+        async with self._slots:
+            try:
+                return await self._run_once(code, self._checked(limits))
+            except SandboxError:
+                if self._is_closed:
+                    raise
+                return await self._run_once(code, self._checked(limits), is_retry=True)
+
+    async def _run_once(
+        self, code: str, limits: SandboxLimits, *, is_retry: bool = False
+    ) -> SandboxResult:
+        zygote = await self._lease(code)
+        try:
+            # What ended a waiting cell may have ended the others, unheard of as yet.
+            cell = zygote.spawn() if is_retry else zygote.take()
+            return await cell.execute(code, limits, is_fresh=True)
+        finally:
+            self._release(zygote)
+
+    async def session(self) -> ForkingSession:
+        """A new persistent interpreter; its process starts with the first call."""
+        return ForkingSession(self)
+
+    async def __aenter__(self) -> Self:
+        await self.report()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has run anything, or was asked what it protects from."""
+        return self._loop is not None
+
+    def _checked(self, limits: SandboxLimits | None) -> SandboxLimits:
+        """The limits of a call; a backend may refuse some."""
+        return limits or self.limits
+
+    def _claim_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed")
+        if self._loop is None or self._loop.is_closed():
+            self._forget()
+            self._loop = loop
+        elif self._loop is not loop:
+            message = "this sandbox belongs to another event loop"
+            raise SandboxError(message, hints=("use shared_sandbox(): one for each loop",))
+
+    def _needs_modules(self, code: str) -> bool:
+        return bool(self._modules) and self._mentions.search(code) is not None
+
+
+class ForkingSession:
+    """A persistent interpreter of one sandbox. Its calls run one after another.
+
+    Limits of memory and time hold for each call. After a time-out or a crash the next call starts
+    afresh: names defined before are gone.
+    """
+
+    def __init__(self, sandbox: ForkingSandbox) -> None:
+        self._sandbox = sandbox
+        self._held: tuple[Zygote, Cell] | None = None
+        self._turn = asyncio.Lock()
+
+    async def run(self, code: str, *, limits: SandboxLimits | None = None) -> SandboxResult:
+        """Execute `code`; names of earlier calls are there.
+
+        Raises:
+            SandboxError: the sandbox itself failed, twice.
+        """
+        sandbox = self._sandbox
+        async with self._turn:
+            try:
+                return await self._run_once(code, sandbox._checked(limits))
+            except SandboxError:
+                if sandbox._is_closed:
+                    raise
+                return await self._run_once(code, sandbox._checked(limits), is_retry=True)
+
+    async def _run_once(
+        self, code: str, limits: SandboxLimits, *, is_retry: bool = False
+    ) -> SandboxResult:
+        # A place comes before a slot: who waits for a place must not keep those who have one
+        # from running.
+        cell = await self._cell(code, is_retry=is_retry)
+        async with self._sandbox._slots:
+            return await cell.execute(code, limits, is_fresh=False)
+
+    async def _cell(self, code: str, *, is_retry: bool) -> Cell:
+        if self._held is not None:
+            if self._held[1].is_alive:
+                return self._held[1]
+            self._give_back()
+        sandbox = self._sandbox
+        await sandbox._places.acquire()
+        try:
+            zygote = await sandbox._lease(code)
+        except BaseException:
+            sandbox._places.release()
+            raise
+        try:
+            cell = zygote.spawn() if is_retry else zygote.take()
+        except BaseException:
+            sandbox._release(zygote)
+            sandbox._places.release()
+            raise
+        self._held = (zygote, cell)
+        zygote.refill()
+        return cell
+
+    def _give_back(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._sandbox._release(held[0])
+            self._sandbox._places.release()
+
+    async def aclose(self) -> None:
+        """End the interpreter and everything it started. Idempotent."""
+        if self._held is not None:
+            try:
+                await self._held[1].aclose()
+            finally:
+                self._give_back()

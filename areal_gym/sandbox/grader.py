@@ -1,0 +1,96 @@
+"""Reward code in workers of its own: a slow grader stalls no loop, a broken one ends no run."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any, Final
+
+from areal_gym.errors import EnvError, SandboxError, UsageError
+from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
+from areal_gym.sandbox.shared import shared_sandbox
+
+__all__ = ["Grader"]
+
+_RAISE: Final = object()
+_LIMITS = SandboxLimits(wall_s=60.0, cpu_s=5.0, memory_mb=1024)
+_TOO_EXPENSIVE = (SandboxStatus.TIMEOUT, SandboxStatus.MEMORY, SandboxStatus.KILLED)
+
+_CALL = """
+import json
+from {module} import {name}
+json.dumps({name}(*json.loads({arguments!r})))
+"""
+
+
+class Grader:
+    """Calls one function in forked workers, as if it were asynchronous.
+
+    score = Grader("my_package.rewards:score")
+    reward = await score(answer, task.data["answer"])
+
+    Each call has a fresh process, forked from one that has imported the function's module. It sees
+    its own package, installed ones, and no network or other files, where this machine can wall it
+    in; unlike a policy's code it also runs where it cannot.
+
+    Args:
+        function: `"module:name"`. Takes and returns what JSON can say (at most 8,000 characters
+            of it come back); prints to nobody.
+        limits: processor time and memory bound what an answer may cost. The wall clock should be
+            generous, since reaching it is the machine's fault and not the answer's.
+        on_limit: what a call gives that used up processor time or memory, or crashed; without
+            it, that is an error.
+
+    Raises:
+        UsageError: `function` is not written like that.
+    """
+
+    def __init__(
+        self, function: str, *, limits: SandboxLimits = _LIMITS, on_limit: Any = _RAISE
+    ) -> None:
+        module, _, name = function.partition(":")
+        if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise UsageError(
+                f"no function is called {function!r}",
+                hints=["say where it is: my_package.rewards:score"],
+            )
+        self.function = function
+        self.limits = limits
+        self._module, self._name = module, name
+        self._on_limit = on_limit
+
+    async def __call__(self, *arguments: Any) -> Any:
+        """What the function returns for these arguments.
+
+        Raises:
+            EnvError: it raised, returned nothing that JSON can say, or used up its limits and
+                there is no `on_limit`.
+            SandboxError: the worker failed, or had too little of the machine to finish in time.
+        """
+        sandbox = shared_sandbox(
+            "process", modules=[self._module], packages=[self._module], min_level="none"
+        )
+        code = _CALL.format(module=self._module, name=self._name, arguments=json.dumps(arguments))
+        result = await sandbox.run(code, limits=self.limits)
+        if result.is_ok and result.value is not None:
+            return json.loads(self._literal(result.value))
+        if result.status is SandboxStatus.TIMEOUT and result.elapsed_s >= self.limits.wall_s:
+            raise SandboxError(
+                f"{self.function} got no result within {self.limits.wall_s:g} s, and too little "
+                "processor time to blame it on the answer"
+            )
+        if result.status in _TOO_EXPENSIVE and self._on_limit is not _RAISE:
+            return self._on_limit
+        raise EnvError(f"{self.function} failed: {_last_line(result)}")
+
+    def _literal(self, value: str) -> str:
+        try:
+            text: str = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise EnvError(f"{self.function} returned more than 8,000 characters") from None
+        return text
+
+
+def _last_line(result: SandboxResult) -> str:
+    lines = result.stderr.strip().splitlines()
+    return lines[-1] if lines else f"its process ended with the status {result.status}"

@@ -1,0 +1,46 @@
+"""`python -m areal_gym.sandbox.image`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from areal_gym.errors import GymError
+from areal_gym.sandbox.docker import DEFAULT_IMAGE, connect
+from areal_gym.sandbox.image.build import build_image, import_host
+
+
+def main() -> int:
+    """Build or import the image; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_gym.sandbox.image", description="Make the image of the sandbox."
+    )
+    parser.add_argument("--tag", default=DEFAULT_IMAGE, help="its name (default: %(default)s)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--from-host",
+        action="store_true",
+        help="from the files of this interpreter, where no registry is reachable",
+    )
+    source.add_argument("--base", help="build the Dockerfile on this image")
+    options = parser.parse_args()
+    try:
+        client = connect()
+        try:
+            if options.from_host:
+                made = import_host(client, options.tag)
+            else:
+                made = build_image(client, options.tag, base=options.base)
+        finally:
+            client.close()
+    except GymError as error:
+        print(f"areal-gym: error: {error.message}", file=sys.stderr)
+        for hint in error.hints:
+            print(f"  {hint}", file=sys.stderr)
+        return error.exit_code
+    print(f"{options.tag}  {made}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

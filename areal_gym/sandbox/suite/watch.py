@@ -1,0 +1,105 @@
+"""What a sandbox's processes hold on this machine, seen from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from areal_gym.sandbox.forking import ForkingSandbox
+from areal_gym.sandbox.zygotes import Zygote
+
+__all__ = ["Watch", "descendants", "leftovers", "resident_mb"]
+
+_PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes that `pid` started, directly or not."""
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError):
+                text = Path(f"/proc/{entry}/stat").read_text()
+                parents[int(entry)] = int(text.rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    new = {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory without what it shares; 0 when it is gone."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+        return (int(fields[1]) - int(fields[2])) * _PAGE_MB
+    return 0.0
+
+
+def _size_mb(directory: str) -> float:
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total / (1 << 20)
+
+
+async def leftovers(sandbox: ForkingSandbox) -> list[str]:
+    """What is there beyond waiting cells, once things have settled."""
+    problems: list[str] = []
+    for _ in range(100):
+        problems = [problem for zygote in sandbox.zygotes() for problem in _extras(zygote)]
+        if not problems:
+            break
+        await asyncio.sleep(0.05)
+    return problems
+
+
+def _extras(zygote: Zygote) -> list[str]:
+    pid = zygote.server.pid
+    found = []
+    # With a user namespace, the server is a child of the process that was started.
+    num_own = zygote.num_cells + ("user namespace" in zygote.protections)
+    num_extra = len(descendants(pid)) - num_own
+    if num_extra > 0:
+        found.append(f"{num_extra} processes survive")
+    with suppress(OSError):
+        num_extra = len(os.listdir(zygote.server.scratch)) - zygote.num_cells
+        if num_extra > 0:
+            found.append(f"{num_extra} directories are left")
+    return found
+
+
+class Watch:
+    """Looks at a sandbox every 50 ms while a snippet runs, and keeps the largest numbers."""
+
+    def __init__(self, sandbox: ForkingSandbox, port: int) -> None:
+        self._sandbox = sandbox
+        self._port = port
+        self._base_mb = self._tree()[1]
+        self.num_processes = 0
+        self.tree_mb = 0.0
+        self.disk_mb = 0.0
+        self.was_reached = False
+        """Whether something inside answered on the port."""
+
+    def _tree(self) -> tuple[int, float]:
+        pids = {pid for z in self._sandbox.zygotes() for pid in descendants(z.server.pid)}
+        return len(pids), sum(map(resident_mb, pids))
+
+    async def __call__(self) -> None:
+        """Look until cancelled."""
+        while True:
+            num_processes, tree_mb = self._tree()
+            self.num_processes = max(self.num_processes, num_processes)
+            self.tree_mb = max(self.tree_mb, tree_mb - self._base_mb)
+            used_mb = sum(_size_mb(z.server.scratch) for z in self._sandbox.zygotes())
+            self.disk_mb = max(self.disk_mb, used_mb)
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 0.02):
+                self.was_reached = True
+            await asyncio.sleep(0.05)

@@ -1,0 +1,38 @@
+"""Removing what a snippet wrote."""
+
+import os
+
+from areal_gym.sandbox.worker.cleaning import remove_tree
+
+
+def test_a_tree_deeper_than_any_path(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    fd = os.open(root, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d" * 50, dir_fd=fd)
+        inner = os.open("d" * 50, os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+    os.close(fd)
+    remove_tree(str(root))
+    assert not root.exists()
+
+
+def test_locked_directories_and_links_that_lead_out(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    (outside / "kept").mkdir(parents=True)
+    (root / "locked" / "inner").mkdir(parents=True)
+    (root / "link").symlink_to(outside)
+    (root / "locked" / "link").symlink_to(outside)
+    (root / "locked" / "inner").chmod(0)
+    (root / "locked").chmod(0)
+    root.chmod(0)
+    remove_tree(str(root))
+    assert not root.exists()
+    assert (outside / "kept").exists()
+
+
+def test_what_is_not_there_needs_no_removal(tmp_path):
+    remove_tree(str(tmp_path / "nothing"))

@@ -1,0 +1,129 @@
+"""Reward code in workers."""
+
+import asyncio
+import sys
+import time
+
+import pytest
+
+from areal_gym.envs.grading import agrees, is_equal
+from areal_gym.errors import EnvError, SandboxError, UsageError
+from areal_gym.sandbox import Grader, SandboxLimits, SandboxReport, shared_reports
+from areal_gym.sandbox.base import SandboxLevel
+
+
+@pytest.fixture(scope="module")
+def grade():
+    """Call a function of tests/sandbox/graders.py in a worker."""
+    with asyncio.Runner() as runner:
+
+        def grade(name, *arguments, on_limit=None, **limits):
+            settings = {"limits": SandboxLimits(**{"wall_s": 30.0, "cpu_s": 20.0, **limits})}
+            if on_limit is not None:
+                settings["on_limit"] = on_limit
+            return runner.run(Grader(f"sandbox.graders:{name}", **settings)(*arguments))
+
+        yield grade
+
+
+def test_arguments_and_results_are_json(grade, monkeypatch):
+    monkeypatch.setenv("API_KEY", "secret")
+    assert grade("add", 2, 3) == {"sum": 5, "secret": None}
+    assert grade("add", "数\0'\"", "\\") == {"sum": "数\0'\"\\", "secret": None}
+
+
+def test_what_costs_too_much_is_worth_what_the_caller_says(grade):
+    assert grade("spin", cpu_s=1, on_limit=0.0) == 0.0
+    with pytest.raises(EnvError, match="more than 1 s of processor time"):
+        grade("spin", cpu_s=1)
+
+
+def test_waiting_too_long_is_nobodys_answer(grade):
+    with pytest.raises(SandboxError, match="too little processor time"):
+        grade("sleep", 60, wall_s=0.5, on_limit=0.0)
+
+
+def test_errors_name_function_and_reason(grade):
+    with pytest.raises(EnvError, match=r"sandbox\.graders:fail failed: KeyError: 'no such answer'"):
+        grade("fail")
+    with pytest.raises(EnvError, match="not JSON serializable"):
+        grade("no_json")
+    with pytest.raises(EnvError, match="more than 8,000 characters"):
+        grade("talk")
+    with pytest.raises(EnvError, match="cannot import name 'missing'"):
+        grade("missing")
+
+
+@pytest.mark.parametrize("name", ["score", "a:b:c", ":f", "a b:f", "a:f()", ""])
+def test_a_function_has_a_name(name):
+    with pytest.raises(UsageError, match="no function is called"):
+        Grader(name)
+
+
+def test_a_module_that_is_not_there():
+    with pytest.raises(UsageError, match="cannot be imported"):
+        asyncio.run(Grader("no_such_module_here:f")())
+
+
+def test_files_stay_out_of_reach(grade, tmp_path):
+    (tmp_path / "file").write_text("secret")
+    with pytest.raises(EnvError, match=r"PermissionError|FileNotFoundError"):
+        grade("read", str(tmp_path / "file"))
+
+
+def test_a_slow_grader_does_not_stall_the_loop():
+    async def go():
+        grader = Grader("sandbox.graders:sleep")
+        await grader(0)  # the worker is there
+        longest, stop = 0.0, asyncio.Event()
+
+        async def tick():
+            nonlocal longest
+            while not stop.is_set():
+                before = time.perf_counter()
+                await asyncio.sleep(0.001)
+                longest = max(longest, time.perf_counter() - before)
+
+        ticking = asyncio.create_task(tick())
+        assert await grader(1.5) == "awake"
+        stop.set()
+        await ticking
+        return longest
+
+    assert asyncio.run(go()) < 1.0
+
+
+PAIRS = [
+    (r"\frac{x^2-1}{x-1}", "x+1"),
+    ("2*x+1", "x+2"),
+    (r"\sqrt{8}", r"2\sqrt{2}"),
+    ("12", "12.0"),
+    ("(1, x+x)", "(1, 2x)"),
+    ("blue", "red"),
+    (r"x^{9999999}", "x"),
+]
+
+
+def test_algebra_is_left_to_workers():
+    pytest.importorskip("math_verify")
+    before = "math_verify" in sys.modules
+
+    async def go():
+        verdicts = [await agrees(*pair) for pair in PAIRS]
+        return verdicts, await shared_reports()
+
+    verdicts, reports = asyncio.run(go())
+    assert ("math_verify" in sys.modules) == before
+    assert verdicts == [is_equal(*pair) for pair in PAIRS]
+    assert verdicts == [True, False, True, True, True, False, False]
+    (report,) = reports
+    assert isinstance(report, SandboxReport)
+    assert report.level in SandboxLevel
+
+
+def test_numbers_start_no_worker():
+    async def go():
+        assert await agrees("1/2", "0.5")
+        return await shared_reports()
+
+    assert asyncio.run(go()) == []

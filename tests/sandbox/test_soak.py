@@ -1,0 +1,35 @@
+"""The soak of benchmarks/sandbox_soak.py, small: nothing is left and nothing grows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def soak(*arguments):
+    command = [sys.executable, str(ROOT / "benchmarks/sandbox_soak.py"), "--json", *arguments]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert process.returncode in (0, 1), process.stderr
+    report = json.loads(process.stdout)
+    assert report["wrong"] == 0
+    assert report["grown"] == []
+    return report
+
+
+@pytest.mark.slow
+def test_processes():
+    report = soak("--num-calls", "500")
+    assert report["calls"] == 500
+    assert report["hostile"] > 5
+
+
+@pytest.mark.slow
+def test_containers(docker_image):
+    report = soak("--num-calls", "300", "--backend", "docker", "--image", docker_image)
+    assert report["calls"] == 300
