@@ -145,6 +145,24 @@ class RolloutConfig(Settings):
     """Above this share of failed episodes, over the last 64 or more, the run stops."""
 
 
+class LoraConfig(Settings):
+    """A low-rank adapter that is trained in place of the weights."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's product counts alpha / rank times."""
+    targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Which matrices of each layer."""
+
+
 class TrainerConfig(Settings):
     """How the policy is improved."""
 
@@ -169,6 +187,8 @@ class TrainerConfig(Settings):
     entropy_bonus: float = Field(0.0, ge=0)
     """What the policy's entropy, per token, is worth in the loss."""
     critic: CriticConfig = CriticConfig()
+    lora: LoraConfig | None = None
+    """Train an adapter (peft) and leave the weights as they are; null trains all weights."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """"muon" orthogonalises the updates of the layers' matrices; the rest stays with AdamW."""
     lr: float = Field(3e-4, gt=0)
