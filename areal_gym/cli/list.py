@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from areal_gym.algorithms import PRESETS
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
 from areal_gym.errors import NothingToDoError
 from areal_gym.plugins import KINDS, Entry, Kind, registry
@@ -77,6 +76,8 @@ def _count(kind: Kind, entries: Sequence[Entry]) -> str:
 
 def _list_algorithms(as_json: bool) -> None:
     """Presets are settings, not plugins: what `trainer.algorithm` takes."""
+    from areal_gym.algorithms import PRESETS
+
     rows = [
         {"id": name, "summary": preset.summary, **preset.trainer(), "filters": [*preset.filters]}
         for name, preset in PRESETS.items()
