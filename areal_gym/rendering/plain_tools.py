@@ -59,7 +59,7 @@ def as_text(message: Message) -> Message:
     """An assistant's message with its calls written out in its content."""
     calls = [
         json.dumps(
-            {key: call["function"][key] for key in ("name", "arguments")},  # type: ignore[literal-required]
+            {key: call["function"][key] for key in ("name", "arguments")},
             ensure_ascii=False,
         )
         for call in message.get("tool_calls", [])

@@ -106,7 +106,7 @@ def test_prompts_are_those_of_an_episode():
     dialogue = Dialogue(renderer, TOOLS)
     for new, said in (([SYSTEM, ASKED], CALLED), ([RESULT], ANSWER)):
         prompt = dialogue.prompt(new)
-        ids = renderer.encode(said_text(renderer, said)) + [renderer.end_of_turn_id]
+        ids = [*renderer.encode(said_text(renderer, said)), renderer.end_of_turn_id]
         dialogue.answer(prompt, ids)
     (transcript,) = transcribe(renderer, [SYSTEM, ASKED, CALLED, RESULT, ANSWER], TOOLS)
     assert list(transcript.token_ids) == dialogue.token_ids
