@@ -22,8 +22,10 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.examples import Example, micro_batches
+from areal_gym.trainer.fsdp import prepare_decoder
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch
+from areal_gym.trainer.ranks import ALONE
 
 __all__ = ["Judgement", "Objective", "Supervised"]
 
@@ -73,6 +75,7 @@ class Supervised:
                 "master weights must be float32: in bfloat16 most updates round to nothing",
                 hints=["trainer.dtype=bfloat16 computes in bfloat16 with float32 weights"],
             )
+        prepare_decoder(decoder, config, ALONE)
         self.decoder = decoder
         self.num_steps = 0
         self._config = config
