@@ -99,8 +99,11 @@ class RemoteTeacher:
         Raises:
             EngineError: no server could say.
         """
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._score(row)) for row in rows]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._score(row)) for row in rows]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _score(self, row: TokenRow) -> list[float]:
