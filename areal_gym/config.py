@@ -26,6 +26,13 @@ from areal_gym.algorithms import (
     left_open,
 )
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.objectives import (
+    DataConfig,
+    DpoConfig,
+    TeacherConfig,
+    check_objective,
+    with_objective,
+)
 from areal_gym.settings import Settings, merge
 
 __all__ = [
@@ -256,12 +263,17 @@ class EvalConfig(Settings):
 class RunConfig(Settings):
     """A whole run. `areal-gym train --dry-run` prints it resolved."""
 
+    objective: str = "rl"
+    """What is learned: "rl" (a reward), "sft", "dpo", "rm" or "distill" (docs/objectives.md)."""
     env: EnvConfig = EnvConfig()
     agent: AgentConfig = AgentConfig()
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
+    data: DataConfig = DataConfig()
+    dpo: DpoConfig = DpoConfig()
+    teacher: TeacherConfig = TeacherConfig()
     steps: int = Field(30, ge=0)
     """Training steps."""
     seed: int = Field(0, ge=0)
@@ -274,9 +286,10 @@ class RunConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
-        """The algorithm's filters, where the settings name none."""
+        """What objective and algorithm bring, where the settings say nothing else."""
         if not isinstance(value, dict):
             return value
+        value = with_objective(value)
         trainer, rollout = value.get("trainer", {}), value.get("rollout", {})
         if isinstance(trainer, TrainerConfig):
             trainer = {"algorithm": trainer.algorithm}
@@ -290,6 +303,9 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         rollout, trainer = self.rollout, self.trainer
+        check_objective(
+            self.objective, trainer.advantage, self.data, self.teacher, rollout.temperature
+        )
         filters = [group_filter.id for group_filter in rollout.filters]
         loggers = [logger.id for logger in self.loggers]
         for key, kind, ids in (

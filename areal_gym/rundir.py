@@ -34,7 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from areal_gym.errors import DataError, InfrastructureError, RunExistsError, TrainError, UsageError
+from areal_gym.errors import (
+    DataError,
+    InfrastructureError,
+    NothingToDoError,
+    RunExistsError,
+    TrainError,
+    UsageError,
+)
 from areal_gym.types import Group, Trajectory
 from areal_gym.version import __version__
 
@@ -113,7 +120,8 @@ class RunDir:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # A request that cannot be served leaves no run behind.
-        if isinstance(error, UsageError) and self._is_new and not self.trajectories_dir.exists():
+        is_refused = isinstance(error, UsageError | NothingToDoError)
+        if is_refused and self._is_new and not self.trajectories_dir.exists():
             self._clear()
         self.close()
 

@@ -20,6 +20,7 @@ __all__ = ["train_command"]
 @click.command("train")
 @click.argument("overrides", nargs=-1, metavar="[key=value]...")
 @click.option("--env", help="The environment's id (areal-gym list envs).")
+@click.option("--objective", help="What is learned: rl (a reward), sft, dpo, rm or distill [rl].")
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
@@ -42,6 +43,7 @@ def train_command(
     options: Options,
     overrides: tuple[str, ...],
     env: str | None,
+    objective: str | None,
     recipe: Path | None,
     agent: str | None,
     engine: str | None,
@@ -53,9 +55,12 @@ def train_command(
     clean: bool,
     dry_run: bool,
 ) -> None:
-    """Improve a policy in an environment.
+    """Improve a policy in an environment, or from data.
 
     key=value sets anything: areal-gym train --env tir trainer.lr=1e-4 env.kwargs.level=3
+
+    With --objective sft, dpo or rm it learns from data.file=FILE (JSON lines), else from the
+    environment's demonstrators; with distill from teacher.model=DIR, in episodes.
 
     The order of precedence is: defaults, the recipe, flags, key=value.
     """
@@ -66,11 +71,12 @@ def train_command(
     if mode == "resume" and recipe is None:
         assert out is not None
         recipe = _recipe_of(RunDir(out))
-    if not dry_run:
+    if not dry_run and not any(text.startswith("data.file=") for text in overrides):
         require_env(env, recipe, overrides)
     config = resolve(
         file=recipe,
         overrides=overrides,
+        objective=objective,
         env__id=env,
         agent__id=agent,
         engine__id=engine,
@@ -87,7 +93,9 @@ def train_command(
     from areal_gym import run
     from areal_gym.cli.display import make_display
 
-    run_dir = out or new_run_path(config.env.id)
+    is_plain_rl = config.objective == "rl"
+    label = config.env.id if is_plain_rl else f"{config.objective}-{config.env.id}"
+    run_dir = out or new_run_path(label)
     display = make_display(is_plain=options.is_plain)
     try:
         run.train(config, run_dir=run_dir, mode=mode, display=display)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.modeling.hf_config import config_from_hf, config_to_hf
 
-__all__ = ["TOKENIZER_FILES", "load_checkpoint", "read_checkpoint", "save_checkpoint"]
+__all__ = [
+    "TOKENIZER_FILES",
+    "is_reward_model",
+    "load_checkpoint",
+    "read_checkpoint",
+    "read_config",
+    "read_weights",
+    "save_checkpoint",
+]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -67,8 +75,42 @@ def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]
         ConfigError: as `load_checkpoint`.
     """
     path = Path(path)
-    config = config_from_hf(_read_json(path / "config.json", path))
-    shapes = {name: p.shape for name, p in Decoder(config, device="meta").named_parameters()}
+    facts = read_config(path)
+    if is_reward_model(facts):
+        raise ConfigError(
+            f"{path} holds a reward model, which scores dialogues and writes none",
+            hints=["name the checkpoint of a policy; a reward model grades: docs/objectives.md"],
+        )
+    config = config_from_hf(facts)
+    return config, read_weights(path, Decoder(config, device="meta"))
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The content of a checkpoint's `config.json`.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    return _read_json(path / "config.json", path)
+
+
+def is_reward_model(facts: Mapping[str, Any]) -> bool:
+    """Whether that `config.json` is of a model which classifies sequences."""
+    return any("SequenceClassification" in name for name in facts.get("architectures") or ())
+
+
+def read_weights(
+    path: Path, decoder: Decoder, *, without: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """The tensors in `path` that the decoder has, mapped; it is only looked at.
+
+    `without` are names that only one of the two has.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown or of another shape, or a file is damaged.
+    """
+    config = decoder.config
+    shapes = {name: p.shape for name, p in decoder.named_parameters() if name not in without}
     weights: dict[str, Tensor] = {}
     unknown: list[str] = []
     for file in _weight_files(path):
@@ -78,7 +120,7 @@ def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]
                     if name in shapes:
                         weights[name] = tensors.get_tensor(name)
                         _check_shape(name, weights[name].shape, shapes[name], file)
-                    elif not _is_redundant(name, config):
+                    elif name not in without and not _is_redundant(name, config):
                         unknown.append(name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read {file}: {error}") from None
@@ -93,7 +135,7 @@ def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]
             f"the weights in {path} do not fit its config.json ({'; '.join(parts)})",
             hints=[f"config.json says model_type {config.architecture!r}"],
         )
-    return config, weights
+    return weights
 
 
 def save_checkpoint(
@@ -103,13 +145,13 @@ def save_checkpoint(
     tokenizer_dir: Path | str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+    """Write a checkpoint that `from_pretrained` of transformers loads.
 
     All or nothing: it is written beside `path` and renamed when it is on the disk. An older
     checkpoint at `path` is replaced; it is there until the new one is complete.
 
     Args:
-        decoder: the policy.
+        decoder: the policy, or a reward model.
         path: the directory to be.
         tokenizer_dir: a checkpoint whose tokenizer files are copied along.
         extra_files: further contents by file name, as complete as the rest.
@@ -118,7 +160,7 @@ def save_checkpoint(
         TrainError: the disk is full or cannot be written; nothing half-written is left.
     """
     path = Path(path)
-    config = config_to_hf(decoder.config)
+    config = config_to_hf(decoder.config) | decoder.hf_changes()
     config["torch_dtype"] = str(next(decoder.parameters()).dtype).removeprefix("torch.")
     weights = {name: _for_file(tensor) for name, tensor in decoder.named_parameters()}
     fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")

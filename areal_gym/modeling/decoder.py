@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -219,6 +219,10 @@ class Decoder(nn.Module):
         """[V, C]: hidden states times this, transposed, are the logits."""
         head: Tensor = (self.lm_head or self.model.embed_tokens).weight
         return head
+
+    def hf_changes(self) -> dict[str, Any]:
+        """What its checkpoint's `config.json` says otherwise than for a policy."""
+        return {}
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, [N, C]; `logits` of these are the scores."""

@@ -96,9 +96,10 @@ class Parts:
 
 
 def policy_directory(
-    config: RunConfig, parts: Parts, display: Display
+    config: RunConfig, parts: Parts | None, display: Display
 ) -> tuple[Path, dict[str, Any]]:
-    """Where the initial policy is, and how it came to be (for the starter policy).
+    """Where the initial policy is, and how it came to be (for the starter policy, which alone
+    needs `parts`).
 
     Raises:
         ConfigError: `engine.model` is no checkpoint directory.
@@ -114,6 +115,7 @@ def policy_directory(
                 ],
             )
         return directory, {}
+    assert parts is not None
     return _starter(config, parts, display)
 
 

@@ -17,6 +17,7 @@ from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError
 from areal_gym.learning_curve import draw_learning_curve
 from areal_gym.metrics import rss_mb
+from areal_gym.objectives import SUPERVISED
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.batch_metrics import batch_metrics
@@ -40,6 +41,8 @@ from areal_gym.run.parts import (
 from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
+from areal_gym.run.supervised import train_supervised
+from areal_gym.run.teacher import Taught, open_teacher
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.sandbox import shared_reports
 from areal_gym.types import Group, StopReason
@@ -59,6 +62,8 @@ def train(
     Raises:
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
     """
+    if config.objective in SUPERVISED:
+        return train_supervised(config, run_dir=run_dir, mode=mode, display=display)
     _require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay())
     with RunDir.open(run_dir, mode) as directory:
@@ -115,6 +120,7 @@ class _Training:
             require_space(learner, directory.path)
             rollout_state = None if found is None else restore_learner(learner, source)
             engine, renderer = await stack.enter_async_context(open_engine(config, source))
+            teacher = await stack.enter_async_context(open_teacher(config, policy))
             weight_sync = make_weight_sync(
                 engine, config.trainer.weight_sync, directory=directory.path / "weights"
             )
@@ -139,6 +145,7 @@ class _Training:
                 weight_sync,
                 evaluations,
                 loggers,
+                teacher,
                 policy,
                 done,
                 rollout_state,
@@ -146,6 +153,7 @@ class _Training:
             after = await evaluations.at(config.steps)
         before = evaluations.points[0]
         summary = {
+            "objective": config.objective,
             "env": config.env.id,
             "heldout_before": before.sampled,
             "heldout_after": after.sampled,
@@ -197,6 +205,7 @@ class _Training:
         weight_sync: Any,
         evaluations: Evaluations,
         loggers: Loggers,
+        teacher: Any,
         tokenizer_dir: Path,
         done: int,
         rollout_state: Mapping[str, Any] | None,
@@ -268,7 +277,7 @@ class _Training:
             async with runner:
                 display.watch(lambda: _waiting(runner.stats()))
                 await train_loop(
-                    runner,
+                    runner if teacher is None else Taught(runner, teacher),
                     learner,
                     weight_sync,
                     num_steps=config.steps,

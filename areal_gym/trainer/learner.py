@@ -237,6 +237,9 @@ class Learner:
         metrics = {}
         if config.reward != RewardConfig():
             metrics["reward/shaped_mean"] = float(inputs.rewards_G.mean())
+        if inputs.teacher_logprobs_T is not None:
+            gained_T = inputs.teacher_logprobs_T - columns.all("old").cpu()
+            metrics["train/kl_teacher"] = -float(gained_T.mean())
         if self._reference is not None and config.kl.place == "reward":
             kl = KL_ESTIMATORS[config.kl.estimator]
             penalties_T = config.kl.coefficient * kl(columns.all("old"), columns.all("reference"))
