@@ -169,7 +169,7 @@ class _Zygote:
             # Reaches the parent as the text of its SandboxError.
             os.write(2, traceback.format_exc().encode())
             os._exit(70)
-        cell.serve(channel, self._base_memory)
+        cell.serve(channel, self._base_memory, counts_processes=self._jail.counts_processes)
 
     def _kill(self, number: int) -> None:
         for pid, other in self._cells.items():
