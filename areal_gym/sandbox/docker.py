@@ -167,8 +167,10 @@ class DockerSandbox(ForkingSandbox):
 
     def _forget(self) -> None:
         _close_all(self._containers)
-        for idle in self._idle.values():
+        for has_modules, idle in self._idle.items():
             idle.clear()
+            self._is_stocking[has_modules] = False
+        self._tasks.clear()
 
     def _checked(self, limits: SandboxLimits | None) -> SandboxLimits:
         for name in ("memory_mb", "num_processes"):
@@ -363,13 +365,17 @@ async def _accept(listener: socket.socket, container: Any, image: str) -> socket
 
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_S
-    while loop.time() < deadline:
-        with contextlib.suppress(TimeoutError):
-            return (await asyncio.wait_for(loop.sock_accept(listener), 1.0))[0]
-        try:
+    accepting = loop.create_task(loop.sock_accept(listener))
+    try:
+        while loop.time() < deadline:
+            await asyncio.wait({accepting}, timeout=1.0)
+            if accepting.done():
+                return accepting.result()[0]
             await asyncio.to_thread(container.reload)
-        except docker.errors.NotFound:
-            break
+    except docker.errors.NotFound:
+        pass  # it ended, and the engine has removed it
+    finally:
+        accepting.cancel()
     raise SandboxError(
         f"a container of {image!r} started and did not answer",
         hints=("does the image have python3 in PATH, 3.9 or later?",),
