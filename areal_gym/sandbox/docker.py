@@ -85,7 +85,8 @@ def connect() -> Any:
             # The package itself would leave its socket open when nobody listens.
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(host.removeprefix("unix://"))
-        return docker.from_env()
+        # It keeps a connection for each address, of which every container has several.
+        return docker.DockerClient(**docker.utils.kwargs_from_env(), num_pools=4)
     except (docker.errors.DockerException, OSError) as error:
         raise SandboxError(
             f"no Docker engine answers at {host}: {error}",
@@ -270,9 +271,7 @@ class DockerSandbox(ForkingSandbox):
                 control = await _accept(listener, engine_side, self.image)
         finally:
             shutil.rmtree(directory)
-        await asyncio.to_thread(engine_side.reload)
-        pid = int(engine_side.attrs["State"]["Pid"])
-        container = _Container(has_modules, pid)
+        container = _Container(has_modules, int(engine_side.attrs["State"]["Pid"]))
         zygote = await Zygote.start(control, container, num_warm=1, is_exclusive=True)
         self._containers[zygote] = container
         return zygote
@@ -321,6 +320,7 @@ class DockerSandbox(ForkingSandbox):
                 auto_remove=True,
             )
             container.start()
+            container.reload()  # now it has a pid
         except docker.errors.ImageNotFound:
             raise SandboxError(
                 f"the engine has no image {self.image!r}",
@@ -362,10 +362,12 @@ class _Container:
 async def _accept(listener: socket.socket, container: Any, image: str) -> socket.socket:
     """The connection that comes out of the container."""
     import docker
+    import requests
 
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_S
     accepting = loop.create_task(loop.sock_accept(listener))
+    reason = f"not within {_START_S:g} s"
     try:
         while loop.time() < deadline:
             await asyncio.wait({accepting}, timeout=1.0)
@@ -373,11 +375,13 @@ async def _accept(listener: socket.socket, container: Any, image: str) -> socket
                 return accepting.result()[0]
             await asyncio.to_thread(container.reload)
     except docker.errors.NotFound:
-        pass  # it ended, and the engine has removed it
+        reason = "it has ended"
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        reason = str(error)
     finally:
         accepting.cancel()
     raise SandboxError(
-        f"a container of {image!r} started and did not answer",
+        f"a container of {image!r} started and did not answer: {reason}",
         hints=("does the image have python3 in PATH, 3.9 or later?",),
     )
 
