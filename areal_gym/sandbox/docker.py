@@ -85,8 +85,7 @@ def connect() -> Any:
             # The package itself would leave its socket open when nobody listens.
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(host.removeprefix("unix://"))
-        # It keeps a connection for each address, of which every container has several.
-        return docker.DockerClient(**docker.utils.kwargs_from_env(), num_pools=4)
+        return docker.from_env()
     except (docker.errors.DockerException, OSError) as error:
         raise SandboxError(
             f"no Docker engine answers at {host}: {error}",
@@ -335,6 +334,9 @@ class DockerSandbox(ForkingSandbox):
                 f"no container of {self.image!r} could be started: {error}",
                 hints=("the engine must run on this machine: it mounts a socket of ours",),
             ) from error
+        finally:
+            # It keeps a connection for each address, of which every container has several.
+            self._client.close()
         return container
 
 
