@@ -167,8 +167,10 @@ class DockerSandbox(ForkingSandbox):
 
     def _forget(self) -> None:
         _close_all(self._containers)
-        for idle in self._idle.values():
+        for has_modules, idle in self._idle.items():
             idle.clear()
+            self._is_stocking[has_modules] = False
+        self._tasks.clear()
 
     def _checked(self, limits: SandboxLimits | None) -> SandboxLimits:
         for name in ("memory_mb", "num_processes"):
@@ -268,9 +270,7 @@ class DockerSandbox(ForkingSandbox):
                 control = await _accept(listener, engine_side, self.image)
         finally:
             shutil.rmtree(directory)
-        await asyncio.to_thread(engine_side.reload)
-        pid = int(engine_side.attrs["State"]["Pid"])
-        container = _Container(has_modules, pid)
+        container = _Container(has_modules, int(engine_side.attrs["State"]["Pid"]))
         zygote = await Zygote.start(control, container, num_warm=1, is_exclusive=True)
         self._containers[zygote] = container
         return zygote
@@ -319,6 +319,7 @@ class DockerSandbox(ForkingSandbox):
                 auto_remove=True,
             )
             container.start()
+            container.reload()  # now it has a pid
         except docker.errors.ImageNotFound:
             raise SandboxError(
                 f"the engine has no image {self.image!r}",
@@ -333,6 +334,9 @@ class DockerSandbox(ForkingSandbox):
                 f"no container of {self.image!r} could be started: {error}",
                 hints=("the engine must run on this machine: it mounts a socket of ours",),
             ) from error
+        finally:
+            # It keeps a connection for each address, of which every container has several.
+            self._client.close()
         return container
 
 
@@ -360,18 +364,26 @@ class _Container:
 async def _accept(listener: socket.socket, container: Any, image: str) -> socket.socket:
     """The connection that comes out of the container."""
     import docker
+    import requests
 
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_S
-    while loop.time() < deadline:
-        with contextlib.suppress(TimeoutError):
-            return (await asyncio.wait_for(loop.sock_accept(listener), 1.0))[0]
-        try:
+    accepting = loop.create_task(loop.sock_accept(listener))
+    reason = f"not within {_START_S:g} s"
+    try:
+        while loop.time() < deadline:
+            await asyncio.wait({accepting}, timeout=1.0)
+            if accepting.done():
+                return accepting.result()[0]
             await asyncio.to_thread(container.reload)
-        except docker.errors.NotFound:
-            break
+    except docker.errors.NotFound:
+        reason = "it has ended"
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        reason = str(error)
+    finally:
+        accepting.cancel()
     raise SandboxError(
-        f"a container of {image!r} started and did not answer",
+        f"a container of {image!r} started and did not answer: {reason}",
         hints=("does the image have python3 in PATH, 3.9 or later?",),
     )
 
