@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -136,7 +137,7 @@ class ProcessLearner:
                 worker.pipe.send_bytes(rank_first + message)
             return self._answer()
         except (EOFError, OSError) as error:
-            codes = [code for worker in self._workers if (code := worker.process.poll())]
+            codes = self._exit_codes()
             self._kill()  # the others wait for the dead one
             raise TrainError(
                 "the trainer's process has died"
@@ -167,6 +168,15 @@ class ProcessLearner:
         if error is not None:
             raise error
         return answers[0]
+
+    def _exit_codes(self) -> list[int]:
+        """Of the workers that have died; its pipe closes a moment before a process is gone."""
+        deadline_s = time.monotonic() + 2.0
+        while True:
+            codes = [code for worker in self._workers if (code := worker.process.poll())]
+            if codes or time.monotonic() > deadline_s:
+                return codes
+            time.sleep(0.01)
 
     def _kill(self) -> None:
         for worker in self._workers:
