@@ -103,7 +103,8 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config)
             self.k_norm = RMSNorm(config.head_dim, config)
         # `Attend` divides the scores by sqrt(D), whatever the model wants.
-        self.query_scale = config.attention_scale * math.sqrt(config.head_dim)
+        wanted = config.query_pre_attn_scalar or config.head_dim
+        self.query_scale = math.sqrt(config.head_dim / wanted)
 
     def forward(self, x_NC: Tensor, cos_ND: Tensor, sin_ND: Tensor, attend: Attend) -> Tensor:
         """[N, C] -> [N, C]."""
