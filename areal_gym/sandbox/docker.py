@@ -40,6 +40,7 @@ LABEL = "areal-gym.sandbox"
 _USUAL_HOST = "unix:///var/run/docker.sock"
 _HOME = "/areal-gym"  # where a container sees our socket and the worker's modules
 _SCRATCH = "/tmp/areal-gym"
+_PREFIX = "areal-gym-container-"  # of the directory of a socket, while its container starts
 _START_S = 60.0
 _SERVER_MB = 96
 _SERVER_PROCESSES = 8
@@ -255,7 +256,7 @@ class DockerSandbox(ForkingSandbox):
             if self._client is None:
                 self._client = await asyncio.to_thread(connect)
                 await asyncio.to_thread(_remove_abandoned, self._client)
-        directory = Path(tempfile.mkdtemp(prefix="areal-gym-"))
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         try:
             # Whoever runs in the container may pass, and nobody else gets as far as here.
             place = directory / "socket"
@@ -406,17 +407,22 @@ def _remove_all(client: Any, id: str) -> None:
 
 
 def _remove_abandoned(client: Any) -> None:
-    """Remove containers whose owner was killed before it could start them.
+    """Remove what is left of owners that were killed while they started a container.
 
-    All others end, and the engine removes them, when the socket of their owner closes.
+    All other containers end, and the engine removes them, when the socket of their owner closes.
     """
     import docker
 
+    oldest = time.time() - _ABANDONED_S
     filters = {"label": LABEL, "status": "created"}
     for container in client.containers.list(all=True, sparse=True, filters=filters):
-        if time.time() - container.attrs["Created"] > _ABANDONED_S:
+        if container.attrs["Created"] < oldest:
             with contextlib.suppress(docker.errors.APIError):
                 container.remove(force=True)
+    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/socket"):
+        with contextlib.suppress(OSError):
+            if place.stat().st_mtime < oldest:
+                shutil.rmtree(place.parent)
 
 
 def _close_all(containers: dict[Zygote, _Container]) -> None:
