@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -236,6 +237,32 @@ def test_distillation_learns_from_its_teacher_and_is_replayed_without(
         assert (span.teacher_logprobs is not None) == (span.origin == "policy")
     (teacher / "model.safetensors").unlink()
     assert replay(load_config(run.config_file), run.path).is_identical
+
+
+def test_a_teacher_may_be_a_server(tiny_policy, teacher, tmp_path):
+    command = [sys.executable, "-m", "areal_gym.engines.sglang.fake", "--model-path", str(teacher)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*command, "--port", str(port), "--context-length", "256"])
+    try:
+        deadline_s = time.monotonic() + 120
+        while time.monotonic() < deadline_s:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        here = distillation_of(tiny_policy, teacher, steps=1)
+        there = distillation_of(
+            tiny_policy, "null", f"teacher.url=http://127.0.0.1:{port}", steps=1
+        )
+        for name, config in (("here", here), ("there", there)):
+            train(config, run_dir=tmp_path / name)
+    finally:
+        server.terminate()
+        server.wait(30)
+    ours, theirs = (RunDir(tmp_path / name).read_metrics()[0] for name in ("here", "there"))
+    assert ours["train/kl_teacher"] == pytest.approx(theirs["train/kl_teacher"], abs=1e-4)
 
 
 def test_a_run_is_a_teacher(tiny_policy, tmp_path):
