@@ -31,7 +31,7 @@ from areal_gym.trainer.ranks import Ranks
 __all__ = ["StateFiles", "below", "prefixed", "require_whole_states", "saved_tensors"]
 
 # It is said even to those who have asked for just that.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", module=__name__)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class StateFiles:
