@@ -151,9 +151,9 @@ def main() -> None:
     print(f"{'step beside it':>16}{'on the disk':>13}")
     for row in rows:
         print(
-            f"{row['model']:<10}{row['parameters']:>12,}{row['step_s']:>7.2f} s{row['pause_s']:>7.3f} s"
-            f"{row['pause_per_step']:>12.1%}{row['step_while_writing']:>15}x"
-            f"{row['written_after_s']:>11.2f} s"
+            f"{row['model']:<10}{row['parameters']:>12,}{row['step_s']:>7.2f} s"
+            f"{row['pause_s']:>7.3f} s{row['pause_per_step']:>12.1%}"
+            f"{row['step_while_writing']:>15}x{row['written_after_s']:>11.2f} s"
         )
     print("aim: a pause under 10% of a step")
 
