@@ -69,7 +69,9 @@ def train(
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
     """
     if config.objective in SUPERVISED:
-        return train_supervised(config, run_dir=run_dir, mode=mode, display=display)
+        return train_supervised(
+            config, run_dir=run_dir, mode=mode, from_step=from_step, display=display
+        )
     _require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay())
     with RunDir.open(run_dir, mode) as directory:

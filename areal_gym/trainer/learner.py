@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -215,7 +215,6 @@ class Learner:
         if self._critic is not None:
             self._critic.allocate(below("critic", saved))
         states = self.states()
-        _require_same_names(states.keys(), saved.keys())
         self._files.load(states, directory)
         self.num_steps, self._num_bad = int(states["num_steps"]), int(states["num_bad"])
 
@@ -441,15 +440,3 @@ def _by_group(rows: list[TokenSequence], num_parts: int) -> list[list[int]]:
     for index, row in enumerate(rows):
         parts[part_of[row.group_id]].append(index)
     return parts
-
-
-def _require_same_names(ours: Set[str], theirs: Set[str]) -> None:
-    missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
-    if any(name.startswith("critic.") for name in missing):
-        raise TrainError("it holds no critic like ours, which trainer.advantage needs")
-    if missing or unknown:
-        raise TrainError(
-            "it was saved with other settings of the trainer: "
-            f"{', '.join(missing[:2]) or 'nothing'} is missing, "
-            f"and {', '.join(unknown[:2]) or 'nothing'} is unknown"
-        )

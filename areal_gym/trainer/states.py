@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from areal_gym.errors import ConfigError
+from areal_gym.errors import ConfigError, TrainError
 from areal_gym.trainer.ranks import Ranks
 
 __all__ = ["StateFiles", "below", "prefixed", "require_whole_states", "saved_tensors"]
@@ -58,7 +58,12 @@ class StateFiles:
         return self._writing
 
     def load(self, states: Mapping[str, Tensor], directory: Path) -> None:
-        """Read into these tensors, which have the shapes that `saved_tensors` tells."""
+        """Read into these tensors, which have the shapes that `saved_tensors` tells.
+
+        Raises:
+            TrainError: there are others, or there is none for one of these.
+        """
+        _require_same_names(states.keys(), saved_tensors(directory).keys())
         with _reason_alone():
             load(
                 dict(states),
@@ -119,6 +124,18 @@ def below(
     """Those named `prefix.name`, by name."""
     start = prefix + "."
     return {n.removeprefix(start): found for n, found in saved.items() if n.startswith(start)}
+
+
+def _require_same_names(ours: Set[str], theirs: Set[str]) -> None:
+    missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
+    if any(name.startswith("critic.") for name in missing):
+        raise TrainError("it holds no critic like ours, which trainer.advantage needs")
+    if missing or unknown:
+        raise TrainError(
+            "it was saved with other settings of the trainer: "
+            f"{', '.join(missing[:2]) or 'nothing'} is missing, "
+            f"and {', '.join(unknown[:2]) or 'nothing'} is unknown"
+        )
 
 
 class _Writer(FileSystemWriter):
