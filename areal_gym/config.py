@@ -226,6 +226,8 @@ class TrainerConfig(Settings):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     save_every: int = Field(20, ge=0)
     """Steps between checkpoints; 0 saves at the end, and when interrupted, only."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many of the newest checkpoints stay, besides the best that was measured (eval.every)."""
 
     @model_validator(mode="before")
     @classmethod

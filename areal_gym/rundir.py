@@ -189,10 +189,13 @@ class RunDir:
         for file in (self.metrics_file, self.evaluations_file):
             rows = [row for row in _read_lines(file) if row.get("step", 0) <= step]
             write_atomic(file, "".join(_json(row) + "\n" for row in rows))
-        for file in self.trajectories_dir.glob("step-*.jsonl"):
-            number = file.stem.removeprefix("step-")
+        for path in (
+            *self.trajectories_dir.glob("step-*.jsonl"),
+            *self.checkpoints_dir.glob("step-*"),
+        ):
+            number = path.stem.removeprefix("step-")
             if number.isdigit() and int(number) > step:
-                file.unlink()
+                _remove(path)
         self.summary_file.unlink(missing_ok=True)
 
     # ---- reading -----------------------------------------------------------------------------
@@ -254,6 +257,8 @@ class RunDir:
         for folder in (self.path, self.trajectories_dir):
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink()
+        for leftover in self.checkpoints_dir.glob(".step-*"):
+            _remove(leftover)
         if mode == "resume":
             if not self.config_file.exists():
                 raise UsageError(
@@ -285,7 +290,7 @@ class RunDir:
     def _clear(self) -> None:
         # Only what runs write goes: a mistyped --out must not cost anybody a home directory.
         for path in self._contents():
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            _remove(path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,6 +396,13 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
                 hints=["choose another directory with --out"],
             ) from error
         raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _append(file: Path, text: str) -> None:

@@ -35,6 +35,9 @@ __all__ = ["train_command"]
     "--out", type=click.Path(path_type=Path), help="The run's directory [runs/ENV-DATE-TIME]."
 )
 @click.option("--resume", is_flag=True, help="Continue the run in --out.")
+@click.option(
+    "--from-step", type=int, help="With --resume: the checkpoint to go on from [the newest]."
+)
 @click.option("--clean", is_flag=True, help="Replace the run in --out.")
 @click.option("--dry-run", is_flag=True, help="Print the settings and what a step amounts to.")
 @common_options
@@ -52,6 +55,7 @@ def train_command(
     seed: int | None,
     out: Path | None,
     resume: bool,
+    from_step: int | None,
     clean: bool,
     dry_run: bool,
 ) -> None:
@@ -68,6 +72,8 @@ def train_command(
     from areal_gym.rundir import RunDir, new_run_path
 
     mode = _mode(resume, clean, out)
+    if from_step is not None and not resume:
+        raise UsageError("--from-step goes with --resume: it says where to go on")
     if mode == "resume" and recipe is None:
         assert out is not None
         recipe = _recipe_of(RunDir(out))
@@ -98,7 +104,7 @@ def train_command(
     run_dir = out or new_run_path(label)
     display = make_display(is_plain=options.is_plain)
     try:
-        run.train(config, run_dir=run_dir, mode=mode, display=display)
+        run.train(config, run_dir=run_dir, mode=mode, from_step=from_step, display=display)
     finally:
         display.close()
         # A name that was reserved, and a run that never wrote into it.

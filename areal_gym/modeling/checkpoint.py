@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,16 @@ from areal_gym.modeling.hf_config import config_from_hf, config_to_hf
 
 __all__ = [
     "TOKENIZER_FILES",
+    "fresh_directory",
     "is_reward_model",
     "load_checkpoint",
     "read_checkpoint",
     "read_config",
     "read_weights",
+    "require_whole_weights",
     "save_checkpoint",
+    "write_checkpoint",
+    "write_file",
 ]
 
 TOKENIZER_FILES = (
@@ -138,6 +143,21 @@ def read_weights(
     return weights
 
 
+def require_whole_weights(path: Path) -> None:
+    """Look whether a checkpoint's files are there and as long as they were written.
+
+    Raises:
+        ConfigError: one is missing or damaged; the message names it.
+    """
+    read_config(path)
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from None
+
+
 def save_checkpoint(
     decoder: Decoder,
     path: Path | str,
@@ -159,25 +179,62 @@ def save_checkpoint(
     Raises:
         TrainError: the disk is full or cannot be written; nothing half-written is left.
     """
-    path = Path(path)
+    with fresh_directory(Path(path)) as fresh:
+        weights = dict(decoder.named_parameters())
+        write_checkpoint(decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
+        for name, content in (extra_files or {}).items():
+            write_file(fresh / name, content)
+    return Path(path)
+
+
+def write_checkpoint(
+    decoder: Decoder,
+    weights: Mapping[str, Tensor],
+    directory: Path,
+    *,
+    tokenizer_dir: Path | str | None = None,
+) -> None:
+    """The files of `save_checkpoint`, into a directory that is there.
+
+    Args:
+        decoder: whose shape it is.
+        weights: its own, or copies of what they were.
+        directory: where the files go.
+        tokenizer_dir: a checkpoint whose tokenizer files are copied along.
+
+    Raises:
+        OSError, SafetensorError: the disk is full or cannot be written.
+    """
     config = config_to_hf(decoder.config) | decoder.hf_changes()
-    config["torch_dtype"] = str(next(decoder.parameters()).dtype).removeprefix("torch.")
-    weights = {name: _for_file(tensor) for name, tensor in decoder.named_parameters()}
+    config["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    write_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    if tokenizer_dir is not None:
+        for name in TOKENIZER_FILES:
+            source = Path(tokenizer_dir) / name
+            if source.is_file():
+                write_file(directory / name, source.read_bytes())
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, directory / _SINGLE, metadata={"format": "pt"})
+    _sync(directory / _SINGLE)
+
+
+@contextmanager
+def fresh_directory(path: Path) -> Iterator[Path]:
+    """An empty directory beside `path`, which takes its name at the end of the block.
+
+    What was at `path` is there until then; when the block fails, nothing else remains. Whoever
+    writes a file in it waits until that is on the disk.
+
+    Raises:
+        TrainError: the disk is full or cannot be written.
+    """
     fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
     old = fresh.with_suffix(".old")
     try:
         fresh.mkdir(parents=True)
-        _write(fresh / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        if tokenizer_dir is not None:
-            for name in TOKENIZER_FILES:
-                source = Path(tokenizer_dir) / name
-                if source.is_file():
-                    _write(fresh / name, source.read_bytes())
-        for name, content in (extra_files or {}).items():
-            _write(fresh / name, content)
-        save_file(weights, fresh / _SINGLE, metadata={"format": "pt"})
-        _sync(fresh / _SINGLE)
-        _sync(fresh)
+        yield fresh
+        for folder in (*filter(Path.is_dir, fresh.iterdir()), fresh):
+            _sync(folder)
         if path.exists():
             path.rename(old)
         fresh.rename(path)
@@ -193,7 +250,14 @@ def save_checkpoint(
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-    return path
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
+    with file.open("wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -238,17 +302,6 @@ def _is_redundant(name: str, config: DecoderConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (
         name == "lm_head.weight" and config.tie_word_embeddings
     )
-
-
-def _for_file(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
-
-
-def _write(file: Path, content: bytes) -> None:
-    with file.open("wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
 
 
 def _sync(path: Path) -> None:

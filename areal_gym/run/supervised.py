@@ -28,7 +28,12 @@ __all__ = ["train_supervised"]
 
 
 def train_supervised(
-    config: RunConfig, *, run_dir: Path, mode: RunMode = "new", display: Display | None = None
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    mode: RunMode = "new",
+    from_step: int | None = None,
+    display: Display | None = None,
 ) -> dict[str, Any]:
     """The whole of a run with objective sft, dpo or rm; returns the summary, as `train` does.
 
@@ -38,8 +43,11 @@ def train_supervised(
     import torch
 
     from areal_gym.trainer.checkpoint import (
+        checkpoint_of,
+        keep_checkpoints,
         latest_checkpoint,
         require_space,
+        require_whole,
         restore_learner,
         save_learner,
     )
@@ -66,9 +74,13 @@ def train_supervised(
         directory.save_provenance(used, hash_of_policy(policy))
         learned, measured = load_examples(config, parts, Renderer.from_checkpoint(policy), display)
         found = latest_checkpoint(directory.checkpoints_dir) if mode == "resume" else None
+        if from_step is not None:
+            found = checkpoint_of(directory.checkpoints_dir, from_step)
+        if found is not None:
+            require_whole(found[1])
         done, source = found or (0, policy)
         learner = _make_learner(config, source, policy)
-        require_space(learner, directory.path)
+        require_space(learner, directory.checkpoints_dir, config.trainer.keep_checkpoints)
         if found is not None:
             restore_learner(learner, source)
             directory.rewind(done)
@@ -81,6 +93,13 @@ def train_supervised(
             directory.append_evaluation({"step": step, "heldout": row})
             display.say(f"held-out at step {step}: {_in_words(row)} ({len(measured)} examples)")
 
+        def keep() -> str | None:
+            rows = directory.read_evaluations()
+            scores = {row["step"]: -row["heldout"]["loss"] for row in rows}
+            return keep_checkpoints(
+                directory.checkpoints_dir, config.trainer.keep_checkpoints, scores
+            )
+
         saved = done
 
         def save(step: int) -> None:
@@ -88,6 +107,7 @@ def train_supervised(
             if step != saved:
                 save_learner(learner, directory.checkpoints_dir, step, policy)
                 saved = step
+                keep()
 
         evaluate(done)
         loggers = Loggers(make_loggers(config), display.say)
@@ -121,7 +141,8 @@ def train_supervised(
             loggers.close()
         train_s = time.perf_counter() - start_s
         evaluate(config.steps)
-        return _conclude(config, directory, display, len(measured), warm_start, train_s)
+        best = keep()
+        return _conclude(config, directory, display, len(measured), warm_start, train_s, best)
 
 
 def _make_learner(config: RunConfig, source: Path, policy: Path) -> Any:
@@ -180,6 +201,7 @@ def _conclude(
     num_measured: int,
     warm_start: dict[str, Any],
     train_s: float,
+    best: str | None,
 ) -> dict[str, Any]:
     rows = directory.read_evaluations()
     before, after = rows[0]["heldout"], rows[-1]["heldout"]
@@ -198,6 +220,7 @@ def _conclude(
         "seed": config.seed,
         "warm_start": warm_start,
         "checkpoint": checkpoint,
+        "best_checkpoint": None if best is None else f"checkpoints/{best}",
         "version": __version__,
     }
     title = f"{config.objective}, seed {config.seed}"
@@ -212,6 +235,8 @@ def _conclude(
     display.say(
         f"{'model' if config.objective == 'rm' else 'policy'}:    {directory.path / checkpoint}"
     )
+    if best is not None and best != Path(checkpoint).name:
+        display.say(f"best:      {directory.checkpoints_dir / 'best'} ({best})")
     if config.objective != "rm":
         display.say(f"next:      areal-gym eval --env {config.env.id} --run {directory.path} -k 4")
     return summary

@@ -52,22 +52,30 @@ __all__ = ["train"]
 
 
 def train(
-    config: RunConfig, *, run_dir: Path, mode: RunMode = "new", display: Display | None = None
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    mode: RunMode = "new",
+    from_step: int | None = None,
+    display: Display | None = None,
 ) -> dict[str, Any]:
     """Run the whole of it and return the summary, which is also in `summary.json`.
 
     Interrupted (Ctrl-C), it saves a checkpoint of what was learned and raises KeyboardInterrupt;
-    `mode="resume"` goes on from there.
+    `mode="resume"` goes on from there, or from the checkpoint of `from_step`: what was learned
+    after that step is forgotten.
 
     Raises:
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
     """
     if config.objective in SUPERVISED:
-        return train_supervised(config, run_dir=run_dir, mode=mode, display=display)
+        return train_supervised(
+            config, run_dir=run_dir, mode=mode, from_step=from_step, display=display
+        )
     _require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay())
     with RunDir.open(run_dir, mode) as directory:
-        return asyncio.run(run.play(directory, is_resumed=mode == "resume"))
+        return asyncio.run(run.play(directory, is_resumed=mode == "resume", from_step=from_step))
 
 
 def _require_plain_sampling(config: RunConfig) -> None:
@@ -94,8 +102,17 @@ class _Training:
     config: RunConfig
     display: Display
 
-    async def play(self, directory: RunDir, *, is_resumed: bool) -> dict[str, Any]:
-        from areal_gym.trainer.checkpoint import latest_checkpoint, require_space, restore_learner
+    async def play(
+        self, directory: RunDir, *, is_resumed: bool, from_step: int | None
+    ) -> dict[str, Any]:
+        from areal_gym.trainer.checkpoint import (
+            checkpoint_of,
+            keep_checkpoints,
+            latest_checkpoint,
+            require_space,
+            require_whole,
+            restore_learner,
+        )
         from areal_gym.trainer.weight_syncs import make_weight_sync
 
         config, display = self.config, self.display
@@ -106,19 +123,24 @@ class _Training:
         directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         policy, warm_start = policy_directory(config, parts, display)
         directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
-        done = 0
+        done, source = 0, policy
         found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
-        source = policy
+        if from_step is not None:
+            found = checkpoint_of(directory.checkpoints_dir, from_step)
         if found is not None:
             done, source = found
-            directory.rewind(done)
-            display.say(f"resumed at step {done} from {source}")
+            require_whole(source)
         async with AsyncExitStack() as stack:
             stack.callback(loggers.close)
             learner = make_learner(config, source, initial=policy)
             stack.callback(close_learner, learner)
-            require_space(learner, directory.path)
-            rollout_state = None if found is None else restore_learner(learner, source)
+            rollout_state = None
+            if found is not None:
+                rollout_state = restore_learner(learner, source)
+                directory.rewind(done)
+                display.say(f"resumed at step {done} from {source}")
+            num_kept = config.trainer.keep_checkpoints
+            require_space(learner, directory.checkpoints_dir, num_kept)
             engine, renderer = await stack.enter_async_context(open_engine(config, source))
             teacher = await stack.enter_async_context(open_teacher(config, policy))
             weight_sync = make_weight_sync(
@@ -151,6 +173,7 @@ class _Training:
                 rollout_state,
             )
             after = await evaluations.at(config.steps)
+            best = keep_checkpoints(directory.checkpoints_dir, num_kept, evaluations.scores())
         before = evaluations.points[0]
         summary = {
             "objective": config.objective,
@@ -168,6 +191,7 @@ class _Training:
             "seed": config.seed,
             "warm_start": warm_start,
             "checkpoint": f"checkpoints/step-{config.steps:06d}",
+            "best_checkpoint": None if best is None else f"checkpoints/{best}",
             "version": __version__,
         }
         self._conclude(directory, evaluations, summary)
@@ -237,6 +261,7 @@ class _Training:
             directory.save_trajectories((t for group in groups for t in group), name=step)
             loggers.log(step, row)
             display.step(step, config.steps, row)
+            saver.settle()
             if config.trainer.save_every and step % config.trainer.save_every == 0:
                 await saver.save(step)
             if evaluations.is_due(step) and step < config.steps:
@@ -271,6 +296,8 @@ class _Training:
             tokenizer_dir,
             runner.state,
             on_saved=lambda state: None if journal is None else journal.checkpoint(state),
+            scores=evaluations.scores,
+            num_kept=config.trainer.keep_checkpoints,
             saved_step=done,
         )
         try:
@@ -338,6 +365,9 @@ class _Training:
         )
         display.say(f"curve:     {directory.learning_curve_file}")
         display.say(f"policy:    {directory.path / summary['checkpoint']}")
+        if summary["best_checkpoint"] not in (None, summary["checkpoint"]):
+            where = directory.checkpoints_dir / "best"
+            display.say(f"best:      {where} ({summary['best_checkpoint']})")
         display.say(f"next:      areal-gym eval --env {summary['env']} --run {directory.path} -k 4")
 
 

@@ -15,6 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ from areal_gym.trainer.ranks import ALONE, Ranks
 from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
+from areal_gym.trainer.states import StateFiles, below, prefixed, saved_tensors
 from areal_gym.trainer.token_loss import Proximal, TokenLoss, proximal_source
 from areal_gym.trainer.work import Work
 from areal_gym.types import Group
@@ -122,6 +124,7 @@ class Learner:
         self._reference = self._frozen(reference) if config.kl.coefficient else None
         prepare_decoder(decoder, config, ranks)
         self._optimizer = Optimizer(decoder, config)
+        self._files = StateFiles(ranks)
         self._num_bad = 0
 
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -181,25 +184,39 @@ class Learner:
         """Hugging Face names and the live tensors; copy them before the next step."""
         yield from full_weights(self.decoder)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the policy's weights that a checkpoint needs."""
-        state = {"num_steps": self.num_steps, "optimizer": self._optimizer.state_dict()}
-        if self._critic is not None:
-            state["critic"] = self._critic.checkpoint()
-        return state
+    def states(self) -> dict[str, Tensor]:
+        """Everything but the policy's weights that a checkpoint keeps, by name: live tensors.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+        No random state is among it: nothing in here draws. Tasks, sampling and curriculum derive
+        their seeds from the run's seed and a group's number, which is the rollout's to keep.
+        """
+        counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
+        states = {name: torch.tensor(count) for name, count in counts.items()}
+        states |= prefixed("optimizer", self._optimizer.states())
+        if self._critic is not None:
+            states |= prefixed("critic", self._critic.states())
+        return states
+
+    def save(self, directory: Path) -> Future[None]:
+        """Write `states` into a new directory: when this returns, they may change already.
+
+        See `StateFiles.save`.
+        """
+        return self._files.save(self.states(), directory)
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called, by as many ranks or by others.
 
         Raises:
-            TrainError: it was taken without a critic, and this learner has one.
+            TrainError: these are the states of another optimizer, or of no critic.
         """
+        saved = saved_tensors(directory)
+        self._optimizer.allocate(below("optimizer", saved))
         if self._critic is not None:
-            if "critic" not in state:
-                raise TrainError("it holds no critic, and trainer.advantage needs one")
-            self._critic.restore(state["critic"])
-        self.num_steps = state["num_steps"]
-        self._optimizer.load_state_dict(state["optimizer"])
+            self._critic.allocate(below("critic", saved))
+        states = self.states()
+        self._files.load(states, directory)
+        self.num_steps, self._num_bad = int(states["num_steps"]), int(states["num_bad"])
 
     # ---- before the first update --------------------------------------------------------------
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +28,7 @@ from areal_gym.trainer.fsdp import prepare_decoder
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch
 from areal_gym.trainer.ranks import ALONE
+from areal_gym.trainer.states import StateFiles, below, prefixed, saved_tensors
 
 __all__ = ["Judgement", "Objective", "Supervised"]
 
@@ -82,6 +85,7 @@ class Supervised:
         self._objective = objective
         self._optimizer = Optimizer(decoder, config)
         self._device = next(decoder.parameters()).device
+        self._files = StateFiles(ALONE)
         self._num_bad = 0
 
     def step(self, examples: Sequence[Example], scale: float = 1.0) -> dict[str, float]:
@@ -119,14 +123,27 @@ class Supervised:
         """The loss and the objective's metrics on examples that are not learned from."""
         return self._judge(examples, learns=False)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that a checkpoint needs."""
-        return {"num_steps": self.num_steps, "optimizer": self._optimizer.state_dict()}
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and the live tensors."""
+        for name, parameter in self.decoder.named_parameters():
+            yield name, parameter.detach()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.num_steps = state["num_steps"]
-        self._optimizer.load_state_dict(state["optimizer"])
+    def states(self) -> dict[str, Tensor]:
+        """Everything but the weights that a checkpoint keeps, by name: live tensors."""
+        counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
+        states = {name: torch.tensor(count) for name, count in counts.items()}
+        return states | prefixed("optimizer", self._optimizer.states())
+
+    def save(self, directory: Path) -> Future[None]:
+        """See `Learner.save`."""
+        return self._files.save(self.states(), directory)
+
+    def load(self, directory: Path) -> None:
+        """See `Learner.load`."""
+        self._optimizer.allocate(below("optimizer", saved_tensors(directory)))
+        states = self.states()
+        self._files.load(states, directory)
+        self.num_steps, self._num_bad = int(states["num_steps"]), int(states["num_bad"])
 
     def _judge(self, examples: Sequence[Example], *, learns: bool) -> dict[str, float]:
         num_units = sum(self._objective.num_units(example) for example in examples)

@@ -17,6 +17,7 @@ does.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -77,6 +79,7 @@ class ProcessLearner:
     ) -> None:
         self.decoder = decoder
         self._workers: list[_Worker] = []
+        self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
         # Where the ranks find each other, as long as they live.
         self._home = tempfile.TemporaryDirectory(dir=_memory_directory())
         file = Path(self._home.name) / "weights"
@@ -111,14 +114,14 @@ class ProcessLearner:
         for name, tensor in self.decoder.state_dict().items():
             yield name, tensor.detach()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that a checkpoint needs."""
-        state: dict[str, Any] = self._ask("state_dict")
-        return state
+    def save(self, directory: Path) -> Future[None]:
+        """See `Learner.save`. The workers can take steps while this is written."""
+        self._ask("save", directory)
+        return self._saving.submit(self._saved)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self._ask("load_state_dict", state)
+    def load(self, directory: Path) -> None:
+        """See `Learner.load`."""
+        self._ask("load", directory)
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -126,6 +129,9 @@ class ProcessLearner:
             worker.pipe.close()
         for worker in self._workers:
             worker.end()
+        self._saving.shutdown()  # who reads of a checkpoint still, reads of the end
+        for worker in self._workers:
+            worker.saved.close()
         self._home.cleanup()
 
     def _ask(self, what: str, *arguments: Any) -> Any:
@@ -137,17 +143,28 @@ class ProcessLearner:
                 worker.pipe.send_bytes(rank_first + message)
             return self._answer()
         except (EOFError, OSError) as error:
-            codes = self._exit_codes()
-            self._kill()  # the others wait for the dead one
-            raise TrainError(
-                "the trainer's process has died"
-                + (f" ({_how_it_ended(codes[0])})" if codes else ""),
-                hints=[
-                    "the same command with --resume goes on from the last checkpoint",
-                    "out of memory? lower trainer.tokens_per_microbatch, or set "
-                    "trainer.recompute_layers=true",
-                ],
-            ) from error
+            raise self._death() from error
+
+    def _saved(self) -> None:
+        """Wait until the first worker tells that all of them have written, or what is wrong."""
+        try:
+            error: BaseException | None = pickle.loads(self._workers[0].saved.recv_bytes())
+        except (EOFError, OSError) as lost:
+            raise self._death() from lost
+        if error is not None:
+            raise error
+
+    def _death(self) -> TrainError:
+        codes = self._exit_codes()
+        self._kill()  # the others wait for the dead one
+        return TrainError(
+            "the trainer's process has died" + (f" ({_how_it_ended(codes[0])})" if codes else ""),
+            hints=[
+                "the same command with --resume goes on from the last checkpoint",
+                "out of memory? lower trainer.tokens_per_microbatch, or set "
+                "trainer.recompute_layers=true",
+            ],
+        )
 
     def _answer(self) -> Any:
         answers: dict[int, Any] = {}
@@ -184,19 +201,25 @@ class ProcessLearner:
 
 
 class _Worker:
-    """A process and the pipe to it."""
+    """A process and the pipes to it: for questions, and for telling that a checkpoint is written,
+    which happens while it works on another question.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        with ours, theirs:
+        ours_saved, theirs_saved = socket.socketpair()
+        with ours, theirs, ours_saved, theirs_saved:
+            code = f"from {__name__} import main; main()"
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main()"],
+                [sys.executable, "-c", code, str(theirs_saved.fileno())],
                 stdin=theirs.fileno(),
+                pass_fds=[theirs_saved.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 # Ctrl-C is for this process, which lets the workers finish their step.
                 start_new_session=True,
             )
             self.pipe = Connection(ours.detach())
+            self.saved = Connection(ours_saved.detach())
 
     def end(self) -> None:
         try:
@@ -211,7 +234,7 @@ class _Worker:
 
 def main() -> None:
     """Serve one `ProcessLearner`, and end with it."""
-    pipe = Connection(os.dup(sys.stdin.fileno()))
+    pipe, saved = Connection(os.dup(sys.stdin.fileno())), Connection(int(sys.argv[1]))
     worker: _Serving | None = None
     answer: Any
     while True:
@@ -224,17 +247,12 @@ def main() -> None:
             if worker is None:
                 rank = pickle.load(message)
                 _, arguments = pickle.load(message)
-                worker = _Serving(rank, *arguments)
+                worker = _Serving(rank, saved, *arguments)
             else:
                 what, arguments = pickle.load(message)
                 answer = worker.do(what, *arguments)
-        except GymError as error:
-            is_error, answer = True, error
-        except torch.OutOfMemoryError as error:
-            is_error, answer = True, _out_of_memory(error)
         except Exception as error:
-            message_text = f"the trainer failed: {type(error).__name__}: {error}"
-            is_error, answer = True, TrainError(message_text)
+            is_error, answer = True, _to_tell(error)
         try:
             pipe.send_bytes(pickle.dumps((is_error, answer), pickle.HIGHEST_PROTOCOL))
         except OSError:
@@ -249,6 +267,7 @@ class _Serving:
     def __init__(
         self,
         rank: int,
+        saved: Connection,
         learner_class: Callable[..., Any],
         shape: DecoderConfig,
         config: TrainerConfig,
@@ -274,12 +293,17 @@ class _Serving:
             decoder = Decoder(shape, device=device)
             decoder.load_state_dict(self._whole.state_dict())
         self._is_writer = rank == 0
+        self._saved = saved
         self._learner = learner_class(decoder, config, **arguments)
 
     def do(self, what: str, *arguments: Any) -> Any:
         if what == "score":
             return [score.tolist() for score in self._learner.score(*arguments)]
         answer = getattr(self._learner, what)(*arguments)
+        if what == "save":
+            if self._is_writer:
+                answer.add_done_callback(self._tell)
+            return None
         if what == "step" and self._learner.decoder is not self._whole:
             shared = self._whole.state_dict()
             for name, tensor in self._learner.weights():
@@ -287,8 +311,19 @@ class _Serving:
                     shared[name].copy_(tensor)
         return answer
 
+    def _tell(self, written: Future[None]) -> None:
+        error = written.exception()
+        # A full disk is the disk's matter, not the trainer's: it goes as it is.
+        told = error if error is None or isinstance(error, OSError) else _to_tell(error)
+        with contextlib.suppress(OSError):
+            self._saved.send_bytes(pickle.dumps(told, pickle.HIGHEST_PROTOCOL))
 
-def _out_of_memory(error: BaseException) -> TrainError:
+
+def _to_tell(error: BaseException) -> GymError:
+    if isinstance(error, GymError):
+        return error
+    if not isinstance(error, torch.OutOfMemoryError):
+        return TrainError(f"the trainer failed: {type(error).__name__}: {error}")
     return TrainError(
         f"a trainer's GPU is out of memory: {error}",
         hints=[
