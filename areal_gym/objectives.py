@@ -37,9 +37,8 @@ class DataConfig(Settings):
     file: str | None = None
     """JSON lines: {"messages": [...]}, for dpo and rm with "chosen" and "rejected"."""
     heldout_file: str | None = None
-    """What is measured on; by default a part of `file`."""
-    heldout_share: float = Field(0.1, gt=0, lt=1)
-    """Of `file`: this part of its lines, drawn by chance, is measured on and not learned from."""
+    """What is measured on; by default a tenth of `file`, drawn by chance, which is then not learned
+    from."""
     num_examples: int = Field(2048, ge=1)
     """How many demonstrations, or pairs of them, are made from training tasks; eval.num_tasks of
     held-out tasks are measured on."""

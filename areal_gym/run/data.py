@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["load_examples"]
 
+_HELDOUT = 0.1
+"""Part of a file that is measured on, without a file for that."""
 _MAX_REJECTED = 1000
 """Demonstrations in a row that may miss `data.min_reward`."""
 
@@ -88,7 +90,7 @@ def _from_files(config: RunConfig) -> tuple[Data, Data]:
     if data.heldout_file is not None:
         return rows, read_file(Path(data.heldout_file), is_preference=is_preference)
     random.Random(config.seed).shuffle(rows)
-    num_heldout = round(len(rows) * data.heldout_share)
+    num_heldout = round(len(rows) * _HELDOUT)
     return rows[num_heldout:], rows[:num_heldout]
 
 
