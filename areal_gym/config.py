@@ -237,6 +237,11 @@ class TrainerConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_estimator(self.algorithm, self.advantage)
+        if self.lora is not None and self.optimizer == "muon":
+            raise ValueError(
+                "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "
+                "is two thin ones; use optimizer = 'adamw'"
+            )
         if self.num_ranks > 1 and self.runs_in == "thread":
             raise ValueError(
                 f"num_ranks = {self.num_ranks} are processes of their own; runs_in = 'thread' has "

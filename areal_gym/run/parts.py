@@ -186,6 +186,8 @@ def make_learner(config: RunConfig, policy: Path, *, initial: Path | None = None
     }
     try_loss(arguments["loss"], trainer)
     learner_class = found.load("trainers", trainer.id)
+    if trainer.lora is not None:  # what is in `policy` has the adapter merged
+        policy = initial or policy
     overlaps = config.rollout.max_staleness > 0 and device.type == "cpu"
     is_apart = trainer.runs_in == "process" or (trainer.runs_in == "auto" and overlaps)
     if is_apart or trainer.num_ranks > 1:

@@ -113,7 +113,7 @@ class _Training:
             require_whole,
             restore_learner,
         )
-        from areal_gym.trainer.weight_syncs import make_weight_sync
+        from areal_gym.trainer.weight_syncs import make_weight_sync, weights_for
 
         config, display = self.config, self.display
         used = entries_used(config)
@@ -141,14 +141,19 @@ class _Training:
                 display.say(f"resumed at step {done} from {source}")
             num_kept = config.trainer.keep_checkpoints
             require_space(learner, directory.checkpoints_dir, num_kept)
-            engine, renderer = await stack.enter_async_context(open_engine(config, source))
+            # Adapters are published beside the base weights, which servers keep.
+            served = policy if config.trainer.weight_sync.id == "lora" else source
+            engine, renderer = await stack.enter_async_context(open_engine(config, served))
             teacher = await stack.enter_async_context(open_teacher(config, policy))
             weight_sync = make_weight_sync(
-                engine, config.trainer.weight_sync, directory=directory.path / "weights"
+                engine,
+                config.trainer.weight_sync,
+                directory=directory.path / "weights",
+                lora=config.trainer.lora,
             )
             stack.push_async_callback(weight_sync.aclose)
             if done:
-                await weight_sync.publish(learner.weights(), done)
+                await weight_sync.publish(weights_for(weight_sync, learner), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
             evaluations = Evaluations(
@@ -207,9 +212,11 @@ class _Training:
         version: int,
     ) -> None:
         """Engine and trainer must be the same model before the first token is trained on."""
+        from areal_gym.trainer.weight_syncs import weights_for
+
         config, display = self.config, self.display
         if getattr(engine, "take_over", False):
-            await weight_sync.publish(learner.weights(), version)
+            await weight_sync.publish(weights_for(weight_sync, learner), version)
         gap = await measure_gap(config, parts, engine, renderer, learner)
         require_agreement(gap, config)
         display.say(f"engine and trainer agree: log-probabilities differ by {gap}")
@@ -236,6 +243,7 @@ class _Training:
     ) -> float:
         """Train to the end; saves what was learned, also when it is interrupted."""
         from areal_gym.trainer.loop import train_loop
+        from areal_gym.trainer.weight_syncs import weights_for
 
         config, display = self.config, self.display
         first_step = done + 1
@@ -273,7 +281,7 @@ class _Training:
         # Groups from a journal were sampled in other company: to the last bit, they must be played.
         journal = None if config.deterministic else Journal(directory.journal_file)
         if config.deterministic:  # what the engine has cached so far came in any order
-            await weight_sync.publish(learner.weights(), done)
+            await weight_sync.publish(weights_for(weight_sync, learner), done)
         runner = RolloutRunner(
             parts.make_env,
             parts.agent,

@@ -41,6 +41,7 @@ from areal_gym.trainer.experience import (
     trained,
 )
 from areal_gym.trainer.fsdp import drop_gathered, full_weights, prepare_decoder
+from areal_gym.trainer.lora import adapter_weights, add_adapter, is_adapter, merged_weights
 from areal_gym.trainer.losses import PolicyLoss, aggregate, aggregation_weights, value_loss
 from areal_gym.trainer.objective import TokenScores, score_tokens
 from areal_gym.trainer.optimizer import Optimizer
@@ -122,6 +123,8 @@ class Learner:
         self._device = next(decoder.parameters()).device
         self._critic = Critic(decoder, config, ranks) if needs_critic(advantage) else None
         self._reference = self._frozen(reference) if config.kl.coefficient else None
+        if config.lora is not None:
+            add_adapter(decoder, config.lora)
         prepare_decoder(decoder, config, ranks)
         self._optimizer = Optimizer(decoder, config)
         self._files = StateFiles(ranks)
@@ -181,11 +184,27 @@ class Learner:
         return self._score(rows, self.decoder)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and the live tensors; copy them before the next step."""
-        yield from full_weights(self.decoder)
+        """Hugging Face names and tensors, an adapter merged; copy them before the next step."""
+        if self.config.lora is None:
+            yield from full_weights(self.decoder)
+        else:
+            yield from merged_weights(self.decoder, self.config.lora)
+
+    def adapter(self) -> dict[str, Tensor]:
+        """peft's names and the adapter's tensors; copy them before the next step.
+
+        Raises:
+            ConfigError: `trainer.lora` is not set.
+        """
+        if self.config.lora is None:
+            raise ConfigError(
+                "all weights are trained, there is no adapter to publish",
+                hints=["trainer.lora={} trains one"],
+            )
+        return dict(adapter_weights(self.decoder))
 
     def states(self) -> dict[str, Tensor]:
-        """Everything but the policy's weights that a checkpoint keeps, by name: live tensors.
+        """Everything but the policy's whole weights that a checkpoint keeps, by name: live tensors.
 
         No random state is among it: nothing in here draws. Tasks, sampling and curriculum derive
         their seeds from the run's seed and a group's number, which is the rollout's to keep.
@@ -195,7 +214,9 @@ class Learner:
         states |= prefixed("optimizer", self._optimizer.states())
         if self._critic is not None:
             states |= prefixed("critic", self._critic.states())
-        return states
+        parameters = self.decoder.named_parameters()
+        adapter = {name: p.detach() for name, p in parameters if is_adapter(name)}
+        return states | prefixed("adapter", adapter)
 
     def save(self, directory: Path) -> Future[None]:
         """Write `states` into a new directory: when this returns, they may change already.

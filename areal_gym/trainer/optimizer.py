@@ -23,15 +23,12 @@ class Optimizer:
 
     def __init__(self, module: nn.Module, config: TrainerConfig) -> None:
         self._max_grad_norm = config.max_grad_norm
-        self._parameters = list(module.parameters())
-        self._names: dict[Tensor, str] = {
-            parameter: name for name, parameter in module.named_parameters()
-        }
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters = list(trained.values())
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
         matrices = []
         if config.optimizer == "muon":
-            matrices = [
-                p for name, p in module.named_parameters() if p.ndim == 2 and ".layers." in name
-            ]
+            matrices = [p for name, p in trained.items() if p.ndim == 2 and ".layers." in name]
         is_matrix = {id(p) for p in matrices}
         rest = [p for p in self._parameters if id(p) not in is_matrix]
         fused = all(p.device.type in ("cpu", "cuda") for p in rest)

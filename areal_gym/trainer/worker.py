@@ -104,6 +104,11 @@ class ProcessLearner:
         metrics["memory/trainer_rss_mb"] = sum(filter(None, held_mb))
         return metrics
 
+    def adapter(self) -> dict[str, Tensor]:
+        """See `Learner.adapter`."""
+        weights: dict[str, list[Any]] = self._ask("adapter")
+        return {name: torch.tensor(values) for name, values in weights.items()}
+
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
         """See `Learner.score`."""
         scores: list[list[float]] = self._ask("score", rows)
@@ -289,7 +294,7 @@ class _Serving:
                 world_size=config.num_ranks,
             )
             arguments["ranks"] = Ranks(rank, config.num_ranks)
-        if config.num_ranks > 1 or device == "cuda":
+        if config.num_ranks > 1 or device == "cuda" or config.lora is not None:
             decoder = Decoder(shape, device=device)
             decoder.load_state_dict(self._whole.state_dict())
         self._is_writer = rank == 0
@@ -300,11 +305,13 @@ class _Serving:
         if what == "score":
             return [score.tolist() for score in self._learner.score(*arguments)]
         answer = getattr(self._learner, what)(*arguments)
+        if what == "adapter":
+            return {name: tensor.tolist() for name, tensor in answer.items()}
         if what == "save":
             if self._is_writer:
                 answer.add_done_callback(self._tell)
             return None
-        if what == "step" and self._learner.decoder is not self._whole:
+        if what in ("step", "load") and self._learner.decoder is not self._whole:
             shared = self._whole.state_dict()
             for name, tensor in self._learner.weights():
                 if self._is_writer:

@@ -10,10 +10,12 @@ import transformers
 from helpers import CONFIG, batch, tiny_decoder
 from safetensors.torch import save_file
 
-from areal_gym.config import LoraConfig
+from areal_gym.config import LoraConfig, TrainerConfig, load_config
 from areal_gym.errors import ConfigError
 from areal_gym.modeling.checkpoint import save_checkpoint
 from areal_gym.modeling.decoder import Decoder, causal_attend
+from areal_gym.trainer.advantages import grpo
+from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.lora import (
     adapter_weights,
     add_adapter,
@@ -21,10 +23,12 @@ from areal_gym.trainer.lora import (
     load_adapter,
     merged_weights,
 )
+from areal_gym.trainer.losses import ppo_clip
 from areal_gym.trainer.objective import score_tokens
 from areal_gym.trainer.packing import Row, pack
 from areal_gym.trainer.sequences import sequences_of
 from areal_gym.trainer.weight_syncs.lora import adapter_config
+from areal_gym.trainer.worker import ProcessLearner
 
 SETTINGS = LoraConfig(rank=4, alpha=8.0)
 pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")
@@ -115,3 +119,65 @@ def test_wrong_targets_are_named():
     with pytest.raises(ConfigError, match="targets names w_proj") as caught:
         add_adapter(tiny_decoder(), LoraConfig(targets=("q_proj", "w_proj")))
     assert "down_proj, gate_proj, k_proj" in caught.value.hints[0]
+
+
+# ---- trained ---------------------------------------------------------------------------------
+
+TRAINING = {"lora": {"rank": 4, "alpha": 8.0}, "lr": 1e-2}
+
+
+def weights_of(learner):
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def distance(a, b):
+    return sum(float((a[name] - b[name]).norm()) for name in a)
+
+
+def test_a_learner_trains_the_adapter_and_publishes_either(tmp_path):
+    base = dict(tiny_decoder().state_dict())
+    one = Learner(tiny_decoder(), TrainerConfig(**TRAINING), advantage=grpo, loss=ppo_clip)
+    assert distance(weights_of(one), base) == 0
+    for step in range(2):
+        one.step(batch(step), step)
+    merged = weights_of(one)
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed
+    assert all(name.endswith("_proj.weight") for name in changed)
+    assert all("lora" in name for name in one.adapter())
+    one.save(tmp_path / "states").result()
+    other = Learner(tiny_decoder(), TrainerConfig(**TRAINING), advantage=grpo, loss=ppo_clip)
+    other.load(tmp_path / "states")
+    assert distance(weights_of(other), merged) == 0
+    one.step(batch(5), 2)
+    other.step(batch(5), 2)
+    assert distance(weights_of(other), weights_of(one)) == 0
+    assert distance(weights_of(one), merged) > 1e-4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_workers_train_adapters_too(num_ranks, tmp_path):
+    config = TrainerConfig(**TRAINING, num_ranks=num_ranks)
+    theirs = ProcessLearner(Learner, tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    ours = Learner(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    try:
+        theirs.step(batch(), 0)
+        ours.step(batch(), 0)
+        moved = distance(weights_of(ours), dict(tiny_decoder().state_dict()))
+        assert distance(weights_of(theirs), weights_of(ours)) < 1e-4 * moved
+        adapter = ours.adapter()
+        assert distance(theirs.adapter(), adapter) < 1e-4 * sum(x.norm() for x in adapter.values())
+        ours.step(batch(1), 1)
+        ours.save(tmp_path / "states").result()
+        theirs.load(tmp_path / "states")
+        assert distance(weights_of(theirs), weights_of(ours)) < 1e-4 * moved
+    finally:
+        theirs.close()
+
+
+def test_without_an_adapter_there_is_none_to_publish():
+    plain = Learner(tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
+    with pytest.raises(ConfigError, match="no adapter to publish"):
+        plain.adapter()
+    with pytest.raises(ConfigError, match="two thin ones"):
+        load_config(overrides=["trainer.lora={}", "trainer.optimizer=muon"])
