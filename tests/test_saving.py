@@ -84,9 +84,7 @@ def saver_of(learner, run, policy, told):
         saver.close()
 
 
-def test_rollouts_and_training_go_on_while_a_checkpoint_is_written(
-    tiny_policy, tmp_path
-):  # trap 21
+def test_all_goes_on_while_a_checkpoint_is_written(tiny_policy, tmp_path):  # trap 21
     disk = SlowDisk()
     learner = learner_on(disk, tiny_policy)
     learner.step(batch(), 0)

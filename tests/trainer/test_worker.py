@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -110,6 +112,44 @@ def test_its_death_is_an_error_that_says_how_to_go_on(worker):
     with pytest.raises(TrainError, match="has died") as caught:
         worker.step(batch(0), 0)
     assert any("--resume" in hint for hint in caught.value.hints)
+
+
+class NeverSaved(Learner):
+    """A disk that never answers."""
+
+    def save(self, directory):
+        return Future()
+
+
+def test_its_death_ends_the_wait_for_a_checkpoint(tmp_path):
+    learner = ProcessLearner(NeverSaved, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
+    try:
+        written = learner.save(tmp_path / "states")
+        assert learner.step(batch(0), 0)["train/grad_norm"] > 0  # beside it
+        assert not written.done()
+        os.kill(learner._workers[0].process.pid, signal.SIGKILL)
+        with pytest.raises(TrainError, match=r"has died .*SIGKILL"):
+            written.result(timeout=20)
+    finally:
+        learner.close()
+
+
+class FullDisk(Learner):
+    def save(self, directory):
+        written = Future()
+        written.set_exception(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        return written
+
+
+def test_a_full_disk_is_told_and_it_goes_on(tiny_policy, tmp_path):
+    learner = ProcessLearner(FullDisk, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
+    try:
+        with pytest.raises(TrainError, match="step-000001: No space left on device"):
+            save_learner(learner, tmp_path, 1, tiny_policy)
+        assert list(tmp_path.iterdir()) == []
+        assert learner.step(batch(0), 0)["train/grad_norm"] > 0
+    finally:
+        learner.close()
 
 
 def test_it_does_not_outlive_us(tmp_path):
