@@ -33,9 +33,9 @@ test-sglang: install sglang
 
 # As root on Debian: installs an engine where there is none, and ends it afterwards.
 test-docker: install
-	tests/sandbox/docker/start_engine.sh $(CURDIR)/.docker-engine.pid
+	tests/sandbox/engine/start_engine.sh $(CURDIR)/.docker-engine.pid
 	$(BIN)/pytest tests/sandbox/test_docker.py tests/sandbox/test_containment.py -k "docker or containers"; \
-	  status=$$?; tests/sandbox/docker/stop_engine.sh $(CURDIR)/.docker-engine.pid; exit $$status
+	  status=$$?; tests/sandbox/engine/stop_engine.sh $(CURDIR)/.docker-engine.pid; exit $$status
 
 sglang: $(AREAL_GYM_SGLANG_VENV)/installed
 
