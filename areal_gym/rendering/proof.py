@@ -138,7 +138,7 @@ def require_end_of_turn(renderer: Renderer) -> None:
     Raises:
         ConfigError: it does not.
     """
-    bridge = renderer.encode(renderer._bridge_text([{"role": "user", "content": "x"}]))
+    bridge = renderer.encode(renderer.bridge_text([{"role": "user", "content": "x"}]))
     for text in _TEXTS:
         answer = renderer.encode(text)
         whole = renderer.encode(text + renderer.end_of_turn)
@@ -148,7 +148,7 @@ def require_end_of_turn(renderer: Renderer) -> None:
             or whole != [*answer, renderer.end_of_turn_id]
             or bridge[0] != renderer.end_of_turn_id
         ):
-            written = renderer._bridge_text([{"role": "user", "content": "x"}])
+            written = renderer.bridge_text([{"role": "user", "content": "x"}])
             raise ConfigError(
                 "the chat template does not end an assistant's turn with one token of its own: "
                 f"after the text comes {written[:40]!r}",
@@ -178,7 +178,7 @@ def find_obstacle(
                 answer = reference_answer(reply, has_call=has_call)
                 if not has_call:
                     answer["content"] = content
-                bridge = renderer._bridge_text(reply).removesuffix(renderer.opening)
+                bridge = renderer.bridge_text(reply).removesuffix(renderer.opening)
                 parts.append((None if has_call else content, bridge))
                 dialogue += [answer, *reply]
             whole = renderer.render(dialogue, tools).removesuffix(renderer.opening)

@@ -95,7 +95,7 @@ class Renderer:
         self.opening = proof.thinking_opening(self.template)
         """What the template writes of a turn's thinking before the policy begins, often nothing."""
         self.end_of_turn = ""
-        self.end_of_turn_id = self.encode(self._bridge_text([{"role": "user", "content": "x"}]))[0]
+        self.end_of_turn_id = self.encode(self.bridge_text([{"role": "user", "content": "x"}]))[0]
         """The id that the template writes after an assistant's text."""
         self.end_of_turn = tokenizer.decode([self.end_of_turn_id])
         proof.require_end_of_turn(self)
@@ -171,7 +171,7 @@ class Renderer:
         key = _cache_key(messages)
         ids = self._bridges.get(key) if key is not None else None
         if ids is None:
-            ids = tuple(self.encode(self._bridge_text(messages)))
+            ids = tuple(self.encode(self.bridge_text(messages)))
             if key is not None:
                 _remember(self._bridges, key, ids)
         return ids[1:] if last_id in self.stop_token_ids else ids
@@ -254,8 +254,12 @@ class Renderer:
             self._newest_tools, self._newest_key = tools, json.dumps(tools)
         return self._newest_key
 
-    def _bridge_text(self, reply: Sequence[Message]) -> str:
-        """From the end of the assistant's turn on, with `reply` and the next header."""
+    def bridge_text(self, reply: Sequence[Message]) -> str:
+        """What a bridge is made of: the end of the assistant's turn, `reply`, the next header.
+
+        Raises:
+            ConfigError: the template refuses the messages.
+        """
         reply = self._adapt(reply)
         shape = reply_shape(reply)
         if shape not in self._has_call:
