@@ -9,8 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
