@@ -138,7 +138,8 @@ def require_end_of_turn(renderer: Renderer) -> None:
     Raises:
         ConfigError: it does not.
     """
-    bridge = renderer.encode(renderer.bridge_text([{"role": "user", "content": "x"}]))
+    written = renderer.bridge_text([{"role": "user", "content": "x"}])
+    bridge = renderer.encode(written)
     for text in _TEXTS:
         answer = renderer.encode(text)
         whole = renderer.encode(text + renderer.end_of_turn)
@@ -148,7 +149,6 @@ def require_end_of_turn(renderer: Renderer) -> None:
             or whole != [*answer, renderer.end_of_turn_id]
             or bridge[0] != renderer.end_of_turn_id
         ):
-            written = renderer.bridge_text([{"role": "user", "content": "x"}])
             raise ConfigError(
                 "the chat template does not end an assistant's turn with one token of its own: "
                 f"after the text comes {written[:40]!r}",

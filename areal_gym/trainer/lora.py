@@ -5,7 +5,7 @@ W' = W + alpha / r * B A; A [r, in] is random and B [out, r] zero at first (Hu e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from areal_gym.config import LoraConfig
 from areal_gym.errors import ConfigError
 from areal_gym.trainer.fsdp import full
 
-__all__ = ["adapter_weights", "add_adapter", "is_adapter", "load_adapter", "merged_weights"]
+__all__ = ["adapter_weights", "add_adapter", "is_adapter", "merged_weights"]
 
 _NAME = "default"
 _DOWN, _UP, _BASE = f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight", ".base_layer"
@@ -82,24 +82,3 @@ def adapter_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in decoder.state_dict().items():
         if is_adapter(name):
             yield _PEFT + name.replace(f".{_NAME}.weight", ".weight"), full(tensor.detach())
-
-
-def load_adapter(decoder: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Take over what `adapter_weights` gave.
-
-    Raises:
-        ConfigError: it is of another model or other targets.
-    """
-    own = {name: tensor for name, tensor in decoder.named_parameters() if is_adapter(name)}
-    given = {
-        name.removeprefix(_PEFT).removesuffix(".weight") + f".{_NAME}.weight": tensor
-        for name, tensor in weights.items()
-    }
-    if own.keys() != given.keys() or any(own[n].shape != t.shape for n, t in given.items()):
-        raise ConfigError(
-            "the adapter does not fit: its matrices are others than trainer.lora's",
-            hints=["resume with the settings that the run began with"],
-        )
-    with torch.no_grad():
-        for name, tensor in given.items():
-            own[name].copy_(tensor)

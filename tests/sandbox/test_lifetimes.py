@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import is_running
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import (
@@ -26,13 +27,6 @@ from areal_gym.sandbox.plugin import register_sandboxes
 
 ROOT = Path(__file__).parents[2]
 LIMITS = SandboxLimits(wall_s=20)
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_until_gone(pid):

@@ -10,11 +10,11 @@ import sys
 import textwrap
 import time
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import batch, tiny_decoder, without_costs
+from processes import is_running
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, TrainError
@@ -174,15 +174,6 @@ def test_it_does_not_outlive_us(tmp_path):
     )
     pid = int(done.stdout)
     deadline_s = time.monotonic() + 10
-    while is_alive(pid) and time.monotonic() < deadline_s:
+    while is_running(pid) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not is_alive(pid)
-
-
-def is_alive(pid):
-    """Whether it runs; dead orphans are listed until the first process finds time for them."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+    assert not is_running(pid)
