@@ -18,6 +18,7 @@
         +-- EngineError                     the policy could not be sampled
         |   +-- EngineUnreachableError (ConnectionError)
         +-- SandboxError                    the sandbox failed (not: the snippet in it)
+        +-- WorkerError                 the process that played it died
         +-- EpisodeTimeoutError (TimeoutError)
 
     ToolError                               told to the model as the tool's result; not a failure
@@ -52,6 +53,7 @@ __all__ = [
     "TrainError",
     "UnknownIdError",
     "UsageError",
+    "WorkerError",
     "did_you_mean",
 ]
 
@@ -163,6 +165,12 @@ class SandboxError(EpisodeError):
     """The sandbox failed; what the snippet did is no error of ours."""
 
     boundary = "sandbox"
+
+
+class WorkerError(EpisodeError):
+    """The process that played the episode died."""
+
+    boundary = "worker"
 
 
 class EpisodeTimeoutError(EpisodeError, TimeoutError):

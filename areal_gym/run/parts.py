@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from areal_gym.agents.base import Agent
-from areal_gym.config import PluginConfig, RunConfig
+from areal_gym.config import EngineConfig, PluginConfig, RunConfig
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, UsageError
@@ -36,6 +36,7 @@ __all__ = [
     "make_learner",
     "make_loggers",
     "open_engine",
+    "open_renderer",
     "policy_directory",
     "relax_garbage_collection",
 ]
@@ -250,14 +251,28 @@ def _make(kind: Kind, settings: PluginConfig, key: str) -> Any:
         ) from error
 
 
-@asynccontextmanager
-async def open_engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[Engine, Renderer]]:
-    """The engine of the settings, started, with `policy`'s renderer; ended on the way out."""
-    renderer = Renderer.from_checkpoint(
+def open_renderer(config: RunConfig, policy: Path) -> Renderer:
+    """The renderer of `policy`, as the settings want it."""
+    return Renderer.from_checkpoint(
         policy,
         template_kwargs=config.rollout.template_kwargs,
         keeps_thinking=config.rollout.thinking == "keep",
     )
+
+
+def _engine_settings(config: RunConfig) -> EngineConfig:
+    """Where several processes ask the servers, servers must make them wait by themselves."""
+    settings = config.engine
+    if settings.id != "sglang" or not config.cluster.rollout_workers:
+        return settings
+    kwargs = {**settings.kwargs, "interrupt": "retract"}
+    return settings.model_copy(update={"kwargs": kwargs})
+
+
+@asynccontextmanager
+async def open_engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[Engine, Renderer]]:
+    """The engine of the settings, started, with `policy`'s renderer; ended on the way out."""
+    renderer = open_renderer(config, policy)
     engine_class = registry().load("engines", config.engine.id)
     if not hasattr(engine_class, "from_settings"):
         raise UsageError(
@@ -265,7 +280,7 @@ async def open_engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[En
             hints=["engine.id=embedded and engine.id=sglang do"],
         )
     try:
-        engine: Engine = engine_class.from_settings(policy, config.engine)
+        engine: Engine = engine_class.from_settings(policy, _engine_settings(config))
     except TypeError as error:
         raise ConfigError(
             f"engine.kwargs do not fit: {error}",

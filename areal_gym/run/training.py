@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from areal_gym.config import RunConfig
+from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError
 from areal_gym.learning_curve import draw_learning_curve
@@ -21,6 +22,7 @@ from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.batch_metrics import batch_metrics
 from areal_gym.rollout.journal import Journal
+from areal_gym.rollout.player import Player
 from areal_gym.rollout.runner import RolloutRunner, RolloutStats
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import Evaluations
@@ -40,6 +42,7 @@ from areal_gym.run.parts import (
 from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
+from areal_gym.run.workers import open_workers
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.sandbox import shared_reports
 from areal_gym.types import Group, StopReason
@@ -110,6 +113,7 @@ class _Training:
             display.say(f"resumed at step {done} from {source}")
         async with AsyncExitStack() as stack:
             stack.callback(loggers.close)
+            cluster = await stack.enter_async_context(open_cluster(config))
             learner = make_learner(config, source, initial=policy)
             stack.callback(close_learner, learner)
             require_space(learner, directory.path)
@@ -123,6 +127,9 @@ class _Training:
                 await weight_sync.publish(learner.weights(), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
+            player = await stack.enter_async_context(
+                open_workers(config, parts, policy, engine, cluster)
+            )
             evaluations = Evaluations(
                 config, parts, engine, renderer, directory, display, loggers.log
             )
@@ -142,6 +149,7 @@ class _Training:
                 policy,
                 done,
                 rollout_state,
+                player,
             )
             after = await evaluations.at(config.steps)
         before = evaluations.points[0]
@@ -200,6 +208,7 @@ class _Training:
         tokenizer_dir: Path,
         done: int,
         rollout_state: Mapping[str, Any] | None,
+        player: Player | None,
     ) -> float:
         """Train to the end; saves what was learned, also when it is interrupted."""
         from areal_gym.trainer.loop import train_loop
@@ -254,6 +263,7 @@ class _Training:
             journal=journal,
             state=rollout_state,
             is_deterministic=config.deterministic,
+            player=player,
         )
         times = StepTimes(config.rollout.max_in_flight, runner.stats())
         saver = Saver(
