@@ -11,6 +11,7 @@
     |   +-- DuplicateIdError                two plugins register the same id
     +-- InfrastructureError (RuntimeError)  the machine failed us; exit code 3
     |   +-- TrainError                      the trainer cannot go on (disk full, not finite)
+    |   |   +-- LostRankError               one of its processes died; its checkpoints are as good
     |   +-- FailureBudgetError              too many episodes failed, and where
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
         +-- EnvError                        the environment itself failed
@@ -45,6 +46,7 @@ __all__ = [
     "FailureBudgetError",
     "GymError",
     "InfrastructureError",
+    "LostRankError",
     "NothingToDoError",
     "PluginError",
     "RunExistsError",
@@ -126,6 +128,10 @@ class InfrastructureError(GymError, RuntimeError):
 
 class TrainError(InfrastructureError):
     """The trainer cannot go on."""
+
+
+class LostRankError(TrainError):
+    """One of the trainer's processes died; the newest checkpoint is as good as ever."""
 
 
 class FailureBudgetError(InfrastructureError):

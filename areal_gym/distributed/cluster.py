@@ -80,7 +80,7 @@ async def open_cluster(
     was_there = ray.is_initialized()  # a program that has its own Ray keeps it
     is_local = address == "local"
     if not was_there:
-        await asyncio.to_thread(_connect, config)
+        _connect(config)  # in the main thread, or Ray cannot take care of SIGTERM
     try:
         device = _device(config, ray.cluster_resources())
         bundles = _bundles_of(config, device)

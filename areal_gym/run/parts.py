@@ -14,6 +14,7 @@ import yaml
 
 from areal_gym.agents.base import Agent
 from areal_gym.config import EngineConfig, PluginConfig, RunConfig
+from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, UsageError
@@ -162,10 +163,17 @@ def hash_of_policy(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def make_learner(config: RunConfig, policy: Path, *, initial: Path | None = None) -> Any:
+def make_learner(
+    config: RunConfig,
+    policy: Path,
+    *,
+    initial: Path | None = None,
+    cluster: Cluster | None = None,
+) -> Any:
     """The trainer of the settings, with the weights in `policy`; `close_learner` ends it.
 
-    `initial` is the policy that the run began with, when it goes on with another one.
+    `initial` is the policy that the run began with, when it goes on with another one. With a
+    cluster, its ranks are Ray's actors.
 
     Raises:
         ConfigError: the settings do not fit it.
@@ -185,6 +193,10 @@ def make_learner(config: RunConfig, policy: Path, *, initial: Path | None = None
     }
     try_loss(arguments["loss"], trainer)
     learner_class = found.load("trainers", trainer.id)
+    if cluster is not None and trainer.runs_in != "thread":
+        from areal_gym.distributed.ranks import RayLearner
+
+        return RayLearner(cluster, learner_class, load_checkpoint(policy), trainer, **arguments)
     overlaps = config.rollout.max_staleness > 0 and device.type == "cpu"
     is_apart = trainer.runs_in == "process" or (trainer.runs_in == "auto" and overlaps)
     if is_apart or trainer.num_ranks > 1:

@@ -15,7 +15,7 @@ import yaml
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError
+from areal_gym.errors import ConfigError, LostRankError
 from areal_gym.learning_curve import draw_learning_curve
 from areal_gym.metrics import rss_mb
 from areal_gym.provenance import entries_used
@@ -56,6 +56,9 @@ def train(
 ) -> dict[str, Any]:
     """Run the whole of it and return the summary, which is also in `summary.json`.
 
+    On a cluster, a trainer's process that dies costs the steps since the newest checkpoint: the
+    run goes on from there.
+
     Interrupted (Ctrl-C), it saves a checkpoint of what was learned and raises KeyboardInterrupt;
     `mode="resume"` goes on from there.
 
@@ -65,7 +68,7 @@ def train(
     _require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay())
     with RunDir.open(run_dir, mode) as directory:
-        return asyncio.run(run.play(directory, is_resumed=mode == "resume"))
+        return run.play_on(directory, is_resumed=mode == "resume")
 
 
 def _require_plain_sampling(config: RunConfig) -> None:
@@ -92,6 +95,25 @@ class _Training:
     config: RunConfig
     display: Display
 
+    def play_on(self, directory: RunDir, *, is_resumed: bool) -> dict[str, Any]:
+        """Play, and go on from the newest checkpoint when a rank of the trainer dies.
+
+        Raises:
+            LostRankError: ranks die without any new checkpoint between two deaths.
+        """
+        from areal_gym.trainer.checkpoint import latest_checkpoint
+
+        went_on_from: int | None = None
+        while True:
+            try:
+                return asyncio.run(self.play(directory, is_resumed=is_resumed))
+            except LostRankError as error:
+                found = latest_checkpoint(directory.checkpoints_dir)
+                if self.config.cluster.address is None or found is None or found[0] == went_on_from:
+                    raise
+                went_on_from, is_resumed = found[0], True
+                self.display.say(f"{error}: going on from the checkpoint of step {went_on_from}")
+
     async def play(self, directory: RunDir, *, is_resumed: bool) -> dict[str, Any]:
         from areal_gym.trainer.checkpoint import latest_checkpoint, require_space, restore_learner
         from areal_gym.trainer.weight_syncs import make_weight_sync
@@ -114,7 +136,7 @@ class _Training:
         async with AsyncExitStack() as stack:
             stack.callback(loggers.close)
             cluster = await stack.enter_async_context(open_cluster(config))
-            learner = make_learner(config, source, initial=policy)
+            learner = make_learner(config, source, initial=policy, cluster=cluster)
             stack.callback(close_learner, learner)
             require_space(learner, directory.path)
             rollout_state = None if found is None else restore_learner(learner, source)

@@ -37,13 +37,12 @@ from torch import Tensor
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import GymError, TrainError
 from areal_gym.metrics import rss_mb
-from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.ranks import Ranks
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.types import Group, Task
 
-__all__ = ["ProcessLearner"]
+__all__ = ["ProcessLearner", "Serving", "readable"]
 
 _END_S = 10.0
 """How long a worker may take to end by itself."""
@@ -96,8 +95,7 @@ class ProcessLearner:
             TrainError: a worker died, or what `Learner.step` raises.
         """
         metrics: dict[str, float] = self._ask("step", [_slim(g) for g in groups], version)
-        held_mb = [rss_mb(worker.process.pid) for worker in self._workers]
-        metrics["memory/trainer_rss_mb"] = sum(filter(None, held_mb))
+        metrics["memory/trainer_rss_mb"] = self._held_mb()
         return metrics
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
@@ -126,6 +124,10 @@ class ProcessLearner:
         for worker in self._workers:
             worker.end()
         self._home.cleanup()
+
+    def _held_mb(self) -> float:
+        held_mb = [rss_mb(worker.process.pid) for worker in self._workers]
+        return sum(filter(None, held_mb))
 
     def _ask(self, what: str, *arguments: Any) -> Any:
         """The first worker's answer, once all have answered."""
@@ -202,7 +204,7 @@ class _Worker:
 def main() -> None:
     """Serve one `ProcessLearner`, and end with it."""
     pipe = Connection(os.dup(sys.stdin.fileno()))
-    worker: _Serving | None = None
+    worker: Serving | None = None
     answer: Any
     while True:
         try:
@@ -213,18 +215,17 @@ def main() -> None:
         try:
             if worker is None:
                 rank = pickle.load(message)
-                _, arguments = pickle.load(message)
-                worker = _Serving(rank, *arguments)
+                _, (learner_class, shape, config, device, home, further) = pickle.load(message)
+                torch.set_num_threads(config.num_threads)
+                whole = Decoder(shape)
+                _map(whole, Path(home) / "weights")
+                meeting = f"file://{home}/ranks"
+                worker = Serving(rank, learner_class, whole, config, device, meeting, further)
             else:
                 what, arguments = pickle.load(message)
                 answer = worker.do(what, *arguments)
-        except GymError as error:
-            is_error, answer = True, error
-        except torch.OutOfMemoryError as error:
-            is_error, answer = True, _out_of_memory(error)
         except Exception as error:
-            message_text = f"the trainer failed: {type(error).__name__}: {error}"
-            is_error, answer = True, TrainError(message_text)
+            is_error, answer = True, readable(error)
         try:
             pipe.send_bytes(pickle.dumps((is_error, answer), pickle.HIGHEST_PROTOCOL))
         except OSError:
@@ -233,40 +234,48 @@ def main() -> None:
         os._exit(0)  # the others may have died: no farewell that could wait for them
 
 
-class _Serving:
-    """A learner that is one of the ranks, and the mapped file."""
+class Serving:
+    """A learner that is one of the ranks.
+
+    Args:
+        rank: which one.
+        learner_class: makes it.
+        whole: the whole weights, on the CPU; those of the first rank are kept up to date.
+        config: the trainer's settings.
+        device: "cpu" or "cuda"; a process that sees several GPUs takes the one of its rank.
+        meeting: URL by which the ranks find each other (`torch.distributed`'s `init_method`).
+        arguments: further ones of `learner_class`.
+    """
 
     def __init__(
         self,
         rank: int,
         learner_class: Callable[..., Any],
-        shape: DecoderConfig,
+        whole: Decoder,
         config: TrainerConfig,
         device: str,
-        home: str,
+        meeting: str,
         arguments: dict[str, Any],
     ) -> None:
-        torch.set_num_threads(config.num_threads)
-        self._whole = Decoder(shape)
-        _map(self._whole, Path(home) / "weights")
-        decoder = self._whole
+        self._whole = decoder = whole
         if config.num_ranks > 1:
             if device == "cuda":
-                torch.cuda.set_device(rank)
+                torch.cuda.set_device(rank % torch.cuda.device_count())
             torch.distributed.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
-                init_method=f"file://{home}/ranks",
+                init_method=meeting,
                 rank=rank,
                 world_size=config.num_ranks,
             )
             arguments["ranks"] = Ranks(rank, config.num_ranks)
         if config.num_ranks > 1 or device == "cuda":
-            decoder = Decoder(shape, device=device)
-            decoder.load_state_dict(self._whole.state_dict())
+            decoder = Decoder(whole.config, device=device)
+            decoder.load_state_dict(whole.state_dict())
         self._is_writer = rank == 0
         self._learner = learner_class(decoder, config, **arguments)
 
     def do(self, what: str, *arguments: Any) -> Any:
+        """Call the learner's method; after a step, the whole weights are new."""
         if what == "score":
             return [score.tolist() for score in self._learner.score(*arguments)]
         answer = getattr(self._learner, what)(*arguments)
@@ -278,14 +287,20 @@ class _Serving:
         return answer
 
 
-def _out_of_memory(error: BaseException) -> TrainError:
-    return TrainError(
-        f"a trainer's GPU is out of memory: {error}",
-        hints=[
-            "lower trainer.tokens_per_microbatch",
-            "or trainer.recompute_layers=true, trainer.dtype=bfloat16, a larger trainer.num_ranks",
-        ],
-    )
+def readable(error: Exception) -> GymError:
+    """What a learner raised, for whoever asked it."""
+    if isinstance(error, GymError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return TrainError(
+            f"a trainer's GPU is out of memory: {error}",
+            hints=[
+                "lower trainer.tokens_per_microbatch",
+                "or trainer.recompute_layers=true, trainer.dtype=bfloat16, "
+                "a larger trainer.num_ranks",
+            ],
+        )
+    return TrainError(f"the trainer failed: {type(error).__name__}: {error}")
 
 
 def _share(decoder: Decoder, file: Path) -> None:

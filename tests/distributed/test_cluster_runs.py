@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'areal-gym[ray]'")
 
 from areal_gym.config import load_config
-from areal_gym.run import train
+from areal_gym.run import replay, train
+from areal_gym.run.display import SilentDisplay
 from areal_gym.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -66,3 +68,40 @@ def test_a_run_whose_episodes_are_played_elsewhere(tiny_policy, tmp_path):
         assert row["train/ratio"] == pytest.approx(1, abs=1e-4)
         assert not row["rollout/failures/worker_error"]
     assert not children()
+
+
+def test_ranks_that_ray_places_train_as_processes_do(tiny_policy, tmp_path):
+    """Two ranks, one of which is killed in mid-run: the weights are those of an unbroken run."""
+    overrides = ["trainer.num_ranks=2", "trainer.save_every=1", "eval.every=1"]
+    config = config_of(tiny_policy, *overrides, steps=3)
+    display = Killing()
+    summary = train(config, run_dir=tmp_path / "ray", display=display)
+    assert summary["num_steps"] == 3
+    assert display.has_killed
+    assert any("going on from the checkpoint of step" in said for said in display.said)
+    run = RunDir(tmp_path / "ray")
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+    # What was played is trained again by one learner in this process: the same weights.
+    assert replay(load_config(run.config_file), run.path).max_difference < 1e-5
+    assert not children()
+
+
+class Killing(SilentDisplay):
+    """Kills a trainer's rank once the second step is on record."""
+
+    def __init__(self):
+        self.said = []
+        self.has_killed = False
+
+    def say(self, line):
+        self.said.append(line)
+
+    def step(self, step, num_steps, row):
+        if step == 2 and not self.has_killed:
+            self.has_killed = True
+            os.kill(rank_of(os.getpid()), signal.SIGKILL)
+
+
+def rank_of(pid):
+    rows = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True).stdout
+    return next(int(row.split()[0]) for row in rows.splitlines() if "ray::_Rank" in row)
