@@ -125,7 +125,7 @@ class RayLearner(ProcessLearner):
         raise error
 
     def _held_mb(self) -> float:
-        return sum(self._answers([rank.rss_mb.remote() for rank in self._ranks]))
+        return float(sum(self._answers([rank.rss_mb.remote() for rank in self._ranks])))
 
 
 def _arrays(decoder: Decoder) -> dict[str, Any]:

@@ -281,10 +281,30 @@ def _engine_settings(config: RunConfig) -> EngineConfig:
     return settings.model_copy(update={"kwargs": kwargs})
 
 
+async def _with_placed_servers(
+    settings: EngineConfig, policy: Path, cluster: Cluster, num_servers: int
+) -> EngineConfig:
+    from areal_gym.distributed.servers import place_servers
+
+    kwargs = dict(settings.kwargs)
+    starting = {
+        name: kwargs.pop(name)
+        for name in ("command", "server_args", "start_timeout_s")
+        if name in kwargs
+    }
+    kwargs["processes"] = await place_servers(cluster, policy.absolute(), num_servers, **starting)
+    return settings.model_copy(update={"kwargs": kwargs})
+
+
 @asynccontextmanager
-async def open_engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[Engine, Renderer]]:
+async def open_engine(
+    config: RunConfig, policy: Path, cluster: Cluster | None = None
+) -> AsyncIterator[tuple[Engine, Renderer]]:
     """The engine of the settings, started, with `policy`'s renderer; ended on the way out."""
     renderer = open_renderer(config, policy)
+    settings = _engine_settings(config)
+    if cluster is not None and config.cluster.servers:
+        settings = await _with_placed_servers(settings, policy, cluster, config.cluster.servers)
     engine_class = registry().load("engines", config.engine.id)
     if not hasattr(engine_class, "from_settings"):
         raise UsageError(
@@ -292,7 +312,7 @@ async def open_engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[En
             hints=["engine.id=embedded and engine.id=sglang do"],
         )
     try:
-        engine: Engine = engine_class.from_settings(policy, _engine_settings(config))
+        engine: Engine = engine_class.from_settings(policy, settings)
     except TypeError as error:
         raise ConfigError(
             f"engine.kwargs do not fit: {error}",

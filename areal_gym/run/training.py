@@ -140,7 +140,7 @@ class _Training:
             stack.callback(close_learner, learner)
             require_space(learner, directory.path)
             rollout_state = None if found is None else restore_learner(learner, source)
-            engine, renderer = await stack.enter_async_context(open_engine(config, source))
+            engine, renderer = await stack.enter_async_context(open_engine(config, source, cluster))
             weight_sync = make_weight_sync(
                 engine, config.trainer.weight_sync, directory=directory.path / "weights"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -43,17 +44,19 @@ def versions_of(run, step):
 
 
 def children():
-    """Processes that descend from this one, Ray's included."""
+    """Command lines of all that descends from this process, by process id."""
     rows = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True).stdout
-    parents = {}
-    for row in rows.splitlines():
-        pid, ppid, args = row.split(None, 2)
-        parents[int(pid)] = (int(ppid), args)
-    mine, found = {os.getpid()}, []
-    while new := {p for p, (ppid, _) in parents.items() if ppid in mine} - mine:
-        mine |= new
-        found += [parents[p][1] for p in new]
-    return [args for args in found if "ray" in args and "resource_tracker" not in args]
+    processes = [row.split(None, 2) for row in rows.splitlines()]
+    mine, num_known = {os.getpid()}, 0
+    while len(mine) > num_known:
+        num_known = len(mine)
+        mine |= {int(pid) for pid, parent, _ in processes if int(parent) in mine}
+    mine.discard(os.getpid())
+    return {
+        int(pid): args
+        for pid, _, args in processes
+        if int(pid) in mine and "resource_tracker" not in args and not args.startswith("ps ")
+    }
 
 
 def test_a_run_whose_episodes_are_played_elsewhere(tiny_policy, tmp_path):
@@ -74,7 +77,7 @@ def test_ranks_that_ray_places_train_as_processes_do(tiny_policy, tmp_path):
     """Two ranks, one of which is killed in mid-run: the weights are those of an unbroken run."""
     overrides = ["trainer.num_ranks=2", "trainer.save_every=1", "eval.every=1"]
     config = config_of(tiny_policy, *overrides, steps=3)
-    display = Killing()
+    display = Killing("ray::_Rank")
     summary = train(config, run_dir=tmp_path / "ray", display=display)
     assert summary["num_steps"] == 3
     assert display.has_killed
@@ -86,10 +89,37 @@ def test_ranks_that_ray_places_train_as_processes_do(tiny_policy, tmp_path):
     assert not children()
 
 
-class Killing(SilentDisplay):
-    """Kills a trainer's rank once the second step is on record."""
+def test_servers_that_ray_places_are_started_again(tiny_policy, tmp_path):
+    """Everything at once: servers, workers and a rank; a server is killed in mid-run."""
+    config = config_of(
+        tiny_policy,
+        "engine.id=sglang",
+        f"engine.kwargs.command={sys.executable} -m areal_gym.engines.sglang.fake",
+        "engine.kwargs.server_args=--context-length 256",
+        "engine.kwargs.health_interval_s=0.1",
+        "cluster.servers=2",
+        "cluster.gpus_per_server=0",
+        "cluster.rollout_workers=1",
+        steps=4,
+    )
+    display = Killing("areal_gym.engines.sglang.fake")
+    train(config, run_dir=tmp_path / "run", display=display)
+    run = RunDir(tmp_path / "run")
+    rows = run.read_metrics()
+    assert display.has_killed
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["engine/num_servers_lost"] == 1
+    for row in rows:
+        assert versions_of(run, row["step"]) == {row["step"] - 1}
+        assert row["train/ratio"] == pytest.approx(1, abs=1e-4)
+    assert not children()
 
-    def __init__(self):
+
+class Killing(SilentDisplay):
+    """Kills a process, found by its command line, once the second step is on record."""
+
+    def __init__(self, command):
+        self.command = command
         self.said = []
         self.has_killed = False
 
@@ -99,9 +129,9 @@ class Killing(SilentDisplay):
     def step(self, step, num_steps, row):
         if step == 2 and not self.has_killed:
             self.has_killed = True
-            os.kill(rank_of(os.getpid()), signal.SIGKILL)
+            os.kill(process_of(self.command), signal.SIGKILL)
 
 
-def rank_of(pid):
-    rows = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True).stdout
-    return next(int(row.split()[0]) for row in rows.splitlines() if "ray::_Rank" in row)
+def process_of(command):
+    """The newest of our processes with these words in its command line: guards come first."""
+    return max(pid for pid, args in children().items() if command in args)

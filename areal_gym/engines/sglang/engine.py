@@ -35,7 +35,7 @@ from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, SamplingParams, WeightServer
 from areal_gym.engines.sglang.answers import Answer, Draft, read_answer, sampling_params
 from areal_gym.engines.sglang.fleet import Fleet, Member
-from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.engines.sglang.launch import LaunchedServer, ServerProcess
 from areal_gym.engines.sglang.server import RefusedError, SGLangServer, vocab_size_of
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 from areal_gym.types import FinishReason
@@ -91,6 +91,7 @@ class SGLangEngine:
         gpus: CUDA_VISIBLE_DEVICES of each server that is started.
         log_dir: keeps their logs; else they are removed when all went well.
         start_timeout_s: a started server must serve by then.
+        processes: servers that are placed elsewhere, for this engine to start and to end.
 
     Raises:
         ConfigError: arguments that do not fit together.
@@ -115,6 +116,7 @@ class SGLangEngine:
         gpus: Sequence[str] = (),
         log_dir: str | Path | None = None,
         start_timeout_s: float = 600.0,
+        processes: Sequence[ServerProcess] = (),
     ) -> None:
         if interrupt not in ("abort", "retract"):
             raise ConfigError(f"no interrupt {interrupt!r}; there is: abort, retract")
@@ -140,7 +142,8 @@ class SGLangEngine:
         self._gate.set()
         self._aborts: set[asyncio.Task[None]] = set()
         members = [Member(SGLangServer(url, policy=policy)) for url in dict.fromkeys(urls)]
-        for index in range(0 if urls else num_servers):
+        members += [Member(SGLangServer(p.url, policy=policy), p) for p in processes]
+        for index in range(0 if members else num_servers):
             process = LaunchedServer(
                 policy,
                 command=command,

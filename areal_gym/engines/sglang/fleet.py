@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.engines.sglang.answers import INITIAL_WEIGHTS, version_of
-from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.engines.sglang.launch import ServerProcess
 from areal_gym.engines.sglang.server import ServerFacts, SGLangServer, is_refused
 from areal_gym.errors import EngineError, EngineUnreachableError
 
@@ -37,7 +37,7 @@ class Member:
     """One server of the fleet."""
 
     server: SGLangServer
-    process: LaunchedServer | None = None
+    process: ServerProcess | None = None
     """Where we started the server ourselves."""
     facts: ServerFacts | None = None
     """As of the start."""
