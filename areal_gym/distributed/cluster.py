@@ -40,19 +40,23 @@ class Cluster:
     _bundles: list[tuple[Role, Mapping[str, float]]]
     _environment: dict[str, str] = field(default_factory=dict)
 
-    def options(self, role: Role, index: int) -> dict[str, Any]:
-        """Actor options that put one into its place: `ray.remote(cls).options(**options)`."""
+    def options(self, role: Role, index: int, **environment: str) -> dict[str, Any]:
+        """Actor options that put one into its place: `ray.remote(cls).options(**options)`.
+
+        `environment` is for environment variables of its process.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         numbers = [i for i, (name, _) in enumerate(self._bundles) if name == role]
         bundle = self._bundles[numbers[index]][1]
+        variables = self._environment | environment
         return {
             "num_cpus": bundle["CPU"],
             "num_gpus": bundle.get("GPU", 0),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=numbers[index]
             ),
-            **({"runtime_env": {"env_vars": self._environment}} if self._environment else {}),
+            **({"runtime_env": {"env_vars": variables}} if variables else {}),
         }
 
 

@@ -24,7 +24,10 @@ class PlacedServer:
     def __init__(self, cluster: Cluster, index: int, policy: Path, options: dict[str, Any]) -> None:
         self.url = ""
         self.log = Path("ray's own")
-        self._place = cluster.options("server", index)
+        # Ray would kill the server's guard before it can end the server.
+        self._place = cluster.options(
+            "server", index, RAY_kill_child_processes_on_worker_exit="false"
+        )
         self._policy = policy
         self._options = options
         self._actor: Any = None
