@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test test-sglang sglang lint types clean
+.PHONY: install train test test-sglang test-docker sglang lint types clean
 
 # SGLang has an environment of its own: its packages and ours do not agree on versions.
 AREAL_GYM_SGLANG_VENV ?= $(CURDIR)/.sglang-venv
@@ -30,6 +30,12 @@ test: lint types
 
 test-sglang: install sglang
 	AREAL_GYM_SGLANG_VENV=$(AREAL_GYM_SGLANG_VENV) $(BIN)/pytest tests/sglang
+
+# As root on Debian: installs an engine where there is none, and ends it afterwards.
+test-docker: install
+	tests/sandbox/engine/start_engine.sh $(CURDIR)/.docker-engine.pid
+	$(BIN)/pytest tests/sandbox/test_docker.py tests/sandbox/test_containment.py -k "docker or containers"; \
+	  status=$$?; tests/sandbox/engine/stop_engine.sh $(CURDIR)/.docker-engine.pid; exit $$status
 
 sglang: $(AREAL_GYM_SGLANG_VENV)/installed
 

@@ -26,6 +26,14 @@ from areal_gym.algorithms import (
     left_open,
 )
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.objectives import (
+    SUPERVISED,
+    DataConfig,
+    DpoConfig,
+    TeacherConfig,
+    check_objective,
+    with_objective,
+)
 from areal_gym.settings import Settings, merge
 
 __all__ = [
@@ -146,6 +154,24 @@ class RolloutConfig(Settings):
     """Above this share of failed episodes, over the last 64 or more, the run stops."""
 
 
+class LoraConfig(Settings):
+    """A low-rank adapter that is trained in place of the weights."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's product counts alpha / rank times."""
+    targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Which matrices of each layer."""
+
+
 class TrainerConfig(Settings):
     """How the policy is improved."""
 
@@ -170,6 +196,8 @@ class TrainerConfig(Settings):
     entropy_bonus: float = Field(0.0, ge=0)
     """What the policy's entropy, per token, is worth in the loss."""
     critic: CriticConfig = CriticConfig()
+    lora: LoraConfig | None = None
+    """Train an adapter (peft) and leave the weights as they are; null trains all weights."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """"muon" orthogonalises the updates of the layers' matrices; the rest stays with AdamW."""
     lr: float = Field(3e-4, gt=0)
@@ -200,6 +228,8 @@ class TrainerConfig(Settings):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     save_every: int = Field(20, ge=0)
     """Steps between checkpoints; 0 saves at the end, and when interrupted, only."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many of the newest checkpoints stay, besides the best that was measured (eval.every)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,6 +239,11 @@ class TrainerConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_estimator(self.algorithm, self.advantage)
+        if self.lora is not None and self.optimizer == "muon":
+            raise ValueError(
+                "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "
+                "is two thin ones; use optimizer = 'adamw'"
+            )
         if self.num_ranks > 1 and self.runs_in == "thread":
             raise ValueError(
                 f"num_ranks = {self.num_ranks} are processes of their own; runs_in = 'thread' has "
@@ -250,6 +285,8 @@ class ClusterConfig(Settings):
 class RunConfig(Settings):
     """A whole run. `areal-gym train --dry-run` prints it resolved."""
 
+    objective: str = "rl"
+    """What is learned: "rl" (a reward), "sft", "dpo", "rm" or "distill" (docs/objectives.md)."""
     env: EnvConfig = EnvConfig()
     agent: AgentConfig = AgentConfig()
     engine: EngineConfig = EngineConfig()
@@ -257,6 +294,9 @@ class RunConfig(Settings):
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
+    data: DataConfig = DataConfig()
+    dpo: DpoConfig = DpoConfig()
+    teacher: TeacherConfig = TeacherConfig()
     steps: int = Field(30, ge=0)
     """Training steps."""
     seed: int = Field(0, ge=0)
@@ -269,9 +309,10 @@ class RunConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
-        """The algorithm's filters, where the settings name none."""
+        """What objective and algorithm bring, where the settings say nothing else."""
         if not isinstance(value, dict):
             return value
+        value = with_objective(value)
         trainer, rollout = value.get("trainer", {}), value.get("rollout", {})
         if isinstance(trainer, TrainerConfig):
             trainer = {"algorithm": trainer.algorithm}
@@ -285,6 +326,9 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         rollout, trainer = self.rollout, self.trainer
+        check_objective(
+            self.objective, trainer.advantage, self.data, self.teacher, rollout.temperature
+        )
         filters = [group_filter.id for group_filter in rollout.filters]
         loggers = [logger.id for logger in self.loggers]
         for key, kind, ids in (
@@ -360,6 +404,10 @@ class RunConfig(Settings):
                         f"cluster.{name} = {number} needs a Ray to place them: "
                         "cluster.address=local starts one here, cluster.address=auto joins one"
                     )
+        elif self.objective in SUPERVISED:
+            raise ValueError(
+                f"objective = {self.objective!r} does not use Ray: leave cluster.address at null"
+            )
         elif self.deterministic:
             raise ValueError(
                 f"deterministic = true with cluster.address = {cluster.address!r}: which processes "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["CurvePoint", "draw_learning_curve"]
+__all__ = ["CurvePoint", "draw_learning_curve", "draw_supervised_curve"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +89,47 @@ def draw_learning_curve(
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False, fontsize=8)
+    buffer = io.BytesIO()
+    canvas.print_png(buffer)
+    return buffer.getvalue()
+
+
+def draw_supervised_curve(
+    steps: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, Any]], *, title: str
+) -> bytes:
+    """PNG bytes of loss and accuracy, beside each other.
+
+    Args:
+        steps: rows of metrics.jsonl, with `step`, `train/loss` and `train/accuracy`.
+        evaluations: rows of evaluations.jsonl, with `step` and `heldout`, which has `loss` and
+            `accuracy`.
+        title: the run in one line.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.2), dpi=120, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        axes.plot(
+            [row["step"] for row in steps],
+            [row[f"train/{name}"] for row in steps],
+            color="#8aa9d6",
+            linewidth=1.5,
+            label="training batch",
+        )
+        axes.plot(
+            [row["step"] for row in evaluations],
+            [row["heldout"][name] for row in evaluations],
+            color="#1f4e9c",
+            marker="o",
+            label="held-out",
+        )
+        axes.set(xlabel="training step", ylabel=name)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
     buffer = io.BytesIO()
     canvas.print_png(buffer)
     return buffer.getvalue()

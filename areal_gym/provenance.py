@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_gym.config import PluginConfig, RunConfig
+from areal_gym.objectives import SUPERVISED
 from areal_gym.plugins import Entry, Kind, registry
 
 __all__ = ["entries_used"]
@@ -16,6 +17,10 @@ def entries_used(config: RunConfig) -> list[Entry]:
         DuplicateIdError: they name what two plugins claim.
     """
     found = registry()
+    loggers = [found.get("loggers", logger.id) for logger in config.loggers]
+    if config.objective in SUPERVISED:
+        has_env = config.data.file is None or config.engine.model == "starter"
+        return [*([found.get("envs", config.env.id)] if has_env else []), *loggers]
     sync = config.trainer.weight_sync
     return [
         found.get("envs", config.env.id),
@@ -27,7 +32,7 @@ def entries_used(config: RunConfig) -> list[Entry]:
         *(found.get("filters", f.id) for f in config.rollout.filters),
         *_named("curricula", config.rollout.curriculum),
         *_named("weight-syncs", None if sync.id == "auto" else sync),
-        *(found.get("loggers", logger.id) for logger in config.loggers),
+        *loggers,
     ]
 
 

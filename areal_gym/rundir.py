@@ -34,7 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from areal_gym.errors import DataError, InfrastructureError, RunExistsError, TrainError, UsageError
+from areal_gym.errors import (
+    DataError,
+    InfrastructureError,
+    NothingToDoError,
+    RunExistsError,
+    TrainError,
+    UsageError,
+)
 from areal_gym.types import Group, Trajectory
 from areal_gym.version import __version__
 
@@ -113,7 +120,8 @@ class RunDir:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # A request that cannot be served leaves no run behind.
-        if isinstance(error, UsageError) and self._is_new and not self.trajectories_dir.exists():
+        is_refused = isinstance(error, UsageError | NothingToDoError)
+        if is_refused and self._is_new and not self.trajectories_dir.exists():
             self._clear()
         self.close()
 
@@ -181,10 +189,13 @@ class RunDir:
         for file in (self.metrics_file, self.evaluations_file):
             rows = [row for row in _read_lines(file) if row.get("step", 0) <= step]
             write_atomic(file, "".join(_json(row) + "\n" for row in rows))
-        for file in self.trajectories_dir.glob("step-*.jsonl"):
-            number = file.stem.removeprefix("step-")
+        for path in (
+            *self.trajectories_dir.glob("step-*.jsonl"),
+            *self.checkpoints_dir.glob("step-*"),
+        ):
+            number = path.stem.removeprefix("step-")
             if number.isdigit() and int(number) > step:
-                file.unlink()
+                _remove(path)
         self.summary_file.unlink(missing_ok=True)
 
     # ---- reading -----------------------------------------------------------------------------
@@ -246,6 +257,8 @@ class RunDir:
         for folder in (self.path, self.trajectories_dir):
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink()
+        for leftover in self.checkpoints_dir.glob(".step-*"):
+            _remove(leftover)
         if mode == "resume":
             if not self.config_file.exists():
                 raise UsageError(
@@ -277,7 +290,7 @@ class RunDir:
     def _clear(self) -> None:
         # Only what runs write goes: a mistyped --out must not cost anybody a home directory.
         for path in self._contents():
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            _remove(path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -383,6 +396,13 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
                 hints=["choose another directory with --out"],
             ) from error
         raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _append(file: Path, text: str) -> None:

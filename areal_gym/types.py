@@ -189,6 +189,8 @@ class TokenSpan:
     """Index of the engine call: a prompt or env span carries the turn that it precedes."""
     branch: int = 0
     """Which of the trajectory's token sequences this belongs to: +1 whenever history changed."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """What a teacher gives these tokens, where there is one and origin is "policy"."""
 
     def __post_init__(self) -> None:
         if self.origin == "policy":
@@ -328,14 +330,19 @@ class Trajectory:
                 TokenSpan(
                     origin=span["origin"],
                     token_ids=tuple(span["token_ids"]),
-                    logprobs=None if span["logprobs"] is None else tuple(span["logprobs"]),
+                    logprobs=_floats(span["logprobs"]),
                     policy_version=span["policy_version"],
                     turn=span["turn"],
                     branch=span.get("branch", 0),
+                    teacher_logprobs=_floats(span.get("teacher_logprobs")),
                 )
                 for span in row["spans"]
             ),
         )
+
+
+def _floats(values: Sequence[float] | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,9 @@
 """Kill a run at random moments, resume it each time: are the final weights the same, bit for bit?
 
-    python benchmarks/kill_and_resume.py [--kills 20] [--steps 12] [--json]
+    python benchmarks/kill_and_resume.py [--kills 20] [--steps 30] [--json]
 
 `areal-gym train --env tir deterministic=true`, on the warm start from the cache. The run is killed
-with SIGKILL after a random part of the time that a run takes, anywhere: while it starts, plays,
-trains, saves.
+with SIGKILL at random moments, anywhere: while it starts, plays, trains, saves.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,51 +33,61 @@ def command(run_dir: Path, steps: int, *, is_resumed: bool) -> list[str]:
     return [*whole, "--resume"] if is_resumed else [*whole, *settings]
 
 
-def run(arguments: list[str], after_s: float | None = None) -> bool:
-    """Whether it came to its end; it is killed after `after_s` seconds."""
+def run(arguments: list[str], metrics: Path, dies: Callable[[], float | None]) -> bool:
+    """Whether it came to its end.
+
+    `dies` says how many seconds after the first sign of progress (a row of metrics, or its start
+    for a negative number) it is killed; None lets it live.
+    """
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        _, talk = process.communicate(timeout=after_s)
-    except subprocess.TimeoutExpired:
+    after_s = dies()
+    if after_s is not None:
+        size = metrics.stat().st_size if metrics.exists() else 0
+        while after_s >= 0 and process.poll() is None:
+            if metrics.exists() and metrics.stat().st_size > size:
+                break
+            time.sleep(0.005)
+        time.sleep(abs(after_s))
         process.send_signal(signal.SIGKILL)
-        process.communicate()
-        return False
-    if process.returncode != 0:
+    _, talk = process.communicate()
+    if process.returncode > 0:
         raise SystemExit(talk.decode()[-2000:])
-    return True
+    return process.returncode == 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
     kills: list[int] = []
     with tempfile.TemporaryDirectory() as home:
-        whole, cut = Path(home) / "whole", Path(home) / "cut"
-        run(command(whole, options.steps, is_resumed=False))  # may have to make the warm start
-        again = Path(home) / "again"
-        start_s = time.monotonic()
-        run(command(again, options.steps, is_resumed=False))
-        whole_s = time.monotonic() - start_s
+        whole, again, cut = (Path(home) / name for name in ("whole", "again", "cut"))
+        run(command(whole, options.steps, is_resumed=False), whole, lambda: None)
+        run(command(again, options.steps, is_resumed=False), again, lambda: None)
+        rows = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
+        step_s = sum(row["time/step_s"] for row in rows) / len(rows)
+
+        def dies() -> float | None:
+            if len(kills) == options.kills:
+                return None
+            # One in five while it still starts.
+            return -rng.uniform(0, 4) if rng.random() < 0.2 else rng.uniform(0, 2.5 * step_s)
+
         is_done = False
         while not is_done:
-            checkpoints = cut / "checkpoints"
-            step = (latest_checkpoint(checkpoints) or (0,))[0]
+            step = (latest_checkpoint(cut / "checkpoints") or (0,))[0]
             arguments = command(cut, options.steps, is_resumed=step > 0)
-            may_die = len(kills) < options.kills
-            is_done = run(arguments, rng.uniform(0.2, 0.9) * whole_s if may_die else None)
+            is_done = run(arguments, cut / "metrics.jsonl", dies)
             if not is_done:
-                step = (latest_checkpoint(checkpoints) or (0,))[0]
+                step = (latest_checkpoint(cut / "checkpoints") or (0,))[0]
                 kills.append(step)
                 print(f"killed; the last checkpoint is of step {step}", file=sys.stderr)
-                if step == 0 and cut.exists():
-                    subprocess.run(["rm", "-r", str(cut)], check=True)
-                if step == options.steps:
-                    is_done = True
+                if step == 0:  # nothing to resume from
+                    shutil.rmtree(cut, ignore_errors=True)
         names = [whole, again, cut]
         weights = []
         for name in names:

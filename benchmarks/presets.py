@@ -1,13 +1,14 @@
 """Does every algorithm learn? Each preset from the same warm start, on `tir` and `math`.
 
-    python benchmarks/presets.py [--only ppo,gspo] [--envs tir] [--seeds 3] [--steps 20]
+    python benchmarks/presets.py [--only ppo,gspo] [--envs tir] [--seeds 3] [--steps 12]
                                  [--staleness 1] [--json]
 
 Whole runs of `areal-gym train` with the small policy: 8 groups of 8 episodes per step, trained on
 in two updates, one policy version behind. Without staleness and with one update, all clips, gates
 and masks would see ratios of 1, and many presets would be one.
 
-after    sampled accuracy on 256 held-out tasks: mean over the seeds, and their spread
+after    sampled accuracy over some 240 held-out episodes: mean over the seeds
+spread   of those accuracies
 reward   of the last three steps
 up       seeds that ended above the warm start
 CPU-s    of one run, its evaluations and its worker process included
@@ -16,6 +17,7 @@ CPU-s    of one run, its evaluations and its worker process included
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -26,18 +28,32 @@ from typing import Any
 
 from areal_gym.algorithms import PRESETS
 from areal_gym.config import RunConfig, load_config
+from areal_gym.envs.arithmetic import PHRASINGS
 from areal_gym.run import train
 from areal_gym.run.display import SilentDisplay
 from areal_gym.run.parts import Parts, policy_directory
 from areal_gym.rundir import RunDir
 
-ENVS = {"tir": ["env.id=tir"], "math": ["env.id=math", "env.kwargs.level=1"]}
+ENVS = ("tir", "math")
+SUMS = Path(tempfile.gettempdir()) / "areal-gym-sums.jsonl"
+"""Sums of two digits. Those of `math`'s own first level have carries, which the small policy does
+not learn in so few steps, whatever the algorithm."""
+
+
+def write_sums() -> None:
+    with SUMS.open("w") as file:
+        for phrasing in PHRASINGS:
+            for a, b in itertools.product(range(1, 10), repeat=2):
+                question = phrasing.format(f"{a} + {b}")
+                file.write(json.dumps({"question": question, "answer": str(a + b)}) + "\n")
 
 
 def settings(env: str, steps: int, staleness: int, *further: str) -> RunConfig:
     return load_config(
         overrides=[
-            *ENVS[env],
+            f"env.id={env}",
+            # There are 55 held-out sums: several episodes of each.
+            *([f"env.kwargs.path={SUMS}", "eval.num_samples=4"] if env == "math" else []),
             "engine.max_context=256",
             "engine.num_slots=64",
             "rollout.batch_groups=8",
@@ -122,11 +138,12 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PRESETS))
     parser.add_argument("--envs", default=",".join(ENVS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
+    write_sums()
     for env in options.envs.split(","):
         policy = warm_start(env)
         for name in options.only.split(","):

@@ -17,6 +17,7 @@ SETTINGS = {
     "rundir",
     "provenance",
     "learning_curve",
+    "objectives",
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}

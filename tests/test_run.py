@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from areal_gym.config import load_config
-from areal_gym.errors import ConfigError, NothingToDoError, RunExistsError
+from areal_gym.errors import ConfigError, NothingToDoError, RunExistsError, UsageError
 from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import build_decoder
@@ -127,6 +127,47 @@ def test_a_resumed_run_is_the_uninterrupted_one(policy, shaped_env, tmp_path):
         assert (tensor - weights[1][name]).abs().max() <= 1e-2 * moved
     assert moved > 0
     assert [row["step"] for row in RunDir(tmp_path / "cut").read_metrics()] == [1, 2, 3]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(policy, tmp_path):
+    run = RunDir(tmp_path / "run")
+    train(config_of(policy, "trainer.save_every=1", steps=3), run_dir=run.path)
+    file = run.checkpoints_dir / "step-000003" / "trainer" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:1000])
+    longer = config_of(policy, "trainer.save_every=1", steps=4)
+    with pytest.raises(ConfigError, match=r"step-000003.*__0_0\.distcp is truncated") as caught:
+        train(longer, run_dir=run.path, mode="resume")
+    assert "--resume --from-step 2" in caught.value.hints[0]
+    assert len(run.read_metrics()) == 3  # nothing was forgotten yet
+    with pytest.raises(UsageError, match="no checkpoint of step 1") as missing:
+        train(longer, run_dir=run.path, mode="resume", from_step=1)
+    assert missing.value.hints == ("it holds those of the steps 2, 3",)
+    summary = train(longer, run_dir=run.path, mode="resume", from_step=2)
+    assert summary["first_step"] == 3
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4]
+    names = {path.name for path in run.checkpoints_dir.iterdir() if not path.is_symlink()}
+    assert names == {"step-000003", "step-000004"}
+
+
+def test_the_best_checkpoint_is_kept_and_named(policy, shaped_env, tmp_path):
+    settings = (
+        "eval.every=1",
+        "eval.num_tasks=24",
+        "trainer.save_every=1",
+        "trainer.keep_checkpoints=1",
+    )
+    config = config_of(policy, *settings, env=shaped_env, steps=4)
+    summary = train(config, run_dir=tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    scores = {row["step"]: row["sampled"]["pass@1"] for row in run.read_evaluations()}
+    del scores[0]
+    best = max(scores, key=lambda step: (scores[step], step))
+    assert summary["best_checkpoint"] == f"checkpoints/step-{best:06d}"
+    assert (run.checkpoints_dir / "best").readlink().name == f"step-{best:06d}"
+    names = {path.name for path in run.checkpoints_dir.iterdir()}
+    assert names == {"best", f"step-{best:06d}", "step-000004"}
+    report = evaluate(config, checkpoint=run.checkpoints_dir / "best", num_tasks=4)
+    assert report.num_tasks == 4
 
 
 def test_asynchronous_training_keeps_its_bound(policy, tmp_path):

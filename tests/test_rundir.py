@@ -219,12 +219,15 @@ def test_rewind_forgets_what_lies_after_the_checkpoint(run):
     for step in (1, 2, 3):
         run.append_metrics({"step": step})
         run.save_trajectories([trajectory()], name=step)
+        (run.checkpoints_dir / f"step-{step:06d}").mkdir(parents=True)
     run.save_trajectories([trajectory()], name="eval-000000")
     run.save_summary({})
     run.rewind(2)
     assert [row["step"] for row in run.read_metrics()] == [1, 2]
     left = sorted(file.name for file in run.trajectories_dir.iterdir())
     assert left == ["eval-000000.jsonl", "step-000001.jsonl", "step-000002.jsonl"]
+    checkpoints = sorted(folder.name for folder in run.checkpoints_dir.iterdir())
+    assert checkpoints == ["step-000001", "step-000002"]
     assert not run.is_finished
 
 

@@ -87,7 +87,7 @@ class LiveDisplay(PlainDisplay):
         self._console = console
         self._done = 0
         self._detail = ""
-        self._rewards: list[float] = []
+        self._trend: list[float] = []
         self._last: Mapping[str, Any] = {}
         self._step = self._num_steps = 0
         self._stats: Callable[[], str] | None = None
@@ -117,7 +117,7 @@ class LiveDisplay(PlainDisplay):
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         """A training step ended: the panel shows it; every tenth also stays on the screen."""
         self._step, self._num_steps, self._last = step, total, dict(metrics)
-        self._rewards.append(metrics.get("reward/mean", 0.0))
+        self._trend.append(_progress(metrics)[1])
         self.advance(step)
         if step % 10 == 0 or step == total:
             self.say(step_line(step, total, metrics, _eta_s(step, total, metrics)))
@@ -143,11 +143,10 @@ class LiveDisplay(PlainDisplay):
             Text(self._detail),
         )
         rows.append(bar)
-        if self._rewards:
+        if self._trend:
+            name, value = _progress(self._last)
             rows.append(
-                Text.assemble(
-                    "reward ", (sparkline(self._rewards), "green"), f" {self._rewards[-1]:.2f}"
-                )
+                Text.assemble(f"{name} ", (sparkline(self._trend), "green"), f" {value:.2f}")
             )
         if self._last:
             rows.append(Text(_numbers(self._last), style="dim"))
@@ -163,14 +162,24 @@ class LiveDisplay(PlainDisplay):
 
 def step_line(step: int, total: int, metrics: Mapping[str, Any], eta_s: float) -> str:
     """One training step on one line."""
+    name, value = _progress(metrics)
     return (
-        f"step {step:>{len(str(total))}}/{total}  reward {metrics.get('reward/mean', 0.0):.3f}  "
-        f"{_numbers(metrics)}  eta {eta_s:.0f} s"
+        f"step {step:>{len(str(total))}}/{total}  {name} {value:.3f}  {_numbers(metrics)}  "
+        f"eta {eta_s:.0f} s"
     )
+
+
+def _progress(metrics: Mapping[str, Any]) -> tuple[str, float]:
+    """The number by which a person sees whether it learns."""
+    name = "accuracy" if "reward/mean" not in metrics else "reward"
+    return name, metrics.get("reward/mean", metrics.get("train/accuracy", 0.0))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> str:
     shown = [
+        *([] if "reward/mean" in metrics else [("loss", "train/loss", "{:.4f}")]),
+        ("margin", "train/margin", "{:.3f}"),
+        ("kl to teacher", "train/kl_teacher", "{:.4f}"),
         ("grad", "train/grad_norm", "{:.2f}"),
         ("clip", "train/clip_fraction", "{:.1%}"),
         ("entropy", "train/entropy", "{:.2f}"),

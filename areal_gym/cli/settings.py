@@ -12,6 +12,7 @@ import yaml
 from areal_gym.algorithms import PRESETS
 from areal_gym.config import RunConfig, load_config
 from areal_gym.errors import UsageError
+from areal_gym.objectives import OBJECTIVES, SUPERVISED
 from areal_gym.provenance import entries_used
 
 __all__ = ["describe", "require_env", "resolve", "to_yaml"]
@@ -64,12 +65,36 @@ def to_yaml(config: RunConfig) -> str:
 
 def describe(config: RunConfig) -> str:
     """What one step and the run amount to, and who provides the parts."""
+    lines = _describe_supervised(config) if config.objective in SUPERVISED else _describe_rl(config)
+    if config.objective != "rl":
+        lines.insert(0, f"objective: {config.objective}: {OBJECTIVES[config.objective]}")
+    lines += [
+        f"{entry.spec.kind}: {entry.id}, from {entry.plugin.source}"
+        for entry in entries_used(config)
+    ]
+    return "\n".join(lines)
+
+
+def _describe_supervised(config: RunConfig) -> list[str]:
+    data = config.data
+    source = data.file or (
+        f"{data.num_examples:,} examples made by the demonstrators of {config.env.id}"
+    )
+    return [
+        f"per step: {data.batch_size} examples, micro-batches of "
+        f"{config.trainer.tokens_per_microbatch:,} tokens; 1 optimizer update",
+        f"the run:  {config.steps} steps = {config.steps * data.batch_size:,} examples, from "
+        f"{source}",
+    ]
+
+
+def _describe_rl(config: RunConfig) -> list[str]:
     rollout, trainer = config.rollout, config.trainer
     num_trajectories = rollout.batch_groups * rollout.group_size
     most_tokens = num_trajectories * config.engine.max_context
     num_microbatches = math.ceil(most_tokens / trainer.tokens_per_microbatch)
     updates = f"{trainer.minibatches} optimizer update{'s' * (trainer.minibatches > 1)}"
-    lines = [
+    return [
         f"per step: {rollout.batch_groups} groups x {rollout.group_size} = {num_trajectories} "
         f"trajectories, at most {most_tokens:,} tokens = {num_microbatches} micro-batches of "
         f"{trainer.tokens_per_microbatch:,}; {updates}",
@@ -77,8 +102,3 @@ def describe(config: RunConfig) -> str:
         f"{rollout.max_in_flight} in flight, staleness at most {rollout.max_staleness}",
         f"algorithm: {trainer.algorithm}, {PRESETS[trainer.algorithm].summary}",
     ]
-    lines += [
-        f"{entry.spec.kind}: {entry.id}, from {entry.plugin.source}"
-        for entry in entries_used(config)
-    ]
-    return "\n".join(lines)

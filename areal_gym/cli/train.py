@@ -20,6 +20,7 @@ __all__ = ["train_command"]
 @click.command("train")
 @click.argument("overrides", nargs=-1, metavar="[key=value]...")
 @click.option("--env", help="The environment's id (areal-gym list envs).")
+@click.option("--objective", help="What is learned: rl (a reward), sft, dpo, rm or distill [rl].")
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
@@ -34,6 +35,9 @@ __all__ = ["train_command"]
     "--out", type=click.Path(path_type=Path), help="The run's directory [runs/ENV-DATE-TIME]."
 )
 @click.option("--resume", is_flag=True, help="Continue the run in --out.")
+@click.option(
+    "--from-step", type=int, help="With --resume: the checkpoint to go on from [the newest]."
+)
 @click.option("--clean", is_flag=True, help="Replace the run in --out.")
 @click.option("--dry-run", is_flag=True, help="Print the settings and what a step amounts to.")
 @common_options
@@ -42,6 +46,7 @@ def train_command(
     options: Options,
     overrides: tuple[str, ...],
     env: str | None,
+    objective: str | None,
     recipe: Path | None,
     agent: str | None,
     engine: str | None,
@@ -50,12 +55,16 @@ def train_command(
     seed: int | None,
     out: Path | None,
     resume: bool,
+    from_step: int | None,
     clean: bool,
     dry_run: bool,
 ) -> None:
-    """Improve a policy in an environment.
+    """Improve a policy in an environment, or from data.
 
     key=value sets anything: areal-gym train --env tir trainer.lr=1e-4 env.kwargs.level=3
+
+    With --objective sft, dpo or rm it learns from data.file=FILE (JSON lines), else from the
+    environment's demonstrators; with distill from teacher.model=DIR, in episodes.
 
     The order of precedence is: defaults, the recipe, flags, key=value.
     """
@@ -63,14 +72,17 @@ def train_command(
     from areal_gym.rundir import RunDir, new_run_path
 
     mode = _mode(resume, clean, out)
+    if from_step is not None and not resume:
+        raise UsageError("--from-step goes with --resume: it says where to go on")
     if mode == "resume" and recipe is None:
         assert out is not None
         recipe = _recipe_of(RunDir(out))
-    if not dry_run:
+    if not dry_run and not any(text.startswith("data.file=") for text in overrides):
         require_env(env, recipe, overrides)
     config = resolve(
         file=recipe,
         overrides=overrides,
+        objective=objective,
         env__id=env,
         agent__id=agent,
         engine__id=engine,
@@ -87,10 +99,12 @@ def train_command(
     from areal_gym import run
     from areal_gym.cli.display import make_display
 
-    run_dir = out or new_run_path(config.env.id)
+    is_plain_rl = config.objective == "rl"
+    label = config.env.id if is_plain_rl else f"{config.objective}-{config.env.id}"
+    run_dir = out or new_run_path(label)
     display = make_display(is_plain=options.is_plain)
     try:
-        run.train(config, run_dir=run_dir, mode=mode, display=display)
+        run.train(config, run_dir=run_dir, mode=mode, from_step=from_step, display=display)
     finally:
         display.close()
         # A name that was reserved, and a run that never wrote into it.

@@ -12,6 +12,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from areal_gym.config import TrainerConfig
@@ -53,7 +56,9 @@ class RayLearner(ProcessLearner):
         import ray
 
         self.decoder = decoder
-        rank = ray.remote(_Rank)
+        self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
+        # A checkpoint is waited for while the next step is being taken.
+        rank = ray.remote(concurrency_groups={"saved": 1})(_Rank)
         self._ranks = [
             rank.options(**cluster.options("rank", index)).remote(index)
             for index in range(config.num_ranks)
@@ -79,13 +84,29 @@ class RayLearner(ProcessLearner):
 
         for rank in self._ranks:
             ray.kill(rank)
+        self._saving.shutdown(wait=False)
+
+    def save(self, directory: Path) -> Future[None]:
+        """See `Learner.save`; all ranks write there, wherever they are."""
+        return super().save(directory.absolute())
+
+    def load(self, directory: Path) -> None:
+        """See `Learner.load`."""
+        super().load(directory.absolute())
+
+    def _saved(self) -> None:
+        (error,) = self._answers(
+            [self._ranks[0].written.options(concurrency_group="saved").remote()]
+        )
+        if error is not None:
+            raise error
 
     def _ask(self, what: str, *arguments: Any) -> Any:
         import ray
 
         shared = ray.put(arguments)  # once for all ranks of a machine
         answers = self._answers([rank.do.remote(what, shared) for rank in self._ranks])
-        if what == "step":
+        if what in ("step", "load"):
             (arrays,) = self._answers([self._ranks[0].weights.remote()])
             _take(self.decoder, arrays)
         return answers[0]
@@ -144,12 +165,13 @@ def _take(decoder: Decoder, arrays: dict[str, Any]) -> None:
 
 
 class _Rank:
-    """One rank; calls come one after the other."""
+    """One rank; but for `written`, calls come one after the other."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._whole: Decoder | None = None
         self._serving: Serving | None = None
+        self._written: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def pid(self) -> int:
         return os.getpid()
@@ -176,7 +198,14 @@ class _Rank:
             self._whole = Decoder(shape)
             _take(self._whole, arrays)
             self._serving = Serving(
-                self._rank, learner_class, self._whole, config, device, meeting, arguments
+                self._rank,
+                self._written.put,
+                learner_class,
+                self._whole,
+                config,
+                device,
+                meeting,
+                arguments,
             )
         except Exception as error:
             return readable(error)
@@ -189,6 +218,10 @@ class _Rank:
             return self._serving.do(what, *arguments)
         except Exception as error:
             return readable(error)
+
+    def written(self) -> BaseException | None:
+        """Wait until the checkpoint that was begun is on the disk; what is wrong, if anything."""
+        return self._written.get()
 
     def weights(self) -> dict[str, Any]:
         assert self._whole is not None

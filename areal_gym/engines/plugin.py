@@ -13,7 +13,7 @@ def register_engines() -> Iterable[EngineSpec]:
     yield EngineSpec(
         id="embedded",
         entry_point="areal_gym.engines.embedded:EmbeddedEngine",
-        summary="torch in this process, no server; Qwen2, Qwen3 and Llama shapes",
+        summary="torch in this process, no server; Qwen, Llama, Mistral and Gemma shapes",
     )
     yield EngineSpec(
         id="sglang",

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,19 @@ from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.modeling.hf_config import config_from_hf, config_to_hf
 
-__all__ = ["TOKENIZER_FILES", "load_checkpoint", "read_checkpoint", "save_checkpoint"]
+__all__ = [
+    "TOKENIZER_FILES",
+    "fresh_directory",
+    "is_reward_model",
+    "load_checkpoint",
+    "read_checkpoint",
+    "read_config",
+    "read_weights",
+    "require_whole_weights",
+    "save_checkpoint",
+    "write_checkpoint",
+    "write_file",
+]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -67,8 +80,42 @@ def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]
         ConfigError: as `load_checkpoint`.
     """
     path = Path(path)
-    config = config_from_hf(_read_json(path / "config.json", path))
-    shapes = {name: p.shape for name, p in Decoder(config, device="meta").named_parameters()}
+    facts = read_config(path)
+    if is_reward_model(facts):
+        raise ConfigError(
+            f"{path} holds a reward model, which scores dialogues and writes none",
+            hints=["name the checkpoint of a policy; a reward model grades: docs/objectives.md"],
+        )
+    config = config_from_hf(facts)
+    return config, read_weights(path, Decoder(config, device="meta"))
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The content of a checkpoint's `config.json`.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    return _read_json(path / "config.json", path)
+
+
+def is_reward_model(facts: Mapping[str, Any]) -> bool:
+    """Whether that `config.json` is of a model which classifies sequences."""
+    return any("SequenceClassification" in name for name in facts.get("architectures") or ())
+
+
+def read_weights(
+    path: Path, decoder: Decoder, *, without: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """The tensors in `path` that the decoder has, mapped; it is only looked at.
+
+    `without` are names that only one of the two has.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown or of another shape, or a file is damaged.
+    """
+    config = decoder.config
+    shapes = {name: p.shape for name, p in decoder.named_parameters() if name not in without}
     weights: dict[str, Tensor] = {}
     unknown: list[str] = []
     for file in _weight_files(path):
@@ -78,7 +125,7 @@ def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]
                     if name in shapes:
                         weights[name] = tensors.get_tensor(name)
                         _check_shape(name, weights[name].shape, shapes[name], file)
-                    elif not _is_redundant(name, config):
+                    elif name not in without and not _is_redundant(name, config):
                         unknown.append(name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read {file}: {error}") from None
@@ -93,7 +140,22 @@ def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]
             f"the weights in {path} do not fit its config.json ({'; '.join(parts)})",
             hints=[f"config.json says model_type {config.architecture!r}"],
         )
-    return config, weights
+    return weights
+
+
+def require_whole_weights(path: Path) -> None:
+    """Look whether a checkpoint's files are there and as long as they were written.
+
+    Raises:
+        ConfigError: one is missing or damaged; the message names it.
+    """
+    read_config(path)
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from None
 
 
 def save_checkpoint(
@@ -103,13 +165,13 @@ def save_checkpoint(
     tokenizer_dir: Path | str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+    """Write a checkpoint that `from_pretrained` of transformers loads.
 
     All or nothing: it is written beside `path` and renamed when it is on the disk. An older
     checkpoint at `path` is replaced; it is there until the new one is complete.
 
     Args:
-        decoder: the policy.
+        decoder: the policy, or a reward model.
         path: the directory to be.
         tokenizer_dir: a checkpoint whose tokenizer files are copied along.
         extra_files: further contents by file name, as complete as the rest.
@@ -117,25 +179,62 @@ def save_checkpoint(
     Raises:
         TrainError: the disk is full or cannot be written; nothing half-written is left.
     """
-    path = Path(path)
-    config = config_to_hf(decoder.config)
-    config["torch_dtype"] = str(next(decoder.parameters()).dtype).removeprefix("torch.")
-    weights = {name: _for_file(tensor) for name, tensor in decoder.named_parameters()}
+    with fresh_directory(Path(path)) as fresh:
+        weights = dict(decoder.named_parameters())
+        write_checkpoint(decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
+        for name, content in (extra_files or {}).items():
+            write_file(fresh / name, content)
+    return Path(path)
+
+
+def write_checkpoint(
+    decoder: Decoder,
+    weights: Mapping[str, Tensor],
+    directory: Path,
+    *,
+    tokenizer_dir: Path | str | None = None,
+) -> None:
+    """The files of `save_checkpoint`, into a directory that is there.
+
+    Args:
+        decoder: whose shape it is.
+        weights: its own, or copies of what they were.
+        directory: where the files go.
+        tokenizer_dir: a checkpoint whose tokenizer files are copied along.
+
+    Raises:
+        OSError, SafetensorError: the disk is full or cannot be written.
+    """
+    config = config_to_hf(decoder.config) | decoder.hf_changes()
+    config["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    write_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    if tokenizer_dir is not None:
+        for name in TOKENIZER_FILES:
+            source = Path(tokenizer_dir) / name
+            if source.is_file():
+                write_file(directory / name, source.read_bytes())
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, directory / _SINGLE, metadata={"format": "pt"})
+    _sync(directory / _SINGLE)
+
+
+@contextmanager
+def fresh_directory(path: Path) -> Iterator[Path]:
+    """An empty directory beside `path`, which takes its name at the end of the block.
+
+    What was at `path` is there until then; when the block fails, nothing else remains. Whoever
+    writes a file in it waits until that is on the disk.
+
+    Raises:
+        TrainError: the disk is full or cannot be written.
+    """
     fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
     old = fresh.with_suffix(".old")
     try:
         fresh.mkdir(parents=True)
-        _write(fresh / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        if tokenizer_dir is not None:
-            for name in TOKENIZER_FILES:
-                source = Path(tokenizer_dir) / name
-                if source.is_file():
-                    _write(fresh / name, source.read_bytes())
-        for name, content in (extra_files or {}).items():
-            _write(fresh / name, content)
-        save_file(weights, fresh / _SINGLE, metadata={"format": "pt"})
-        _sync(fresh / _SINGLE)
-        _sync(fresh)
+        yield fresh
+        for folder in (*filter(Path.is_dir, fresh.iterdir()), fresh):
+            _sync(folder)
         if path.exists():
             path.rename(old)
         fresh.rename(path)
@@ -151,7 +250,14 @@ def save_checkpoint(
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-    return path
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
+    with file.open("wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -196,17 +302,6 @@ def _is_redundant(name: str, config: DecoderConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (
         name == "lm_head.weight" and config.tie_word_embeddings
     )
-
-
-def _for_file(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
-
-
-def _write(file: Path, content: bytes) -> None:
-    with file.open("wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
 
 
 def _sync(path: Path) -> None:

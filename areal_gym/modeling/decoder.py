@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +103,8 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config)
             self.k_norm = RMSNorm(config.head_dim, config)
         # `Attend` divides the scores by sqrt(D), whatever the model wants.
-        self.query_scale = config.attention_scale * math.sqrt(config.head_dim)
+        wanted = config.query_pre_attn_scalar or config.head_dim
+        self.query_scale = math.sqrt(config.head_dim / wanted)
 
     def forward(self, x_NC: Tensor, cos_ND: Tensor, sin_ND: Tensor, attend: Attend) -> Tensor:
         """[N, C] -> [N, C]."""
@@ -219,6 +220,10 @@ class Decoder(nn.Module):
         """[V, C]: hidden states times this, transposed, are the logits."""
         head: Tensor = (self.lm_head or self.model.embed_tokens).weight
         return head
+
+    def hf_changes(self) -> dict[str, Any]:
+        """What its checkpoint's `config.json` says otherwise than for a policy."""
+        return {}
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, [N, C]; `logits` of these are the scores."""

@@ -3,5 +3,6 @@
 from areal_gym.rendering.dialogue import Dialogue, Prompt
 from areal_gym.rendering.renderer import Renderer
 from areal_gym.rendering.tokenizer import Tokenizer
+from areal_gym.rendering.transcript import Transcript, transcribe
 
-__all__ = ["Dialogue", "Prompt", "Renderer", "Tokenizer"]
+__all__ = ["Dialogue", "Prompt", "Renderer", "Tokenizer", "Transcript", "transcribe"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from areal_gym.rendering.template import ToolSchemas
 from areal_gym.types import Message
 
-__all__ = ["as_user", "describe"]
+__all__ = ["as_text", "as_user", "describe"]
 
 _HOW = """You may call these tools:
 {tools}
@@ -53,3 +53,16 @@ def as_user(messages: Sequence[Message]) -> list[Message]:
         changed.append({"role": "user", "content": content})
         is_answering = True
     return changed
+
+
+def as_text(message: Message) -> Message:
+    """An assistant's message with its calls written out in its content."""
+    calls = [
+        json.dumps(
+            {key: call["function"][key] for key in ("name", "arguments")},
+            ensure_ascii=False,
+        )
+        for call in message.get("tool_calls", [])
+    ]
+    parts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+    return {"role": "assistant", "content": "\n".join(part for part in parts if part)}

@@ -90,11 +90,19 @@ class Evaluations:
     log: Callable[[int, Mapping[str, Any]], None]
     """Told of each evaluation, besides `evaluations.jsonl`."""
     _task: asyncio.Task[CurvePoint] | None = field(default=None, init=False)
+    _step_under_way: int | None = field(default=None, init=False)
 
     @property
     def points(self) -> list[CurvePoint]:
         """All evaluations of the run so far, those before an interruption too."""
         return [_point(row) for row in self.directory.read_evaluations()]
+
+    def scores(self) -> dict[int, float | None]:
+        """Sampled held-out accuracy by step; None for the step that is being measured."""
+        measured: dict[int, float | None] = {point.step: point.sampled for point in self.points}
+        if self._step_under_way is not None:
+            measured.setdefault(self._step_under_way, None)
+        return measured
 
     def is_due(self, step: int) -> bool:
         """Whether the settings want an evaluation at this step, and none is on record."""
@@ -118,6 +126,7 @@ class Evaluations:
         await self.settle()
         snapshot = getattr(self.engine, "snapshot", None)
         engine = self.engine if snapshot is None else await snapshot()
+        self._step_under_way = step
         self._task = asyncio.create_task(self._in_background(step, engine))
 
     async def settle(self) -> None:
@@ -125,6 +134,7 @@ class Evaluations:
         task, self._task = self._task, None
         if task is not None:
             await task
+            self._step_under_way = None
 
     async def aclose(self) -> None:
         """Give up the evaluation under way."""

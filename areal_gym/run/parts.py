@@ -98,9 +98,10 @@ class Parts:
 
 
 def policy_directory(
-    config: RunConfig, parts: Parts, display: Display
+    config: RunConfig, parts: Parts | None, display: Display
 ) -> tuple[Path, dict[str, Any]]:
-    """Where the initial policy is, and how it came to be (for the starter policy).
+    """Where the initial policy is, and how it came to be (for the starter policy, which alone
+    needs `parts`).
 
     Raises:
         ConfigError: `engine.model` is no checkpoint directory.
@@ -116,6 +117,7 @@ def policy_directory(
                 ],
             )
         return directory, {}
+    assert parts is not None
     return _starter(config, parts, display)
 
 
@@ -193,9 +195,12 @@ def make_learner(
     }
     try_loss(arguments["loss"], trainer)
     learner_class = found.load("trainers", trainer.id)
+    if trainer.lora is not None:  # what is in `policy` has the adapter merged
+        policy = initial or policy
     if cluster is not None and trainer.runs_in != "thread":
         from areal_gym.distributed.ranks import RayLearner
 
+        arguments["reference"] = (initial or policy).absolute()
         return RayLearner(cluster, learner_class, load_checkpoint(policy), trainer, **arguments)
     overlaps = config.rollout.max_staleness > 0 and device.type == "cpu"
     is_apart = trainer.runs_in == "process" or (trainer.runs_in == "auto" and overlaps)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.config import RunConfig
-from areal_gym.errors import ConfigError, DataError, NothingToDoError
+from areal_gym.errors import ConfigError, DataError, NothingToDoError, UsageError
+from areal_gym.objectives import SUPERVISED
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.parts import Parts, close_learner, hash_of_policy, make_learner, policy_directory
 from areal_gym.rundir import RunDir
@@ -67,12 +68,18 @@ def replay(
     Raises:
         NothingToDoError: no step was recorded.
         DataError: the trajectories of a step are gone.
+        UsageError: it learned from fixed data.
         ConfigError: the initial policy is not the one that the run started with.
         GymError: see `areal_gym.errors`.
     """
     import torch
 
     shown = display or SilentDisplay()
+    if config.objective in SUPERVISED:
+        raise UsageError(
+            f"{source} has no episodes to replay: its objective is {config.objective}",
+            hints=["fixed data and a seed give the same run again: areal-gym train -c CONFIG"],
+        )
     run = RunDir(source)
     recorded = {row["step"]: row for row in run.read_metrics()}
     steps = sorted(recorded)[:num_steps]

@@ -18,6 +18,7 @@ from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError, LostRankError
 from areal_gym.learning_curve import draw_learning_curve
 from areal_gym.metrics import rss_mb
+from areal_gym.objectives import SUPERVISED
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.batch_metrics import batch_metrics
@@ -42,6 +43,8 @@ from areal_gym.run.parts import (
 from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
+from areal_gym.run.supervised import train_supervised
+from areal_gym.run.teacher import Taught, open_teacher
 from areal_gym.run.workers import open_workers
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.sandbox import shared_reports
@@ -52,7 +55,12 @@ __all__ = ["train"]
 
 
 def train(
-    config: RunConfig, *, run_dir: Path, mode: RunMode = "new", display: Display | None = None
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    mode: RunMode = "new",
+    from_step: int | None = None,
+    display: Display | None = None,
 ) -> dict[str, Any]:
     """Run the whole of it and return the summary, which is also in `summary.json`.
 
@@ -60,15 +68,20 @@ def train(
     run goes on from there.
 
     Interrupted (Ctrl-C), it saves a checkpoint of what was learned and raises KeyboardInterrupt;
-    `mode="resume"` goes on from there.
+    `mode="resume"` goes on from there, or from the checkpoint of `from_step`: what was learned
+    after that step is forgotten.
 
     Raises:
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
     """
+    if config.objective in SUPERVISED:
+        return train_supervised(
+            config, run_dir=run_dir, mode=mode, from_step=from_step, display=display
+        )
     _require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay())
     with RunDir.open(run_dir, mode) as directory:
-        return run.play_on(directory, is_resumed=mode == "resume")
+        return run.play_on(directory, is_resumed=mode == "resume", from_step=from_step)
 
 
 def _require_plain_sampling(config: RunConfig) -> None:
@@ -95,7 +108,9 @@ class _Training:
     config: RunConfig
     display: Display
 
-    def play_on(self, directory: RunDir, *, is_resumed: bool) -> dict[str, Any]:
+    def play_on(
+        self, directory: RunDir, *, is_resumed: bool, from_step: int | None
+    ) -> dict[str, Any]:
         """Play, and go on from the newest checkpoint when a rank of the trainer dies.
 
         Raises:
@@ -106,17 +121,26 @@ class _Training:
         went_on_from: int | None = None
         while True:
             try:
-                return asyncio.run(self.play(directory, is_resumed=is_resumed))
+                return asyncio.run(self.play(directory, is_resumed=is_resumed, from_step=from_step))
             except LostRankError as error:
                 found = latest_checkpoint(directory.checkpoints_dir)
                 if self.config.cluster.address is None or found is None or found[0] == went_on_from:
                     raise
-                went_on_from, is_resumed = found[0], True
+                went_on_from, is_resumed, from_step = found[0], True, None
                 self.display.say(f"{error}: going on from the checkpoint of step {went_on_from}")
 
-    async def play(self, directory: RunDir, *, is_resumed: bool) -> dict[str, Any]:
-        from areal_gym.trainer.checkpoint import latest_checkpoint, require_space, restore_learner
-        from areal_gym.trainer.weight_syncs import make_weight_sync
+    async def play(
+        self, directory: RunDir, *, is_resumed: bool, from_step: int | None
+    ) -> dict[str, Any]:
+        from areal_gym.trainer.checkpoint import (
+            checkpoint_of,
+            keep_checkpoints,
+            latest_checkpoint,
+            require_space,
+            require_whole,
+            restore_learner,
+        )
+        from areal_gym.trainer.weight_syncs import make_weight_sync, weights_for
 
         config, display = self.config, self.display
         used = entries_used(config)
@@ -126,27 +150,38 @@ class _Training:
         directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         policy, warm_start = policy_directory(config, parts, display)
         directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
-        done = 0
+        done, source = 0, policy
         found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
-        source = policy
+        if from_step is not None:
+            found = checkpoint_of(directory.checkpoints_dir, from_step)
         if found is not None:
             done, source = found
-            directory.rewind(done)
-            display.say(f"resumed at step {done} from {source}")
+            require_whole(source)
         async with AsyncExitStack() as stack:
             stack.callback(loggers.close)
             cluster = await stack.enter_async_context(open_cluster(config))
             learner = make_learner(config, source, initial=policy, cluster=cluster)
             stack.callback(close_learner, learner)
-            require_space(learner, directory.path)
-            rollout_state = None if found is None else restore_learner(learner, source)
-            engine, renderer = await stack.enter_async_context(open_engine(config, source, cluster))
+            rollout_state = None
+            if found is not None:
+                rollout_state = restore_learner(learner, source)
+                directory.rewind(done)
+                display.say(f"resumed at step {done} from {source}")
+            num_kept = config.trainer.keep_checkpoints
+            require_space(learner, directory.checkpoints_dir, num_kept)
+            # Adapters are published beside the base weights, which servers keep.
+            served = policy if config.trainer.weight_sync.id == "lora" else source
+            engine, renderer = await stack.enter_async_context(open_engine(config, served, cluster))
+            teacher = await stack.enter_async_context(open_teacher(config, policy))
             weight_sync = make_weight_sync(
-                engine, config.trainer.weight_sync, directory=directory.path / "weights"
+                engine,
+                config.trainer.weight_sync,
+                directory=directory.path / "weights",
+                lora=config.trainer.lora,
             )
             stack.push_async_callback(weight_sync.aclose)
             if done:
-                await weight_sync.publish(learner.weights(), done)
+                await weight_sync.publish(weights_for(weight_sync, learner), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
             player = await stack.enter_async_context(
@@ -168,14 +203,17 @@ class _Training:
                 weight_sync,
                 evaluations,
                 loggers,
+                teacher,
                 policy,
                 done,
                 rollout_state,
                 player,
             )
             after = await evaluations.at(config.steps)
+            best = keep_checkpoints(directory.checkpoints_dir, num_kept, evaluations.scores())
         before = evaluations.points[0]
         summary = {
+            "objective": config.objective,
             "env": config.env.id,
             "heldout_before": before.sampled,
             "heldout_after": after.sampled,
@@ -190,6 +228,7 @@ class _Training:
             "seed": config.seed,
             "warm_start": warm_start,
             "checkpoint": f"checkpoints/step-{config.steps:06d}",
+            "best_checkpoint": None if best is None else f"checkpoints/{best}",
             "version": __version__,
         }
         self._conclude(directory, evaluations, summary)
@@ -205,9 +244,11 @@ class _Training:
         version: int,
     ) -> None:
         """Engine and trainer must be the same model before the first token is trained on."""
+        from areal_gym.trainer.weight_syncs import weights_for
+
         config, display = self.config, self.display
         if getattr(engine, "take_over", False):
-            await weight_sync.publish(learner.weights(), version)
+            await weight_sync.publish(weights_for(weight_sync, learner), version)
         gap = await measure_gap(config, parts, engine, renderer, learner)
         require_agreement(gap, config)
         display.say(f"engine and trainer agree: log-probabilities differ by {gap}")
@@ -227,6 +268,7 @@ class _Training:
         weight_sync: Any,
         evaluations: Evaluations,
         loggers: Loggers,
+        teacher: Any,
         tokenizer_dir: Path,
         done: int,
         rollout_state: Mapping[str, Any] | None,
@@ -234,6 +276,7 @@ class _Training:
     ) -> float:
         """Train to the end; saves what was learned, also when it is interrupted."""
         from areal_gym.trainer.loop import train_loop
+        from areal_gym.trainer.weight_syncs import weights_for
 
         config, display = self.config, self.display
         first_step = done + 1
@@ -259,6 +302,7 @@ class _Training:
             directory.save_trajectories((t for group in groups for t in group), name=step)
             loggers.log(step, row)
             display.step(step, config.steps, row)
+            saver.settle()
             if config.trainer.save_every and step % config.trainer.save_every == 0:
                 await saver.save(step)
             if evaluations.is_due(step) and step < config.steps:
@@ -270,7 +314,7 @@ class _Training:
         # Groups from a journal were sampled in other company: to the last bit, they must be played.
         journal = None if config.deterministic else Journal(directory.journal_file)
         if config.deterministic:  # what the engine has cached so far came in any order
-            await weight_sync.publish(learner.weights(), done)
+            await weight_sync.publish(weights_for(weight_sync, learner), done)
         runner = RolloutRunner(
             parts.make_env,
             parts.agent,
@@ -294,13 +338,15 @@ class _Training:
             tokenizer_dir,
             runner.state,
             on_saved=lambda state: None if journal is None else journal.checkpoint(state),
+            scores=evaluations.scores,
+            num_kept=config.trainer.keep_checkpoints,
             saved_step=done,
         )
         try:
             async with runner:
                 display.watch(lambda: _waiting(runner.stats()))
                 await train_loop(
-                    runner,
+                    runner if teacher is None else Taught(runner, teacher),
                     learner,
                     weight_sync,
                     num_steps=config.steps,
@@ -361,6 +407,9 @@ class _Training:
         )
         display.say(f"curve:     {directory.learning_curve_file}")
         display.say(f"policy:    {directory.path / summary['checkpoint']}")
+        if summary["best_checkpoint"] not in (None, summary["checkpoint"]):
+            where = directory.checkpoints_dir / "best"
+            display.say(f"best:      {where} ({summary['best_checkpoint']})")
         display.say(f"next:      areal-gym eval --env {summary['env']} --run {directory.path} -k 4")
 
 

@@ -32,6 +32,7 @@ async def open_workers(
     if cluster is None or not config.cluster.rollout_workers:
         yield None
         return
+    policy = policy.absolute()  # workers have a directory of their own
     async with AsyncExitStack() as stack:
         if isinstance(engine, SGLangEngine):
             urls = [member.server.url for member in engine.members]

@@ -50,6 +50,8 @@ class Cell:
         self._loop = asyncio.get_running_loop()
         self._channel = channel
         self._outputs = (stdout, stderr)
+        self._heard: set[int] = set()
+        """Those of them that the loop listens to."""
         self._kill = kill
         self._ready = self._loop.create_future()
         self._exit: Exit | None = None
@@ -70,8 +72,10 @@ class Cell:
         """
         await self._wait_until_ready()
         call = self._call = _Call(limits, is_fresh, self._loop.create_future())
-        for fd, capture in zip(self._outputs, call.captures, strict=True):
-            self._loop.add_reader(fd, self._on_output, fd, capture)
+        for fd in self._outputs:
+            if fd not in self._heard:
+                self._heard.add(fd)
+                self._loop.add_reader(fd, self._on_output, fd)
         started = time.monotonic()
         deadline = self._loop.call_later(limits.wall_s, self._stop, SandboxStatus.TIMEOUT)
         try:
@@ -87,7 +91,6 @@ class Cell:
             self._call = None
             if self._channel.fileno() >= 0:
                 for fd, capture in zip(self._outputs, call.captures, strict=True):
-                    self._loop.remove_reader(fd)
                     capture.drain(fd)
         elapsed_s = time.monotonic() - started
         if self._exit is not None:
@@ -164,8 +167,11 @@ class Cell:
             if not self._call.is_fresh:
                 self._call.finish()
 
-    def _on_output(self, fd: int, capture: _Capture) -> None:
-        if not capture.read(fd):
+    def _on_output(self, fd: int) -> None:
+        capture = None if self._call is None else self._call.captures[fd == self._outputs[1]]
+        if capture is None or not capture.read(fd):
+            # Its end; or a thread that a session left behind, which the next call will hear.
+            self._heard.discard(fd)
             self._loop.remove_reader(fd)
         elif capture.num_lost > _FLOOD_BYTES:
             self._stop(SandboxStatus.OUTPUT)

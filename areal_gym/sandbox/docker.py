@@ -40,6 +40,7 @@ LABEL = "areal-gym.sandbox"
 _USUAL_HOST = "unix:///var/run/docker.sock"
 _HOME = "/areal-gym"  # where a container sees our socket and the worker's modules
 _SCRATCH = "/tmp/areal-gym"
+_PREFIX = "areal-gym-container-"  # of the directory of a socket, while its container starts
 _START_S = 60.0
 _SERVER_MB = 96
 _SERVER_PROCESSES = 8
@@ -167,8 +168,10 @@ class DockerSandbox(ForkingSandbox):
 
     def _forget(self) -> None:
         _close_all(self._containers)
-        for idle in self._idle.values():
+        for has_modules, idle in self._idle.items():
             idle.clear()
+            self._is_stocking[has_modules] = False
+        self._tasks.clear()
 
     def _checked(self, limits: SandboxLimits | None) -> SandboxLimits:
         for name in ("memory_mb", "num_processes"):
@@ -253,7 +256,7 @@ class DockerSandbox(ForkingSandbox):
             if self._client is None:
                 self._client = await asyncio.to_thread(connect)
                 await asyncio.to_thread(_remove_abandoned, self._client)
-        directory = Path(tempfile.mkdtemp(prefix="areal-gym-"))
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         try:
             # Whoever runs in the container may pass, and nobody else gets as far as here.
             place = directory / "socket"
@@ -268,9 +271,7 @@ class DockerSandbox(ForkingSandbox):
                 control = await _accept(listener, engine_side, self.image)
         finally:
             shutil.rmtree(directory)
-        await asyncio.to_thread(engine_side.reload)
-        pid = int(engine_side.attrs["State"]["Pid"])
-        container = _Container(has_modules, pid)
+        container = _Container(has_modules, int(engine_side.attrs["State"]["Pid"]))
         zygote = await Zygote.start(control, container, num_warm=1, is_exclusive=True)
         self._containers[zygote] = container
         return zygote
@@ -319,6 +320,7 @@ class DockerSandbox(ForkingSandbox):
                 auto_remove=True,
             )
             container.start()
+            container.reload()  # now it has a pid
         except docker.errors.ImageNotFound:
             raise SandboxError(
                 f"the engine has no image {self.image!r}",
@@ -333,6 +335,9 @@ class DockerSandbox(ForkingSandbox):
                 f"no container of {self.image!r} could be started: {error}",
                 hints=("the engine must run on this machine: it mounts a socket of ours",),
             ) from error
+        finally:
+            # It keeps a connection for each address, of which every container has several.
+            self._client.close()
         return container
 
 
@@ -360,18 +365,26 @@ class _Container:
 async def _accept(listener: socket.socket, container: Any, image: str) -> socket.socket:
     """The connection that comes out of the container."""
     import docker
+    import requests
 
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_S
-    while loop.time() < deadline:
-        with contextlib.suppress(TimeoutError):
-            return (await asyncio.wait_for(loop.sock_accept(listener), 1.0))[0]
-        try:
+    accepting = loop.create_task(loop.sock_accept(listener))
+    reason = f"not within {_START_S:g} s"
+    try:
+        while loop.time() < deadline:
+            await asyncio.wait({accepting}, timeout=1.0)
+            if accepting.done():
+                return accepting.result()[0]
             await asyncio.to_thread(container.reload)
-        except docker.errors.NotFound:
-            break
+    except docker.errors.NotFound:
+        reason = "it has ended"
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        reason = str(error)
+    finally:
+        accepting.cancel()
     raise SandboxError(
-        f"a container of {image!r} started and did not answer",
+        f"a container of {image!r} started and did not answer: {reason}",
         hints=("does the image have python3 in PATH, 3.9 or later?",),
     )
 
@@ -394,17 +407,22 @@ def _remove_all(client: Any, id: str) -> None:
 
 
 def _remove_abandoned(client: Any) -> None:
-    """Remove containers whose owner was killed before it could start them.
+    """Remove what is left of owners that were killed while they started a container.
 
-    All others end, and the engine removes them, when the socket of their owner closes.
+    All other containers end, and the engine removes them, when the socket of their owner closes.
     """
     import docker
 
+    oldest = time.time() - _ABANDONED_S
     filters = {"label": LABEL, "status": "created"}
     for container in client.containers.list(all=True, sparse=True, filters=filters):
-        if time.time() - container.attrs["Created"] > _ABANDONED_S:
+        if container.attrs["Created"] < oldest:
             with contextlib.suppress(docker.errors.APIError):
                 container.remove(force=True)
+    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/socket"):
+        with contextlib.suppress(OSError):
+            if place.stat().st_mtime < oldest:
+                shutil.rmtree(place.parent)
 
 
 def _close_all(containers: dict[Zygote, _Container]) -> None:

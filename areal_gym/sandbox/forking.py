@@ -90,8 +90,7 @@ class ForkingSandbox(ABC):
     ) -> SandboxResult:
         zygote = await self._lease(code)
         try:
-            # What ended a waiting cell may have ended the others, unheard of as yet.
-            cell = zygote.spawn() if is_retry else zygote.take()
+            cell = zygote.take(is_retry=is_retry)
             return await cell.execute(code, limits, is_fresh=True)
         finally:
             self._release(zygote)
@@ -180,7 +179,7 @@ class ForkingSession:
             sandbox._places.release()
             raise
         try:
-            cell = zygote.spawn() if is_retry else zygote.take()
+            cell = zygote.take(is_retry=is_retry)
         except BaseException:
             sandbox._release(zygote)
             sandbox._places.release()

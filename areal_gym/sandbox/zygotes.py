@@ -93,9 +93,14 @@ class Zygote:
         zygote.refill()
         return zygote
 
-    def take(self) -> Cell:
-        """A cell that nobody has used: a waiting one, or a new one."""
-        while self._warm:
+    def take(self, *, is_retry: bool = False) -> Cell:
+        """A cell that nobody has used: a waiting one, or a new one.
+
+        Args:
+            is_retry: another cell was just lost. What ended it may have ended the waiting ones,
+                unheard of as yet.
+        """
+        while self._warm and (self._is_exclusive or not is_retry):
             cell = self._warm.popleft()
             if cell.is_alive:
                 return cell

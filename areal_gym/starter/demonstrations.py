@@ -25,9 +25,14 @@ __all__ = [
     "Demonstration",
     "Demonstrator",
     "demonstrate",
+    "demonstrate_pair",
     "demonstrators_for",
     "perfect_demonstration",
 ]
+
+_MAX_TASKS = 100
+_MAX_ATTEMPTS = 8
+"""Demonstrations of one task that are looked at for one of another reward."""
 
 Said = list[tuple[str, str | None]]
 """Turns: what the demonstrator says, and the tool's answer to it (None after the last)."""
@@ -86,12 +91,41 @@ def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
     return _gold(env, rng)
 
 
-def demonstrate(env: TextEnv, rng: random.Random) -> Demonstration:
-    """One demonstration of a training task, by a demonstrator drawn by share."""
+def demonstrate(env: TextEnv, rng: random.Random, *, split: str = "train") -> Demonstration:
+    """One demonstration of a task, by a demonstrator drawn by share."""
+    chosen = _draw(env, rng)
+    env.reset(seed=rng.getrandbits(32), options={"split": split})
+    return chosen.play(env, rng)
+
+
+def demonstrate_pair(
+    env: TextEnv, rng: random.Random, *, split: str = "train"
+) -> tuple[Demonstration, Demonstration]:
+    """A better and a worse demonstration of one task, by demonstrators drawn by share.
+
+    Raises:
+        UsageError: no two demonstrations of one task have different rewards.
+    """
+    for _ in range(_MAX_TASKS):
+        env.reset(seed=rng.getrandbits(32), options={"split": split})
+        task = env.task
+        first = _draw(env, rng).play(env, rng)
+        for _ in range(_MAX_ATTEMPTS):
+            env.reset(options={"task": task})
+            other = _draw(env, rng).play(env, rng)
+            if other.reward != first.reward:
+                return (first, other) if first.reward > other.reward else (other, first)
+    raise UsageError(
+        f"the demonstrators of {type(env).__name__} are all alike: {_MAX_TASKS} tasks gave no two "
+        "demonstrations with different rewards",
+        hints=["bring pairs: data.file=FILE"],
+    )
+
+
+def _draw(env: TextEnv, rng: random.Random) -> Demonstrator:
     demonstrators = demonstrators_for(env)
     (chosen,) = rng.choices(demonstrators, weights=[d.share for d in demonstrators])
-    env.reset(seed=rng.getrandbits(32), options={"split": "train"})
-    return chosen.play(env, rng)
+    return chosen
 
 
 # ---- tir: who uses the tool, and how well ----------------------------------------------------

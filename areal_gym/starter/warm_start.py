@@ -4,8 +4,9 @@
 
 The learning rate is held until the policy copies exactly (an expression into a call, a result into
 an answer) on nine probes of ten, because the step at which copying appears depends on the seed;
-then it decays. The result is a Hugging Face checkpoint, cached under a key of everything that made
-it, so that the second run starts at once.
+then it decays. Imitation is supervised fine-tuning (`areal_gym.trainer.objectives.sft`). The result
+is a Hugging Face checkpoint, cached under a key of everything that made it, so that the second run
+starts at once.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from areal_gym.starter.demonstrations import (
     perfect_demonstration,
 )
 from areal_gym.starter.tokenizer import build_tokenizer, save_tokenizer
-from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.optimizer import Optimizer
-from areal_gym.trainer.packing import Row, pack, split_by_tokens
+from areal_gym.trainer.examples import Example, TokenRow
+from areal_gym.trainer.objectives.sft import Sft
+from areal_gym.trainer.supervised import Supervised
 from areal_gym.types import content_hash
 
 __all__ = ["Recipe", "StarterPolicy", "cache_directory", "prepare_starter"]
@@ -190,27 +191,24 @@ class _Encoder:
         self._renderer = renderer
         self._schemas = [tool.schema() for tool in env.tools]
 
-    def row(
-        self, shown: Demonstration, *, skip_first: bool = False
-    ) -> tuple[Row, tuple[bool, ...]]:
+    def example(self, shown: Demonstration, *, skips_first: bool = False) -> Example:
         """Token ids and which of them the demonstrator wrote.
 
-        `skip_first` leaves out the first token of each turn: what kind of turn to write is the
+        `skips_first` leaves out the first token of each turn: what kind of turn to write is the
         demonstrator's choice, and no measure of skill.
         """
         end = self._renderer.end_of_turn_id
         ids = self._renderer.first_ids(shown.first_messages, self._schemas)
-        num_prompt = len(ids)
-        mask = [False] * num_prompt
+        mask = [False] * len(ids)
         for turn, text in enumerate(shown.texts):
             said = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]
             ids += said
-            mask += [not skip_first] + [True] * (len(said) - 1)
+            mask += [not skips_first] + [True] * (len(said) - 1)
             if turn < len(shown.replies):
                 bridge = self._renderer.bridge_ids(end, shown.replies[turn])
                 ids += bridge
                 mask += [False] * len(bridge)
-        return Row(token_ids=ids), tuple(mask)
+        return (TokenRow(token_ids=tuple(ids), mask=tuple(mask)),)
 
 
 # ---- imitation -------------------------------------------------------------------------------
@@ -237,12 +235,16 @@ def _imitate(
     decoder: Decoder, encoder: _Encoder, recipe: Recipe, seed: int, on_progress: Progress | None
 ) -> dict[str, Any]:
     rng = random.Random(seed)
-    optimizer = Optimizer(
-        decoder, TrainerConfig(optimizer="muon", lr=recipe.lr, muon_lr=recipe.muon_lr)
+    settings = TrainerConfig(
+        optimizer="muon",
+        lr=recipe.lr,
+        muon_lr=recipe.muon_lr,
+        warmup_steps=recipe.warmup_steps,
     )
+    learner = Supervised(decoder, settings, Sft())
     probe_rng = random.Random(5)
     probes = [
-        encoder.row(perfect_demonstration(encoder.env, probe_rng), skip_first=True)
+        encoder.example(perfect_demonstration(encoder.env, probe_rng), skips_first=True)
         for _ in range(recipe.num_probes)
     ]
     rewards: dict[str, list[float]] = {}
@@ -253,16 +255,16 @@ def _imitate(
         shown = [demonstrate(encoder.env, rng) for _ in range(recipe.batch_size)]
         for demonstration in shown:
             rewards.setdefault(demonstration.demonstrator_id, []).append(demonstration.reward)
-        loss = _imitation_gradient(decoder, [encoder.row(d) for d in shown])
-        scale = min(1.0, (step + 1) / recipe.warmup_steps)
+        scale = 1.0
         if left is not None:
-            scale *= recipe.end_scale + (1 - recipe.end_scale) * left / recipe.decay_steps
+            scale = recipe.end_scale + (1 - recipe.end_scale) * left / recipe.decay_steps
             left -= 1
-        optimizer.step(scale)
+        loss = learner.step([encoder.example(d) for d in shown], scale)["train/loss"]
         step += 1
         is_probed = left is None and step >= recipe.min_hold_steps
         if (is_probed and step % recipe.probe_every == 0) or left == 0:
-            skill = _skill(decoder, probes)
+            # Share of the probes in which every marked token is the likeliest one.
+            skill = learner.evaluate(probes)["exact"]
         if left is None and (
             (is_probed and skill >= recipe.skill_gate) or step >= recipe.max_hold_steps
         ):
@@ -284,41 +286,14 @@ def _imitate(
     }
 
 
-def _imitation_gradient(
-    decoder: Decoder, rows: list[tuple[Row, tuple[bool, ...]]], budget: int = 4096
-) -> float:
-    num_trained = sum(sum(mask) for _, mask in rows)
-    total = 0.0
-    for part in split_by_tokens([row for row, _ in rows], budget):
-        batch = pack([rows[i][0] for i in part])
-        scores = score_tokens(decoder, batch, [rows[i][1] for i in part])
-        loss = -scores.logprobs.sum() / num_trained
-        loss.backward()
-        total += float(loss.detach())
-    return total
-
-
-@torch.no_grad()
-def _skill(decoder: Decoder, probes: list[tuple[Row, tuple[bool, ...]]]) -> float:
-    """Share of the probes in which every marked token is the most likely one."""
-    batch = pack([row for row, _ in probes])
-    hidden_NC = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
-    likeliest_N = (hidden_NC @ decoder.lm_head_weight.T).argmax(-1)
-    num_exact = 0
-    for index, (row, mask) in zip(batch.row_index, probes, strict=True):
-        num_exact += all(
-            int(likeliest_N[index[t - 1]]) == row.token_ids[t]
-            for t, is_marked in enumerate(mask)
-            if is_marked
-        )
-    return num_exact / len(probes)
-
-
 # ---- cache -----------------------------------------------------------------------------------
 
 
 _MAKERS = ("starter", "modeling", "envs")
-_TRAINER_FILES = ("objective.py", "optimizer.py", "packing.py")
+_TRAINER_FILES = (
+    *("examples.py", "objective.py", "optimizer.py", "packing.py", "supervised.py"),
+    "objectives/sft.py",
+)
 """What of the trainer imitation uses: a new policy loss must not cost anybody a warm start."""
 
 

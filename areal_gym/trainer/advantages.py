@@ -63,6 +63,10 @@ class AdvantageInputs:
     final_values_G: Tensor | None = None
     """The critic's prediction after the last token of a truncated trajectory, 0 for one that came
     to its end."""
+    old_logprobs_T: Tensor | None = None
+    """Recorded while sampling."""
+    teacher_logprobs_T: Tensor | None = None
+    """A teacher's, of the same tokens."""
     penalties_T: Tensor | None = None
     """What each token costs: the KL in the reward. `estimate` takes it off `rewards_T`; where an
     estimator does not look at those, each token's and all later penalties are taken off its
@@ -74,7 +78,7 @@ class AdvantageInputs:
         turn_rewards: Sequence[Sequence[float]],
         turn_lengths: Sequence[Sequence[int]],
         group_ids: Sequence[int],
-        **critic: Tensor,
+        **further: Tensor,
     ) -> Self:
         """The inputs of trajectories, each with the reward and the policy tokens of its turns.
 
@@ -98,7 +102,7 @@ class AdvantageInputs:
             rewards_T=torch.tensor(rewards, dtype=torch.float64),
             trajectory_ids_T=torch.tensor(trajectory_ids, dtype=torch.long),
             turn_ids_T=torch.tensor(turn_ids, dtype=torch.long),
-            **critic,
+            **further,
         )
 
 
@@ -135,8 +139,9 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
     given = {key: value for key in further if (value := getattr(inputs, key)) is not None}
     for key in sorted(further - given.keys()):
         if keywords[key].default is inspect.Parameter.empty:
+            who = "trainer has no critic" if "values" in key else "batch has no teacher"
             raise ConfigError(
-                f"the advantage estimator {name} needs {key}, and the trainer has no critic",
+                f"the advantage estimator {name} needs {key}, and the {who}",
                 hints=["trainer.advantage=grpo needs none"],
             )
     found = estimator(inputs.rewards_G, inputs.group_ids_G, **given, **settings)

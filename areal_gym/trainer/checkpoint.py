@@ -1,38 +1,47 @@
 """Checkpoints of a run: the policy in Hugging Face's layout, and what training needs to go on.
 
     checkpoints/step-000010/      config.json, model.safetensors, tokenizer files
-                trainer.pt        optimizer states, number of steps
+                trainer/          states of optimizer and critic, counters (`trainer.states`)
                 trainer.json      the step, and which tasks come next
+    checkpoints/best              a link to the best of those that were measured
 
-A new checkpoint is a new directory, which appears whole; then all but the last two are deleted.
+A new checkpoint is a new directory, which appears whole. `keep_checkpoints` deletes old ones.
 """
 
 from __future__ import annotations
 
-import io
 import json
+import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from areal_gym.errors import ConfigError, TrainError
-from areal_gym.modeling.checkpoint import save_checkpoint
+from areal_gym.errors import ConfigError, GymError, TrainError, UsageError
+from areal_gym.modeling.checkpoint import (
+    fresh_directory,
+    require_whole_weights,
+    write_checkpoint,
+    write_file,
+)
 from areal_gym.trainer.learner import Learner
+from areal_gym.trainer.states import require_whole_states
 
 __all__ = [
     "checkpoint_name",
+    "checkpoint_of",
+    "keep_checkpoints",
     "latest_checkpoint",
     "require_space",
+    "require_whole",
     "restore_learner",
     "save_learner",
 ]
 
 _NAME = re.compile(r"step-(\d{6,})")
-_KEPT = 2
+_STATES, _FACTS = "trainer", "trainer.json"
 
 
 def checkpoint_name(step: int) -> str:
@@ -46,76 +55,174 @@ def save_learner(
     step: int,
     tokenizer_dir: Path,
     rollout_state: Mapping[str, Any] | None = None,
+    *,
+    on_copied: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write checkpoint `step` below `directory` and return its path.
 
-    `rollout_state` (JSON) says which tasks come next; `restore_learner` gives it back.
+    Args:
+        learner: what is saved; nobody else may use it before `on_copied` is called.
+        directory: of the run's checkpoints.
+        step: how many were taken.
+        tokenizer_dir: a checkpoint whose tokenizer files belong to the policy.
+        rollout_state: (JSON) says which tasks come next; `restore_learner` gives it back.
+        on_copied: called when everything is copied: the learner may go on and change.
 
     Raises:
         TrainError: the disk is full or not writable; earlier checkpoints are as they were.
     """
+    path = directory / checkpoint_name(step)
     facts = {"step": step, "rollout": dict(rollout_state or {})}
-    states = io.BytesIO()
-    torch.save(learner.state_dict(), states)
-    path = save_checkpoint(
-        learner.decoder,
-        directory / checkpoint_name(step),
-        tokenizer_dir=tokenizer_dir,
-        extra_files={
-            "trainer.pt": states.getvalue(),
-            "trainer.json": (json.dumps(facts) + "\n").encode(),
-        },
-    )
-    for old in _all(directory)[:-_KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+    with fresh_directory(path) as fresh:
+        states = learner.save(fresh / _STATES)
+        try:
+            weights = {name: w.detach().to("cpu", copy=True) for name, w in learner.weights()}
+            on_copied()
+            write_checkpoint(learner.decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
+            write_file(fresh / _FACTS, (json.dumps(facts) + "\n").encode())
+        finally:
+            wait([states])  # nobody may be writing into what is going to be deleted
+        states.result()
     return path
 
 
-def require_space(learner: Learner, directory: Path) -> None:
-    """Refuse to begin what could not be saved: room for two checkpoints and the one being written.
+def keep_checkpoints(
+    directory: Path, newest: int, scores: Mapping[int, float | None]
+) -> str | None:
+    """Delete all checkpoints but the `newest`, the best, and those that are being measured.
+
+    Args:
+        directory: of the run's checkpoints.
+        newest: how many; at least one, which a resumed run needs.
+        scores: of the policy after each step that was measured; None while it is being measured.
+
+    Returns:
+        The name of the best one, which `best` links to; None when none of them was measured.
+    """
+    checkpoints = {_step(path): path for path in _all(directory)}
+    measured = [(s, step) for step, s in scores.items() if s is not None and step in checkpoints]
+    best = checkpoints[max(measured)[1]] if measured else None
+    if best is not None:
+        link = directory / ".best.new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(best.name)
+        os.replace(link, directory / "best")
+    for path in list(checkpoints.values())[:-newest]:
+        if path != best and scores.get(_step(path), 0.0) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+    return None if best is None else best.name
+
+
+def require_space(learner: Learner, directory: Path, num_kept: int) -> None:
+    """Refuse to begin what could not be saved.
+
+    Room is needed for the checkpoints that are kept, the best one and the one being written.
 
     Raises:
         TrainError: the disk has too little room left.
     """
+    missing = max(1, num_kept + 2 - len(_all(directory)))
     # Weights and two Adam states, all float32.
-    needed = 3 * 3 * 4 * sum(p.numel() for p in learner.decoder.parameters())
-    free = shutil.disk_usage(directory).free
+    needed = missing * 3 * 4 * sum(p.numel() for p in learner.decoder.parameters())
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise TrainError(
-            f"{directory} has {free / 1e6:.1f} MB left, but checkpoints need {needed / 1e6:.1f} MB",
-            hints=["free some space, or choose another disk with --out"],
+            f"{existing} has {free / 1e6:.1f} MB left, but checkpoints need {needed / 1e6:.1f} MB",
+            hints=[
+                "free some space, or choose another disk with --out",
+                f"fewer of them: trainer.keep_checkpoints=1 (it is {num_kept})",
+            ],
         )
 
 
 def latest_checkpoint(directory: Path) -> tuple[int, Path] | None:
     """The newest checkpoint's step and path."""
     found = _all(directory)
-    return (int(found[-1].name.removeprefix("step-")), found[-1]) if found else None
+    return (_step(found[-1]), found[-1]) if found else None
+
+
+def checkpoint_of(directory: Path, step: int) -> tuple[int, Path]:
+    """The checkpoint of a step.
+
+    Raises:
+        UsageError: there is none of that step.
+    """
+    path = directory / checkpoint_name(step)
+    if not path.is_dir():
+        existing = ", ".join(str(_step(other)) for other in _all(directory))
+        raise UsageError(
+            f"{directory} holds no checkpoint of step {step}",
+            hints=[f"it holds those of the steps {existing}"] if existing else [],
+        )
+    return step, path
+
+
+def require_whole(path: Path) -> None:
+    """Refuse a checkpoint that nobody can continue from, before anything is made of it.
+
+    Raises:
+        ConfigError: a file is missing, cut off or no longer readable, which the message names; or
+            it was written by a version that wrote other files.
+    """
+    try:
+        if (path / "trainer.pt").exists() and not (path / _STATES).exists():
+            raise ConfigError("trainer.pt was written by an older version of areal-gym")
+        require_whole_weights(path)
+        require_whole_states(path / _STATES)
+        _read_facts(path)
+    except GymError as error:
+        raise _unusable(path, error) from error
 
 
 def restore_learner(learner: Learner, path: Path) -> dict[str, Any] | None:
-    """Bring optimizer and counters back; the weights were loaded with the decoder.
+    """Bring states and counters back; the weights were loaded with the decoder.
+
+    Args:
+        learner: with the weights of this checkpoint.
+        path: what `require_whole` has looked at.
 
     Returns:
         The rollout's state, None when none was saved.
 
     Raises:
-        ConfigError: the file is missing or damaged.
+        ConfigError: a file is damaged, or belongs to other settings.
     """
-    file = path / "trainer.pt"
     try:
-        learner.load_state_dict(torch.load(file, weights_only=True))
-        state: dict[str, Any] = json.loads((path / "trainer.json").read_text())["rollout"]
+        learner.load(path / _STATES)
     except Exception as error:
-        raise ConfigError(
-            f"cannot continue from {file}: {error}",
-            hints=["start again from its weights: engine.model=" + str(path)],
-        ) from error
-    return state or None
+        raise _unusable(path, error) from error
+    return _read_facts(path) or None
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    file = path / _FACTS
+    try:
+        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["rollout"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    return state
+
+
+def _unusable(path: Path, error: BaseException) -> ConfigError:
+    reason = error.message if isinstance(error, GymError) else error
+    others = [_step(other) for other in _all(path.parent) if _step(other) < _step(path)]
+    return ConfigError(
+        f"cannot continue from {path}: {reason}",
+        hints=[
+            *([f"go on from the one before: --resume --from-step {others[-1]}"] if others else []),
+            f"or start again from its weights: engine.model={path}",
+        ],
+    )
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _all(directory: Path) -> list[Path]:
+    """Checkpoints from the oldest to the newest."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step)

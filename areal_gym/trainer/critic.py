@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
 from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.fsdp import full_weights, prepare_decoder, shard_head, shard_like
+from areal_gym.trainer.fsdp import prepare_decoder, shard_head
 from areal_gym.trainer.objective import places_before
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch
 from areal_gym.trainer.ranks import ALONE, Ranks
+from areal_gym.trainer.states import below, prefixed
 
 __all__ = ["Critic"]
 
@@ -67,16 +69,14 @@ class Critic(nn.Module):
         """Apply the gradients; returns their norm."""
         return self._optimizer.step(scale * self._scale)
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Weights and optimizer states; `restore` takes them."""
-        weights = dict(full_weights(self))
-        return {"weights": weights, "optimizer": self._optimizer.state_dict()}
+    def states(self) -> dict[str, Tensor]:
+        """Live weights and optimizer states by name: what a checkpoint keeps."""
+        weights = prefixed("weights", self.state_dict())
+        return weights | prefixed("optimizer", self._optimizer.states())
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `checkpoint` was taken."""
-        own = self.state_dict()
-        self.load_state_dict({n: shard_like(x, own[n]) for n, x in state["weights"].items()})
-        self._optimizer.load_state_dict(state["optimizer"])
+    def allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
+        """See `Optimizer.allocate`."""
+        self._optimizer.allocate(below("optimizer", saved))
 
     def _at(self, decoder: Decoder, batch: PackedBatch, places: list[int]) -> Tensor:
         trunk = decoder if self.trunk is None else self.trunk

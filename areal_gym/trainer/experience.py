@@ -95,7 +95,11 @@ def advantage_inputs(
     for rewards, total in zip(turn_rewards, shaped_G.tolist(), strict=True):
         rewards[:] = [reward * shaping.scale for reward in rewards]
         rewards[-1] += total - sum(rewards)
-    return AdvantageInputs.from_turns(turn_rewards, turn_lengths, [row.group_id for row in heads])
+    known = {"old_logprobs_T": trained(rows, "old_logprobs")}
+    if any(row.teacher_logprobs for row in rows):
+        known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
+    group_ids = [row.group_id for row in heads]
+    return AdvantageInputs.from_turns(turn_rewards, turn_lengths, group_ids, **known)
 
 
 class Totals(dict[str, float]):

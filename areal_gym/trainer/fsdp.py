@@ -20,13 +20,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.ranks import Ranks
 
-__all__ = ["drop_gathered", "full", "full_weights", "prepare_decoder", "shard_head", "shard_like"]
+__all__ = ["drop_gathered", "full", "full_weights", "prepare_decoder", "shard_head"]
 
 
 def prepare_decoder(decoder: Decoder, config: TrainerConfig, ranks: Ranks) -> None:
@@ -67,13 +67,6 @@ def drop_gathered(*modules: object) -> None:
 def full(tensor: Tensor) -> Tensor:
     """The whole of a weight; every rank must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_like(tensor: Tensor, weight: Tensor) -> Tensor:
-    """This rank's part of a whole tensor that belongs to `weight`, such as an optimizer's state."""
-    if not isinstance(weight, DTensor) or tensor.shape != weight.shape:
-        return tensor
-    return distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

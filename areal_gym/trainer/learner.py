@@ -15,6 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from areal_gym.trainer.experience import (
     trained,
 )
 from areal_gym.trainer.fsdp import drop_gathered, full_weights, prepare_decoder
+from areal_gym.trainer.lora import adapter_weights, add_adapter, is_adapter, merged_weights
 from areal_gym.trainer.losses import PolicyLoss, aggregate, aggregation_weights, value_loss
 from areal_gym.trainer.objective import TokenScores, score_tokens
 from areal_gym.trainer.optimizer import Optimizer
@@ -48,6 +50,7 @@ from areal_gym.trainer.ranks import ALONE, Ranks
 from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
+from areal_gym.trainer.states import StateFiles, below, prefixed, saved_tensors
 from areal_gym.trainer.token_loss import Proximal, TokenLoss, proximal_source
 from areal_gym.trainer.work import Work
 from areal_gym.types import Group
@@ -120,8 +123,11 @@ class Learner:
         self._device = next(decoder.parameters()).device
         self._critic = Critic(decoder, config, ranks) if needs_critic(advantage) else None
         self._reference = self._frozen(reference) if config.kl.coefficient else None
+        if config.lora is not None:
+            add_adapter(decoder, config.lora)
         prepare_decoder(decoder, config, ranks)
         self._optimizer = Optimizer(decoder, config)
+        self._files = StateFiles(ranks)
         self._num_bad = 0
 
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -178,28 +184,60 @@ class Learner:
         return self._score(rows, self.decoder)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and the live tensors; copy them before the next step."""
-        yield from full_weights(self.decoder)
+        """Hugging Face names and tensors, an adapter merged; copy them before the next step."""
+        if self.config.lora is None:
+            yield from full_weights(self.decoder)
+        else:
+            yield from merged_weights(self.decoder, self.config.lora)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the policy's weights that a checkpoint needs."""
-        state = {"num_steps": self.num_steps, "optimizer": self._optimizer.state_dict()}
-        if self._critic is not None:
-            state["critic"] = self._critic.checkpoint()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+    def adapter(self) -> dict[str, Tensor]:
+        """peft's names and the adapter's tensors; copy them before the next step.
 
         Raises:
-            TrainError: it was taken without a critic, and this learner has one.
+            ConfigError: `trainer.lora` is not set.
         """
+        if self.config.lora is None:
+            raise ConfigError(
+                "all weights are trained, there is no adapter to publish",
+                hints=["trainer.lora={} trains one"],
+            )
+        return dict(adapter_weights(self.decoder))
+
+    def states(self) -> dict[str, Tensor]:
+        """Everything but the policy's whole weights that a checkpoint keeps, by name: live tensors.
+
+        No random state is among it: nothing in here draws. Tasks, sampling and curriculum derive
+        their seeds from the run's seed and a group's number, which is the rollout's to keep.
+        """
+        counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
+        states = {name: torch.tensor(count) for name, count in counts.items()}
+        states |= prefixed("optimizer", self._optimizer.states())
         if self._critic is not None:
-            if "critic" not in state:
-                raise TrainError("it holds no critic, and trainer.advantage needs one")
-            self._critic.restore(state["critic"])
-        self.num_steps = state["num_steps"]
-        self._optimizer.load_state_dict(state["optimizer"])
+            states |= prefixed("critic", self._critic.states())
+        parameters = self.decoder.named_parameters()
+        adapter = {name: p.detach() for name, p in parameters if is_adapter(name)}
+        return states | prefixed("adapter", adapter)
+
+    def save(self, directory: Path) -> Future[None]:
+        """Write `states` into a new directory: when this returns, they may change already.
+
+        See `StateFiles.save`.
+        """
+        return self._files.save(self.states(), directory)
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called, by as many ranks or by others.
+
+        Raises:
+            TrainError: these are the states of another optimizer, or of no critic.
+        """
+        saved = saved_tensors(directory)
+        self._optimizer.allocate(below("optimizer", saved))
+        if self._critic is not None:
+            self._critic.allocate(below("critic", saved))
+        states = self.states()
+        self._files.load(states, directory)
+        self.num_steps, self._num_bad = int(states["num_steps"]), int(states["num_bad"])
 
     # ---- before the first update --------------------------------------------------------------
 
@@ -237,6 +275,9 @@ class Learner:
         metrics = {}
         if config.reward != RewardConfig():
             metrics["reward/shaped_mean"] = float(inputs.rewards_G.mean())
+        if inputs.teacher_logprobs_T is not None:
+            gained_T = inputs.teacher_logprobs_T - columns.all("old").cpu()
+            metrics["train/kl_teacher"] = -float(gained_T.mean())
         if self._reference is not None and config.kl.place == "reward":
             kl = KL_ESTIMATORS[config.kl.estimator]
             penalties_T = config.kl.coefficient * kl(columns.all("old"), columns.all("reference"))

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.weight_syncs import WeightSync
+from areal_gym.trainer.weight_syncs import WeightSync, weights_for
 from areal_gym.types import Group
 
 __all__ = ["BatchSource", "OnStep", "train_loop"]
@@ -70,7 +70,7 @@ async def train_loop(
             begin_s = time.perf_counter()
             metrics = await loop.run_in_executor(thread, learner.step, groups, step - 1)
             trained_s = time.perf_counter()
-            await weight_sync.publish(learner.weights(), step)
+            await weight_sync.publish(weights_for(weight_sync, learner), step)
             metrics["time/publish_s"] = time.perf_counter() - trained_s
             metrics["time/step_s"] = time.perf_counter() - begin_s
             return metrics

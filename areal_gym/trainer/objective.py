@@ -24,6 +24,8 @@ class TokenScores(NamedTuple):
     """[T]"""
     entropy: Tensor
     """[T], of the distribution each token was drawn from."""
+    is_likeliest: Tensor
+    """[T], bool: no token was likelier."""
     hidden: Tensor
     """[T, C]: the decoder's output before each token, in its compute type."""
 
@@ -63,7 +65,7 @@ def score_tokens(
         return TokenScores(*scores, hidden_TC)
     parts = [
         cast(
-            tuple[Tensor, Tensor],
+            tuple[Tensor, Tensor, Tensor],
             checkpoint(
                 _score_chunk,
                 decoder,
@@ -76,8 +78,8 @@ def score_tokens(
         )
         for start in range(0, len(targets), size)
     ]
-    logprobs_T, entropy_T = (torch.cat(part) for part in zip(*parts, strict=True))
-    return TokenScores(logprobs_T, entropy_T, hidden_TC)
+    logprobs_T, entropy_T, likeliest_T = (torch.cat(part) for part in zip(*parts, strict=True))
+    return TokenScores(logprobs_T, entropy_T, likeliest_T, hidden_TC)
 
 
 def _score_chunk(
@@ -86,11 +88,12 @@ def _score_chunk(
     target_ids_T: Tensor,
     temperature: float,
     has_entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     logits_TV = decoder.logits(hidden_TC).float()
     if temperature != 1.0:
         logits_TV = logits_TV / temperature
     logprobs_TV = logits_TV.log_softmax(-1)
     with torch.set_grad_enabled(has_entropy_gradient and torch.is_grad_enabled()):
         entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
-    return logprobs_TV.gather(1, target_ids_T[:, None]).squeeze(1), entropy_T
+    chosen_T = logprobs_TV.gather(1, target_ids_T[:, None]).squeeze(1)
+    return chosen_T, entropy_T, chosen_T.detach() >= logprobs_TV.detach().amax(-1)

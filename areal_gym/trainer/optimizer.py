@@ -6,13 +6,14 @@ Master weights and all states are float32: in bfloat16, updates of usual learnin
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
-from areal_gym.trainer.fsdp import full, shard_like
+from areal_gym.trainer.fsdp import full
 
 __all__ = ["Optimizer"]
 
@@ -22,30 +23,29 @@ class Optimizer:
 
     def __init__(self, module: nn.Module, config: TrainerConfig) -> None:
         self._max_grad_norm = config.max_grad_norm
-        self._parameters = list(module.parameters())
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters = list(trained.values())
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
         matrices = []
         if config.optimizer == "muon":
-            matrices = [
-                p for name, p in module.named_parameters() if p.ndim == 2 and ".layers." in name
-            ]
+            matrices = [p for name, p in trained.items() if p.ndim == 2 and ".layers." in name]
         is_matrix = {id(p) for p in matrices}
         rest = [p for p in self._parameters if id(p) not in is_matrix]
         fused = all(p.device.type in ("cpu", "cuda") for p in rest)
-        self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(
+        self._optimizers: dict[str, torch.optim.Optimizer] = {
+            "adamw": torch.optim.AdamW(
                 rest,
                 lr=config.lr,
                 betas=config.betas,
                 weight_decay=config.weight_decay,
                 fused=fused,
             )
-        ]
-        self._rates = [config.lr]
+        }
         if matrices:
-            self._optimizers.append(
-                torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
+            self._optimizers["muon"] = torch.optim.Muon(
+                matrices, lr=config.muon_lr, weight_decay=config.weight_decay
             )
-            self._rates.append(config.muon_lr)
+        self._rates = {"adamw": config.lr, "muon": config.muon_lr}
 
     def step(self, scale: float = 1.0) -> float:
         """Apply the gradients with learning rates times `scale`; returns the gradient's norm.
@@ -53,27 +53,44 @@ class Optimizer:
         When the norm is not finite nothing is applied; the gradients are cleared all the same.
         """
         norm = float(full(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))
-        for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
+        for kind, optimizer in self._optimizers.items():
             for group in optimizer.param_groups:
-                group["lr"] = rate * scale
+                group["lr"] = self._rates[kind] * scale
             if math.isfinite(norm):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps: whole tensors, however many ranks there are."""
-        states = [optimizer.state_dict() for optimizer in self._optimizers]
-        for state in states:
-            state["state"] = {
-                index: {name: full(value) for name, value in values.items()}
-                for index, values in state["state"].items()
-            }
-        return states
+    def states(self) -> dict[str, Tensor]:
+        """The live states by name: `adamw.PARAMETER.exp_avg`, `muon.PARAMETER.momentum_buffer`."""
+        return {
+            f"{kind}.{self._names[parameter]}.{state}": tensor
+            for kind, optimizer in self._optimizers.items()
+            for parameter, tensors in optimizer.state.items()
+            for state, tensor in tensors.items()
+        }
 
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Continue where `state_dict` was taken, by as many ranks or others."""
-        for optimizer, state in zip(self._optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
-            for parameter, values in optimizer.state.items():
-                values.update({name: shard_like(x, parameter) for name, x in values.items()})
+    def allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
+        """Make room for states that were saved, for `states` to hand out; values are arbitrary.
+
+        What belongs to other parameters, or to another optimizer, is passed over.
+        """
+        owners = {
+            f"{kind}.{self._names[parameter]}": (optimizer, parameter)
+            for kind, optimizer in self._optimizers.items()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for name, found in saved.items():
+            owner, _, state = name.rpartition(".")
+            if owner in owners:
+                optimizer, parameter = owners[owner]
+                optimizer.state[parameter][state] = _room(found, parameter.detach())
+
+
+def _room(found: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+    """An empty tensor: like the parameter, sharded as it is, or a number of its own."""
+    dtype = found.properties.dtype
+    if found.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype)
+    return torch.empty(found.size, dtype=dtype, device=parameter.device)

@@ -37,6 +37,7 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
                 "gae": "generalised advantage estimation with a critic, by token or by turn",
                 "reinforce_pp": "each token's return, normalised over the batch's tokens",
                 "reinforce_pp_baseline": "reward - group mean, normalised over the batch's tokens",
+                "distill": "what a teacher gives each token, against what the policy gives it",
                 "per_turn": "each turn's return against its siblings, with any of the above",
             },
         ),

@@ -42,6 +42,8 @@ class Sequence:
     """Which branch of the trajectory."""
     is_truncated: bool = False
     """The trajectory met a limit before its end."""
+    teacher_logprobs: tuple[float, ...] = ()
+    """A teacher's, 0 where the policy did not sample; empty without one."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -80,6 +82,7 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
     logprobs: list[float] = []
     versions: list[int] = []
     turn_ids: list[int] = []
+    taught: list[float] = []
     for span in spans:
         is_policy = span.origin == "policy"
         token_ids += span.token_ids
@@ -88,12 +91,15 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
         version = span.policy_version if span.policy_version is not None else -1
         versions += [version] * len(span)
         turn_ids += [span.turn] * len(span)
+        taught += span.teacher_logprobs or [0.0] * len(span)
+    has_teacher = any(span.teacher_logprobs is not None for span in spans)
     return Sequence(
         token_ids=tuple(token_ids),
         loss_mask=tuple(loss_mask),
         old_logprobs=tuple(logprobs),
         versions=tuple(versions),
         turn_ids=tuple(turn_ids),
+        teacher_logprobs=tuple(taught) if has_teacher else (),
         num_prompt_tokens=len(spans[0]) if spans and spans[0].origin == "prompt" else 0,
         **facts,
     )

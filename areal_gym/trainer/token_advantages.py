@@ -24,7 +24,7 @@ from areal_gym.trainer.advantages import (
     rloo,
 )
 
-__all__ = ["BASELINES", "gae", "per_turn", "reinforce_pp", "reinforce_pp_baseline"]
+__all__ = ["BASELINES", "distill", "gae", "per_turn", "reinforce_pp", "reinforce_pp_baseline"]
 
 BASELINES: dict[str, AdvantageEstimator] = {
     "grpo": grpo,
@@ -132,6 +132,45 @@ def reinforce_pp_baseline(
         ConfigError: a group has fewer than two members.
     """
     return normalise(dr_grpo(rewards_G, group_ids_G)[trajectory_ids_T])
+
+
+def distill(
+    rewards_G: Tensor,
+    group_ids_G: Tensor,
+    *,
+    old_logprobs_T: Tensor,
+    teacher_logprobs_T: Tensor,
+    trajectory_ids_T: Tensor,
+    discount: float = 0.0,
+) -> Tensor:
+    """log teacher(y_t) - log policy(y_t) of what the policy itself has sampled: no reward counts.
+
+    The policy gradient of the reverse KL, KL(policy || teacher), on the student's own sequences
+    (Agarwal et al. 2024, on-policy distillation, section 3; Gu et al. 2024, MiniLLM, eq. 2), from
+    one sample per token. It looks at log-probabilities of sampled tokens only, so that a teacher
+    may be a server.
+
+    Args:
+        rewards_G: unused.
+        group_ids_G: unused.
+        old_logprobs_T: the policy's, recorded while sampling.
+        teacher_logprobs_T: the teacher's, of the same tokens.
+        trajectory_ids_T: which trajectory each token belongs to, ascending.
+        discount: what later tokens count for: 0 takes each token by itself, whatever it leads to
+            (little variance); 1 is the KL of whole sequences.
+    """
+    gained_T = (teacher_logprobs_T - old_logprobs_T).to("cpu", torch.float64)
+    if discount == 0:
+        return gained_T
+    _, counts = torch.unique_consecutive(trajectory_ids_T, return_counts=True)
+    return torch.tensor(
+        [
+            value
+            for gained in torch.split(gained_T, counts.tolist())
+            for value in returns_to_go(gained.tolist(), discount)
+        ],
+        dtype=torch.float64,
+    )
 
 
 def per_turn(

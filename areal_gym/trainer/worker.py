@@ -17,6 +17,7 @@ does.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -25,7 +26,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -75,6 +78,7 @@ class ProcessLearner:
     ) -> None:
         self.decoder = decoder
         self._workers: list[_Worker] = []
+        self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
         # Where the ranks find each other, as long as they live.
         self._home = tempfile.TemporaryDirectory(dir=_memory_directory())
         file = Path(self._home.name) / "weights"
@@ -98,6 +102,11 @@ class ProcessLearner:
         metrics["memory/trainer_rss_mb"] = self._held_mb()
         return metrics
 
+    def adapter(self) -> dict[str, Tensor]:
+        """See `Learner.adapter`."""
+        weights: dict[str, list[Any]] = self._ask("adapter")
+        return {name: torch.tensor(values) for name, values in weights.items()}
+
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
         """See `Learner.score`."""
         scores: list[list[float]] = self._ask("score", rows)
@@ -108,14 +117,14 @@ class ProcessLearner:
         for name, tensor in self.decoder.state_dict().items():
             yield name, tensor.detach()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that a checkpoint needs."""
-        state: dict[str, Any] = self._ask("state_dict")
-        return state
+    def save(self, directory: Path) -> Future[None]:
+        """See `Learner.save`. The workers can take steps while this is written."""
+        self._ask("save", directory)
+        return self._saving.submit(self._saved)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self._ask("load_state_dict", state)
+    def load(self, directory: Path) -> None:
+        """See `Learner.load`."""
+        self._ask("load", directory)
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -123,6 +132,9 @@ class ProcessLearner:
             worker.pipe.close()
         for worker in self._workers:
             worker.end()
+        self._saving.shutdown()  # who reads of a checkpoint still, reads of the end
+        for worker in self._workers:
+            worker.saved.close()
         self._home.cleanup()
 
     def _held_mb(self) -> float:
@@ -138,17 +150,28 @@ class ProcessLearner:
                 worker.pipe.send_bytes(rank_first + message)
             return self._answer()
         except (EOFError, OSError) as error:
-            codes = [code for worker in self._workers if (code := worker.process.poll())]
-            self._kill()  # the others wait for the dead one
-            raise TrainError(
-                "the trainer's process has died"
-                + (f" ({_how_it_ended(codes[0])})" if codes else ""),
-                hints=[
-                    "the same command with --resume goes on from the last checkpoint",
-                    "out of memory? lower trainer.tokens_per_microbatch, or set "
-                    "trainer.recompute_layers=true",
-                ],
-            ) from error
+            raise self._death() from error
+
+    def _saved(self) -> None:
+        """Wait until the first worker tells that all of them have written, or what is wrong."""
+        try:
+            error: BaseException | None = pickle.loads(self._workers[0].saved.recv_bytes())
+        except (EOFError, OSError) as lost:
+            raise self._death() from lost
+        if error is not None:
+            raise error
+
+    def _death(self) -> TrainError:
+        codes = self._exit_codes()
+        self._kill()  # the others wait for the dead one
+        return TrainError(
+            "the trainer's process has died" + (f" ({_how_it_ended(codes[0])})" if codes else ""),
+            hints=[
+                "the same command with --resume goes on from the last checkpoint",
+                "out of memory? lower trainer.tokens_per_microbatch, or set "
+                "trainer.recompute_layers=true",
+            ],
+        )
 
     def _answer(self) -> Any:
         answers: dict[int, Any] = {}
@@ -170,25 +193,40 @@ class ProcessLearner:
             raise error
         return answers[0]
 
+    def _exit_codes(self) -> list[int]:
+        """Of the workers that have died; its pipe closes a moment before a process is gone."""
+        deadline_s = time.monotonic() + 2.0
+        while True:
+            codes = [code for worker in self._workers if (code := worker.process.poll())]
+            if codes or time.monotonic() > deadline_s:
+                return codes
+            time.sleep(0.01)
+
     def _kill(self) -> None:
         for worker in self._workers:
             worker.process.kill()
 
 
 class _Worker:
-    """A process and the pipe to it."""
+    """A process and the pipes to it: for questions, and for telling that a checkpoint is written,
+    which happens while it works on another question.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        with ours, theirs:
+        ours_saved, theirs_saved = socket.socketpair()
+        with ours, theirs, ours_saved, theirs_saved:
+            code = f"from {__name__} import main; main()"
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main()"],
+                [sys.executable, "-c", code, str(theirs_saved.fileno())],
                 stdin=theirs.fileno(),
+                pass_fds=[theirs_saved.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 # Ctrl-C is for this process, which lets the workers finish their step.
                 start_new_session=True,
             )
             self.pipe = Connection(ours.detach())
+            self.saved = Connection(ours_saved.detach())
 
     def end(self) -> None:
         try:
@@ -203,8 +241,13 @@ class _Worker:
 
 def main() -> None:
     """Serve one `ProcessLearner`, and end with it."""
-    pipe = Connection(os.dup(sys.stdin.fileno()))
+    pipe, saved = Connection(os.dup(sys.stdin.fileno())), Connection(int(sys.argv[1]))
     worker: Serving | None = None
+
+    def tell(error: BaseException | None) -> None:
+        with contextlib.suppress(OSError):
+            saved.send_bytes(pickle.dumps(error, pickle.HIGHEST_PROTOCOL))
+
     answer: Any
     while True:
         try:
@@ -220,7 +263,7 @@ def main() -> None:
                 whole = Decoder(shape)
                 _map(whole, Path(home) / "weights")
                 meeting = f"file://{home}/ranks"
-                worker = Serving(rank, learner_class, whole, config, device, meeting, further)
+                worker = Serving(rank, tell, learner_class, whole, config, device, meeting, further)
             else:
                 what, arguments = pickle.load(message)
                 answer = worker.do(what, *arguments)
@@ -239,6 +282,8 @@ class Serving:
 
     Args:
         rank: which one.
+        tell: called in a thread when a checkpoint is on the disk (None), or could not be written;
+            by the first rank only.
         learner_class: makes it.
         whole: the whole weights, on the CPU; those of the first rank are kept up to date.
         config: the trainer's settings.
@@ -250,6 +295,7 @@ class Serving:
     def __init__(
         self,
         rank: int,
+        tell: Callable[[BaseException | None], None],
         learner_class: Callable[..., Any],
         whole: Decoder,
         config: TrainerConfig,
@@ -268,10 +314,11 @@ class Serving:
                 world_size=config.num_ranks,
             )
             arguments["ranks"] = Ranks(rank, config.num_ranks)
-        if config.num_ranks > 1 or device == "cuda":
+        if config.num_ranks > 1 or device == "cuda" or config.lora is not None:
             decoder = Decoder(whole.config, device=device)
             decoder.load_state_dict(whole.state_dict())
         self._is_writer = rank == 0
+        self._tell_of_checkpoint = tell
         self._learner = learner_class(decoder, config, **arguments)
 
     def do(self, what: str, *arguments: Any) -> Any:
@@ -279,15 +326,27 @@ class Serving:
         if what == "score":
             return [score.tolist() for score in self._learner.score(*arguments)]
         answer = getattr(self._learner, what)(*arguments)
-        if what == "step" and self._learner.decoder is not self._whole:
+        if what == "adapter":
+            return {name: tensor.tolist() for name, tensor in answer.items()}
+        if what == "save":
+            if self._is_writer:
+                answer.add_done_callback(self._tell)
+            return None
+        if what in ("step", "load") and self._learner.decoder is not self._whole:
             shared = self._whole.state_dict()
             for name, tensor in self._learner.weights():
                 if self._is_writer:
                     shared[name].copy_(tensor)
         return answer
 
+    def _tell(self, written: Future[None]) -> None:
+        error = written.exception()
+        # A full disk is the disk's matter, not the trainer's: it goes as it is.
+        told = error if error is None or isinstance(error, OSError) else readable(error)
+        self._tell_of_checkpoint(told)
 
-def readable(error: Exception) -> GymError:
+
+def readable(error: BaseException) -> GymError:
     """What a learner raised, for whoever asked it."""
     if isinstance(error, GymError):
         return error

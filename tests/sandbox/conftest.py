@@ -41,7 +41,7 @@ def execute(runner, sandbox):
     return execute
 
 
-SCRIPTS = Path(__file__).parent / "docker"
+SCRIPTS = Path(__file__).parent / "engine"
 IMAGE = "areal-gym-sandbox:tests"
 
 

@@ -211,3 +211,25 @@ def test_a_check_that_nobody_knows_is_refused(tmp_path, capsys):
     assert "'no_such'" in capsys.readouterr().err
     (tmp_path / "file.json").write_text("[]")
     assert main([str(tmp_path / "file.json")]) == 2
+
+
+def test_threads_start_however_much_else_their_user_runs(tmp_path):
+    code = (
+        "import threading\nthreads = [threading.Thread(target=print, args=(i,)) for i in range(7)]"
+    )
+    code += "\nfor thread in threads: thread.start()\nfor thread in threads: thread.join()\n"
+    row = {"name": "threads", "code": code, "safe_expected": "", "checks": ["in_output:6"]}
+    (tmp_path / "file.json").write_text(json.dumps({"snippets": [row]}))
+    for directory in (tmp_path, *tmp_path.parents[:3]):
+        directory.chmod(0o755)
+    others = []
+    try:
+        if os.geteuid() == 0:
+            others = [subprocess.Popen(["sleep", "60"], user=NOBODY) for _ in range(30)]
+        for options in ((), ("--without", "namespaces")):
+            report = attack(str(tmp_path / "file.json"), "--json", *options, uid=NOBODY)
+            hold(report, 1)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()

@@ -258,9 +258,11 @@ def test_killing_the_owner_leaves_nothing(docker_image, docker_client):
     raise AssertionError("containers are left")
 
 
-def test_containers_that_were_never_started_are_removed(docker_image, docker_client, monkeypatch):
-    docker_client.containers.create(docker_image, ["python3"], labels={LABEL: "killed"})
+def test_what_a_killed_start_left_is_removed(docker_image, docker_client, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("areal_gym.sandbox.docker._ABANDONED_S", -10.0)
+    (tmp_path / "areal-gym-container-x" / "socket").mkdir(parents=True)
+    docker_client.containers.create(docker_image, ["python3"], labels={LABEL: "killed"})
 
     async def go():
         async with DockerSandbox(image=docker_image, num_workers=1):
@@ -269,6 +271,7 @@ def test_containers_that_were_never_started_are_removed(docker_image, docker_cli
     asyncio.run(go())
     filters = {"label": f"{LABEL}=killed"}
     assert docker_client.containers.list(all=True, sparse=True, filters=filters) == []
+    assert list(tmp_path.glob("areal-gym-*")) == []
 
 
 def test_a_missing_image_is_named(docker_client):

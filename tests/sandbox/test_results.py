@@ -124,6 +124,15 @@ def test_memory_of_all_processes_together(execute, runner, sandbox):
     )
 
 
+def test_processes_that_come_and_go_hide_no_memory(execute, runner, sandbox):
+    if "memory sum" not in runner.run(sandbox.report()).protections:
+        pytest.skip("snippets may not fork here")
+    code = "import os, time\nfor i in range(6):\n    if os.fork() == 0:\n"
+    code += "        x = bytearray(40 << 20)\n        time.sleep(60)\n"
+    code += "while True:\n    if os.fork() == 0: os._exit(0)\n    os.wait()"
+    assert execute(code, memory_mb=128).status is MEMORY
+
+
 def test_memory_that_forks_share_counts_once(execute, runner, sandbox):
     if "memory sum" not in runner.run(sandbox.report()).protections:
         pytest.skip("snippets may not fork here")

@@ -81,3 +81,16 @@ def test_calls_of_one_session_take_turns(runner, sandbox):
         return result.value
 
     assert runner.run(go()) == "[0, 1, 2, 3, 4]"
+
+
+def test_what_a_thread_prints_between_calls_is_heard_by_the_next(runner, sandbox):
+    async def go():
+        session = await sandbox.session()
+        code = "import threading\nthreading.Timer(0.2, print, ['late'], {'flush': True}).start()"
+        await session.run(code)
+        await asyncio.sleep(0.6)
+        results = [await session.run("print('now')"), await session.run("print('then')")]
+        await session.aclose()
+        return [result.stdout for result in results]
+
+    assert runner.run(go()) == ["late\nnow\n", "then\n"]

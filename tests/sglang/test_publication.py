@@ -7,7 +7,7 @@ import torch
 from conftest import running_server
 from suite import PROMPT, TOLERANCE, ask, busy, engine_over, gap, is_ascending, turns_in_flight
 
-from areal_gym.config import PluginConfig
+from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.engines.sglang.server import SGLangServer
 from areal_gym.errors import EngineError
 from areal_gym.modeling.checkpoint import load_checkpoint
@@ -33,7 +33,8 @@ def decoders(policies):
 
 
 def sync_of(engine, id, directory, **kwargs):
-    return make_weight_sync(engine, PluginConfig(id=id, kwargs=kwargs), directory=directory)
+    settings = PluginConfig(id=id, kwargs=kwargs)
+    return make_weight_sync(engine, settings, directory=directory, lora=LoraConfig())
 
 
 async def checksums(url):

@@ -6,6 +6,7 @@ import signal
 from contextlib import ExitStack, suppress
 
 import pytest
+import torch
 from conftest import NEEDS_REAL, command_of, running_server
 from suite import TOLERANCE, ask, engine_over, gap, turns_in_flight
 
@@ -56,6 +57,31 @@ def test_a_run_over_a_server(server, policies, shaped_env, tmp_path, sync):
     assert not (tmp_path / "run" / "weights").exists()
     # The record alone makes the same weights, without any server.
     assert replay(load_config(run.config_file), run.path).is_identical
+
+
+def test_a_run_that_publishes_adapters(server, policies, shaped_env, tmp_path):
+    """The base stays; every step is sampled with the newest adapter, as its ratios say."""
+    pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")
+    base = load_checkpoint(policies[0]).state_dict()
+
+    async def serve_the_base():
+        async with engine_over(policies[0], server) as engine:
+            sync = DiskWeightSync(engine, directory=tmp_path / "weights")
+            await sync.publish(base.items(), 0)
+            await sync.aclose()
+
+    asyncio.run(serve_the_base())
+    adapter = ["trainer.lora.rank=8", "trainer.lora.alpha=8", "trainer.lr=3e-3"]
+    sync = ["trainer.weight_sync=lora", f"engine.url={server}"]
+    train(config_of(policies[0], *adapter, *sync, steps=3), run_dir=tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    for row in run.read_metrics():
+        assert row["train/ratio"] == pytest.approx(1, abs=1e-3)
+        assert row["train/approx_kl"] < 1e-4
+    merged = load_checkpoint(run.checkpoints_dir / "step-000003").state_dict()
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed
+    assert all(name.endswith("_proj.weight") for name in changed)
 
 
 def test_a_server_with_another_model_is_refused(server, policies, shaped_env, tmp_path):

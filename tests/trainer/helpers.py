@@ -118,3 +118,20 @@ def honest_logprobs(decoder: Decoder, groups: list[Group]) -> list[Group]:
         )
 
     return [Group(id=g.id, task=g.task, trajectories=tuple(rescored(t) for t in g)) for g in groups]
+
+
+_COSTS = {
+    "time/train_s",
+    "memory/trainer_rss_mb",
+    "train/micro_batches",
+    "train/padding_fraction",
+    "train/shared_fraction",
+    "train/tokens_per_s",
+    "train/model_tflops_per_s",
+}
+
+
+def without_costs(metrics):
+    """What a step's metrics say of training, less what it took: time, memory, how it was cut."""
+    assert {name for name in _COSTS if not name.startswith("memory")} <= metrics.keys()
+    return {name: value for name, value in metrics.items() if name not in _COSTS}

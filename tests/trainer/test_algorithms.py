@@ -12,7 +12,7 @@ from helpers import batch, honest_logprobs, tiny_decoder, trajectory
 
 from areal_gym.algorithms import PRESETS
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import ConfigError, TrainError
+from areal_gym.errors import ConfigError
 from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
 from areal_gym.plugins import registry
 from areal_gym.trainer.advantages import estimate, grpo
@@ -55,8 +55,8 @@ def flat(trained: Learner) -> torch.Tensor:
 def gradient(trained: Learner, groups: list[Group], version: int = 0) -> torch.Tensor:
     """What a step's clipped gradient was: after one step, Adam's mean is 0.1 times it."""
     trained.step(groups, version)
-    (adam,) = trained.state_dict()["optimizer"]
-    return 10 * torch.cat([state["exp_avg"].flatten() for state in adam["state"].values()])
+    means = [tensor for name, tensor in trained.states().items() if name.endswith(".exp_avg")]
+    return 10 * torch.cat([mean.flatten() for mean in means])
 
 
 def mean_logprob(trained: Learner, groups: list[Group], reward: float) -> float:
@@ -327,8 +327,6 @@ def test_a_checkpoint_without_a_critic_is_named(initial, tmp_path):
     path = save_learner(learner(initial), tmp_path, 1, tmp_path)
     with pytest.raises(ConfigError, match="holds no critic"):
         restore_learner(learner(initial, algorithm="ppo"), path)
-    with pytest.raises(TrainError, match="no critic"):
-        learner(initial, algorithm="ppo").load_state_dict(learner(initial).state_dict())
 
 
 def test_values_are_those_of_each_rows_own_past(initial):

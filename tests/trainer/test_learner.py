@@ -16,8 +16,10 @@ from areal_gym.errors import ConfigError, TrainError
 from areal_gym.modeling.decoder import causal_attend
 from areal_gym.trainer.advantages import grpo, reinforce
 from areal_gym.trainer.checkpoint import (
+    keep_checkpoints,
     latest_checkpoint,
     require_space,
+    require_whole,
     restore_learner,
     save_learner,
 )
@@ -212,8 +214,8 @@ def test_scores_do_not_depend_on_the_chunk(monkeypatch):
 def gradient(trained: Learner, groups: list[Group]) -> torch.Tensor:
     """What a step's clipped gradient was: after one step, Adam's mean is 0.1 times it."""
     trained.step(groups, version=0)
-    (adam,) = trained.state_dict()["optimizer"]
-    return 10 * torch.cat([state["exp_avg"].flatten() for state in adam["state"].values()])
+    means = [tensor for name, tensor in trained.states().items() if name.endswith(".exp_avg")]
+    return 10 * torch.cat([mean.flatten() for mean in means])
 
 
 @pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo])
@@ -401,23 +403,88 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path)
     assert torch.equal(flat_weights(resumed), flat_weights(whole))
 
 
-def test_only_the_last_two_checkpoints_are_kept(tmp_path):
+def names_in(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     trained = learner()
-    for step in (1, 2, 10):
+    for step in (1, 2, 3, 4, 10):
         save_learner(trained, tmp_path, step, tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000010"]
+    # Step 2 is being measured, step 7 was not saved.
+    scores = {0: 0.1, 1: 0.9, 2: None, 3: 0.5, 7: 1.0}
+    assert keep_checkpoints(tmp_path, 1, scores) == "step-000001"
+    assert names_in(tmp_path) == ["best", "step-000001", "step-000002", "step-000010"]
+    assert (tmp_path / "best" / "config.json").samefile(tmp_path / "step-000001" / "config.json")
+    assert latest_checkpoint(tmp_path) == (10, tmp_path / "step-000010")
+    # Of two that are as good, the newer one has seen more.
+    assert keep_checkpoints(tmp_path, 1, {1: 0.9, 2: 0.3, 10: 0.9}) == "step-000010"
+    assert names_in(tmp_path) == ["best", "step-000010"]
+    require_whole(tmp_path / "best")
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
+def test_what_was_never_measured_is_kept_by_age(tmp_path):
+    for step in (1, 2, 10):
+        save_learner(learner(), tmp_path, step, tmp_path)
+    assert keep_checkpoints(tmp_path, 2, {0: 0.5}) is None
+    assert names_in(tmp_path) == ["step-000002", "step-000010"]
+
+
+@pytest.mark.parametrize("file", ["trainer/__0_0.distcp", "model.safetensors"])
+def test_a_truncated_file_is_named_with_the_way_on(file, tmp_path):
     trained = learner()
+    trained.step(batch(), version=0)
+    for step in (3, 5):
+        path = save_learner(trained, tmp_path, step, tmp_path)
+        require_whole(path)
+    whole = (path / file).read_bytes()
+    for size in (0, 100, len(whole) - 1):
+        (path / file).write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match=file.replace(".", r"\.")) as caught:
+            require_whole(path)
+        assert "--resume --from-step 3" in caught.value.hints[0]
+
+
+@pytest.mark.parametrize(
+    "file", ["trainer/.metadata", "trainer/__0_0.distcp", "trainer.json", "config.json"]
+)
+def test_a_missing_file_is_named(file, tmp_path):
+    path = save_learner(learner(), tmp_path, 1, tmp_path)
+    (path / file).unlink()
+    with pytest.raises(ConfigError, match=file.rpartition("/")[2].replace(".", r"\.")):
+        require_whole(path)
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
+    path = save_learner(learner(), tmp_path, 1, tmp_path)
+    shutil.rmtree(path / "trainer")
+    (path / "trainer.pt").write_bytes(b"old")
+    with pytest.raises(ConfigError, match="older version") as caught:
+        require_whole(path)
+    assert caught.value.hints == (f"or start again from its weights: engine.model={path}",)
+
+
+def test_states_of_another_optimizer_are_refused(tmp_path):
+    trained = learner()
+    trained.step(batch(), version=0)
     path = save_learner(trained, tmp_path, 1, tmp_path)
-    (path / "trainer.pt").write_bytes(b"torn")
-    with pytest.raises(ConfigError, match=r"trainer\.pt"):
-        restore_learner(trained, path)
+    with pytest.raises(ConfigError, match=r"other settings.* unknown"):
+        restore_learner(learner(optimizer="muon"), path)
+
+
+def test_skipped_updates_are_counted_across_a_checkpoint(tmp_path):
+    trained, resumed = learner(loss=infinite), learner(loss=infinite)
+    trained.step(batch(), version=0)
+    trained.step(batch(), version=0)
+    trained.save(tmp_path / "states").result()
+    resumed.load(tmp_path / "states")
+    assert resumed.num_steps == 2
+    with pytest.raises(TrainError, match="not finite 3 times"):
+        resumed.step(batch(), version=0)
 
 
 def test_a_disk_without_room_is_refused_before_training(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("areal_gym.trainer.checkpoint.shutil.disk_usage", lambda path: usage)
     with pytest.raises(TrainError, match=r"0\.0 MB left, but checkpoints need"):
-        require_space(learner(), tmp_path)
+        require_space(learner(), tmp_path / "checkpoints", num_kept=2)

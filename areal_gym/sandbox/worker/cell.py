@@ -35,12 +35,13 @@ _MAX_LINE = 2_000
 _HEADROOM = 64 << 20
 
 
-def serve(channel: socket.socket, base_memory: int) -> NoReturn:
+def serve(channel: socket.socket, base_memory: int, *, counts_processes: bool) -> NoReturn:
     """Execute what arrives until the channel closes or a snippet is the last one.
 
     Args:
         channel: message socket to the parent.
         base_memory: address space in bytes that this process has before any snippet.
+        counts_processes: whether the kernel's count of processes is this process's own.
     """
     _open_streams()
     namespace = _fresh_namespace()
@@ -57,6 +58,8 @@ def serve(channel: socket.socket, base_memory: int) -> NoReturn:
         # From here on its end is the snippet's doing.
         channel.send(json.dumps({"nonce": request["nonce"], "status": "begun"}).encode())
         is_last = request["is_fresh"]
+        if counts_processes:
+            lower_limit(resource.RLIMIT_NPROC, request["limits"]["num_processes"])
         _apply_limits(request["limits"], base_memory, is_last=is_last)
         outcome, exit_code = _execute(source, namespace)
         _flush()
@@ -96,7 +99,6 @@ def _apply_limits(limits: dict[str, Any], base_memory: int, *, is_last: bool) ->
         # The hard limit is a little higher, so that a MemoryError can still be reported.
         lower_limit(resource.RLIMIT_AS, memory, memory + _HEADROOM)
         lower_limit(resource.RLIMIT_FSIZE, file_size)
-        lower_limit(resource.RLIMIT_NPROC, limits["num_processes"])
         lower_limit(resource.RLIMIT_CPU, cpu)
         return
     # A session's next call may ask for more, and a hard limit cannot be raised again: only the

@@ -84,6 +84,9 @@ class Jail:
                 self._uid_count = 0
                 self.protections.remove("private uid")
         self.can_fork = is_container or (self._pid_namespace >= 0 and self._uid_count > 0)
+        self.counts_processes = self.can_fork or "user namespace" in self.protections
+        """Whether a count of processes is the child's own. Elsewhere it is its user's, of whom much
+        else may run; there a child may only start threads, which the limit of memory bounds."""
         self._has_seccomp = has_seccomp and self._attempt("seccomp", self._build_filter)
         if self._has_seccomp and not self.can_fork:
             self.protections.append("no fork")

@@ -40,11 +40,21 @@ def is_overdrawn(proc: int, pid: int, base_memory: int) -> bool:
 
 def _tree(proc: int, pid: int) -> Iterator[int]:
     yield pid
-    tasks = os.open(f"{pid}/task", os.O_RDONLY, dir_fd=proc)
+    for task in _tasks(proc, pid):
+        for child in _read(proc, f"{pid}/task/{task}/children").split():
+            yield from _tree(proc, int(child))
+
+
+def _tasks(proc: int, pid: int) -> list[str]:
+    """Its threads; none when it is gone, which must not hide what the others hold."""
     try:
-        for task in os.listdir(tasks):
-            for child in _read(proc, f"{pid}/task/{task}/children").split():
-                yield from _tree(proc, int(child))
+        tasks = os.open(f"{pid}/task", os.O_RDONLY, dir_fd=proc)
+    except OSError:
+        return []
+    try:
+        return os.listdir(tasks)
+    except OSError:
+        return []
     finally:
         os.close(tasks)
 

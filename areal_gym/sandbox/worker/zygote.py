@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -169,7 +170,7 @@ class _Zygote:
             # Reaches the parent as the text of its SandboxError.
             os.write(2, traceback.format_exc().encode())
             os._exit(70)
-        cell.serve(channel, self._base_memory)
+        cell.serve(channel, self._base_memory, counts_processes=self._jail.counts_processes)
 
     def _kill(self, number: int) -> None:
         for pid, other in self._cells.items():
@@ -194,20 +195,24 @@ class _Zygote:
                 return
             if pid == 0:
                 return
-            number = self._cells.pop(pid, None)
-            if number is None:
-                continue
-            if not self._jail.ends_trees:
-                self._sweep(pid)
-            self._jail.clean(number)
-            self._tell(
-                event="exit",
-                number=number,
-                status=status,
-                cpu_s=usage.ru_utime + usage.ru_stime,
-                peak_kb=usage.ru_maxrss,
-                is_starved=self._was_starved(pid),
-            )
+            self._bury(pid, status, usage)
+
+    def _bury(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
+        """Clean up after a child that has ended; the end of a cell is told."""
+        number = self._cells.pop(pid, None)
+        if number is None:
+            return
+        if not self._jail.ends_trees:
+            self._sweep(pid)
+        self._jail.clean(number)
+        self._tell(
+            event="exit",
+            number=number,
+            status=status,
+            cpu_s=usage.ru_utime + usage.ru_stime,
+            peak_kb=usage.ru_maxrss,
+            is_starved=self._was_starved(pid),
+        )
 
     def _was_starved(self, pid: int) -> bool:
         """Whether a want of memory ended a process of the cell `pid`."""
@@ -227,7 +232,7 @@ class _Zygote:
                 os.kill(-1, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 while True:
-                    os.waitpid(-1, 0)
+                    self._bury(*os.wait4(-1, 0))
             return
         _kill_group(pid)
         for _ in range(100):

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from areal_gym.config import PluginConfig
+from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.engines.base import Engine, LocalEngine, RemoteEngine, WeightServer
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.plugins import registry
 
-__all__ = ["WeightSync", "Weights", "make_weight_sync", "on_all", "require_remote"]
+__all__ = ["WeightSync", "Weights", "make_weight_sync", "on_all", "require_remote", "weights_for"]
 
 Weights = Iterable[tuple[str, Tensor]]
 """Hugging Face names and tensors; they may change after `publish` has returned, not before."""
@@ -44,19 +44,43 @@ class WeightSync(Protocol):
         ...
 
 
-def make_weight_sync(engine: Engine, settings: PluginConfig, *, directory: Path) -> WeightSync:
+def weights_for(weight_sync: WeightSync, learner: Any) -> Weights:
+    """What this weight sync publishes of what the learner has: the weights, or an adapter."""
+    if getattr(weight_sync, "takes_adapter", False):
+        adapter: dict[str, Tensor] = learner.adapter()
+        return adapter.items()
+    weights: Weights = learner.weights()
+    return weights
+
+
+def make_weight_sync(
+    engine: Engine, settings: PluginConfig, *, directory: Path, lora: LoraConfig | None = None
+) -> WeightSync:
     """The weight sync of the settings; "auto" takes what the engine needs.
+
+    Args:
+        engine: that samples.
+        settings: `trainer.weight_sync`.
+        directory: where it may write.
+        lora: the adapter that is trained, if one is.
 
     Raises:
         UnknownIdError: nobody registered it.
         ConfigError: it does not fit the engine, or its arguments do not fit it.
     """
-    id = settings.id
+    id, kwargs = settings.id, dict(settings.kwargs)
     if id == "auto":
         id = "in-process" if isinstance(engine, LocalEngine) else "disk"
     sync_class = registry().load("weight-syncs", id)
+    if getattr(sync_class, "takes_adapter", False):
+        if lora is None:
+            raise ConfigError(
+                f"trainer.weight_sync={id} publishes an adapter, and all weights are trained",
+                hints=["trainer.lora={} trains an adapter", "trainer.weight_sync=disk"],
+            )
+        kwargs = {"alpha": lora.alpha, **kwargs}
     try:
-        sync: WeightSync = sync_class(engine, directory=directory, **settings.kwargs)
+        sync: WeightSync = sync_class(engine, directory=directory, **kwargs)
     except TypeError as error:
         raise ConfigError(
             f"trainer.weight_sync.kwargs do not fit {id!r}: {error}",

@@ -35,6 +35,9 @@ class LoraWeightSync:
         alpha: the update of a matrix is alpha / r * B A.
     """
 
+    takes_adapter = True
+    """It publishes what `Learner.adapter` gives."""
+
     def __init__(self, engine: Engine, *, directory: Path, alpha: float = 16.0) -> None:
         self._engine = require_remote(engine, "lora")
         self._directory = directory

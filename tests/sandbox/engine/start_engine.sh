@@ -5,7 +5,18 @@
 # one and no other.
 set -euo pipefail
 pid_file=${1:-/tmp/areal-gym-docker.pid}
-if docker version >/dev/null 2>&1; then
+
+answers() {
+  python3 -c '
+import socket
+engine = socket.socket(socket.AF_UNIX)
+engine.connect("/var/run/docker.sock")
+engine.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
+raise SystemExit(b" 200 " not in engine.recv(100))
+' 2>/dev/null
+}
+
+if answers; then
   exit 0
 fi
 if ! command -v dockerd >/dev/null; then
@@ -19,7 +30,7 @@ nohup dockerd --bridge=none --iptables=false --ip6tables=false --ip-forward=fals
   --storage-driver=overlay2 --exec-opt native.cgroupdriver=cgroupfs >"$pid_file.log" 2>&1 &
 echo $! >"$pid_file"
 for _ in $(seq 300); do
-  docker version >/dev/null 2>&1 && exit 0
+  answers && exit 0
   sleep 0.1
 done
 tail -n 20 "$pid_file.log" >&2

@@ -1,0 +1,242 @@
+"""A run that learns from fixed data: no episodes, no engine, the same directory."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_gym.config import RunConfig
+from areal_gym.errors import ConfigError
+from areal_gym.learning_curve import draw_supervised_curve
+from areal_gym.provenance import entries_used
+from areal_gym.rendering import Renderer
+from areal_gym.run.data import load_examples
+from areal_gym.run.display import Display, SilentDisplay
+from areal_gym.run.loggers import Loggers
+from areal_gym.run.parts import Parts, hash_of_policy, make_loggers, policy_directory
+from areal_gym.rundir import RunDir, RunMode, write_atomic
+from areal_gym.version import __version__
+
+__all__ = ["train_supervised"]
+
+
+def train_supervised(
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    mode: RunMode = "new",
+    from_step: int | None = None,
+    display: Display | None = None,
+) -> dict[str, Any]:
+    """The whole of a run with objective sft, dpo or rm; returns the summary, as `train` does.
+
+    Raises:
+        GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
+    """
+    import torch
+
+    from areal_gym.trainer.checkpoint import (
+        checkpoint_of,
+        keep_checkpoints,
+        latest_checkpoint,
+        require_space,
+        require_whole,
+        restore_learner,
+        save_learner,
+    )
+    from areal_gym.trainer.examples import batch_of_step
+
+    display = display or SilentDisplay()
+    if config.trainer.num_ranks > 1:
+        raise ConfigError(
+            f"trainer.num_ranks = {config.trainer.num_ranks} with objective = "
+            f"{config.objective!r}: it learns in one process so far",
+            hints=["trainer.num_ranks=1"],
+        )
+    torch.set_num_threads(config.trainer.num_threads)
+    with RunDir.open(run_dir, mode) as directory:
+        display.say(
+            f"areal-gym {__version__} | objective {config.objective} | model "
+            f"{config.engine.model} | seed {config.seed} | run directory: {directory.path}"
+        )
+        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        has_env = config.data.file is None or config.engine.model == "starter"
+        parts = Parts.of(config) if has_env else None
+        policy, warm_start = policy_directory(config, parts, display)
+        used = (entry.to_dict() for entry in entries_used(config))
+        directory.save_provenance(used, hash_of_policy(policy))
+        learned, measured = load_examples(config, parts, Renderer.from_checkpoint(policy), display)
+        found = latest_checkpoint(directory.checkpoints_dir) if mode == "resume" else None
+        if from_step is not None:
+            found = checkpoint_of(directory.checkpoints_dir, from_step)
+        if found is not None:
+            require_whole(found[1])
+        done, source = found or (0, policy)
+        learner = _make_learner(config, source, policy)
+        require_space(learner, directory.checkpoints_dir, config.trainer.keep_checkpoints)
+        if found is not None:
+            restore_learner(learner, source)
+            directory.rewind(done)
+            display.say(f"resumed at step {done} from {source}")
+
+        def evaluate(step: int) -> None:
+            if any(row["step"] == step for row in directory.read_evaluations()):
+                return
+            row = learner.evaluate(measured)
+            directory.append_evaluation({"step": step, "heldout": row})
+            display.say(f"held-out at step {step}: {_in_words(row)} ({len(measured)} examples)")
+
+        def keep() -> str | None:
+            rows = directory.read_evaluations()
+            scores = {row["step"]: -row["heldout"]["loss"] for row in rows}
+            return keep_checkpoints(
+                directory.checkpoints_dir, config.trainer.keep_checkpoints, scores
+            )
+
+        saved = done
+
+        def save(step: int) -> None:
+            nonlocal saved
+            if step != saved:
+                save_learner(learner, directory.checkpoints_dir, step, policy)
+                saved = step
+                keep()
+
+        evaluate(done)
+        loggers = Loggers(make_loggers(config), display.say)
+        loggers.open(directory.loggers_dir, config, first_step=done + 1)
+        display.phase("train", config.steps)
+        start_s = time.perf_counter()
+        try:
+            with _interrupts_between_steps() as raise_if_interrupted:
+                for step in range(done + 1, config.steps + 1):
+                    step_s = time.perf_counter()
+                    batch = batch_of_step(learned, step, config.data.batch_size, config.seed)
+                    row = {"step": step, **learner.step(batch)}
+                    row["time/step_s"] = time.perf_counter() - step_s
+                    done = step
+                    directory.append_metrics(row)
+                    loggers.log(step, row)
+                    display.step(step, config.steps, row)
+                    if config.trainer.save_every and step % config.trainer.save_every == 0:
+                        save(step)
+                    if config.eval.every and step % config.eval.every == 0:
+                        evaluate(step)
+                    raise_if_interrupted()
+            save(done)
+        except (KeyboardInterrupt, Exception):
+            save(done)
+            if done:
+                display.say(f"stopped after step {done}; what was learned is in {directory.path}")
+                display.say(f"go on with: areal-gym train --resume --out {directory.path}")
+            raise
+        finally:
+            loggers.close()
+        train_s = time.perf_counter() - start_s
+        evaluate(config.steps)
+        best = keep()
+        return _conclude(config, directory, display, len(measured), warm_start, train_s, best)
+
+
+def _make_learner(config: RunConfig, source: Path, policy: Path) -> Any:
+    """A learner with the weights in `source`, for a run that began with `policy`."""
+    from areal_gym.modeling.checkpoint import load_checkpoint
+    from areal_gym.modeling.device import pick_device
+    from areal_gym.modeling.reward_model import load_reward_model
+    from areal_gym.trainer.objectives.dpo import Dpo
+    from areal_gym.trainer.objectives.reward_model import BradleyTerry
+    from areal_gym.trainer.objectives.sft import Sft
+    from areal_gym.trainer.supervised import Objective, Supervised
+
+    trainer, device = config.trainer, pick_device(config.trainer.device)
+    if config.objective == "rm":
+        return Supervised(load_reward_model(source, device=device), trainer, BradleyTerry())
+    objective: Objective = Sft()
+    if config.objective == "dpo":
+        reference = load_checkpoint(policy, device=device)
+        objective = Dpo(reference, kind=config.dpo.kind, beta=config.dpo.beta)
+    return Supervised(load_checkpoint(source, device=device), trainer, objective)
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Keep Ctrl-C until it is asked for: weights are never left in the middle of an update."""
+    is_interrupted = False
+
+    def note(signum: int, frame: object) -> None:
+        nonlocal is_interrupted
+        if is_interrupted:  # whoever presses it twice does not want to wait
+            raise KeyboardInterrupt
+        is_interrupted = True
+
+    def raise_if_interrupted() -> None:
+        if is_interrupted:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield raise_if_interrupted
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_if_interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _in_words(row: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in row.items())
+
+
+def _conclude(
+    config: RunConfig,
+    directory: RunDir,
+    display: Display,
+    num_measured: int,
+    warm_start: dict[str, Any],
+    train_s: float,
+    best: str | None,
+) -> dict[str, Any]:
+    rows = directory.read_evaluations()
+    before, after = rows[0]["heldout"], rows[-1]["heldout"]
+    checkpoint = f"checkpoints/step-{config.steps:06d}"
+    summary = {
+        "objective": config.objective,
+        "env": config.env.id,
+        "heldout_before": before["accuracy"],
+        "heldout_after": after["accuracy"],
+        "heldout_loss_before": before["loss"],
+        "heldout_loss_after": after["loss"],
+        "num_heldout_examples": num_measured,
+        "num_steps": config.steps,
+        "warm_start_s": warm_start.get("warm_start_s", 0.0),
+        "train_s": round(train_s, 2),
+        "seed": config.seed,
+        "warm_start": warm_start,
+        "checkpoint": checkpoint,
+        "best_checkpoint": None if best is None else f"checkpoints/{best}",
+        "version": __version__,
+    }
+    title = f"{config.objective}, seed {config.seed}"
+    curve = draw_supervised_curve(directory.read_metrics(), rows, title=title)
+    write_atomic(directory.learning_curve_file, curve)
+    directory.save_summary(summary)
+    display.say(f"  {'held-out':<20}{'before':>8}{'after':>8}")
+    for name in before:
+        display.say(f"  {name:<20}{before[name]:>8.3f}{after[name]:>8.3f}")
+    display.say(f"training {train_s:.0f} s for {config.steps} steps")
+    display.say(f"curve:     {directory.learning_curve_file}")
+    display.say(
+        f"{'model' if config.objective == 'rm' else 'policy'}:    {directory.path / checkpoint}"
+    )
+    if best is not None and best != Path(checkpoint).name:
+        display.say(f"best:      {directory.checkpoints_dir / 'best'} ({best})")
+    if config.objective != "rm":
+        display.say(f"next:      areal-gym eval --env {config.env.id} --run {directory.path} -k 4")
+    return summary

@@ -1,0 +1,116 @@
+"""Direct preference optimisation: say what was preferred rather than what was not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal_gym.errors import ConfigError
+from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.examples import Example, micro_batches
+from areal_gym.trainer.objective import score_tokens
+from areal_gym.trainer.packing import PackedBatch
+from areal_gym.trainer.supervised import Judgement
+
+__all__ = ["Dpo", "is_preferred", "preference_loss"]
+
+_BUDGET = 8192
+"""Tokens that the reference scores at once."""
+
+
+def preference_loss(
+    margin_P: Tensor, *, kind: Literal["sigmoid", "ipo"] = "sigmoid", beta: float = 0.1
+) -> Tensor:
+    """The loss of each pair, given by how much more its chosen row has gained on the reference.
+
+    With h = (log p(c) - log ref(c)) - (log p(r) - log ref(r)), log-probabilities of whole rows:
+
+    - sigmoid: -log sigmoid(beta h) (Rafailov et al. 2023, eq. 7);
+    - ipo: (h - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17; their tau is beta), which stops at a
+      margin instead of pushing ever further.
+
+    Args:
+        margin_P: h of each pair.
+        kind: of loss.
+        beta: how strongly the policy is held to the reference.
+    """
+    if kind == "ipo":
+        return (margin_P - 1 / (2 * beta)) ** 2
+    return -F.logsigmoid(beta * margin_P)
+
+
+def is_preferred(margin_P: Tensor) -> Tensor:
+    """1 where the chosen row is ahead, 0 where it is behind, 0.5 where nothing tells them apart."""
+    return (margin_P.detach().sign() + 1) / 2
+
+
+class Dpo:
+    """`preference_loss` of pairs; an example is the chosen row and the rejected row.
+
+    Metrics: `accuracy` (`is_preferred`), `margin` (beta h), and `chosen` and `rejected`, beta times
+    what the policy has gained on the reference in each.
+
+    Args:
+        reference: the frozen policy; it scores each pair once.
+        kind: of loss.
+        beta: see `preference_loss`.
+
+    Raises:
+        ConfigError: a beta that is not above 0.
+    """
+
+    def __init__(
+        self,
+        reference: Decoder,
+        *,
+        kind: Literal["sigmoid", "ipo"] = "sigmoid",
+        beta: float = 0.1,
+    ) -> None:
+        if beta <= 0:
+            raise ConfigError(f"beta = {beta} must be above 0: nothing would be learned")
+        self._reference = reference.requires_grad_(False)
+        self._kind = kind
+        self._beta = beta
+        self._known: dict[Example, Tensor] = {}
+
+    def num_units(self, example: Example) -> int:
+        """A pair."""
+        return 1
+
+    def __call__(
+        self, decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]
+    ) -> Judgement:
+        """Judge each pair."""
+        gained_P2 = _row_logprobs(decoder, batch, examples) - self._referred(examples)
+        margin_P = gained_P2[:, 0] - gained_P2[:, 1]
+        gained_P2 = self._beta * gained_P2.detach()
+        return Judgement(
+            loss_U=preference_loss(margin_P, kind=self._kind, beta=self._beta),
+            metrics={
+                "accuracy": is_preferred(margin_P),
+                "margin": self._beta * margin_P.detach(),
+                "chosen": gained_P2[:, 0],
+                "rejected": gained_P2[:, 1],
+            },
+        )
+
+    @torch.no_grad()
+    def _referred(self, examples: Sequence[Example]) -> Tensor:
+        new = [example for example in examples if example not in self._known]
+        device = next(self._reference.parameters()).device
+        for batch, part in micro_batches(new, _BUDGET, device):
+            found_P2 = _row_logprobs(self._reference, batch, part)
+            self._known.update(zip(part, found_P2, strict=True))
+        return torch.stack([self._known[example] for example in examples])
+
+
+def _row_logprobs(decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
+    """[P, 2]: the log-probability of what is marked in the chosen and in the rejected rows."""
+    rows = [row for pair in examples for row in pair]
+    scores = score_tokens(decoder, batch, [row.mask for row in rows])
+    parts = torch.split(scores.logprobs, [row.num_marked for row in rows])
+    return torch.stack([part.sum() for part in parts]).view(len(examples), 2)

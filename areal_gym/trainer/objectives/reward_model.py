@@ -1,0 +1,119 @@
+"""A reward model: the better dialogue of two gets the higher number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from areal_gym.modeling.decoder import Decoder
+from areal_gym.modeling.reward_model import RewardModel, load_reward_model
+from areal_gym.rendering import Renderer
+from areal_gym.rendering.template import ToolSchemas
+from areal_gym.rendering.transcript import closing_ids, transcribe
+from areal_gym.trainer.examples import Example, TokenRow, micro_batches
+from areal_gym.trainer.objectives.dpo import is_preferred
+from areal_gym.trainer.packing import PackedBatch
+from areal_gym.trainer.supervised import Judgement
+from areal_gym.types import Message
+
+__all__ = ["BradleyTerry", "Grader", "load"]
+
+_BUDGET = 8192
+"""Tokens that are graded at once."""
+
+
+class BradleyTerry:
+    """-log sigmoid(r(chosen) - r(rejected)); an example is the chosen row and the rejected row.
+
+    Bradley & Terry 1952; as a loss of reward models: Ouyang et al. 2022 (InstructGPT), eq. 1, with
+    pairs only. The reward is read at the last token of a row.
+
+    Metrics: `accuracy` (`is_preferred`), `margin`, and the rewards `chosen` and `rejected`.
+    """
+
+    def num_units(self, example: Example) -> int:
+        """A pair."""
+        return 1
+
+    def __call__(
+        self, decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]
+    ) -> Judgement:
+        """Judge each pair.
+
+        Raises:
+            TypeError: the decoder is no `RewardModel`.
+        """
+        rewards_P2 = _rewards(decoder, batch).view(len(examples), 2)
+        margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+        return Judgement(
+            loss_U=-F.logsigmoid(margin_P),
+            metrics={
+                "accuracy": is_preferred(margin_P),
+                "margin": margin_P,
+                "chosen": rewards_P2[:, 0],
+                "rejected": rewards_P2[:, 1],
+            },
+        )
+
+
+class Grader:
+    """A reward model and its renderer: dialogues in, numbers out.
+
+    Numbers of different tasks need not be comparable: it has only learned which of two answers to
+    one prompt is better.
+
+    Example::
+
+        grade = reward_model.load("runs/rm/checkpoints/step-000060")
+        reward = grade([*env.messages, {"role": "assistant", "content": answer}])
+    """
+
+    def __init__(self, model: RewardModel, renderer: Renderer) -> None:
+        self._model = model.requires_grad_(False)
+        self._renderer = renderer
+        self._device = next(model.parameters()).device
+
+    def __call__(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> float:
+        """The reward of one dialogue, which ends with what the assistant says."""
+        (reward,) = self.grade([messages], tools)
+        return reward
+
+    @torch.no_grad()
+    def grade(self, dialogues: Sequence[Sequence[Message]], tools: ToolSchemas = ()) -> list[float]:
+        """The rewards of several dialogues, in order.
+
+        Raises:
+            DataError: the assistant says nothing in one.
+        """
+        tail = closing_ids(self._renderer)
+        examples: list[Example] = []
+        for messages in dialogues:
+            ids = transcribe(self._renderer, messages, tools)[-1].token_ids + tail
+            examples.append((TokenRow(token_ids=ids, mask=(False,) * len(ids)),))
+        return [
+            reward
+            for batch, _ in micro_batches(examples, _BUDGET, self._device)
+            for reward in _rewards(self._model, batch).tolist()
+        ]
+
+
+def load(directory: Path | str, *, device: torch.device | str = "cpu") -> Grader:
+    """The reward model of a checkpoint directory, ready to grade.
+
+    Raises:
+        ConfigError: there is none, or it is of another kind.
+    """
+    model = load_reward_model(directory, device=device)
+    return Grader(model, Renderer.from_checkpoint(Path(directory)))
+
+
+def _rewards(decoder: Decoder, batch: PackedBatch) -> torch.Tensor:
+    """[B]: at the last token of each row."""
+    if not isinstance(decoder, RewardModel):
+        raise TypeError(f"a reward model is needed, not a {type(decoder).__name__}")
+    hidden_NC = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
+    last_B = torch.tensor([index[-1] for index in batch.row_index], device=hidden_NC.device)
+    return decoder.rewards(hidden_NC[last_B])

@@ -1,0 +1,167 @@
+"""A learner for objectives on fixed data: examples in, updated weights out.
+
+    examples -> [micro-batch -> objective -> backward] -> update
+
+An objective gives one loss for each of its units (a token, a pair). The loss of a batch is their
+mean, exactly, however the batch is split.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError, TrainError
+from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.examples import Example, micro_batches
+from areal_gym.trainer.fsdp import prepare_decoder
+from areal_gym.trainer.optimizer import Optimizer
+from areal_gym.trainer.packing import PackedBatch
+from areal_gym.trainer.ranks import ALONE
+from areal_gym.trainer.states import StateFiles, below, prefixed, saved_tensors
+
+__all__ = ["Judgement", "Objective", "Supervised"]
+
+_MAX_BAD_STEPS = 3
+"""Updates in a row without a finite gradient after which training stops."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What an objective says of some examples."""
+
+    loss_U: Tensor
+    """Of each unit, with gradient."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """By name, one number each for whatever they are about; their means are shown."""
+
+
+class Objective(Protocol):
+    """What is learned from fixed data. Examples are judged one by one: none sees another."""
+
+    def num_units(self, example: Example) -> int:
+        """How many losses the example has."""
+        ...
+
+    def __call__(
+        self, decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]
+    ) -> Judgement:
+        """Judge the examples whose rows, in order, make up `batch`."""
+        ...
+
+
+class Supervised:
+    """Trains a decoder, or a reward model, on fixed data.
+
+    Args:
+        decoder: its weights are updated in place and are the float32 master weights.
+        config: the trainer's settings: optimizer, learning rate, precision, micro-batches.
+        objective: what is learned.
+
+    Raises:
+        ConfigError: weights that are not float32.
+    """
+
+    def __init__(self, decoder: Decoder, config: TrainerConfig, objective: Objective) -> None:
+        if any(p.dtype != torch.float32 for p in decoder.parameters()):
+            raise ConfigError(
+                "master weights must be float32: in bfloat16 most updates round to nothing",
+                hints=["trainer.dtype=bfloat16 computes in bfloat16 with float32 weights"],
+            )
+        prepare_decoder(decoder, config, ALONE)
+        self.decoder = decoder
+        self.num_steps = 0
+        self._config = config
+        self._objective = objective
+        self._optimizer = Optimizer(decoder, config)
+        self._device = next(decoder.parameters()).device
+        self._files = StateFiles(ALONE)
+        self._num_bad = 0
+
+    def step(self, examples: Sequence[Example], scale: float = 1.0) -> dict[str, float]:
+        """Learn from a batch once and return its metrics, as they were before the update.
+
+        Args:
+            examples: the batch.
+            scale: of the learning rates, besides `warmup_steps`.
+
+        Raises:
+            TrainError: the gradient was not finite several times in a row.
+        """
+        start_s = time.perf_counter()
+        warmup = max(1, self._config.warmup_steps)
+        scale *= min(1.0, (self.num_steps + 1) / warmup)
+        metrics = {f"train/{k}": v for k, v in self._judge(examples, learns=True).items()}
+        norm = self._optimizer.step(scale)
+        self._num_bad = 0 if math.isfinite(norm) else self._num_bad + 1
+        if self._num_bad >= _MAX_BAD_STEPS:
+            raise TrainError(
+                f"the gradient was not finite {_MAX_BAD_STEPS} times in a row; nothing was applied",
+                hints=[f"a smaller learning rate may help: trainer.lr={self._config.lr / 10:g}"],
+            )
+        self.num_steps += 1
+        return metrics | {
+            "train/grad_norm": norm,
+            "train/lr": self._config.lr * scale,
+            "train/skipped_updates": float(not math.isfinite(norm)),
+            "train/tokens": float(sum(len(row.token_ids) for rows in examples for row in rows)),
+            "time/train_s": time.perf_counter() - start_s,
+        }
+
+    @torch.no_grad()
+    def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
+        """The loss and the objective's metrics on examples that are not learned from."""
+        return self._judge(examples, learns=False)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and the live tensors."""
+        for name, parameter in self.decoder.named_parameters():
+            yield name, parameter.detach()
+
+    def states(self) -> dict[str, Tensor]:
+        """Everything but the weights that a checkpoint keeps, by name: live tensors."""
+        counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
+        states = {name: torch.tensor(count) for name, count in counts.items()}
+        return states | prefixed("optimizer", self._optimizer.states())
+
+    def save(self, directory: Path) -> Future[None]:
+        """See `Learner.save`."""
+        return self._files.save(self.states(), directory)
+
+    def load(self, directory: Path) -> None:
+        """See `Learner.load`."""
+        self._optimizer.allocate(below("optimizer", saved_tensors(directory)))
+        states = self.states()
+        self._files.load(states, directory)
+        self.num_steps, self._num_bad = int(states["num_steps"]), int(states["num_bad"])
+
+    def _judge(self, examples: Sequence[Example], *, learns: bool) -> dict[str, float]:
+        num_units = sum(self._objective.num_units(example) for example in examples)
+        sums: dict[str, tuple[float, int]] = {}
+        for batch, part in micro_batches(
+            examples, self._config.tokens_per_microbatch, self._device
+        ):
+            with self._autocast():
+                found = self._objective(self.decoder, batch, part)
+            loss = found.loss_U.sum() / num_units
+            if learns:
+                loss.backward()
+            for name, values in {"loss": found.loss_U, **found.metrics}.items():
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = total + float(values.detach().sum()), count + len(values)
+        return {name: total / max(count, 1) for name, (total, count) in sums.items()}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._config.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=torch.bfloat16)

@@ -1,0 +1,363 @@
+"""Whole runs with other objectives than a reward: what is learned, saved, resumed, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+
+from areal_gym.config import load_config
+from areal_gym.errors import ConfigError, DataError, NothingToDoError, UsageError
+from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
+from areal_gym.modeling.decoder import build_decoder
+from areal_gym.run import SilentDisplay, replay, train
+from areal_gym.rundir import RunDir
+from areal_gym.trainer.objectives import reward_model
+from areal_gym.trainer.ranks import ALONE
+from areal_gym.trainer.states import StateFiles, saved_tensors
+
+TEXTS = ["red", "blue", "green", "white"]
+
+
+def dialogues(num=60):
+    """Say the colour that was named."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"Say {TEXTS[i % 4]} {i}."},
+                {"role": "assistant", "content": TEXTS[i % 4]},
+            ]
+        }
+        for i in range(num)
+    ]
+
+
+def preferences(num=60):
+    """The colour that was named is better than the next one."""
+    return [
+        {
+            "prompt": f"Say {TEXTS[i % 4]} {i}.",
+            "chosen": TEXTS[i % 4],
+            "rejected": TEXTS[(i + 1) % 4],
+        }
+        for i in range(num)
+    ]
+
+
+def file_of(directory, rows):
+    file = directory / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def config_of(policy, objective, *overrides, steps=30):
+    return load_config(
+        overrides=[
+            f"engine.model={policy}",
+            f"objective={objective}",
+            f"steps={steps}",
+            "engine.max_context=256",
+            "data.batch_size=16",
+            "trainer.lr=3e-3",
+            "trainer.warmup_steps=3",
+            "eval.num_tasks=16",
+            "data.num_examples=48",
+            *overrides,
+        ]
+    )
+
+
+def run_of(policy, objective, tmp_path, *overrides, **kwargs):
+    rows = dialogues() if objective == "sft" else preferences()
+    file = file_of(tmp_path, rows)
+    config = config_of(policy, objective, f"data.file={file}", *overrides, **kwargs)
+    return train(config, run_dir=tmp_path / "run"), RunDir(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("objective", "overrides"),
+    [("sft", ()), ("dpo", ()), ("dpo", ("dpo.kind=ipo",)), ("rm", ())],
+    ids=["sft", "dpo", "ipo", "rm"],
+)
+def test_a_run_learns_and_leaves_a_whole_directory(tiny_policy, tmp_path, objective, overrides):
+    summary, run = run_of(tiny_policy, objective, tmp_path, *overrides)
+    assert run.read_summary() == summary
+    assert summary["heldout_loss_after"] < 0.8 * summary["heldout_loss_before"]
+    assert summary["heldout_after"] > summary["heldout_before"]
+    assert summary["num_heldout_examples"] == 6
+    assert [row["step"] for row in run.read_metrics()] == list(range(1, 31))
+    assert [row["step"] for row in run.read_evaluations()] == [0, 30]
+    assert run.learning_curve_file.read_bytes().startswith(b"\x89PNG")
+    checkpoint = run.path / summary["checkpoint"]
+    if objective == "rm":
+        transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint)
+        grade = reward_model.load(checkpoint)
+        ask = {"role": "user", "content": "Say red 4."}
+        right, wrong = (
+            grade([ask, {"role": "assistant", "content": text}]) for text in ("red", "blue")
+        )
+        assert right > wrong
+    else:
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert load_config(run.config_file).objective == objective
+
+
+def test_generated_data(tiny_policy, tmp_path):
+    for objective in ("sft", "dpo", "rm"):
+        config = config_of(tiny_policy, objective, "env.id=math", steps=4)
+        summary = train(config, run_dir=tmp_path / objective)
+        assert summary["num_heldout_examples"] == 16
+        assert summary["heldout_loss_after"] < summary["heldout_loss_before"]
+
+
+def test_only_good_demonstrations(tiny_policy, tmp_path):
+    config = config_of(tiny_policy, "sft", "env.id=math", "data.min_reward=1", steps=1)
+    assert train(config, run_dir=tmp_path / "run")["num_steps"] == 1
+    config = config_of(tiny_policy, "sft", "env.id=math", "data.min_reward=2", steps=1)
+    with pytest.raises(NothingToDoError, match=r"data\.min_reward = 2"):
+        train(config, run_dir=tmp_path / "other")
+
+
+def states_in(directory):
+    states = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        for name, found in saved_tensors(directory).items()
+    }
+    StateFiles(ALONE).load(states, directory)
+    return states
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tiny_policy, tmp_path):
+    for objective in ("sft", "dpo", "rm"):
+        rows = dialogues() if objective == "sft" else preferences()
+        file = file_of(tmp_path, rows)
+        whole, parts = tmp_path / f"{objective}-whole", tmp_path / f"{objective}-parts"
+        settings = (f"data.file={file}", "trainer.save_every=3")
+        train(config_of(tiny_policy, objective, *settings, steps=7), run_dir=whole)
+        train(config_of(tiny_policy, objective, *settings, steps=3), run_dir=parts)
+        train(config_of(tiny_policy, objective, *settings, steps=7), run_dir=parts, mode="resume")
+        ours, theirs = (
+            states_in(run / "checkpoints/step-000007/trainer") for run in (whole, parts)
+        )
+        assert ours["num_steps"] == 7
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        weights = [
+            (run / "checkpoints/step-000007/model.safetensors").read_bytes()
+            for run in (whole, parts)
+        ]
+        assert weights[0] == weights[1]
+        assert [row["step"] for row in RunDir(parts).read_metrics()] == list(range(1, 8))
+
+
+def test_too_long_examples_are_said_and_left_out(tiny_policy, tmp_path):
+    said = []
+
+    class Display(SilentDisplay):
+        def say(self, text):
+            said.append(text)
+
+    long = {"role": "assistant", "content": "x" * 400}
+    rows = [*dialogues(), *({"messages": [{"role": "user", "content": "?"}, long]},) * 20]
+    config = config_of(tiny_policy, "sft", f"data.file={file_of(tmp_path, rows)}", steps=1)
+    train(config, run_dir=tmp_path / "run", display=Display())
+    (note,) = [text for text in said if "to learn from are left out" in text]
+    assert "longer than engine.max_context = 256 tokens" in note
+    config = config_of(tiny_policy, "sft", f"data.file={file_of(tmp_path, rows[-20:])}", steps=1)
+    with pytest.raises(NothingToDoError, match="no example to learn from"):
+        train(config, run_dir=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_bad_data_is_named(tiny_policy, tmp_path):
+    rows = [*dialogues(3), {"messages": [{"role": "user", "content": "?"}]}]
+    config = config_of(tiny_policy, "sft", f"data.file={file_of(tmp_path, rows)}")
+    with pytest.raises(DataError, match=r"data\.jsonl, line 4: the assistant says nothing"):
+        train(config, run_dir=tmp_path / "run")
+    config = config_of(tiny_policy, "dpo", f"data.file={file_of(tmp_path, dialogues(3))}")
+    with pytest.raises(DataError, match="line 1: no field 'chosen'"):
+        train(config, run_dir=tmp_path / "run")
+    config = config_of(tiny_policy, "sft", f"data.file={file_of(tmp_path, dialogues(1))}")
+    with pytest.raises(NothingToDoError, match="to measure on"):
+        train(config, run_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["objective=sftt"], "no objective 'sftt': did you mean 'sft'"),
+        (["objective=distill"], "needs one teacher"),
+        (["objective=distill", "teacher.model=x", "teacher.url=http://y"], "needs one teacher"),
+        (["objective=distill", "teacher.model=x", "rollout.temperature=0.7"], "temperature 1"),
+        (["teacher.model=x"], "objective=distill only"),
+        (["trainer.advantage=distill"], "objective=distill only"),
+        (["objective=dpo", "data.min_reward=1"], "data.min_reward"),
+        (["objective=dpo", "dpo.beta=0"], "dpo.beta"),
+        (["objective=dpo", "dpo.kind=apo"], "dpo.kind"),
+    ],
+)
+def test_settings_that_do_not_fit(overrides, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(overrides=overrides)
+
+
+def test_several_ranks_are_refused(tiny_policy, tmp_path):
+    with pytest.raises(ConfigError, match="num_ranks = 2"):
+        train(config_of(tiny_policy, "sft", "trainer.num_ranks=2"), run_dir=tmp_path / "run")
+
+
+def distillation_of(student, teacher, *overrides, steps=3):
+    return load_config(
+        overrides=[
+            "objective=distill",
+            f"engine.model={student}",
+            f"teacher.model={teacher}",
+            f"steps={steps}",
+            *("env.id=math", "engine.max_context=256", "rollout.max_new_tokens=8"),
+            *("rollout.batch_groups=4", "rollout.group_size=2", "eval.num_tasks=4"),
+            *("trainer.lr=3e-3", *overrides),
+        ]
+    )
+
+
+@pytest.fixture
+def teacher(tiny_policy, tmp_path):
+    """Of the same kind, with other weights."""
+    decoder = build_decoder(load_checkpoint(tiny_policy).config, seed=9)
+    return save_checkpoint(decoder, tmp_path / "teacher", tokenizer_dir=tiny_policy)
+
+
+def test_distillation_learns_from_its_teacher_and_is_replayed_without(
+    tiny_policy, teacher, tmp_path
+):
+    config = distillation_of(tiny_policy, teacher, steps=8)
+    summary = train(config, run_dir=tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    rows = run.read_metrics()
+    assert summary["objective"] == "distill"
+    assert rows[-1]["train/kl_teacher"] < rows[0]["train/kl_teacher"]
+    assert rows[-1]["reward/mean"] >= 0
+    for span in next(run.read_trajectories(1)).spans:
+        assert (span.teacher_logprobs is not None) == (span.origin == "policy")
+    (teacher / "model.safetensors").unlink()
+    assert replay(load_config(run.config_file), run.path).is_identical
+
+
+def test_a_teacher_may_be_a_server(tiny_policy, teacher, tmp_path):
+    command = [sys.executable, "-m", "areal_gym.engines.sglang.fake", "--model-path", str(teacher)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*command, "--port", str(port), "--context-length", "256"])
+    try:
+        deadline_s = time.monotonic() + 120
+        while time.monotonic() < deadline_s:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        here = distillation_of(tiny_policy, teacher, steps=1)
+        there = distillation_of(
+            tiny_policy, "null", f"teacher.url=http://127.0.0.1:{port}", steps=1
+        )
+        for name, config in (("here", here), ("there", there)):
+            train(config, run_dir=tmp_path / name)
+    finally:
+        server.terminate()
+        server.wait(30)
+    ours, theirs = (RunDir(tmp_path / name).read_metrics()[0] for name in ("here", "there"))
+    assert ours["train/kl_teacher"] == pytest.approx(theirs["train/kl_teacher"], abs=1e-4)
+
+
+def test_a_run_is_a_teacher(tiny_policy, tmp_path):
+    run_of(tiny_policy, "sft", tmp_path, steps=2)
+    train(distillation_of(tiny_policy, tmp_path / "run", steps=1), run_dir=tmp_path / "student")
+
+
+def test_teachers_that_are_none(tiny_policy, teacher, tmp_path):
+    with pytest.raises(ConfigError, match="neither a checkpoint's directory nor a run's"):
+        train(distillation_of(tiny_policy, tmp_path / "nowhere"), run_dir=tmp_path / "run")
+    facts = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = facts["model"]["vocab"]
+    one, other = list(vocabulary)[100:102]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (teacher / "tokenizer.json").write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        train(distillation_of(tiny_policy, teacher), run_dir=tmp_path / "run")
+
+
+def test_what_cannot_be_replayed_is_said(tiny_policy, tmp_path):
+    run_of(tiny_policy, "sft", tmp_path, steps=1)
+    with pytest.raises(UsageError, match="no episodes"):
+        replay(load_config(tmp_path / "run/config.yaml"), tmp_path / "run")
+
+
+def cli(*argv, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "areal_gym", *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        **kwargs,
+    )
+
+
+@pytest.mark.slow
+def test_the_command_line(tiny_policy, tmp_path):
+    file = file_of(tmp_path, preferences())
+    settings = [f"engine.model={tiny_policy}", f"data.file={file}", "engine.max_context=256"]
+    dry = cli("train", "--objective", "dpo", "--dry-run", *settings)
+    assert dry.returncode == 0, dry.stderr
+    assert "say what was preferred" in dry.stdout
+    assert "objective: dpo" in dry.stdout
+    done = cli(
+        *("train", "--objective", "dpo", "--out", "run", "--steps", "2", *settings), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held-out at step 0: loss 0.693  accuracy 0.500" in done.stderr
+    assert "step 2/2  accuracy" in done.stderr
+    assert done.stdout == ""
+    wrong = cli("train", "--objective", "dpoo", *settings, cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "did you mean 'dpo'" in wrong.stderr
+    nothing = cli("train", "--objective", "sft", f"engine.model={tiny_policy}")
+    assert nothing.returncode == 2
+    assert "which environment?" in nothing.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_learned(tiny_policy, tmp_path):
+    file = file_of(tmp_path, dialogues())
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "areal_gym", "train", "--objective", "sft", "--out", str(run)),
+            *("--steps", "100000", f"engine.model={tiny_policy}", f"data.file={file}"),
+            "engine.max_context=256",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline_s = time.monotonic() + 120
+    while len(RunDir(run).read_metrics()) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, talk = process.communicate(timeout=120)
+    assert process.returncode == 130, talk
+    assert "--resume" in talk
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert step == RunDir(run).read_metrics()[-1]["step"]
+    done = cli("train", "--resume", "--out", str(run), f"steps={step + 1}")
+    assert done.returncode == 0, done.stderr
+    assert RunDir(run).read_metrics()[-1]["step"] == step + 1

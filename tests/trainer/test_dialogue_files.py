@@ -1,0 +1,140 @@
+"""Files of dialogues and preferences: what is read, and what errors say."""
+
+import json
+
+import pytest
+
+from areal_gym.errors import DataError, NothingToDoError
+from areal_gym.rendering import Renderer
+from areal_gym.trainer.dialogue_files import encode, read_file
+
+ASKED = {"role": "user", "content": "2+2?"}
+SAID = {"role": "assistant", "content": "4"}
+
+
+@pytest.fixture
+def renderer(tiny_policy):
+    return Renderer.from_checkpoint(tiny_policy)
+
+
+def file_of(tmp_path, *rows):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return file
+
+
+def test_dialogues(tmp_path, renderer):
+    call = {"type": "function", "function": {"name": "python", "arguments": '{"code": "2+2"}'}}
+    rows = [
+        {"messages": [ASKED, SAID]},
+        "",
+        {
+            "messages": [
+                ASKED,
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "4", "tool_call_id": "x"},
+                SAID,
+            ],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "python",
+                        "parameters": {
+                            "type": "object",
+                            "properties": {"code": {"type": "string"}},
+                        },
+                    },
+                }
+            ],
+        },
+    ]
+    found = read_file(file_of(tmp_path, *rows), is_preference=False)
+    assert [item.where.rpartition(", ")[2] for item in found] == ["line 1", "line 3"]
+    assert found[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"code": "2+2"}
+    examples = encode(found, renderer, max_context=1000).examples
+    (first,), (second,) = examples
+    assert (
+        renderer.decode([i for i, m in zip(first.token_ids, first.mask, strict=True) if m]) == "4"
+    )
+    assert '"code": "2+2"' in renderer.tokenizer.decode(second.token_ids)
+    assert '"name": "python"' in renderer.tokenizer.decode(second.token_ids).partition("2+2?")[0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+        {"messages": [ASKED], "chosen": SAID, "rejected": {"role": "assistant", "content": "5"}},
+        {"prompt": [ASKED], "chosen": [SAID], "rejected": "5"},
+    ],
+)
+def test_preferences(tmp_path, renderer, row):
+    data = read_file(file_of(tmp_path, row), is_preference=True)
+    ((chosen, rejected),) = encode(data, renderer, max_context=200).examples
+    prompt = tuple(renderer.first_ids([ASKED]))
+    for one, said in ((chosen, "4"), (rejected, "5")):
+        assert one.token_ids[: one.num_shared] == prompt
+        marked = [i for i, m in zip(one.token_ids, one.mask, strict=True) if m]
+        assert renderer.decode(marked) == said
+        assert marked[-1] == renderer.end_of_turn_id == one.token_ids[-1]
+    ((closed, _),) = encode(data, renderer, max_context=200, has_closing=True).examples
+    text = renderer.template.render([ASKED, SAID], adds_prompt=False)
+    assert renderer.tokenizer.decode(closed.token_ids) == text
+
+
+def test_what_is_too_long_is_left_out_and_counted(tmp_path, renderer):
+    long = {"messages": [ASKED, {"role": "assistant", "content": "4" * 300}]}
+    data = read_file(file_of(tmp_path, long, {"messages": [ASKED, SAID]}), is_preference=False)
+    found = encode(data, renderer, max_context=200)
+    assert (len(found), found.num_too_long) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("{", "line 2: no JSON"),
+        ("[]", "line 2: a row is an object, not list"),
+        ({"message": [ASKED]}, "line 2: no field 'messages'"),
+        ({"messages": "hm", "tools": 3}, "line 2: tools is 3"),
+        ({"messages": []}, "line 2: messages is ..; a list of messages"),
+        ({"messages": [ASKED, {"role": "asistant", "content": "4"}]}, "no role 'asistant'"),
+        ({"messages": [{"role": "user", "content": [1]}, SAID]}, r"messages\[0\]: content is .1."),
+        ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": 1}]}]}, "the tool call"),
+        ({"messages": [ASKED], "chosen": "4", "rejected": "5"}, "a preference, and no dialogue"),
+    ],
+)
+def test_broken_lines_are_named(tmp_path, row, complaint):
+    file = file_of(tmp_path, {"messages": [ASKED, SAID]}, row)
+    with pytest.raises(DataError, match=complaint) as error:
+        read_file(file, is_preference=False)
+    assert str(file) in str(error.value)
+
+
+def test_a_mistyped_field_is_suggested(tmp_path):
+    row = {"prompt": "2+2?", "choosen": "4", "rejected": "5"}
+    with pytest.raises(DataError, match="no field 'chosen'") as error:
+        read_file(file_of(tmp_path, row), is_preference=True)
+    assert "choosen" in error.value.hints[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "is_preference", "complaint"),
+    [
+        ({"messages": [ASKED]}, False, "line 1: the assistant says nothing"),
+        ({"messages": [SAID]}, False, "line 1: the assistant speaks first"),
+        ({"prompt": "x", "chosen": "4", "rejected": "4"}, True, "line 1: chosen and rejected are"),
+        ({"prompt": "x", "chosen": [ASKED], "rejected": "4"}, True, "line 1: the assistant says"),
+    ],
+)
+def test_dialogues_that_teach_nothing_are_named(tmp_path, renderer, row, is_preference, complaint):
+    data = read_file(file_of(tmp_path, row), is_preference=is_preference)
+    with pytest.raises(DataError, match=complaint):
+        encode(data, renderer, max_context=200)
+
+
+def test_a_missing_and_an_empty_file(tmp_path):
+    with pytest.raises(DataError, match=r"cannot read .*nothing\.jsonl"):
+        read_file(tmp_path / "nothing.jsonl", is_preference=False)
+    with pytest.raises(NothingToDoError, match="no rows"):
+        read_file(file_of(tmp_path, "", ""), is_preference=False)

@@ -1,0 +1,183 @@
+"""Adapters: what is trained, what is merged, what others read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from helpers import CONFIG, batch, tiny_decoder
+from safetensors.torch import save_file
+
+from areal_gym.config import LoraConfig, TrainerConfig, load_config
+from areal_gym.errors import ConfigError
+from areal_gym.modeling.checkpoint import save_checkpoint
+from areal_gym.modeling.decoder import Decoder, causal_attend
+from areal_gym.trainer.advantages import grpo
+from areal_gym.trainer.learner import Learner
+from areal_gym.trainer.lora import (
+    adapter_weights,
+    add_adapter,
+    is_adapter,
+    load_adapter,
+    merged_weights,
+)
+from areal_gym.trainer.losses import ppo_clip
+from areal_gym.trainer.objective import score_tokens
+from areal_gym.trainer.packing import Row, pack
+from areal_gym.trainer.sequences import sequences_of
+from areal_gym.trainer.weight_syncs.lora import adapter_config
+from areal_gym.trainer.worker import ProcessLearner
+
+SETTINGS = LoraConfig(rank=4, alpha=8.0)
+pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")
+
+
+def adapted(seed=0):
+    decoder = tiny_decoder()
+    add_adapter(decoder, SETTINGS, seed=seed)
+    return decoder
+
+
+def moved(seed=0):
+    """An adapter that changes what is said."""
+    decoder = adapted(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if is_adapter(name):
+                parameter.normal_(0.0, 0.2, generator=generator)
+    return decoder
+
+
+def logits(decoder):
+    ids = torch.arange(2, 30)
+    with torch.no_grad():
+        hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        return hidden @ decoder.lm_head_weight.T
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_rank():
+    assert torch.equal(logits(adapted()), logits(tiny_decoder()))
+    first, second = dict(adapter_weights(adapted())), dict(adapter_weights(adapted()))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    state = torch.random.get_rng_state()
+    adapted()
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_only_the_adapter_has_a_gradient():
+    decoder = moved()
+    rows = sequences_of(tuple(batch()))
+    packed = pack([Row(token_ids=r.token_ids) for r in rows])
+    score_tokens(decoder, packed, [r.loss_mask for r in rows]).logprobs.sum().backward()
+    for name, parameter in decoder.named_parameters():
+        assert (parameter.grad is not None) == is_adapter(name), name
+        if is_adapter(name):
+            assert parameter.grad.abs().sum() > 0
+
+
+def test_merged_weights_say_what_the_adapter_says():
+    decoder = moved()
+    merged = Decoder(CONFIG)
+    merged.load_state_dict(dict(merged_weights(decoder, SETTINGS)))
+    torch.testing.assert_close(logits(merged), logits(decoder), atol=1e-5, rtol=1e-5)
+    assert (logits(merged) - logits(tiny_decoder())).abs().max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
+def test_peft_reads_what_we_write(tmp_path):
+    import peft
+
+    decoder = moved()
+    base = save_checkpoint(tiny_decoder(), tmp_path / "base")
+    weights = dict(adapter_weights(decoder))
+    (tmp_path / "adapter").mkdir()
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+    config = adapter_config(weights, alpha=SETTINGS.alpha)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    with torch.no_grad():
+        found = theirs(torch.arange(2, 30)[None]).logits[0]
+    torch.testing.assert_close(found, logits(decoder), atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_is_loaded_whole_or_not_at_all():
+    decoder = moved(1)
+    other = adapted()
+    load_adapter(other, dict(adapter_weights(decoder)))
+    assert torch.equal(logits(other), logits(decoder))
+    weights = dict(adapter_weights(decoder))
+    weights.popitem()
+    with pytest.raises(ConfigError, match="does not fit"):
+        load_adapter(other, weights)
+
+
+def test_wrong_targets_are_named():
+    with pytest.raises(ConfigError, match="targets names w_proj") as caught:
+        add_adapter(tiny_decoder(), LoraConfig(targets=("q_proj", "w_proj")))
+    assert "down_proj, gate_proj, k_proj" in caught.value.hints[0]
+
+
+# ---- trained ---------------------------------------------------------------------------------
+
+TRAINING = {"lora": {"rank": 4, "alpha": 8.0}, "lr": 1e-2}
+
+
+def weights_of(learner):
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def distance(a, b):
+    return sum(float((a[name] - b[name]).norm()) for name in a)
+
+
+def test_a_learner_trains_the_adapter_and_publishes_either(tmp_path):
+    base = dict(tiny_decoder().state_dict())
+    one = Learner(tiny_decoder(), TrainerConfig(**TRAINING), advantage=grpo, loss=ppo_clip)
+    assert distance(weights_of(one), base) == 0
+    for step in range(2):
+        one.step(batch(step), step)
+    merged = weights_of(one)
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed
+    assert all(name.endswith("_proj.weight") for name in changed)
+    assert all("lora" in name for name in one.adapter())
+    one.save(tmp_path / "states").result()
+    other = Learner(tiny_decoder(), TrainerConfig(**TRAINING), advantage=grpo, loss=ppo_clip)
+    other.load(tmp_path / "states")
+    assert distance(weights_of(other), merged) == 0
+    one.step(batch(5), 2)
+    other.step(batch(5), 2)
+    assert distance(weights_of(other), weights_of(one)) == 0
+    assert distance(weights_of(one), merged) > 1e-4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_workers_train_adapters_too(num_ranks, tmp_path):
+    config = TrainerConfig(**TRAINING, num_ranks=num_ranks)
+    theirs = ProcessLearner(Learner, tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    ours = Learner(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    try:
+        theirs.step(batch(), 0)
+        ours.step(batch(), 0)
+        moved = distance(weights_of(ours), dict(tiny_decoder().state_dict()))
+        assert distance(weights_of(theirs), weights_of(ours)) < 1e-4 * moved
+        adapter = ours.adapter()
+        assert distance(theirs.adapter(), adapter) < 1e-4 * sum(x.norm() for x in adapter.values())
+        ours.step(batch(1), 1)
+        ours.save(tmp_path / "states").result()
+        theirs.load(tmp_path / "states")
+        assert distance(weights_of(theirs), weights_of(ours)) < 1e-4 * moved
+    finally:
+        theirs.close()
+
+
+def test_without_an_adapter_there_is_none_to_publish():
+    plain = Learner(tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
+    with pytest.raises(ConfigError, match="no adapter to publish"):
+        plain.adapter()
+    with pytest.raises(ConfigError, match="two thin ones"):
+        load_config(overrides=["trainer.lora={}", "trainer.optimizer=muon"])
