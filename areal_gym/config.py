@@ -27,6 +27,7 @@ from areal_gym.algorithms import (
 )
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.objectives import (
+    SUPERVISED,
     DataConfig,
     DpoConfig,
     TeacherConfig,
@@ -38,6 +39,7 @@ from areal_gym.settings import Settings, merge
 __all__ = [
     "STARTER_DEFAULTS",
     "AgentConfig",
+    "ClusterConfig",
     "EngineConfig",
     "EnvConfig",
     "EvalConfig",
@@ -267,6 +269,19 @@ class EvalConfig(Settings):
     split: str = "test"
 
 
+class ClusterConfig(Settings):
+    """Several processes and machines, by Ray; `trainer.num_ranks` says how many ranks train."""
+
+    address: str | None = None
+    """null: no Ray. "local" starts one on this machine, "auto" or "host:port" joins a running
+    one."""
+    rollout_workers: int = Field(0, ge=0)
+    """Processes that play episodes; 0 plays them in the process that was started."""
+    servers: int = Field(0, ge=0)
+    """SGLang servers that Ray places and areal-gym starts there; 0 leaves it to `engine`."""
+    gpus_per_server: int = Field(1, ge=0)
+
+
 class RunConfig(Settings):
     """A whole run. `areal-gym train --dry-run` prints it resolved."""
 
@@ -278,6 +293,7 @@ class RunConfig(Settings):
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
     data: DataConfig = DataConfig()
     dpo: DpoConfig = DpoConfig()
     teacher: TeacherConfig = TeacherConfig()
@@ -362,6 +378,7 @@ class RunConfig(Settings):
                     "deterministic = true needs a synchronous run with the embedded engine on a "
                     f"CPU, not {', '.join(wrong)}"
                 )
+        self._check_cluster()
         if rollout.max_new_tokens >= self.engine.max_context:
             raise ValueError(
                 f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "
@@ -373,6 +390,45 @@ class RunConfig(Settings):
                 f"{rollout.batch_groups} groups: at least one group each is needed"
             )
         return self
+
+    @property
+    def _starts_servers(self) -> bool:
+        return self.engine.id == "sglang" and not self.engine.url and not self.cluster.servers
+
+    def _check_cluster(self) -> None:
+        cluster = self.cluster
+        if cluster.address is None:
+            for name in ("rollout_workers", "servers"):
+                if number := getattr(cluster, name):
+                    raise ValueError(
+                        f"cluster.{name} = {number} needs a Ray to place them: "
+                        "cluster.address=local starts one here, cluster.address=auto joins one"
+                    )
+        elif self.objective in SUPERVISED:
+            raise ValueError(
+                f"objective = {self.objective!r} does not use Ray: leave cluster.address at null"
+            )
+        elif self.deterministic:
+            raise ValueError(
+                f"deterministic = true with cluster.address = {cluster.address!r}: which processes "
+                "share a batch depends on the network; leave cluster.address at null"
+            )
+        elif cluster.rollout_workers and cluster.address != "local" and self._starts_servers:
+            raise ValueError(
+                "engine.id = 'sglang' without engine.url starts a server that only this machine "
+                f"reaches, and cluster.address = {cluster.address!r} has others: "
+                "cluster.servers=1 lets Ray place it"
+            )
+        if cluster.servers and (self.engine.id != "sglang" or self.engine.url):
+            raise ValueError(
+                f"cluster.servers = {cluster.servers} starts SGLang servers: use engine.id=sglang, "
+                "and no engine.url"
+            )
+        if cluster.rollout_workers and self.trainer.weight_sync.id == "lora":
+            raise ValueError(
+                "cluster.rollout_workers with trainer.weight_sync=lora: workers do not learn the "
+                "names of new adapters; use another weight sync, or rollout_workers=0"
+            )
 
 
 STARTER_DEFAULTS: Mapping[str, Any] = {

@@ -11,6 +11,7 @@
     |   +-- DuplicateIdError                two plugins register the same id
     +-- InfrastructureError (RuntimeError)  the machine failed us; exit code 3
     |   +-- TrainError                      the trainer cannot go on (disk full, not finite)
+    |   |   +-- LostRankError               one of its processes died; its checkpoints are as good
     |   +-- FailureBudgetError              too many episodes failed, and where
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
         +-- EnvError                        the environment itself failed
@@ -18,6 +19,7 @@
         +-- EngineError                     the policy could not be sampled
         |   +-- EngineUnreachableError (ConnectionError)
         +-- SandboxError                    the sandbox failed (not: the snippet in it)
+        +-- WorkerError                 the process that played it died
         +-- EpisodeTimeoutError (TimeoutError)
 
     ToolError                               told to the model as the tool's result; not a failure
@@ -44,6 +46,7 @@ __all__ = [
     "FailureBudgetError",
     "GymError",
     "InfrastructureError",
+    "LostRankError",
     "NothingToDoError",
     "PluginError",
     "RunExistsError",
@@ -52,6 +55,7 @@ __all__ = [
     "TrainError",
     "UnknownIdError",
     "UsageError",
+    "WorkerError",
     "did_you_mean",
 ]
 
@@ -126,6 +130,10 @@ class TrainError(InfrastructureError):
     """The trainer cannot go on."""
 
 
+class LostRankError(TrainError):
+    """One of the trainer's processes died; the newest checkpoint is as good as ever."""
+
+
 class FailureBudgetError(InfrastructureError):
     """Too many episodes failed for the run to be worth anything."""
 
@@ -163,6 +171,12 @@ class SandboxError(EpisodeError):
     """The sandbox failed; what the snippet did is no error of ours."""
 
     boundary = "sandbox"
+
+
+class WorkerError(EpisodeError):
+    """The process that played the episode died."""
+
+    boundary = "worker"
 
 
 class EpisodeTimeoutError(EpisodeError, TimeoutError):

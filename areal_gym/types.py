@@ -152,6 +152,8 @@ class StopReason(StrEnum):
     AGENT_ERROR = "agent_error"
     ENGINE_ERROR = "engine_error"
     SANDBOX_ERROR = "sandbox_error"
+    WORKER_ERROR = "worker_error"
+    """The process that played the episode died."""
     TIMEOUT = "timeout"
     """The episode's wall-clock limit: an infrastructure failure, for it depends on the machine."""
     CANCELLED = "cancelled"

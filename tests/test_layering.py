@@ -50,7 +50,8 @@ MAY_IMPORT = {
     "rollout": LOW | BASES | {"agents.base"},
     "trainer": LOW | {"modeling", "engines.base"},
     "starter": BELOW_RUN,
-    "run": BELOW_RUN,
+    "distributed": BELOW_RUN,
+    "run": BELOW_RUN | {"distributed"},
     # `play` and `check` are about environments: their contract and its checker, no live engine.
     "cli": LOW | {"run", "envs.base", "envs.checker", "envs.registration"},
     # The public API names everything, and imports it on first use.

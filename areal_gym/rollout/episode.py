@@ -59,6 +59,7 @@ _STOP_REASONS = {
     "agent": StopReason.AGENT_ERROR,
     "engine": StopReason.ENGINE_ERROR,
     "sandbox": StopReason.SANDBOX_ERROR,
+    "worker": StopReason.WORKER_ERROR,
     "timeout": StopReason.TIMEOUT,
     "episode": StopReason.ENV_ERROR,  # an environment may raise the base class
 }

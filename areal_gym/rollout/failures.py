@@ -30,6 +30,8 @@ _HINTS = {
     StopReason.AGENT_ERROR: "play one episode by itself: areal-gym eval --env ENV eval.num_tasks=1",
     StopReason.ENGINE_ERROR: "is the engine alive, and the model the right one?",
     StopReason.SANDBOX_ERROR: "see which sandboxes there are: areal-gym list sandboxes",
+    StopReason.WORKER_ERROR: "is it out of memory? play fewer at once with "
+    "rollout.max_in_flight, or spread them over more cluster.rollout_workers",
     StopReason.TIMEOUT: "raise rollout.episode_timeout_s, or play fewer at once with "
     "rollout.max_in_flight",
 }

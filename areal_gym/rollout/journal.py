@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from areal_gym.errors import TrainError
-from areal_gym.rollout.packed import pack_group, unpack_group
+from areal_gym.rollout.packed import dump_row, pack_group, unpack_group
 from areal_gym.rundir import readable_disk_errors
 from areal_gym.types import Group
 
@@ -146,7 +146,7 @@ class Journal:
     # ---- inside -------------------------------------------------------------------------------
 
     def _append(self, indices: Sequence[int], row: Mapping[str, Any]) -> None:
-        line = _ENCODER.encode(row).encode("ascii") + b"\n"
+        line = dump_row(row).encode("ascii") + b"\n"
         try:
             self._write(self._descriptor, line)
         except TrainError:
@@ -200,14 +200,3 @@ class Journal:
         elif row["event"] == "dropped":
             known.group, known.dropped = None, row["reason"]
             known.rewards_G = row["rewards"]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "item"):  # numpy's scalars
-        return value.item()
-    raise TypeError(f"{value!r} is no JSON")
-
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_plain)

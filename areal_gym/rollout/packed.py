@@ -1,22 +1,24 @@
 """A group as a small JSON object, and back, exactly.
 
-The run directory's `trajectories/*.jsonl` are for people; this is for the journal, which must cost
-little beside playing. Token ids (int32) and log-probabilities (float64) are base64 of little-endian
-arrays: an eighth of the time of writing them as digits, and not a bit is lost.
+The run directory's `trajectories/*.jsonl` are for people; this is for the journal, and for what
+comes from other processes: it must cost little beside playing. Token ids (int32) and
+log-probabilities (float64) are base64 of little-endian arrays: an eighth of the time of writing
+them as digits, and not a bit is lost.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
 from areal_gym.types import Group, Task, TokenSpan, Trajectory, Turn
 
-__all__ = ["pack_group", "unpack_group"]
+__all__ = ["dump_row", "pack_group", "pack_trajectory", "unpack_group", "unpack_trajectory"]
 
 
 def _names(cls: type, *apart: str) -> tuple[str, ...]:
@@ -47,6 +49,21 @@ def unpack_group(row: Mapping[str, Any]) -> Group:
         num_failed=row["num_failed"],
         trajectories=tuple(_unpack(packed, row["task"]) for packed in row["trajectories"]),
     )
+
+
+def pack_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """One by itself; what its task is, whoever unpacks it knows."""
+    return _pack(trajectory, trajectory.task)
+
+
+def unpack_trajectory(row: Mapping[str, Any], task: Task) -> Trajectory:
+    """The trajectory that was packed."""
+    return replace(_unpack(row, {"id": task.id, "data": {}}), task=task)
+
+
+def dump_row(row: Mapping[str, Any]) -> str:
+    """As one line of JSON."""
+    return _ENCODER.encode(row)
 
 
 def _pack(trajectory: Trajectory, task: Task) -> dict[str, Any]:
@@ -88,3 +105,14 @@ def _to_text(code: str, values: Sequence[float]) -> str:
 def _from_text(code: str, text: str) -> tuple[Any, ...]:
     raw = b64decode(text)
     return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "item"):  # numpy's scalars
+        return value.item()
+    raise TypeError(f"{value!r} is no JSON")
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_plain)

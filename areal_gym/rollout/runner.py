@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from areal_gym.agents.base import Agent
 from areal_gym.config import RolloutConfig
-from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import (
     ConfigError,
@@ -38,15 +38,16 @@ from areal_gym.errors import (
 )
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.curriculum import Curriculum
-from areal_gym.rollout.episode import derive_seed, play_episode, stop_reason_of
+from areal_gym.rollout.episode import derive_seed, stop_reason_of
 from areal_gym.rollout.failures import FailureBudget
 from areal_gym.rollout.filters import GroupFilter
 from areal_gym.rollout.issue import Issuer
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.ledger import Ledger
 from areal_gym.rollout.lockstep import Lockstep, TogetherEngine
+from areal_gym.rollout.player import LocalPlayer, Order, Player
 from areal_gym.rollout.pool import EnvPool
-from areal_gym.rollout.stats import Occupancy, RolloutStats
+from areal_gym.rollout.stats import RolloutStats
 from areal_gym.types import Group, StopReason, Task, Trajectory
 
 __all__ = ["RolloutRunner", "RolloutStats"]
@@ -100,6 +101,7 @@ class RolloutRunner:
         on_trajectory: Callable[[Trajectory], None] | None = None,
         state: Mapping[str, Any] | None = None,
         is_deterministic: bool = False,
+        player: Player | None = None,
     ) -> None:
         """Nothing runs until the first `next_batch`.
 
@@ -123,28 +125,26 @@ class RolloutRunner:
             state: what `state()` of the interrupted run gave. Without it, a run that starts at
                 version v goes on after the tasks of v whole batches.
             is_deterministic: sample in waves that depend on the seed only (see `Lockstep`).
+            player: plays the episodes, with an agent, an engine and a renderer of its own; without
+                one they are played here.
 
         Raises:
             ConfigError: the environment gives the curriculum nothing to choose from, or the engine
                 samples in batches of its own choice only.
         """
         self.config = config
-        self.in_flight = Occupancy()
-        self._agent = agent
         self._engine = engine
         self._lockstep: Lockstep | None = None
         if is_deterministic:
             self._engine = self._lockstep = _lockstep(engine, lambda: len(self._tasks))
-        self._renderer = renderer
         self._envs = EnvPool(env_factory)
+        self._player = player or LocalPlayer(
+            self._envs, agent, self._engine, renderer, config, env_id=env_id, agent_id=agent_id
+        )
+        self.in_flight = self._player.in_flight
         self._seed = seed
         self._split = split
-        self._env_id = env_id
-        self._agent_id = agent_id
         self._on_trajectory = on_trajectory
-        self._params = SamplingParams(
-            max_new_tokens=config.max_new_tokens, temperature=config.temperature
-        )
         if curriculum is not None:
             env = self._envs.take()
             curriculum.prepare(env, split)
@@ -327,29 +327,19 @@ class RolloutRunner:
     async def _play_member(self, group: _RunningGroup, member: int) -> None:
         config = self.config
         for attempt in range(1 + config.max_retries):
-            env = self._envs.take()
-            trajectory = await play_episode(
-                env,
-                self._agent,
-                self._engine,
-                self._renderer,
-                options={"task": group.task},
+            order = Order(
+                task=group.task,
                 seed=derive_seed(self._seed, _EPISODE, group.index, member, attempt),
-                params=self._params,
                 trajectory_id=f"{group.id}-{member}" + (f"-retry{attempt}" if attempt else ""),
                 group_id=group.id,
-                env_id=self._env_id,
-                agent_id=self._agent_id,
-                timeout_s=config.episode_timeout_s,
-                in_flight=self.in_flight,
             )
+            trajectory = await self._player.play(order)
             self._counts["episodes"] += 1
             self._counts["retries"] += attempt > 0
             self._counts["tokens"] += trajectory.num_policy_tokens
             if self._on_trajectory is not None:
                 self._on_trajectory(trajectory)
             if not trajectory.stop_reason.is_failure:
-                self._envs.give_back(env)
                 group.members.append((member, trajectory))
                 self._budget.record(trajectory.stop_reason)
                 break

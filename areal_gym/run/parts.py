@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from areal_gym.agents.base import Agent
-from areal_gym.config import PluginConfig, RunConfig
+from areal_gym.config import EngineConfig, PluginConfig, RunConfig
+from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, UsageError
@@ -36,6 +37,7 @@ __all__ = [
     "make_learner",
     "make_loggers",
     "open_engine",
+    "open_renderer",
     "policy_directory",
     "relax_garbage_collection",
 ]
@@ -163,10 +165,17 @@ def hash_of_policy(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def make_learner(config: RunConfig, policy: Path, *, initial: Path | None = None) -> Any:
+def make_learner(
+    config: RunConfig,
+    policy: Path,
+    *,
+    initial: Path | None = None,
+    cluster: Cluster | None = None,
+) -> Any:
     """The trainer of the settings, with the weights in `policy`; `close_learner` ends it.
 
-    `initial` is the policy that the run began with, when it goes on with another one.
+    `initial` is the policy that the run began with, when it goes on with another one. With a
+    cluster, its ranks are Ray's actors.
 
     Raises:
         ConfigError: the settings do not fit it.
@@ -188,6 +197,11 @@ def make_learner(config: RunConfig, policy: Path, *, initial: Path | None = None
     learner_class = found.load("trainers", trainer.id)
     if trainer.lora is not None:  # what is in `policy` has the adapter merged
         policy = initial or policy
+    if cluster is not None and trainer.runs_in != "thread":
+        from areal_gym.distributed.ranks import RayLearner
+
+        arguments["reference"] = (initial or policy).absolute()
+        return RayLearner(cluster, learner_class, load_checkpoint(policy), trainer, **arguments)
     overlaps = config.rollout.max_staleness > 0 and device.type == "cpu"
     is_apart = trainer.runs_in == "process" or (trainer.runs_in == "auto" and overlaps)
     if is_apart or trainer.num_ranks > 1:
@@ -254,14 +268,48 @@ def _make(kind: Kind, settings: PluginConfig, key: str) -> Any:
         ) from error
 
 
-@asynccontextmanager
-async def open_engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[Engine, Renderer]]:
-    """The engine of the settings, started, with `policy`'s renderer; ended on the way out."""
-    renderer = Renderer.from_checkpoint(
+def open_renderer(config: RunConfig, policy: Path) -> Renderer:
+    """The renderer of `policy`, as the settings want it."""
+    return Renderer.from_checkpoint(
         policy,
         template_kwargs=config.rollout.template_kwargs,
         keeps_thinking=config.rollout.thinking == "keep",
     )
+
+
+def _engine_settings(config: RunConfig) -> EngineConfig:
+    """Where several processes ask the servers, servers must make them wait by themselves."""
+    settings = config.engine
+    if settings.id != "sglang" or not config.cluster.rollout_workers:
+        return settings
+    kwargs = {**settings.kwargs, "interrupt": "retract"}
+    return settings.model_copy(update={"kwargs": kwargs})
+
+
+async def _with_placed_servers(
+    settings: EngineConfig, policy: Path, cluster: Cluster, num_servers: int
+) -> EngineConfig:
+    from areal_gym.distributed.servers import place_servers
+
+    kwargs = dict(settings.kwargs)
+    starting = {
+        name: kwargs.pop(name)
+        for name in ("command", "server_args", "start_timeout_s")
+        if name in kwargs
+    }
+    kwargs["processes"] = await place_servers(cluster, policy.absolute(), num_servers, **starting)
+    return settings.model_copy(update={"kwargs": kwargs})
+
+
+@asynccontextmanager
+async def open_engine(
+    config: RunConfig, policy: Path, cluster: Cluster | None = None
+) -> AsyncIterator[tuple[Engine, Renderer]]:
+    """The engine of the settings, started, with `policy`'s renderer; ended on the way out."""
+    renderer = open_renderer(config, policy)
+    settings = _engine_settings(config)
+    if cluster is not None and config.cluster.servers:
+        settings = await _with_placed_servers(settings, policy, cluster, config.cluster.servers)
     engine_class = registry().load("engines", config.engine.id)
     if not hasattr(engine_class, "from_settings"):
         raise UsageError(
@@ -269,7 +317,7 @@ async def open_engine(config: RunConfig, policy: Path) -> AsyncIterator[tuple[En
             hints=["engine.id=embedded and engine.id=sglang do"],
         )
     try:
-        engine: Engine = engine_class.from_settings(policy, config.engine)
+        engine: Engine = engine_class.from_settings(policy, settings)
     except TypeError as error:
         raise ConfigError(
             f"engine.kwargs do not fit: {error}",

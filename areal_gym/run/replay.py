@@ -9,7 +9,7 @@ would have made of the same experience.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from areal_gym.config import RunConfig
 from areal_gym.errors import ConfigError, DataError, NothingToDoError, UsageError
 from areal_gym.objectives import SUPERVISED
 from areal_gym.run.display import Display, SilentDisplay
-from areal_gym.run.parts import Parts, hash_of_policy, make_learner, policy_directory
+from areal_gym.run.parts import Parts, close_learner, hash_of_policy, make_learner, policy_directory
 from areal_gym.rundir import RunDir
 
 __all__ = ["ReplayReport", "replay"]
@@ -96,6 +96,22 @@ def replay(
     # As training does: the number of threads decides in which order sums are added up.
     torch.set_num_threads(config.trainer.num_threads)
     learner = make_learner(config, policy)
+    try:
+        return _train_again(config, run, recorded, steps, policy, learner, shown, out)
+    finally:
+        close_learner(learner)
+
+
+def _train_again(
+    config: RunConfig,
+    run: RunDir,
+    recorded: Mapping[int, Mapping[str, Any]],
+    steps: Sequence[int],
+    policy: Path,
+    learner: Any,
+    shown: Display,
+    out: Path | None,
+) -> ReplayReport:
     shown.phase("replay", len(steps))
     first_difference: int | None = None
     rows: list[dict[str, Any]] = []
@@ -103,7 +119,8 @@ def replay(
         groups = run.read_groups(step)
         if not groups:
             raise DataError(
-                f"{source} has lost the trajectories of step {step}: there is nothing to train on",
+                f"{run.path} has lost the trajectories of step {step}: "
+                "there is nothing to train on",
                 hints=[f"they belong into {run.trajectories_dir}"]
                 + ([f"what comes before: --steps {rows[-1]['step']}"] if rows else []),
             )

@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 
 from areal_gym.config import RunConfig
+from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError
+from areal_gym.errors import ConfigError, LostRankError
 from areal_gym.learning_curve import draw_learning_curve
 from areal_gym.metrics import rss_mb
 from areal_gym.objectives import SUPERVISED
@@ -22,6 +23,7 @@ from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.batch_metrics import batch_metrics
 from areal_gym.rollout.journal import Journal
+from areal_gym.rollout.player import Player
 from areal_gym.rollout.runner import RolloutRunner, RolloutStats
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import Evaluations
@@ -43,6 +45,7 @@ from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
 from areal_gym.run.supervised import train_supervised
 from areal_gym.run.teacher import Taught, open_teacher
+from areal_gym.run.workers import open_workers
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.sandbox import shared_reports
 from areal_gym.types import Group, StopReason
@@ -61,6 +64,9 @@ def train(
 ) -> dict[str, Any]:
     """Run the whole of it and return the summary, which is also in `summary.json`.
 
+    On a cluster, a trainer's process that dies costs the steps since the newest checkpoint: the
+    run goes on from there.
+
     Interrupted (Ctrl-C), it saves a checkpoint of what was learned and raises KeyboardInterrupt;
     `mode="resume"` goes on from there, or from the checkpoint of `from_step`: what was learned
     after that step is forgotten.
@@ -75,7 +81,7 @@ def train(
     _require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay())
     with RunDir.open(run_dir, mode) as directory:
-        return asyncio.run(run.play(directory, is_resumed=mode == "resume", from_step=from_step))
+        return run.play_on(directory, is_resumed=mode == "resume", from_step=from_step)
 
 
 def _require_plain_sampling(config: RunConfig) -> None:
@@ -101,6 +107,27 @@ class _Training:
 
     config: RunConfig
     display: Display
+
+    def play_on(
+        self, directory: RunDir, *, is_resumed: bool, from_step: int | None
+    ) -> dict[str, Any]:
+        """Play, and go on from the newest checkpoint when a rank of the trainer dies.
+
+        Raises:
+            LostRankError: ranks die without any new checkpoint between two deaths.
+        """
+        from areal_gym.trainer.checkpoint import latest_checkpoint
+
+        went_on_from: int | None = None
+        while True:
+            try:
+                return asyncio.run(self.play(directory, is_resumed=is_resumed, from_step=from_step))
+            except LostRankError as error:
+                found = latest_checkpoint(directory.checkpoints_dir)
+                if self.config.cluster.address is None or found is None or found[0] == went_on_from:
+                    raise
+                went_on_from, is_resumed, from_step = found[0], True, None
+                self.display.say(f"{error}: going on from the checkpoint of step {went_on_from}")
 
     async def play(
         self, directory: RunDir, *, is_resumed: bool, from_step: int | None
@@ -132,7 +159,8 @@ class _Training:
             require_whole(source)
         async with AsyncExitStack() as stack:
             stack.callback(loggers.close)
-            learner = make_learner(config, source, initial=policy)
+            cluster = await stack.enter_async_context(open_cluster(config))
+            learner = make_learner(config, source, initial=policy, cluster=cluster)
             stack.callback(close_learner, learner)
             rollout_state = None
             if found is not None:
@@ -143,7 +171,7 @@ class _Training:
             require_space(learner, directory.checkpoints_dir, num_kept)
             # Adapters are published beside the base weights, which servers keep.
             served = policy if config.trainer.weight_sync.id == "lora" else source
-            engine, renderer = await stack.enter_async_context(open_engine(config, served))
+            engine, renderer = await stack.enter_async_context(open_engine(config, served, cluster))
             teacher = await stack.enter_async_context(open_teacher(config, policy))
             weight_sync = make_weight_sync(
                 engine,
@@ -156,6 +184,9 @@ class _Training:
                 await weight_sync.publish(weights_for(weight_sync, learner), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
+            player = await stack.enter_async_context(
+                open_workers(config, parts, policy, engine, cluster)
+            )
             evaluations = Evaluations(
                 config, parts, engine, renderer, directory, display, loggers.log
             )
@@ -176,6 +207,7 @@ class _Training:
                 policy,
                 done,
                 rollout_state,
+                player,
             )
             after = await evaluations.at(config.steps)
             best = keep_checkpoints(directory.checkpoints_dir, num_kept, evaluations.scores())
@@ -240,6 +272,7 @@ class _Training:
         tokenizer_dir: Path,
         done: int,
         rollout_state: Mapping[str, Any] | None,
+        player: Player | None,
     ) -> float:
         """Train to the end; saves what was learned, also when it is interrupted."""
         from areal_gym.trainer.loop import train_loop
@@ -296,6 +329,7 @@ class _Training:
             journal=journal,
             state=rollout_state,
             is_deterministic=config.deterministic,
+            player=player,
         )
         times = StepTimes(config.rollout.max_in_flight, runner.stats())
         saver = Saver(

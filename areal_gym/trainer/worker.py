@@ -40,13 +40,12 @@ from torch import Tensor
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import GymError, TrainError
 from areal_gym.metrics import rss_mb
-from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.ranks import Ranks
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.types import Group, Task
 
-__all__ = ["ProcessLearner"]
+__all__ = ["ProcessLearner", "Serving", "readable"]
 
 _END_S = 10.0
 """How long a worker may take to end by itself."""
@@ -100,8 +99,7 @@ class ProcessLearner:
             TrainError: a worker died, or what `Learner.step` raises.
         """
         metrics: dict[str, float] = self._ask("step", [_slim(g) for g in groups], version)
-        held_mb = [rss_mb(worker.process.pid) for worker in self._workers]
-        metrics["memory/trainer_rss_mb"] = sum(filter(None, held_mb))
+        metrics["memory/trainer_rss_mb"] = self._held_mb()
         return metrics
 
     def adapter(self) -> dict[str, Tensor]:
@@ -138,6 +136,10 @@ class ProcessLearner:
         for worker in self._workers:
             worker.saved.close()
         self._home.cleanup()
+
+    def _held_mb(self) -> float:
+        held_mb = [rss_mb(worker.process.pid) for worker in self._workers]
+        return sum(filter(None, held_mb))
 
     def _ask(self, what: str, *arguments: Any) -> Any:
         """The first worker's answer, once all have answered."""
@@ -240,7 +242,12 @@ class _Worker:
 def main() -> None:
     """Serve one `ProcessLearner`, and end with it."""
     pipe, saved = Connection(os.dup(sys.stdin.fileno())), Connection(int(sys.argv[1]))
-    worker: _Serving | None = None
+    worker: Serving | None = None
+
+    def tell(error: BaseException | None) -> None:
+        with contextlib.suppress(OSError):
+            saved.send_bytes(pickle.dumps(error, pickle.HIGHEST_PROTOCOL))
+
     answer: Any
     while True:
         try:
@@ -251,13 +258,17 @@ def main() -> None:
         try:
             if worker is None:
                 rank = pickle.load(message)
-                _, arguments = pickle.load(message)
-                worker = _Serving(rank, saved, *arguments)
+                _, (learner_class, shape, config, device, home, further) = pickle.load(message)
+                torch.set_num_threads(config.num_threads)
+                whole = Decoder(shape)
+                _map(whole, Path(home) / "weights")
+                meeting = f"file://{home}/ranks"
+                worker = Serving(rank, tell, learner_class, whole, config, device, meeting, further)
             else:
                 what, arguments = pickle.load(message)
                 answer = worker.do(what, *arguments)
         except Exception as error:
-            is_error, answer = True, _to_tell(error)
+            is_error, answer = True, readable(error)
         try:
             pipe.send_bytes(pickle.dumps((is_error, answer), pickle.HIGHEST_PROTOCOL))
         except OSError:
@@ -266,42 +277,52 @@ def main() -> None:
         os._exit(0)  # the others may have died: no farewell that could wait for them
 
 
-class _Serving:
-    """A learner that is one of the ranks, and the mapped file."""
+class Serving:
+    """A learner that is one of the ranks.
+
+    Args:
+        rank: which one.
+        tell: called in a thread when a checkpoint is on the disk (None), or could not be written;
+            by the first rank only.
+        learner_class: makes it.
+        whole: the whole weights, on the CPU; those of the first rank are kept up to date.
+        config: the trainer's settings.
+        device: "cpu" or "cuda"; a process that sees several GPUs takes the one of its rank.
+        meeting: URL by which the ranks find each other (`torch.distributed`'s `init_method`).
+        arguments: further ones of `learner_class`.
+    """
 
     def __init__(
         self,
         rank: int,
-        saved: Connection,
+        tell: Callable[[BaseException | None], None],
         learner_class: Callable[..., Any],
-        shape: DecoderConfig,
+        whole: Decoder,
         config: TrainerConfig,
         device: str,
-        home: str,
+        meeting: str,
         arguments: dict[str, Any],
     ) -> None:
-        torch.set_num_threads(config.num_threads)
-        self._whole = Decoder(shape)
-        _map(self._whole, Path(home) / "weights")
-        decoder = self._whole
+        self._whole = decoder = whole
         if config.num_ranks > 1:
             if device == "cuda":
-                torch.cuda.set_device(rank)
+                torch.cuda.set_device(rank % torch.cuda.device_count())
             torch.distributed.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
-                init_method=f"file://{home}/ranks",
+                init_method=meeting,
                 rank=rank,
                 world_size=config.num_ranks,
             )
             arguments["ranks"] = Ranks(rank, config.num_ranks)
         if config.num_ranks > 1 or device == "cuda" or config.lora is not None:
-            decoder = Decoder(shape, device=device)
-            decoder.load_state_dict(self._whole.state_dict())
+            decoder = Decoder(whole.config, device=device)
+            decoder.load_state_dict(whole.state_dict())
         self._is_writer = rank == 0
-        self._saved = saved
+        self._tell_of_checkpoint = tell
         self._learner = learner_class(decoder, config, **arguments)
 
     def do(self, what: str, *arguments: Any) -> Any:
+        """Call the learner's method; after a step, the whole weights are new."""
         if what == "score":
             return [score.tolist() for score in self._learner.score(*arguments)]
         answer = getattr(self._learner, what)(*arguments)
@@ -321,23 +342,24 @@ class _Serving:
     def _tell(self, written: Future[None]) -> None:
         error = written.exception()
         # A full disk is the disk's matter, not the trainer's: it goes as it is.
-        told = error if error is None or isinstance(error, OSError) else _to_tell(error)
-        with contextlib.suppress(OSError):
-            self._saved.send_bytes(pickle.dumps(told, pickle.HIGHEST_PROTOCOL))
+        told = error if error is None or isinstance(error, OSError) else readable(error)
+        self._tell_of_checkpoint(told)
 
 
-def _to_tell(error: BaseException) -> GymError:
+def readable(error: BaseException) -> GymError:
+    """What a learner raised, for whoever asked it."""
     if isinstance(error, GymError):
         return error
-    if not isinstance(error, torch.OutOfMemoryError):
-        return TrainError(f"the trainer failed: {type(error).__name__}: {error}")
-    return TrainError(
-        f"a trainer's GPU is out of memory: {error}",
-        hints=[
-            "lower trainer.tokens_per_microbatch",
-            "or trainer.recompute_layers=true, trainer.dtype=bfloat16, a larger trainer.num_ranks",
-        ],
-    )
+    if isinstance(error, torch.OutOfMemoryError):
+        return TrainError(
+            f"a trainer's GPU is out of memory: {error}",
+            hints=[
+                "lower trainer.tokens_per_microbatch",
+                "or trainer.recompute_layers=true, trainer.dtype=bfloat16, "
+                "a larger trainer.num_ranks",
+            ],
+        )
+    return TrainError(f"the trainer failed: {type(error).__name__}: {error}")
 
 
 def _share(decoder: Decoder, file: Path) -> None:

@@ -35,7 +35,7 @@ from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, SamplingParams, WeightServer
 from areal_gym.engines.sglang.answers import Answer, Draft, read_answer, sampling_params
 from areal_gym.engines.sglang.fleet import Fleet, Member
-from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.engines.sglang.launch import LaunchedServer, ServerProcess
 from areal_gym.engines.sglang.server import RefusedError, SGLangServer, vocab_size_of
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 from areal_gym.types import FinishReason
@@ -83,12 +83,15 @@ class SGLangEngine:
         grace_s: how long calls wait when no server lives.
         health_interval_s: seconds between two looks at each server.
         take_over: servers may hold other weights at the start; training gives them its own.
+        is_guest: somebody else publishes to these servers; versions are what they say. Whoever
+            publishes must pause generation ("retract"), for guests are not asked to wait.
         num_servers: how many to start.
         command: what starts one; `python -m sglang.launch_server` by default.
         server_args: further arguments of it.
         gpus: CUDA_VISIBLE_DEVICES of each server that is started.
         log_dir: keeps their logs; else they are removed when all went well.
         start_timeout_s: a started server must serve by then.
+        processes: servers that are placed elsewhere, for this engine to start and to end.
 
     Raises:
         ConfigError: arguments that do not fit together.
@@ -106,12 +109,14 @@ class SGLangEngine:
         grace_s: float = 60.0,
         health_interval_s: float = 5.0,
         take_over: bool = False,
+        is_guest: bool = False,
         num_servers: int = 1,
         command: str | Sequence[str] | None = None,
         server_args: str | Sequence[str] = (),
         gpus: Sequence[str] = (),
         log_dir: str | Path | None = None,
         start_timeout_s: float = 600.0,
+        processes: Sequence[ServerProcess] = (),
     ) -> None:
         if interrupt not in ("abort", "retract"):
             raise ConfigError(f"no interrupt {interrupt!r}; there is: abort, retract")
@@ -124,6 +129,7 @@ class SGLangEngine:
         self.adapter: str | None = None
         """The LoRA adapter that the policy is sampled with, by its name on the servers."""
         self.take_over = take_over
+        self._is_guest = is_guest
         self._policy = policy
         self._interrupt = interrupt
         self._max_retries = max_retries
@@ -136,7 +142,8 @@ class SGLangEngine:
         self._gate.set()
         self._aborts: set[asyncio.Task[None]] = set()
         members = [Member(SGLangServer(url, policy=policy)) for url in dict.fromkeys(urls)]
-        for index in range(0 if urls else num_servers):
+        members += [Member(SGLangServer(p.url, policy=policy), p) for p in processes]
+        for index in range(0 if members else num_servers):
             process = LaunchedServer(
                 policy,
                 command=command,
@@ -151,6 +158,7 @@ class SGLangEngine:
             grace_s=grace_s,
             interval_s=health_interval_s,
             policy_version=lambda: self.policy_version,
+            is_guest=is_guest,
         )
 
     @classmethod
@@ -194,6 +202,12 @@ class SGLangEngine:
             facts = member.facts
             assert facts is not None
             self.max_context = min(self.max_context, facts.max_context)
+            if self._is_guest and not facts.has_spans:
+                raise ConfigError(
+                    f"SGLang {facts.version} at {member.server.url} does not say which weights "
+                    "sampled which token, and several processes sample here",
+                    hints=["SGLang 0.5.19 and later do"],
+                )
             if self._interrupt == "retract" and not facts.can_retract:
                 raise ConfigError(
                     f"SGLang {facts.version} at {member.server.url} cannot pause generation",
@@ -254,6 +268,8 @@ class SGLangEngine:
                 continue
             self._fleet.succeeded(member)
             draft.add(answer, version)
+            if self._is_guest and answer.versions:
+                self.policy_version = max(version, answer.versions[-1])
             if answer.finish == "stop":
                 if answer.token_ids[-1] in params.stop_token_ids:
                     return self._finish(draft, FinishReason.STOP)

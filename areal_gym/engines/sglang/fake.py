@@ -66,6 +66,8 @@ class FakeSGLangServer:
         emulate: which version of SGLang to be: before 0.5.21 there are no update sessions, before
             0.5.19 no versions per token.
         chunk_tokens: tokens that are sampled at a stretch; abort and pause act between chunks.
+        is_shared: somebody else starts the engine, publishes to it and ends it; the weights are
+            called what the engine calls them, and turns are sampled in one piece.
         host: to listen on.
         port: 0 takes a free one.
     """
@@ -77,14 +79,14 @@ class FakeSGLangServer:
         model_path: str = "fake",
         emulate: str = "0.5.23",
         chunk_tokens: int = 4,
+        is_shared: bool = False,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
         self.engine = engine
         self.model_path = model_path
         self.emulate = emulate
-        self.version = INITIAL_WEIGHTS
-        """What it calls its weights; routes that change them set it."""
+        self._version = INITIAL_WEIGHTS
         self.update_session = False
         """Between `/begin_weight_update` and `/end_weight_update`."""
         self.num_requests = 0
@@ -92,7 +94,8 @@ class FakeSGLangServer:
         number = tuple(int(part) for part in re.findall(r"\d+", emulate)[:3])
         self.has_update_sessions = number >= (0, 5, 21)
         self._has_spans = number >= (0, 5, 19)
-        self._chunk_tokens = chunk_tokens
+        self._is_shared = is_shared
+        self._chunk_tokens = engine.max_context if is_shared else chunk_tokens
         self._host = host
         self._port = port
         self._running: set[_Running] = set()
@@ -107,6 +110,15 @@ class FakeSGLangServer:
         return len(self._running)
 
     @property
+    def version(self) -> str:
+        """What it calls its weights; routes that change them set it."""
+        return str(self.engine.policy_version) if self._is_shared else self._version
+
+    @version.setter
+    def version(self, name: str) -> None:
+        self._version = name
+
+    @property
     def url(self) -> str:
         """Where it answers."""
         return f"http://{self._host}:{self._port}"
@@ -117,7 +129,8 @@ class FakeSGLangServer:
         Raises:
             OSError: the port is taken.
         """
-        await self.engine.start()
+        if not self._is_shared:
+            await self.engine.start()
         app = web.Application(client_max_size=1 << 30)
         for route, handler in (
             ("/health", self._health),
@@ -149,7 +162,8 @@ class FakeSGLangServer:
     async def aclose(self) -> None:
         """Stop answering, end the engine. Idempotent."""
         await self.die()
-        await self.engine.aclose()
+        if not self._is_shared:
+            await self.engine.aclose()
 
     async def die(self) -> None:
         """Hang up on everybody, in the middle of whatever it is, as kill -9 would."""
@@ -205,7 +219,8 @@ class FakeSGLangServer:
                 "version": self.emulate,
                 "context_length": None,
                 "max_req_input_len": self.engine.max_context - _PROMPT_MARGIN,
-                "enable_deterministic_inference": False,
+                # A turn in one piece is sampled with its seed as it is.
+                "enable_deterministic_inference": self._is_shared,
                 "weight_version": self.version,
             }
         )
@@ -322,7 +337,11 @@ class FakeSGLangServer:
         )
         running.token_ids += generation.token_ids
         running.logprobs += generation.logprobs
-        running.names += [name] * len(generation.token_ids)
+        running.names += (
+            [str(version) for version in generation.versions]
+            if self._is_shared
+            else [name] * len(generation.token_ids)
+        )
         return generation.finish_reason
 
     async def _park(self, running: _Running) -> None:

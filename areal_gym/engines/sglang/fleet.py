@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.engines.sglang.answers import INITIAL_WEIGHTS, version_of
-from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.engines.sglang.launch import ServerProcess
 from areal_gym.engines.sglang.server import ServerFacts, SGLangServer, is_refused
 from areal_gym.errors import EngineError, EngineUnreachableError
 
@@ -37,7 +37,7 @@ class Member:
     """One server of the fleet."""
 
     server: SGLangServer
-    process: LaunchedServer | None = None
+    process: ServerProcess | None = None
     """Where we started the server ourselves."""
     facts: ServerFacts | None = None
     """As of the start."""
@@ -73,6 +73,8 @@ class Fleet:
         grace_s: how long to wait, when none serves, before that is an error.
         interval_s: seconds between two looks at each server.
         policy_version: what a server must report to serve.
+        is_guest: these servers get their weights from somebody else, who may be ahead of what is
+            known here.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Fleet:
         grace_s: float,
         interval_s: float,
         policy_version: Callable[[], int],
+        is_guest: bool = False,
     ) -> None:
         self.members = list(members)
         self.lock = asyncio.Lock()
@@ -91,6 +94,7 @@ class Fleet:
         self._grace_s = grace_s
         self._interval_s = interval_s
         self._policy_version = policy_version
+        self._is_guest = is_guest
         self._sessions: dict[str, Member] = {}
         self._someone_serves = asyncio.Event()
         self._deserted_s = 0.0
@@ -114,6 +118,11 @@ class Fleet:
     async def _claim(self, member: Member) -> None:
         """Whatever an earlier run has left behind, its weights are our version 0 now."""
         server = member.server
+        if self._is_guest:
+            member.facts = await server.look()
+            member.has_spans = member.facts.has_spans
+            self.admit(member)
+            return
         with suppress(EngineError):  # `look` says it better
             # A run that was killed inside a publication has left the server paused.
             await server.post("/continue_generation", {})
@@ -267,6 +276,10 @@ class Fleet:
         await member.server.check_health(timeout_s=_HEALTH_TIMEOUT_S)
         async with self.lock:
             version = self._policy_version()
+            if self._is_guest:
+                if await member.reported_version() >= version:
+                    self.admit(member)
+                return
             if await member.reported_version() != version:
                 directory = self._checkpoint_of(version)
                 member.is_outdated = directory is None

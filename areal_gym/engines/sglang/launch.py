@@ -12,14 +12,43 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from areal_gym.engines.sglang import guard
 from areal_gym.engines.sglang.server import SGLangServer
 from areal_gym.errors import EngineError
 
-__all__ = ["LaunchedServer"]
+__all__ = ["LaunchedServer", "ServerProcess"]
 
 _POLL_S = 0.25
+
+
+class ServerProcess(Protocol):
+    """A server that the engine starts, and starts again when it has died."""
+
+    url: str
+    log: Path
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process lives; it may still be starting."""
+        ...
+
+    async def start(self) -> None:
+        """Start the server, and return when it serves.
+
+        Raises:
+            EngineError: it does not.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+    def last_lines(self, limit: int = 20) -> list[str]:
+        """The end of its log."""
+        ...
 
 
 class LaunchedServer:
@@ -32,6 +61,8 @@ class LaunchedServer:
         command: what to start, a text or a list; the default is the SGLang of this Python.
         server_args: further arguments.
         gpus: for CUDA_VISIBLE_DEVICES; null leaves it alone.
+        host: the address that it listens on.
+        port: a free one by default.
         log: where its output goes; a temporary file by default, removed when all went well.
         start_timeout_s: it must serve by then.
     """
@@ -43,16 +74,18 @@ class LaunchedServer:
         command: str | Sequence[str] | None = None,
         server_args: str | Sequence[str] = (),
         gpus: str | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
         log: Path | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        port = port or _free_port(host)
+        self.url = f"http://{host}:{port}"
         self.log = log or Path(tempfile.gettempdir(), f"areal-gym-sglang-{os.getpid()}-{port}.log")
         self._is_log_kept = log is not None
         self._arguments = [
             *(_split(command) or [sys.executable, "-m", "sglang.launch_server"]),
-            *("--model-path", str(policy), "--host", "127.0.0.1", "--port", str(port)),
+            *("--model-path", str(policy), "--host", host, "--port", str(port)),
             *_split(server_args),
         ]
         self._gpus = gpus
@@ -145,7 +178,7 @@ def _split(command: str | Sequence[str] | None) -> list[str]:
     return shlex.split(command) if isinstance(command, str) else [str(c) for c in command or ()]
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

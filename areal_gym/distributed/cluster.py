@@ -1,0 +1,188 @@
+"""The Ray that a run uses, and the places on it that are the run's own.
+
+A run asks for all of its places at once, as one placement group: it has them all, or it does not
+start. Each place is a bundle of the group; an actor that dies starts again in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from areal_gym.config import RunConfig
+from areal_gym.errors import ConfigError, InfrastructureError
+
+__all__ = ["Cluster", "Role", "open_cluster"]
+
+Role = Literal["rank", "server", "worker"]
+
+_PLACE_S = 600.0
+"""Clusters that grow on demand take minutes to do so."""
+_OBJECT_STORE_BYTES = 256 * 2**20
+"""Of a Ray that is started here: trajectories and one set of weights are on their way at a time."""
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Places on a Ray, by role and number."""
+
+    device: str
+    """Where ranks train: "cpu" or "cuda"."""
+    host: str
+    """The address of this process' machine, as others see it."""
+    _group: Any
+    _bundles: list[tuple[Role, Mapping[str, float]]]
+    _environment: dict[str, str] = field(default_factory=dict)
+
+    def options(self, role: Role, index: int, **environment: str) -> dict[str, Any]:
+        """Actor options that put one into its place: `ray.remote(cls).options(**options)`.
+
+        `environment` is for environment variables of its process.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        numbers = [i for i, (name, _) in enumerate(self._bundles) if name == role]
+        bundle = self._bundles[numbers[index]][1]
+        variables = self._environment | environment
+        return {
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=numbers[index]
+            ),
+            **({"runtime_env": {"env_vars": variables}} if variables else {}),
+        }
+
+
+@asynccontextmanager
+async def open_cluster(
+    config: RunConfig, *, timeout_s: float = _PLACE_S
+) -> AsyncIterator[Cluster | None]:
+    """Start or join the settings' Ray and take the run's places; None without `cluster.address`.
+
+    Raises:
+        ConfigError: Ray is not installed.
+        InfrastructureError: no Ray answers, or it has no room.
+    """
+    address = config.cluster.address
+    if address is None:
+        yield None
+        return
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            f"cluster.address = {address!r} needs Ray, which is not installed",
+            hints=["pip install 'areal-gym[ray]'", "cluster.address=null does without"],
+        ) from None
+    was_there = ray.is_initialized()  # a program that has its own Ray keeps it
+    is_local = address == "local"
+    if not was_there:
+        _connect(config)  # in the main thread, or Ray cannot take care of SIGTERM
+    try:
+        device = _device(config, ray.cluster_resources())
+        bundles = _bundles_of(config, device)
+        group = await _reserve([bundle for _, bundle in bundles], timeout_s)
+        try:
+            yield Cluster(
+                device=device,
+                host="127.0.0.1" if is_local else ray.util.get_node_ip_address(),
+                _group=group,
+                _bundles=bundles,
+                _environment=_search_path() if is_local else {},
+            )
+        finally:
+            ray.util.remove_placement_group(group)
+    finally:
+        if not was_there:
+            await asyncio.to_thread(ray.shutdown)
+
+
+def _connect(config: RunConfig) -> None:
+    import ray
+
+    address = config.cluster.address
+    quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+    try:
+        if address == "local":
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            num_places = len(_bundles_of(config, "cpu"))
+            ray.init(
+                address="local",
+                # One machine has to do, however many processes are wanted.
+                num_cpus=max(os.cpu_count() or 1, num_places),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                **quiet,
+            )
+        else:
+            ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InfrastructureError(
+            f"no Ray at cluster.address = {address!r}: {error}",
+            hints=["start one: ray start --head", "or cluster.address=local"],
+        ) from error
+
+
+def _device(config: RunConfig, resources: Mapping[str, float]) -> str:
+    wanted = config.trainer.device
+    if wanted != "auto":
+        return wanted
+    num_gpus = config.trainer.num_ranks + config.cluster.servers * config.cluster.gpus_per_server
+    return "cuda" if resources.get("GPU", 0) >= num_gpus else "cpu"
+
+
+def _bundles_of(config: RunConfig, device: str) -> list[tuple[Role, Mapping[str, float]]]:
+    cluster, trainer = config.cluster, config.trainer
+    num_ranks = 0 if trainer.runs_in == "thread" else trainer.num_ranks
+    wanted: tuple[tuple[Role, int, int], ...] = (
+        ("rank", num_ranks, int(device == "cuda")),
+        ("server", cluster.servers, cluster.gpus_per_server),
+        ("worker", cluster.rollout_workers, 0),
+    )
+    return [
+        (role, {"CPU": 1.0} | ({"GPU": float(num_gpus)} if num_gpus else {}))
+        for role, number, num_gpus in wanted
+        for _ in range(number)
+    ]
+
+
+async def _reserve(bundles: list[Mapping[str, float]], timeout_s: float) -> Any:
+    import ray
+
+    # Ranks talk to each other most, and come first: on one machine as long as there is room.
+    group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+    try:
+        async with asyncio.timeout(timeout_s):
+            await group.ready()
+    except TimeoutError:
+        ray.util.remove_placement_group(group)
+        there, free = ray.cluster_resources(), ray.available_resources()
+        shown = ", ".join(
+            f"{number:g} {kind}s ({there.get(kind, 0):g} there are, {free.get(kind, 0):g} free)"
+            for kind, number in _total(bundles).items()
+        )
+        raise InfrastructureError(
+            f"Ray had no room within {timeout_s:g} s for: {shown}",
+            hints=[
+                "lower cluster.rollout_workers, cluster.servers or trainer.num_ranks",
+                "or add machines: ray start --address=HEAD:6379",
+            ],
+        ) from None
+    return group
+
+
+def _total(bundles: list[Mapping[str, float]]) -> dict[str, float]:
+    kinds = dict.fromkeys(kind for bundle in bundles for kind in bundle)
+    return {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in kinds}
+
+
+def _search_path() -> dict[str, str]:
+    """What this process can import, the processes of its own Ray can."""
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,0 +1,137 @@
+"""Whole runs on a Ray of their own: what is in the directory, and what deaths in the middle do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'areal-gym[ray]'")
+
+from areal_gym.config import load_config
+from areal_gym.run import replay, train
+from areal_gym.run.display import SilentDisplay
+from areal_gym.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+
+
+def config_of(policy, *overrides, steps=2):
+    return load_config(
+        overrides=[
+            f"engine.model={policy}",
+            f"steps={steps}",
+            "env.id=countdown",
+            "cluster.address=local",
+            "rollout.group_size=4",
+            "rollout.batch_groups=2",
+            "rollout.max_in_flight=8",
+            "rollout.max_new_tokens=12",
+            "engine.num_slots=8",
+            "engine.max_context=256",
+            "eval.num_tasks=4",
+            "trainer.advantage=reinforce",
+            *overrides,
+        ]
+    )
+
+
+def versions_of(run, step):
+    return {v for t in run.read_trajectories(step) for v in t.policy_versions}
+
+
+def children():
+    """Command lines of all that descends from this process, by process id."""
+    rows = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True).stdout
+    processes = [row.split(None, 2) for row in rows.splitlines()]
+    mine, num_known = {os.getpid()}, 0
+    while len(mine) > num_known:
+        num_known = len(mine)
+        mine |= {int(pid) for pid, parent, _ in processes if int(parent) in mine}
+    mine.discard(os.getpid())
+    return {
+        int(pid): args
+        for pid, _, args in processes
+        if int(pid) in mine and "resource_tracker" not in args and not args.startswith("ps ")
+    }
+
+
+def test_a_run_whose_episodes_are_played_elsewhere(tiny_policy, tmp_path):
+    config = config_of(tiny_policy, "cluster.rollout_workers=2", "trainer.runs_in=thread", steps=3)
+    train(config, run_dir=tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        # Synchronous: each step is trained on what its own weights sampled.
+        assert versions_of(run, row["step"]) == {row["step"] - 1}
+        assert row["train/ratio"] == pytest.approx(1, abs=1e-4)
+        assert not row["rollout/failures/worker_error"]
+    assert not children()
+
+
+def test_ranks_that_ray_places_train_as_processes_do(tiny_policy, tmp_path):
+    """Two ranks, one of which is killed in mid-run: the weights are those of an unbroken run."""
+    overrides = ["trainer.num_ranks=2", "trainer.save_every=1", "eval.every=1"]
+    config = config_of(tiny_policy, *overrides, steps=3)
+    display = Killing("ray::_Rank")
+    summary = train(config, run_dir=tmp_path / "ray", display=display)
+    assert summary["num_steps"] == 3
+    assert display.has_killed
+    assert any("going on from the checkpoint of step" in said for said in display.said)
+    run = RunDir(tmp_path / "ray")
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+    # What was played is trained again by one learner in this process: the same weights.
+    assert replay(load_config(run.config_file), run.path).max_difference < 1e-5
+    assert not children()
+
+
+def test_servers_that_ray_places_are_started_again(tiny_policy, tmp_path):
+    """Everything at once: servers, workers and a rank; a server is killed in mid-run."""
+    config = config_of(
+        tiny_policy,
+        "engine.id=sglang",
+        f"engine.kwargs.command={sys.executable} -m areal_gym.engines.sglang.fake",
+        "engine.kwargs.server_args=--context-length 256",
+        "engine.kwargs.health_interval_s=0.1",
+        "cluster.servers=2",
+        "cluster.gpus_per_server=0",
+        "cluster.rollout_workers=1",
+        steps=4,
+    )
+    display = Killing("areal_gym.engines.sglang.fake")
+    train(config, run_dir=tmp_path / "run", display=display)
+    run = RunDir(tmp_path / "run")
+    rows = run.read_metrics()
+    assert display.has_killed
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["engine/num_servers_lost"] == 1
+    for row in rows:
+        assert versions_of(run, row["step"]) == {row["step"] - 1}
+        assert row["train/ratio"] == pytest.approx(1, abs=1e-4)
+    assert not children()
+
+
+class Killing(SilentDisplay):
+    """Kills a process, found by its command line, once the second step is on record."""
+
+    def __init__(self, command):
+        self.command = command
+        self.said = []
+        self.has_killed = False
+
+    def say(self, line):
+        self.said.append(line)
+
+    def step(self, step, num_steps, row):
+        if step == 2 and not self.has_killed:
+            self.has_killed = True
+            os.kill(process_of(self.command), signal.SIGKILL)
+
+
+def process_of(command):
+    """The newest of our processes with these words in its command line: guards come first."""
+    return max(pid for pid, args in children().items() if command in args)
