@@ -4,9 +4,10 @@
     /tmp/trl-venv/bin/pip install trl -c constraints.txt
     python benchmarks/trl_step.py --venv /tmp/trl-venv [--json] [--repeats 5] [--only MODEL]
 
-8 prompts x 8 siblings, one thread each, float32, the same weights, AdamW. Three cases: 64 new tokens
-each; variable lengths with a mean of about 15; three turns with a tool's answer between them, whose
-prompt is as long as one with a tool's description (and, for comparison, as short as the others').
+8 prompts x 8 siblings, one thread each, float32, the same weights, AdamW. Three cases: 64 new
+tokens each; variable lengths with a mean of about 15; three turns with a tool's answer between
+them, whose prompt is as long as one with a tool's description (and, for comparison, as short as the
+others').
 
 TRL's tokens are forced, so that both train on the same rows, and its tool is called by what it
 "samples". Here the engine samples as many tokens for each turn, which are then replaced by TRL's.

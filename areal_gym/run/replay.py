@@ -21,7 +21,7 @@ from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.parts import Parts, close_learner, hash_of_policy, make_learner, policy_directory
 from areal_gym.rundir import RunDir
 
-__all__ = ["ReplayReport", "replay"]
+__all__ = ["ReplayReport", "replay", "require_same_start"]
 
 _COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
 
@@ -92,7 +92,7 @@ def replay(
     trainer = config.trainer.model_copy(update={"runs_in": "thread"})
     config = config.model_copy(update={"trainer": trainer})
     policy, _ = policy_directory(config, Parts.of(config), shown)
-    _require_same_start(run, policy)
+    require_same_start(run, policy)
     # As training does: the number of threads decides in which order sums are added up.
     torch.set_num_threads(config.trainer.num_threads)
     learner = make_learner(config, policy)
@@ -147,7 +147,12 @@ def _train_again(
     )
 
 
-def _require_same_start(run: RunDir, policy: Path) -> None:
+def require_same_start(run: RunDir, policy: Path) -> None:
+    """Refuse a policy that the run did not start with.
+
+    Raises:
+        ConfigError: it is another one.
+    """
     known = run.read_provenance().get("initial_policy")
     found = hash_of_policy(policy)
     if known is not None and known != found:

@@ -15,7 +15,7 @@ import yaml
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError, LostRankError
+from areal_gym.errors import ConfigError, LostRankError, NotFiniteError
 from areal_gym.learning_curve import draw_learning_curve
 from areal_gym.metrics import rss_mb
 from areal_gym.objectives import SUPERVISED
@@ -308,6 +308,17 @@ class _Training:
             if evaluations.is_due(step) and step < config.steps:
                 await evaluations.begin(step)
 
+        def explain(error: NotFiniteError, step: int, groups: Sequence[Group]) -> NotFiniteError:
+            file = directory.save_refused((t for group in groups for t in group), step)
+            return NotFiniteError(
+                f"step {step}: {error.message}",
+                hints=[
+                    f"the batch is in {file}",
+                    f"take the step again: areal-gym replay {directory.path} --refused",
+                    *error.hints,
+                ],
+            )
+
         relax_garbage_collection()
         display.phase("train", config.steps)
         start_s = time.perf_counter()
@@ -352,6 +363,7 @@ class _Training:
                     num_steps=config.steps,
                     first_step=first_step,
                     on_step=on_step,
+                    explain=explain,
                     num_threads=config.trainer.num_threads,
                 )
             saver.save_now(done)
