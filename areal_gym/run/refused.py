@@ -9,8 +9,13 @@ from typing import Any
 from areal_gym.config import RunConfig
 from areal_gym.errors import NotFiniteError, NothingToDoError
 from areal_gym.run.display import Display, SilentDisplay
-from areal_gym.run.parts import Parts, close_learner, make_learner, policy_directory
-from areal_gym.run.replay import require_same_start
+from areal_gym.run.parts import (
+    Parts,
+    close_learner,
+    make_learner,
+    policy_directory,
+    require_same_start,
+)
 from areal_gym.rundir import RunDir
 from areal_gym.types import Group
 

@@ -15,13 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.config import RunConfig
-from areal_gym.errors import ConfigError, DataError, NothingToDoError, UsageError
+from areal_gym.errors import DataError, NothingToDoError, UsageError
 from areal_gym.objectives import SUPERVISED
 from areal_gym.run.display import Display, SilentDisplay
-from areal_gym.run.parts import Parts, close_learner, hash_of_policy, make_learner, policy_directory
+from areal_gym.run.parts import (
+    Parts,
+    close_learner,
+    make_learner,
+    policy_directory,
+    require_same_start,
+)
 from areal_gym.rundir import RunDir
 
-__all__ = ["ReplayReport", "replay", "require_same_start"]
+__all__ = ["ReplayReport", "replay"]
 
 _COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
 
@@ -145,24 +151,6 @@ def _train_again(
         max_difference=_largest_difference(learner, checkpoint),
         first_difference=first_difference,
     )
-
-
-def require_same_start(run: RunDir, policy: Path) -> None:
-    """Refuse a policy that the run did not start with.
-
-    Raises:
-        ConfigError: it is another one.
-    """
-    known = run.read_provenance().get("initial_policy")
-    found = hash_of_policy(policy)
-    if known is not None and known != found:
-        raise ConfigError(
-            f"{run.path} started with the policy {known}, and {policy} is {found}",
-            hints=[
-                "name the directory with the weights that the run started with: engine.model=DIR",
-                "a warm start is made anew when the code or the versions below it change",
-            ],
-        )
 
 
 def _agree(metrics: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:

@@ -39,6 +39,7 @@ from areal_gym.run.parts import (
     open_engine,
     policy_directory,
     relax_garbage_collection,
+    require_same_start,
 )
 from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.saving import Saver
@@ -147,8 +148,10 @@ class _Training:
         parts = Parts.of(config)
         loggers = Loggers(make_loggers(config), display.say)
         self._announce(directory, used)
-        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         policy, warm_start = policy_directory(config, parts, display)
+        if is_resumed:
+            require_same_start(directory, policy)
+        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
         done, source = 0, policy
         found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
