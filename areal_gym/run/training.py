@@ -15,7 +15,7 @@ import yaml
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError, LostRankError
+from areal_gym.errors import ConfigError, LostRankError, NotFiniteError
 from areal_gym.learning_curve import draw_learning_curve
 from areal_gym.metrics import rss_mb
 from areal_gym.objectives import SUPERVISED
@@ -39,6 +39,7 @@ from areal_gym.run.parts import (
     open_engine,
     policy_directory,
     relax_garbage_collection,
+    require_same_start,
 )
 from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.saving import Saver
@@ -147,8 +148,10 @@ class _Training:
         parts = Parts.of(config)
         loggers = Loggers(make_loggers(config), display.say)
         self._announce(directory, used)
-        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         policy, warm_start = policy_directory(config, parts, display)
+        if is_resumed:
+            require_same_start(directory, policy)
+        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
         done, source = 0, policy
         found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
@@ -308,6 +311,17 @@ class _Training:
             if evaluations.is_due(step) and step < config.steps:
                 await evaluations.begin(step)
 
+        def explain(error: NotFiniteError, step: int, groups: Sequence[Group]) -> NotFiniteError:
+            file = directory.save_refused((t for group in groups for t in group), step)
+            return NotFiniteError(
+                f"step {step}: {error.message}",
+                hints=[
+                    f"the batch is in {file}",
+                    f"take the step again: areal-gym replay {directory.path} --refused",
+                    *error.hints,
+                ],
+            )
+
         relax_garbage_collection()
         display.phase("train", config.steps)
         start_s = time.perf_counter()
@@ -352,6 +366,7 @@ class _Training:
                     num_steps=config.steps,
                     first_step=first_step,
                     on_step=on_step,
+                    explain=explain,
                     num_threads=config.trainer.num_threads,
                 )
             saver.save_now(done)
