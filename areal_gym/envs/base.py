@@ -18,11 +18,8 @@ The observation is the text of the newest message; the messages ride in `info["m
 
 from __future__ import annotations
 
-import asyncio
 import math
 import numbers
-import os
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
@@ -31,6 +28,7 @@ import gymnasium
 import numpy as np
 
 from areal_gym.dialects import DEFAULT_DIALECT, parse_assistant
+from areal_gym.envs.loops import KeptLoop
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, GymError, ToolError, UsageError
@@ -316,26 +314,9 @@ def _number(reward: object, who: str) -> float:
     raise EnvError(f"{who}.respond gave the reward {reward!r}; a finite number is needed")
 
 
-_kept_loop: asyncio.AbstractEventLoop | None = None
-_kept_loop_lock = threading.Lock()
-
-
-def _forget_kept_loop() -> None:
-    # A forked worker (Gymnasium's AsyncVectorEnv) inherits the loop but not its thread.
-    global _kept_loop, _kept_loop_lock
-    _kept_loop, _kept_loop_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_kept_loop)
+_loop = KeptLoop("areal-gym-env-loop")
 
 
 def run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run on one long-lived loop thread, so that sandboxes and sessions survive between steps."""
-    global _kept_loop
-    with _kept_loop_lock:
-        if _kept_loop is None:
-            _kept_loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=_kept_loop.run_forever, name="areal-gym-env-loop", daemon=True
-            ).start()
-    return asyncio.run_coroutine_threadsafe(coroutine, _kept_loop).result()
+    return _loop.run(coroutine)

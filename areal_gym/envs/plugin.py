@@ -25,6 +25,27 @@ def register_envs() -> Iterable[EnvSpec]:
         tags=("math", "single-turn", "generated", "jsonl"),
     )
     yield EnvSpec(
+        id="math/multi-turn",
+        entry_point="areal_gym.envs.math:MathEnv",
+        summary="as math, with feedback and more tries",
+        kwargs={"max_turns": 3},
+        tags=("math", "multi-turn", "generated", "jsonl"),
+    )
+    yield EnvSpec(
+        id="math/gsm8k",
+        entry_point="areal_gym.envs.math:MathEnv",
+        summary="grade-school word problems (GSM8K)",
+        kwargs={"dataset": "gsm8k"},
+        tags=("math", "single-turn", "data"),
+    )
+    yield EnvSpec(
+        id="math/math500",
+        entry_point="areal_gym.envs.math:MathEnv",
+        summary="competition problems (MATH, held out: MATH-500)",
+        kwargs={"dataset": "math500"},
+        tags=("math", "single-turn", "data"),
+    )
+    yield EnvSpec(
         id="tir",
         entry_point="areal_gym.envs.tir:TirEnv",
         summary="arithmetic with a Python sandbox",

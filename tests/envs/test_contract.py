@@ -9,10 +9,11 @@ import areal_gym
 from areal_gym.envs.checker import check_env
 
 IDS = ("countdown", "math", "tir")
+ALL_IDS = (*IDS, "math/multi-turn")
 ACTIONS = ("I do not know.", r"\boxed{5}", "é \ud800")
 
 
-@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize("env_id", ALL_IDS)
 def test_every_environment_keeps_the_contract(env_id):
     broken = [result for result in check_env(env_id, num_tasks=8) if not result.is_ok]
     assert broken == []
