@@ -71,9 +71,7 @@ def airline_tables(raw: Mapping[str, Any]) -> Tables:
     for reservation in raw["reservations"].values():
         reservation["flights"] = [_segment(row, row["price"]) for row in reservation["flights"]]
         reservation.setdefault("status", None)
-    return Tables(
-        {"flights": flights, "users": raw["users"], "reservations": raw["reservations"]}
-    )
+    return Tables({"flights": flights, "users": raw["users"], "reservations": raw["reservations"]})
 
 
 class AirlineWorld(World):
@@ -122,9 +120,7 @@ class AirlineWorld(World):
         """Flights with seats on sale."""
         return list(self._offers(date, origin, destination))
 
-    def search_onestop_flight(
-        self, origin: str, destination: str, date: str
-    ) -> list[list[Record]]:
+    def search_onestop_flight(self, origin: str, destination: str, date: str) -> list[list[Record]]:
         """Pairs of flights; times are compared as texts."""
         pairs = []
         for first in self._offers(date, origin):

@@ -350,9 +350,11 @@ class Phone:
         if request is None:
             return "You do not have a payment request."
         request["paid"] = True
-        return f"Payment of {request['amount_due']} USD has been made for bill {request['bill_id']}."
+        return (
+            f"Payment of {request['amount_due']} USD has been made for bill {request['bill_id']}."
+        )
 
-    # ---- for tasks: how an episode begins -----------------------------------------------------------
+    # ---- for tasks: how an episode begins --------------------------------------------------------
 
     def set_user_info(self, name: str, phone_number: str) -> None:
         """Who the user is."""
@@ -436,7 +438,7 @@ class Phone:
         """As the user might have done."""
         self.device["app_statuses"][app_name]["permissions"][permission] = False
 
-    # ---- for tasks: what must hold at the end -------------------------------------------------------
+    # ---- for tasks: what must hold at the end ----------------------------------------------------
 
     def assert_service_status(self, expected_status: str) -> bool:
         """Connected or not."""

@@ -335,9 +335,7 @@ def _payment(kind: str, amount: float, method_id: str) -> Record:
     return {"transaction_type": kind, "amount": amount, "payment_method_id": method_id}
 
 
-def _address(
-    address1: str, address2: str, city: str, state: str, country: str, zip: str
-) -> Record:
+def _address(address1: str, address2: str, city: str, state: str, country: str, zip: str) -> Record:
     return {
         "address1": as_text(address1),
         "address2": as_text(address2),

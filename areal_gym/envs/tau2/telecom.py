@@ -107,9 +107,7 @@ def telecom_tables(raw: Mapping[str, Any], raw_user: Mapping[str, Any]) -> Telec
         name: {row[_IDS[name]]: _record(row, fields) for row in raw[name]}
         for name, fields in _FIELDS.items()
     }
-    return TelecomTables(
-        Tables(tables, lists=frozenset(tables)), Phone.initial(raw_user["device"])
-    )
+    return TelecomTables(Tables(tables, lists=frozenset(tables)), Phone.initial(raw_user["device"]))
 
 
 def _record(row: Mapping[str, Any], fields: Sequence[str]) -> Record:
@@ -291,7 +289,7 @@ class Carrier:
             "charge": str(charge),
         }
 
-    # ---- for tasks: how an episode begins, and what must hold at its end ---------------------------
+    # ---- for tasks: how an episode begins, and what must hold at its end -------------------------
 
     def set_data_usage(self, customer_id: str, line_id: str, data_used_gb: float) -> None:
         """As if so much had been used."""
