@@ -123,7 +123,7 @@ def is_solved_by_inaction(domain: Domain, case: Case) -> bool:
 def _holds(world: World, row: Mapping[str, Any]) -> bool:
     is_so = world.holds(row["env_type"], row["func_name"], row["arguments"])
     world.sync()
-    return is_so == row.get("assert_value", True)
+    return is_so is bool(row.get("assert_value", True))
 
 
 def _matches(gold: Action, call: Call) -> bool:
