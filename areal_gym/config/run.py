@@ -55,6 +55,7 @@ class RunConfig(Settings):
     steps: int = Field(30, ge=0)
     """Training steps."""
     seed: int = Field(0, ge=0)
+    """Of tasks, sampling, and of the model where one is made."""
     deterministic: bool = False
     """The same seed gives the same weights, bit for bit, also when the run was killed and resumed;
     slower. CPU, synchronous, embedded engine."""
