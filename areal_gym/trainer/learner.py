@@ -43,6 +43,7 @@ from areal_gym.trainer.experience import (
 from areal_gym.trainer.fsdp import drop_gathered, full_weights, prepare_decoder
 from areal_gym.trainer.lora import adapter_weights, add_adapter, is_adapter, merged_weights
 from areal_gym.trainer.losses import PolicyLoss, aggregate, aggregation_weights, value_loss
+from areal_gym.trainer.memory import readable_memory_errors
 from areal_gym.trainer.objective import TokenScores, score_tokens
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch, Row, pack, split_by_tokens
@@ -130,6 +131,7 @@ class Learner:
         self._files = StateFiles(ranks)
         self._num_bad = 0
 
+    @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         """Train on a batch once and return its metrics.
 
@@ -140,6 +142,7 @@ class Learner:
         Raises:
             NotFiniteError: advantages are not finite, or the loss or its gradient was not several
                 times in a row.
+            TrainError: there is too little memory, or no token to train on.
         """
         start_s = time.perf_counter()
         every_row = sequences_of(tuple(groups))

@@ -25,6 +25,7 @@ from areal_gym.errors import ConfigError, NotFiniteError
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.examples import Example, micro_batches
 from areal_gym.trainer.fsdp import prepare_decoder
+from areal_gym.trainer.memory import readable_memory_errors
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch
 from areal_gym.trainer.ranks import ALONE
@@ -88,6 +89,7 @@ class Supervised:
         self._files = StateFiles(ALONE)
         self._num_bad = 0
 
+    @readable_memory_errors()
     def step(self, examples: Sequence[Example], scale: float = 1.0) -> dict[str, float]:
         """Learn from a batch once and return its metrics, as they were before the update.
 
@@ -97,6 +99,7 @@ class Supervised:
 
         Raises:
             NotFiniteError: the loss or its gradient was not finite several times in a row.
+            TrainError: there is too little memory.
         """
         start_s = time.perf_counter()
         warmup = max(1, self._config.warmup_steps)
