@@ -36,6 +36,9 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "plugins": ("plugins:plugins_command", "What is installed, whose it is, what failed."),
         "doctor": ("doctor:doctor_command", "What of this machine can be used, what is missing."),
     },
+    "Get": {
+        "data": ("data:data_command", "Data that environments use: areal-gym data pull tau2."),
+    },
     "Try": {
         "play": ("play:play_command", "You are the policy."),
         "check": ("check:check_command", "Does an environment keep the contract?"),

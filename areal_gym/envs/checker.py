@@ -373,7 +373,9 @@ def _episodes(subject: _Subject) -> Iterator[tuple[TextEnv, str, int]]:
 
 
 def _question(info: Mapping[str, Any]) -> str:
-    return "\n".join(message["content"] for message in info["messages"])
+    """What is asked. Tasks that open alike may differ in what is found out later: their data."""
+    asked = "\n".join(message["content"] for message in info["messages"])
+    return f"{asked}\n{content_hash(info['task']['data'])}"
 
 
 def _main(argument: str) -> None:

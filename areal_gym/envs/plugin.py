@@ -24,6 +24,20 @@ def register_envs() -> Iterable[EnvSpec]:
         summary="arithmetic and word problems, or a file of questions",
         tags=("math", "single-turn", "generated", "jsonl"),
     )
+    for id, domain, summary in (
+        ("tau2", "mock", "customer service in a library of tools: the built-in domain of tau2"),
+        ("tau2/mock", "mock", "the same"),
+        ("tau2/retail", "retail", "customer service in a shop, verdicts as in tau2-bench"),
+        ("tau2/airline", "airline", "customer service of an airline, verdicts as in tau2-bench"),
+        ("tau2/telecom", "telecom", "customer service of a carrier, verdicts as in tau2-bench"),
+    ):
+        yield EnvSpec(
+            id=id,
+            entry_point="areal_gym.envs.tau2.env:Tau2Env",
+            summary=summary,
+            kwargs={"domain": domain},
+            tags=("tools", "multi-turn", "user", "generated" if domain == "mock" else "benchmark"),
+        )
     yield EnvSpec(
         id="math/multi-turn",
         entry_point="areal_gym.envs.math:MathEnv",
