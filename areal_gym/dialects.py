@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.types import Message, ToolCall
 
-__all__ = ["DEFAULT_DIALECT", "DIALECTS", "END_THINK", "THINK", "parse_assistant", "split_thinking"]
+__all__ = [
+    "DEFAULT_DIALECT",
+    "DIALECTS",
+    "END_THINK",
+    "MARKERS",
+    "THINK",
+    "parse_assistant",
+    "split_thinking",
+]
 
 DEFAULT_DIALECT = "hermes"
 THINK, END_THINK = "<think>", "</think>"
@@ -43,7 +51,8 @@ def parse_assistant(
       `{"name": ..., "parameters": {...}}`, several separated by `;`;
     - "mistral": `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}`, any number;
     - "fenced": each closed ```` ```python ```` block is a call of the tool `python` with the
-      argument `code`.
+      argument `code`;
+    - "plain": there are no calls.
 
     Thinking, `<think>...</think>` before everything else, goes to `reasoning_content`: a number or
     a call in the thoughts is no answer and no call. A block that is never closed (the turn was cut)
@@ -258,5 +267,15 @@ DIALECTS = {
     "hermes": _parse_hermes,
     "llama": _parse_llama,
     "mistral": _parse_mistral,
+    "plain": lambda text: _Parsed(text, [], None),
 }
 """How tool calls can be written in an assistant's text."""
+
+MARKERS: dict[str, tuple[str, ...]] = {
+    "fenced": ("```",),
+    "hermes": (_OPEN,),
+    "llama": (_PYTHON_TAG, "{"),
+    "mistral": (_TOOL_CALLS,),
+    "plain": (),
+}
+"""Until one of these stands in a text, it is prose for certain; who streams it needs to know."""
