@@ -262,12 +262,16 @@ def _parse_mistral(text: str) -> _Parsed:
     return _Parsed((said + text[at:]).strip(), calls, None)
 
 
+def _parse_plain(text: str) -> _Parsed:
+    return _Parsed(text, [], None)
+
+
 DIALECTS = {
     "fenced": _parse_fenced,
     "hermes": _parse_hermes,
     "llama": _parse_llama,
     "mistral": _parse_mistral,
-    "plain": lambda text: _Parsed(text, [], None),
+    "plain": _parse_plain,
 }
 """How tool calls can be written in an assistant's text."""
 

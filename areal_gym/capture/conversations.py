@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
+from areal_gym.capture.raw import RawText
 from areal_gym.capture.recorder import Recorder
+from areal_gym.errors import ConfigError
 from areal_gym.rendering import Dialogue, Prompt
 from areal_gym.rendering.dialogue import Point
 from areal_gym.types import Message
@@ -40,6 +42,7 @@ class Conversations:
         self._max_points = max_points
         self._points: OrderedDict[bytes, list[tuple[Dialogue, Point]]] = OrderedDict()
         self._busy: set[Dialogue] = set()
+        self._texts: list[RawText] = []
 
     @contextmanager
     def going_on(
@@ -71,6 +74,33 @@ class Conversations:
                 self._remember(_next_key(keys[-1], dialogue.messages[-1]), dialogue)
             elif is_new or not dialogue.is_own:
                 self._recorder.forget(dialogue)
+
+    @contextmanager
+    def going_on_with_text(self, text: str) -> Iterator[tuple[RawText, Prompt]]:
+        """The raw text that `text` goes on with; none of it is a message.
+
+        Raises:
+            ConfigError: there is no text.
+        """
+        known = [raw for raw in self._texts if text.startswith(raw.text) and text != raw.text]
+        raw = max(known, key=lambda raw: len(raw.text), default=None)
+        if raw is None:
+            raw = RawText(self._recorder.renderer)
+        else:
+            self._texts.remove(raw)  # nobody else goes on with it meanwhile
+        before = raw.text
+        try:
+            prompt = raw.prompt(text)
+            if not prompt.token_ids:
+                raise ConfigError("there is nothing to go on with: the prompt is empty")
+            yield raw, prompt
+        finally:
+            if raw.text:
+                self._texts.append(raw)
+            if raw.text == before:
+                self._recorder.forget(raw)
+            if self._max_points is not None and len(self._texts) > self._max_points:
+                self._recorder.forget(self._texts.pop(0))
 
     def _find(self, keys: Sequence[bytes]) -> tuple[Dialogue | None, int]:
         """The dialogue to go on with, and how many messages it has; None: nobody's history."""

@@ -21,6 +21,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from areal_gym.capture.raw import RawText
 from areal_gym.engines.base import Engine, Generation, Piece, SamplingParams, stream_from
 from areal_gym.errors import EngineError
 from areal_gym.rendering import Dialogue, Prompt, Renderer
@@ -109,19 +110,20 @@ class Recorder:
         self._in_flight = in_flight or InFlight()
         self._keeps = keeps
         self._spans: list[TokenSpan] = []
-        self._branches: dict[tuple[Dialogue, int], int] = {}
-        self._names: dict[Dialogue, str] = {}
+        self._branches: dict[tuple[Dialogue | RawText, int], int] = {}
+        self._names: dict[Dialogue | RawText, str] = {}
+        self._numbers = itertools.count()
         self._turn_of: dict[int, int] = {}
 
     async def sample(
         self,
-        dialogue: Dialogue,
+        dialogue: Dialogue | RawText,
         prompt: Prompt,
         *,
         params: SamplingParams | None = None,
         seed: int | None = None,
         hear: Callable[[tuple[int, ...]], int | None] | None = None,
-        text: Callable[[], str] | None = None,
+        text: Callable[[], str | None] | None = None,
     ) -> tuple[Message, Generation]:
         """Let the policy answer, and take the answer into the dialogue.
 
@@ -133,7 +135,7 @@ class Recorder:
                 depends on how many calls there have been.
             hear: told of new ids as they are sampled. None wants more; a number is how many of
                 them it takes, and sampling ends there.
-            text: asked at the end for what the ids mean; by default all of them.
+            text: asked at the end for what the agent takes of the answer; None is all of it.
 
         Raises:
             ContextFullError: there is no room for an answer.
@@ -173,7 +175,7 @@ class Recorder:
         """
         return self.turns[self._turn_of.get(id(message), -1)]
 
-    def forget(self, dialogue: Dialogue) -> None:
+    def forget(self, dialogue: Dialogue | RawText) -> None:
         """The dialogue will not go on."""
         name = self._names.pop(dialogue, None)
         if name is not None:
@@ -212,10 +214,10 @@ class Recorder:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _name_of(self, dialogue: Dialogue) -> str:
+    def _name_of(self, dialogue: Dialogue | RawText) -> str:
         """What the engine knows the dialogue by; the first is named like the episode."""
         if dialogue not in self._names:
-            number = len(self._names)
+            number = next(self._numbers)
             self._names[dialogue] = f"{self.name}/{number}" if number else self.name
         return self._names[dialogue]
 

@@ -230,8 +230,8 @@ class _Played:
         async with self._acting:
             if self.is_over:
                 return ()
-            result = await self.act({"role": "assistant", "content": answer})
-            return () if self.is_over else result.info["messages"]
+            await self.act({"role": "assistant", "content": answer})
+            return () if self.is_over else self.unread
 
     async def finish(self, answer: str | None = None, *, reward: float | None = None) -> None:
         limit = None if self._session is None else self._session.limit
