@@ -1,8 +1,8 @@
 """The gateway: an HTTP server before the policy.
 
-    request -> key -> session -> format.ask -> session.answer -> format -> response, whole or a stream
-                |                                  |
-             401, 403                        400, 429, 503
+    request -> key -> session -> ask -> session.answer -> format -> a response, or a stream
+                |                            |
+             401, 403                  400, 429, 503
 
 Each episode has a session with a secret of its own, which is the `api_key` of whoever plays it.
 Opening, rewarding and ending sessions from outside needs another secret, the control key.
@@ -26,6 +26,7 @@ from areal_gym.capture import InFlight, Recorder
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.errors import InfrastructureError
 from areal_gym.gateway.errors import ApiError, as_api_error
+from areal_gym.gateway.lobby import Lobby
 from areal_gym.gateway.reading import Delta, deltas_of
 from areal_gym.gateway.session import Answer, Ask, Host, Session
 from areal_gym.rendering import Renderer
@@ -86,6 +87,8 @@ class Gateway:
         """Calls are told to come back later."""
         self.num_calls = 0
         """Calls under way."""
+        self.lobby = Lobby()
+        """Episodes that programs outside may play."""
         self._host = host
         self._port = port
         self._max_body_bytes = max_body_bytes
@@ -159,6 +162,7 @@ class Gateway:
             host=host,
             max_points=max_points,
         )
+        session.offer = self.lobby.offer
         if api_key is not None:
             session.api_key = api_key
         self._sessions[session.api_key] = session
@@ -168,7 +172,7 @@ class Gateway:
     def serve_policy(
         self, engine: Engine, renderer: Renderer, *, api_key: str | None = None
     ) -> Session:
-        """A session that nobody learns from: clients say how to sample, nothing is kept for long."""
+        """A session that nobody learns from: clients say how to sample, little is kept."""
         params = SamplingParams(max_new_tokens=engine.max_context)
         recorder = Recorder(engine, renderer, params, in_flight=InFlight(), keeps=False)
         return self.open_session(recorder, is_training=False, max_points=4096, api_key=api_key)
@@ -176,6 +180,7 @@ class Gateway:
     def _forget(self, session: Session) -> None:
         self._sessions.pop(session.api_key, None)
         self._by_id.pop(session.id, None)
+        self.lobby.withdraw(session)
 
     # ---- who asks -----------------------------------------------------------------------------
 
@@ -192,7 +197,9 @@ class Gateway:
         if hmac.compare_digest(_bytes(key), _bytes(self.control_key)):
             raise ApiError(403, "the control key opens and ends sessions; ask with a session's key")
         raise ApiError(
-            401, "no session has this key: it is wrong, or the session is over", code="invalid_api_key"
+            401,
+            "no session has this key: it is wrong, or the session is over",
+            code="invalid_api_key",
         )
 
     def require_control(self, request: web.Request) -> None:
@@ -211,9 +218,16 @@ class Gateway:
     # ---- calls --------------------------------------------------------------------------------
 
     async def call(
-        self, request: web.Request, session: Session, body: bytes, ask: Ask, format: Format
+        self,
+        request: web.Request,
+        session: Session,
+        body: bytes,
+        ask: Ask,
+        format: Format,
+        *,
+        on_answer: Callable[[Answer], None] | None = None,
     ) -> web.StreamResponse:
-        """Ask the policy, and answer in the API's format.
+        """Ask the policy, and answer in the API's format. `on_answer` is told of the first choice.
 
         Raises:
             ApiError: the policy cannot be asked now.
@@ -237,6 +251,8 @@ class Gateway:
                 key, is_retry=is_retry, work=lambda: session.answer(ask, show)
             )
             session.name(format.id, answers)
+            if on_answer is not None:
+                on_answer(answers[0])
             return answers
 
         self.num_calls += 1
@@ -326,7 +342,9 @@ def parse(model: type[BaseModel], body: bytes) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ApiError(400, f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from None
+        raise ApiError(
+            400, f"{where}: {first['msg']}" if where else first["msg"], param=where or None
+        ) from None
 
 
 def json_response(content: dict[str, Any], *, status: int = 200) -> web.Response:

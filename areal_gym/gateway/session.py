@@ -99,6 +99,13 @@ class _Call:
     num_waiting: int = 0
     is_delivered: bool = False
 
+    def answers(self, is_retry: bool) -> bool:
+        """Whether the same request, sent again, is to get the same answer."""
+        if not self.task.done():
+            return is_retry
+        has_failed = self.task.cancelled() or self.task.exception() is not None
+        return not has_failed and (is_retry or not self.is_delivered)
+
 
 @dataclass(eq=False)
 class Session:
@@ -124,8 +131,6 @@ class Session:
     """The limit that the newest call has met."""
     trouble: EngineError | None = None
     """Why the newest call could not be answered."""
-    responses: dict[str, list[Message]] = field(default_factory=dict)
-    """Histories by id, for `previous_response_id`."""
 
     def __post_init__(self) -> None:
         self._conversations = Conversations(self.recorder, max_points=self.max_points)
@@ -133,10 +138,12 @@ class Session:
         self._by_call_id: dict[str, Message] = {}
         self._turns: dict[str, TurnDraft] = {}
         self._num_tool_calls = 0
+        self._histories: OrderedDict[str, list[Message]] = OrderedDict()
         self._claimed = asyncio.Event()
         self._ended = asyncio.Event()
         self._failure: str | None = None
-        self._offer: Callable[[Session], None] | None = None
+        self.offer: Callable[[Session], None] | None = None
+        """Tells the gateway's lobby that programs outside may claim this session."""
 
     # ---- asking -------------------------------------------------------------------------------
 
@@ -149,11 +156,7 @@ class Session:
         the same twice without that wants two answers.
         """
         call = self._calls.get(key)
-        if call is None or not (is_retry or (call.task.done() and not call.is_delivered)):
-            call = None
-        elif call.task.done() and (call.task.cancelled() or call.task.exception() is not None):
-            call = None
-        if call is None:
+        if call is None or not call.answers(is_retry):
             call = _Call(asyncio.create_task(work()))
             self._calls[key] = call
             self._calls.move_to_end(key)
@@ -269,6 +272,29 @@ class Session:
             top_k=own.top_k if ask.top_k is None else ask.top_k,
         )
 
+    def history(self, answer_id: str | None) -> list[Message]:
+        """The messages up to an answer, for who sends only what is new.
+
+        Raises:
+            ApiError: there is no such answer.
+        """
+        if answer_id is None:
+            return []
+        if answer_id not in self._histories:
+            raise ApiError(
+                400,
+                f"this session has given no answer {answer_id!r}, or long ago",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        return self._histories[answer_id]
+
+    def keep_history(self, answer_id: str, messages: list[Message]) -> None:
+        """Remember them for `history`."""
+        self._histories[answer_id] = messages
+        if len(self._histories) > _MAX_REMEMBERED:
+            self._histories.popitem(last=False)
+
     # ---- the episode --------------------------------------------------------------------------
 
     def message_with(self, call_id: str) -> Message | None:
@@ -298,8 +324,8 @@ class Session:
 
     async def claimed(self) -> None:
         """See `Access.claimed`."""
-        assert self._offer is not None
-        self._offer(self)
+        assert self.offer is not None
+        self.offer(self)
         await self._claimed.wait()
 
     async def ended(self) -> None:

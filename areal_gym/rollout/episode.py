@@ -235,7 +235,9 @@ class _Played:
 
     async def finish(self, answer: str | None = None, *, reward: float | None = None) -> None:
         limit = None if self._session is None else self._session.limit
-        if answer is not None and (self.recorder.turns or limit is None):
+        if not self.recorder.turns and limit is None:
+            raise AgentError("the agent has finished, and has not asked the policy")
+        if answer is not None and self.recorder.turns:
             await self.reply(answer)
         if reward is not None:
             self.give_reward(reward)
