@@ -18,6 +18,7 @@ SETTINGS = {
     "provenance",
     "learning_curve",
     "objectives",
+    "online",
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}

@@ -77,8 +77,12 @@ class Episode(Protocol):
 
     # ---- for agents that are programs and ask over HTTP ----------------------------------------
 
-    async def access(self) -> Access:
-        """Where programs reach the policy; what they ask there is recorded as what `ask` asks."""
+    async def access(self, *, max_calls: int) -> Access:
+        """Where programs reach the policy; what they ask there is recorded as what `ask` asks.
+
+        Args:
+            max_calls: so many answers, and more are refused: the episode is then truncated.
+        """
         ...
 
     async def call_tool(self, call_id: str) -> str:
@@ -95,12 +99,19 @@ class Episode(Protocol):
         """Hand a text of the agent to the environment: what it answers, nothing at the end."""
         ...
 
-    async def finish(self, answer: str | None = None, *, reward: float | None = None) -> None:
+    async def finish(
+        self,
+        answer: str | None = None,
+        *,
+        reward: float | None = None,
+        is_truncated: bool = False,
+    ) -> None:
         """The agent is done, also where the environment would go on.
 
         Args:
             answer: handed to the environment, which may reward it.
             reward: added to that of the last turn.
+            is_truncated: the agent has met a limit of its own on turns.
 
         Raises:
             AgentError: the reward is no finite number.

@@ -26,17 +26,18 @@ class Reader:
 
     Args:
         renderer: decodes.
-        dialect: how calls are written in the text.
+        dialect: how calls are written in the text; None: it is raw, and nothing is read into it.
         stops: sampling ends where one of these is complete; it is not part of the text.
     """
 
-    def __init__(self, renderer: Renderer, dialect: str, stops: Sequence[str] = ()) -> None:
+    def __init__(self, renderer: Renderer, dialect: str | None, stops: Sequence[str] = ()) -> None:
         self.text = ""
         """What was read, without the stop."""
         self.stop: str | None = None
         """The stop string that was found."""
         self._renderer = renderer
-        self._markers = MARKERS[dialect]
+        self._is_raw = dialect is None
+        self._markers = () if dialect is None else MARKERS[dialect]
         self._stops = [stop for stop in stops if stop]
         self._opens_thinking = bool(renderer.opening) and END_THINK not in renderer.opening
         self._context: list[int] = []
@@ -63,6 +64,8 @@ class Reader:
         text = self.text
         if self.stop is None:
             text = text[: len(text) - _overlap(text, self._stops)]
+        if self._is_raw:
+            return self._show("content", text)
         thought, said = split_thinking(text, is_thinking=self._opens_thinking)
         if thought is None:
             start = text.lstrip()

@@ -128,7 +128,7 @@ class Gateway:
             await self._runner.cleanup()
             raise InfrastructureError(
                 f"the gateway cannot listen at {self._host}:{self._port}: {error.strerror}",
-                hints=["any free port: gateway.port=0"],
+                hints=["any free port: gateway=127.0.0.1:0"],
             ) from None
         self._port = self._runner.addresses[0][1]
 

@@ -193,7 +193,7 @@ class Session:
             self.limit = StopReason.MAX_TURNS
             raise ApiError(
                 400,
-                f"this episode has made its {self.max_calls} calls (rollout.max_calls)",
+                f"this episode has made its {self.max_calls} calls (agent.kwargs.max_calls)",
                 code="episode_limit",
             )
         try:
@@ -220,7 +220,7 @@ class Session:
     ) -> Answer:
         renderer = self.recorder.renderer
         dialect = renderer.tool_dialect if ask.tools and ask.has_calls else "plain"
-        reader = Reader(renderer, dialect, ask.stops)
+        reader = Reader(renderer, dialect if ask.prompt is None else None, ask.stops)
 
         def hear(token_ids: tuple[int, ...]) -> int | None:
             taken = reader.hear(token_ids)

@@ -5,44 +5,65 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from areal_gym.gateway.server import Gateway
+if TYPE_CHECKING:
+    from areal_gym.gateway.server import Gateway
 
-__all__ = ["shared_gateway"]
-
-_shared: dict[asyncio.AbstractEventLoop, tuple[Gateway, AsyncGenerator[None, None]]] = {}
-_starting: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
+__all__ = ["shared_gateway", "use_address"]
 
 
-async def shared_gateway(*, host: str = "127.0.0.1", port: int = 0) -> Gateway:
-    """The gateway of the running loop, started on first use; the first call says where.
+@dataclass(slots=True)
+class _Kept:
+    host: str = "127.0.0.1"
+    port: int = 0
+    control_key: str | None = None
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    gateway: Gateway | None = None
+    closing: AsyncGenerator[None, None] | None = None
+
+
+_shared: dict[asyncio.AbstractEventLoop, _Kept] = {}
+
+
+def use_address(host: str, port: int, *, control_key: str | None = None) -> None:
+    """Where the running loop's gateway will listen, should anybody need it."""
+    kept = _of_this_loop()
+    kept.host, kept.port, kept.control_key = host, port, control_key
+
+
+async def shared_gateway() -> Gateway:
+    """The gateway of the running loop, started on first use.
 
     It is closed when the loop shuts down its asynchronous generators, as `asyncio.run` does.
 
     Raises:
-        InfrastructureError: it cannot listen there.
+        InfrastructureError: it cannot listen where it should.
     """
-    loop = asyncio.get_running_loop()
-    for other in [other for other in _starting if other.is_closed()]:
-        del _starting[other]
-        _shared.pop(other, None)
-    async with _starting.setdefault(loop, asyncio.Lock()):
-        if loop not in _shared:
-            gateway = Gateway(host=host, port=port)
+    from areal_gym.gateway.server import Gateway
+
+    kept = _of_this_loop()
+    async with kept.starting:
+        if kept.gateway is None:
+            gateway = Gateway(host=kept.host, port=kept.port, control_key=kept.control_key)
             await gateway.start()
-            closing = _close_with(loop, gateway)
+            kept.closing = _close_with_loop(gateway)
             # The first step registers the generator with the loop; it does not suspend.
             with contextlib.suppress(StopIteration):
-                closing.__anext__().send(None)
-            _shared[loop] = (gateway, closing)
-    return _shared[loop][0]
+                kept.closing.__anext__().send(None)
+            kept.gateway = gateway
+    return kept.gateway
 
 
-async def _close_with(
-    loop: asyncio.AbstractEventLoop, gateway: Gateway
-) -> AsyncGenerator[None, None]:
+def _of_this_loop() -> _Kept:
+    for other in [other for other in _shared if other.is_closed()]:
+        del _shared[other]
+    return _shared.setdefault(asyncio.get_running_loop(), _Kept())
+
+
+async def _close_with_loop(gateway: Gateway) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
-        _shared.pop(loop, None)
         await gateway.aclose()

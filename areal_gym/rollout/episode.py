@@ -77,7 +77,6 @@ async def play_episode(
     env_id: str | None = None,
     agent_id: str = "chat",
     timeout_s: float | None = None,
-    max_calls: int | None = None,
     in_flight: InFlight | None = None,
 ) -> Trajectory:
     """Play one episode and return what happened; failures are recorded, not raised.
@@ -95,7 +94,6 @@ async def play_episode(
         env_id: the registered id; the class's name by default.
         agent_id: the agent's registered id.
         timeout_s: wall-clock limit; beyond it the episode has failed (`TIMEOUT`).
-        max_calls: how often a program behind the gateway may ask the policy.
         in_flight: counters to keep up to date.
 
     Raises:
@@ -105,7 +103,7 @@ async def play_episode(
     recorder = Recorder(
         engine, renderer, params or SamplingParams(), seed=seed, in_flight=in_flight
     )
-    played = _Played(env, recorder, in_flight, group_id, max_calls)
+    played = _Played(env, recorder, in_flight, group_id)
     in_flight.episodes += 1
     try:
         async with asyncio.timeout(timeout_s) as played.deadline:
@@ -153,7 +151,6 @@ class _Played:
         recorder: Recorder,
         in_flight: InFlight,
         group_id: str,
-        max_calls: int | None,
     ) -> None:
         self.env = env
         self.recorder = recorder
@@ -167,7 +164,6 @@ class _Played:
         self.error: EpisodeError | None = None
         self._dialogue: Dialogue | None = None
         self._is_full = False
-        self._max_calls = max_calls
         self._session: Session | None = None
         self._acting = asyncio.Lock()
         self._tool_runs: dict[int, asyncio.Task[dict[str, str]]] = {}
@@ -204,7 +200,7 @@ class _Played:
             raise AgentError("the agent acts before it has asked the policy")
         return await self._act(message, self.recorder.turn_of(message))
 
-    async def access(self) -> Access:
+    async def access(self, *, max_calls: int) -> Access:
         if self._session is None:
             from areal_gym.gateway.shared import shared_gateway
 
@@ -212,7 +208,7 @@ class _Played:
             self._session = gateway.open_session(
                 self.recorder,
                 group_id=self.group_id,
-                max_calls=self._max_calls,
+                max_calls=max_calls,
                 host=self,
             )
         return self._session
@@ -233,7 +229,13 @@ class _Played:
             await self.act({"role": "assistant", "content": answer})
             return () if self.is_over else self.unread
 
-    async def finish(self, answer: str | None = None, *, reward: float | None = None) -> None:
+    async def finish(
+        self,
+        answer: str | None = None,
+        *,
+        reward: float | None = None,
+        is_truncated: bool = False,
+    ) -> None:
         limit = None if self._session is None else self._session.limit
         if not self.recorder.turns and limit is None:
             raise AgentError("the agent has finished, and has not asked the policy")
@@ -242,7 +244,8 @@ class _Played:
         if reward is not None:
             self.give_reward(reward)
         if self.stop_reason is None or limit is not None:
-            self.stop_reason = limit or StopReason.COMPLETED
+            own = StopReason.MAX_TURNS if is_truncated else StopReason.COMPLETED
+            self.stop_reason = limit or own
 
     def give_reward(self, reward: float, *, turn: TurnDraft | None = None) -> None:
         if isinstance(reward, bool | int | float) and math.isfinite(reward):

@@ -6,6 +6,7 @@ The only package that knows all parts. `areal-gym train`, `eval` and `replay` ar
 
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import evaluate
+from areal_gym.run.online import serve
 from areal_gym.run.parts import relax_garbage_collection
 from areal_gym.run.replay import replay
 from areal_gym.run.training import train
@@ -16,5 +17,6 @@ __all__ = [
     "evaluate",
     "relax_garbage_collection",
     "replay",
+    "serve",
     "train",
 ]
