@@ -13,6 +13,7 @@ __all__ = [
     "DEFAULT_DIALECT",
     "DIALECTS",
     "END_THINK",
+    "MARKERS",
     "THINK",
     "parse_assistant",
     "require_dialect",
@@ -52,7 +53,8 @@ def parse_assistant(
       `{"name": ..., "parameters": {...}}`, several separated by `;`;
     - "mistral": `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}`, any number;
     - "fenced": each closed ```` ```python ```` block is a call of the tool `python` with the
-      argument `code`.
+      argument `code`;
+    - "plain": there are no calls.
 
     Thinking, `<think>...</think>` before everything else, goes to `reasoning_content`: a number or
     a call in the thoughts is no answer and no call. A block that is never closed (the turn was cut)
@@ -289,10 +291,24 @@ def _parse_mistral(text: str) -> _Parsed:
     return _Parsed((said + text[at:]).strip(), calls, None)
 
 
+def _parse_plain(text: str) -> _Parsed:
+    return _Parsed(text, [], None)
+
+
 DIALECTS = {
     "fenced": _parse_fenced,
     "hermes": _parse_hermes,
     "llama": _parse_llama,
     "mistral": _parse_mistral,
+    "plain": _parse_plain,
 }
 """How tool calls can be written in an assistant's text."""
+
+MARKERS: dict[str, tuple[str, ...]] = {
+    "fenced": ("```",),
+    "hermes": (_OPEN,),
+    "llama": (_PYTHON_TAG, "{"),
+    "mistral": (_TOOL_CALLS,),
+    "plain": (),
+}
+"""Until one of these stands in a text, it is prose for certain; who streams it needs to know."""

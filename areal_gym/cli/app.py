@@ -46,6 +46,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Run": {
         "train": ("train:train_command", "Improve a policy in an environment."),
         "eval": ("eval:eval_command", "Measure a policy on held-out tasks."),
+        "serve": ("serve:serve_command", "Put a policy behind OpenAI's and Anthropic's APIs."),
         "replay": ("replay:replay_command", "Train again from a run's record, without any engine."),
     },
 }

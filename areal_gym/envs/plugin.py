@@ -60,6 +60,12 @@ def register_envs() -> Iterable[EnvSpec]:
         tags=("math", "single-turn", "data"),
     )
     yield EnvSpec(
+        id="online",
+        entry_point="areal_gym.envs.online:OnlineEnv",
+        summary="no environment: programs outside ask the policy and post rewards",
+        tags=("gateway",),
+    )
+    yield EnvSpec(
         id="tir",
         entry_point="areal_gym.envs.tir:TirEnv",
         summary="arithmetic with a Python sandbox",
