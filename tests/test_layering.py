@@ -52,8 +52,9 @@ MAY_IMPORT = {
     "starter": BELOW_RUN,
     "distributed": BELOW_RUN,
     "run": BELOW_RUN | {"distributed"},
-    # `play` and `check` are about environments: their contract and its checker, no live engine.
-    "cli": LOW | {"run", "envs.base", "envs.checker", "envs.registration"},
+    # `play` and `check` are about environments: their contract and its checker, no live engine;
+    # tau2 has a benchmark to agree with, and data to fetch.
+    "cli": LOW | {"run", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
     # The public API names everything, and imports it on first use.
     "": BELOW_RUN | {"_gymnasium"},
     # Contracts that plugin authors run in their tests.

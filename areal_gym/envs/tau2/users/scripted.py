@@ -1,0 +1,29 @@
+"""A user that says what it was told to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from areal_gym.envs.tau2.users.base import STOP, UserFactory, UserTurn
+from areal_gym.envs.tau2.world import CallResult
+
+__all__ = ["ScriptedUser"]
+
+
+class ScriptedUser:
+    """Takes its turns from a list, whatever it hears; ends the conversation after the last.
+
+    Example: `ScriptedUser.factory([UserTurn("Hello."), UserTurn(calls=[("toggle_data", {})])])`
+    """
+
+    def __init__(self, turns: Iterable[UserTurn]) -> None:
+        self._turns = iter(turns)
+
+    @classmethod
+    def factory(cls, turns: Sequence[UserTurn]) -> UserFactory:
+        """For a `Simulation`: every conversation begins the script anew."""
+        return lambda scene: cls(turns)
+
+    async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
+        """The next turn."""
+        return next(self._turns, UserTurn(STOP))
