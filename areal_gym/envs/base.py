@@ -90,6 +90,8 @@ class TextEnv(gymnasium.Env[str, str]):
     suspends: bool = False
     """Set to True when `respond` or a tool really awaits (I/O, a sandbox): the synchronous `step`
     then runs on a kept event loop. Without it, `step` drives the coroutine directly (0.5 us)."""
+    has_gold: bool = True
+    """Set to False where nobody knows a perfect policy (somebody else's game, say)."""
 
     def __init__(self, *, render_mode: str | None = None) -> None:
         self.observation_space = TextSpace()
