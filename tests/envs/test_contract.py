@@ -17,7 +17,10 @@ ACTIONS = ("I do not know.", r"\boxed{5}", "é \ud800")
 BUILT_IN = [
     entry.id
     for entry in registry().entries("envs")
-    if entry.plugin.distribution == "areal-gym" and entry.spec.shown_id == entry.id
+    if entry.plugin.distribution == "areal-gym"
+    and entry.spec.shown_id == entry.id
+    # has no tasks of its own: programs outside have them
+    and entry.id != "online"
 ]
 
 
