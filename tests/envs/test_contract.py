@@ -8,7 +8,7 @@ import pytest
 import areal_gym
 from areal_gym.envs.checker import check_env
 
-IDS = ("countdown", "math", "tir")
+IDS = ("countdown", "math", "tau2", "tir")
 ACTIONS = ("I do not know.", r"\boxed{5}", "é \ud800")
 
 
