@@ -26,7 +26,7 @@ def register_envs() -> Iterable[EnvSpec]:
     )
     for id, domain, summary in (
         ("tau2", "mock", "customer service in a library of tools: the built-in domain of tau2"),
-        ("tau2/mock", "mock", "the same"),
+        ("tau2/mock", "mock", "the built-in domain of tau2 by its full name"),
         ("tau2/retail", "retail", "customer service in a shop, verdicts as in tau2-bench"),
         ("tau2/airline", "airline", "customer service of an airline, verdicts as in tau2-bench"),
         ("tau2/telecom", "telecom", "customer service of a carrier, verdicts as in tau2-bench"),

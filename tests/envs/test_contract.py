@@ -10,7 +10,7 @@ from areal_gym.envs.checker import check_env
 from areal_gym.errors import ConfigError, DataError
 from areal_gym.plugins import registry
 
-IDS = ("countdown", "math", "tir")
+IDS = ("countdown", "math", "tau2", "tir")
 ACTIONS = ("I do not know.", r"\boxed{5}", "é \ud800")
 
 

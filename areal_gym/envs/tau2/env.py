@@ -12,6 +12,7 @@ import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tasks import choose_task
+from areal_gym.envs.tau2.actions import parse_action
 from areal_gym.envs.tau2.chat import ChatClient
 from areal_gym.envs.tau2.data import DOMAINS, POLICIES, Case, Domain, find_data, load_domain
 from areal_gym.envs.tau2.evaluation import Call, Verdict, is_solved_by_inaction
@@ -26,7 +27,7 @@ from areal_gym.envs.tau2.users.phone_owner import PhoneOwner
 from areal_gym.envs.tau2.world import load_tools
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import DataError, UsageError, did_you_mean
-from areal_gym.types import Message, Task
+from areal_gym.types import FunctionCall, Message, Task, ToolCall
 
 __all__ = ["Tau2Env"]
 
@@ -100,6 +101,8 @@ class Tau2Env(TextEnv):
             `areal-gym data pull tau2` has fetched.
         max_steps: messages of all parties after which the episode is truncated.
         max_errors: failed tool calls after which it ends.
+        action_strings: also read a whole text that is `name(key='value')`, or the JSON of a call,
+            as a call, as the benchmark's own gym does.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Tau2Env(TextEnv):
         data_dir: str | None = None,
         max_steps: int = 100,
         max_errors: int = 10,
+        action_strings: bool = False,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
@@ -134,6 +138,7 @@ class Tau2Env(TextEnv):
         self._user = None if solo else _user_factory(user, user_model, domain)
         self._judge = _judge(judge, judge_model)
         self.suspends = not (user == "rule" and judge is None)
+        self._reads_action_strings = action_strings
         self._limits = {"max_steps": max_steps, "max_errors": max_errors}
         self.tools = _tools_of(domain, solo)
         self._simulation: Simulation | None = None
@@ -166,6 +171,8 @@ class Tau2Env(TextEnv):
         """Run the calls, or pass the text on to the user."""
         simulation = self._simulation
         assert simulation is not None
+        if self._reads_action_strings:
+            message = _with_action_string(message)
         calls = message.get("tool_calls", [])
         metrics = {"tool_calls": float(len(calls)), "tool_errors": 0.0}
         messages: list[Message] = []
@@ -328,6 +335,17 @@ class _Library:
 
 
 _library = _Library()
+
+
+def _with_action_string(message: Message) -> Message:
+    if message.get("tool_calls") or not message["content"].strip():
+        return message
+    parsed = parse_action(message["content"])
+    if parsed.content is not None:
+        return message
+    function = FunctionCall(name=parsed.name, arguments=dict(parsed.arguments))
+    call = ToolCall(id="call00000", type="function", function=function)
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 @cache
