@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent / "areal_gym"
 
 GROUND = {"errors", "types", "metrics", "version"}
 SETTINGS = {
+    "cache",
     "settings",
     "algorithms",
     "config",

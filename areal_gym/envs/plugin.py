@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from areal_gym.plugins import EnvSpec, hookimpl
+from areal_gym.plugins import EnvSpec, RetrieverSpec, hookimpl
 
-__all__ = ["register_envs"]
+__all__ = ["register_envs", "register_retrievers"]
 
 
 @hookimpl
@@ -66,8 +66,29 @@ def register_envs() -> Iterable[EnvSpec]:
         tags=("gateway",),
     )
     yield EnvSpec(
+        id="search",
+        entry_point="areal_gym.envs.search.env:SearchEnv",
+        summary="multi-hop questions with a search engine",
+        tags=("tools", "multi-turn", "generated", "jsonl"),
+    )
+    yield EnvSpec(
         id="tir",
         entry_point="areal_gym.envs.tir:TirEnv",
         summary="arithmetic with a Python sandbox",
         tags=("math", "tools", "multi-turn", "generated"),
+    )
+
+
+@hookimpl
+def register_retrievers() -> Iterable[RetrieverSpec]:
+    """Offer the retrievers that come with areal-gym."""
+    yield RetrieverSpec(
+        id="bm25",
+        entry_point="areal_gym.envs.search.retrievers:Bm25Retriever",
+        summary="BM25 over a local index",
+    )
+    yield RetrieverSpec(
+        id="http",
+        entry_point="areal_gym.envs.search.retrievers:HttpRetriever",
+        summary="a server, asked as Search-R1 asks",
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import platform
 import random
 import shutil
@@ -26,10 +25,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 from tokenizers import Tokenizer
 
+from areal_gym.cache import cache_directory
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.scripted import ByteTokenizer
 from areal_gym.envs.base import TextEnv
@@ -49,7 +48,7 @@ from areal_gym.trainer.objectives.sft import Sft
 from areal_gym.trainer.supervised import Supervised
 from areal_gym.types import content_hash
 
-__all__ = ["Recipe", "StarterPolicy", "cache_directory", "prepare_starter"]
+__all__ = ["Recipe", "StarterPolicy", "prepare_starter"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +99,6 @@ class StarterPolicy:
 
 Progress = Callable[[int, int, str], None]
 """(steps done, steps at most, what is known)."""
-
-
-def cache_directory() -> Path:
-    """Where starter policies are kept: AREAL_GYM_CACHE, else the user's cache directory."""
-    chosen = os.environ.get("AREAL_GYM_CACHE")
-    return Path(chosen) if chosen else platformdirs.user_cache_path("areal-gym")
 
 
 def prepare_starter(
