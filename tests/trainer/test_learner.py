@@ -266,12 +266,14 @@ def test_a_tiny_learning_rate_still_moves_the_weights():
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of what it does itself
 def test_compiled_layers_train_the_same():
     plain, compiled = learner(lr=1e-2), learner(lr=1e-2, compile=True)
+    start = flat_weights(plain)
     for seed in range(2):
         groups = batch(seed=seed, num_groups=2 + seed)  # two sizes, one compilation
         expected, found = plain.step(groups, version=0), compiled.step(groups, version=0)
         assert found["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
         assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
-    torch.testing.assert_close(flat_weights(compiled), flat_weights(plain), atol=1e-5, rtol=1e-4)
+    moved = (flat_weights(plain) - start).norm()
+    assert (flat_weights(compiled) - flat_weights(plain)).norm() / moved < 1e-3
     names = {name for name, _ in compiled.weights()}
     assert names == {name for name, _ in plain.weights()}  # what checkpoints call them
 
