@@ -30,6 +30,7 @@ from areal_gym.errors import ConfigError, NotFiniteError, TrainError
 from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.advantages import AdvantageEstimator, check_settings, estimate, needs_critic
+from areal_gym.trainer.bins import Row, split_by_tokens
 from areal_gym.trainer.corrections import second_moment_mask
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.experience import (
@@ -46,7 +47,7 @@ from areal_gym.trainer.losses import PolicyLoss, aggregate, aggregation_weights,
 from areal_gym.trainer.memory import readable_memory_errors
 from areal_gym.trainer.objective import TokenScores, score_tokens
 from areal_gym.trainer.optimizer import Optimizer
-from areal_gym.trainer.packing import PackedBatch, Row, pack, split_by_tokens
+from areal_gym.trainer.packing import PackedBatch, pack
 from areal_gym.trainer.ranks import ALONE, Ranks
 from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
@@ -206,6 +207,13 @@ class Learner:
                 hints=["trainer.lora={} trains one"],
             )
         return dict(adapter_weights(self.decoder))
+
+    def checkpoint_bytes(self) -> int:
+        """About what a checkpoint holds: weights, and two numbers for each that is trained."""
+        decoders = [self.decoder] if self._critic is None else [self.decoder, self._critic]
+        parameters = [p for module in decoders for p in module.parameters()]
+        # Whole tensors, also where this rank holds a part; float32.
+        return sum(4 * p.numel() * (3 if p.requires_grad else 1) for p in parameters)
 
     def states(self) -> dict[str, Tensor]:
         """Everything but the policy's whole weights that a checkpoint keeps, by name: live tensors.

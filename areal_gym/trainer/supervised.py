@@ -138,6 +138,10 @@ class Supervised:
         for name, parameter in self.decoder.named_parameters():
             yield name, parameter.detach()
 
+    def checkpoint_bytes(self) -> int:
+        """See `Learner.checkpoint_bytes`."""
+        return 3 * 4 * sum(p.numel() for p in self.decoder.parameters())
+
     def states(self) -> dict[str, Tensor]:
         """Everything but the weights that a checkpoint keeps, by name: live tensors."""
         counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}

@@ -123,6 +123,11 @@ class ProcessLearner:
         self._ask("save", directory)
         return self._saving.submit(self._saved)
 
+    def checkpoint_bytes(self) -> int:
+        """See `Learner.checkpoint_bytes`."""
+        needed: int = self._ask("checkpoint_bytes")
+        return needed
+
     def load(self, directory: Path) -> None:
         """See `Learner.load`."""
         self._ask("load", directory)
@@ -307,8 +312,11 @@ class Serving:
         if config.num_ranks > 1:
             if device == "cuda":
                 torch.cuda.set_device(rank % torch.cuda.device_count())
+            backend = "nccl" if device == "cuda" else "gloo"
+            if device == "cuda" and config.cpu_offload:
+                backend = "cpu:gloo,cuda:nccl"  # the gradients' norm is summed where they are
             torch.distributed.init_process_group(
-                "nccl" if device == "cuda" else "gloo",
+                backend,
                 init_method=meeting,
                 rank=rank,
                 world_size=config.num_ranks,
