@@ -153,6 +153,11 @@ class TextEnv(gymnasium.Env[str, str]):
         return self._task
 
     @property
+    def played_id(self) -> str | None:
+        """Whose task the running episode has, where an environment plays for several (`mix`)."""
+        return None
+
+    @property
     def messages(self) -> Sequence[Message]:
         """The dialogue so far."""
         return self._messages

@@ -13,6 +13,12 @@ __all__ = ["register_envs", "register_retrievers"]
 def register_envs() -> Iterable[EnvSpec]:
     """Offer the environments that come with areal-gym."""
     yield EnvSpec(
+        id="code",
+        entry_point="areal_gym.envs.code.env:CodeEnv",
+        summary="write a function, which hidden tests call in a sandbox",
+        tags=("code", "single-turn", "generated", "jsonl"),
+    )
+    yield EnvSpec(
         id="countdown",
         entry_point="areal_gym.envs.countdown:CountdownEnv",
         summary="reach a target with given numbers",
@@ -58,6 +64,13 @@ def register_envs() -> Iterable[EnvSpec]:
         summary="competition problems (MATH, held out: MATH-500)",
         kwargs={"dataset": "math500"},
         tags=("math", "single-turn", "data"),
+    )
+    yield EnvSpec(
+        id="mix",
+        entry_point="areal_gym.envs.mix:MixedEnv",
+        summary="several environments in one run, by weight",
+        kwargs={"envs": ({"id": "tir", "weight": 0.5}, {"id": "math", "weight": 0.5})},
+        tags=("multi-turn", "generated"),
     )
     yield EnvSpec(
         id="online",

@@ -27,6 +27,7 @@ __all__ = [
     "GeneratedTasks",
     "RowTasks",
     "TaskSource",
+    "asked_for",
     "choose_task",
     "key_of_text",
     "split_of",
@@ -70,6 +71,16 @@ def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[s
     Raises:
         UsageError: there is no such split or index.
     """
+    split, index = asked_for(options)
+    return source.draw(rng, split) if index is None else source.at(index, split)
+
+
+def asked_for(options: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The split and the index that options name; None: any task.
+
+    Raises:
+        UsageError: they name none.
+    """
     split = options.get("split", "train")
     if split not in SPLITS:
         raise UsageError(
@@ -78,10 +89,10 @@ def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[s
         )
     index = options.get("index")
     if index is None:
-        return source.draw(rng, split)
+        return split, None
     if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
         raise UsageError(f"a task's index is a whole number from 0 on, not {index!r}")
-    return source.at(int(index), split)
+    return split, int(index)
 
 
 # ---- generated ----------------------------------------------------------------------------------

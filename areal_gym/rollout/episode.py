@@ -131,7 +131,7 @@ async def play_episode(
         id=trajectory_id,
         group_id=group_id,
         task=played.task,
-        env_id=env_id or type(env).__name__,
+        env_id=env.played_id or env_id or type(env).__name__,
         agent_id=agent_id,
         seed=seed,
         **played.outcome(),

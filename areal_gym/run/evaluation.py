@@ -195,6 +195,10 @@ class Evaluations:
                 "eval/sampled_low": point.low,
                 "eval/sampled_high": point.high,
                 "eval/greedy": point.greedy,
+                **{
+                    f"eval/sampled/{name}": score.pass_at_1.mean
+                    for name, score in sampled.by_env.items()
+                },
             },
         )
         versions = sampled.policy_versions
@@ -202,8 +206,13 @@ class Evaluations:
         display.say(
             f"held-out at step {step}: {point.sampled:.3f} sampled "
             f"({point.low:.3f} to {point.high:.3f}), {point.greedy:.3f} greedy, "
-            f"{config.eval.num_tasks} tasks{mixed}"
+            f"{sampled.num_tasks} tasks{mixed}"
         )
+        for name, score in sampled.by_env.items():
+            display.say(
+                f"  {name}: {score.pass_at_1.mean:.3f} sampled, "
+                f"{greedy_report.by_env[name].pass_at_1.mean:.3f} greedy, {score.num_tasks} tasks"
+            )
         return point
 
 

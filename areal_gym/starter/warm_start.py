@@ -160,10 +160,9 @@ def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
     as_bytes = ByteTokenizer()
     renderer = Renderer(as_bytes, template)
     rng = random.Random(0)  # one tokenizer for all seeds of a recipe
-    schemas = [tool.schema() for tool in env.tools]
 
     def text_of(shown: Demonstration) -> str:
-        ids = renderer.first_ids(shown.first_messages, schemas)
+        ids = renderer.first_ids(shown.first_messages, _schemas(shown))
         for turn, text in enumerate(shown.texts):
             ids += as_bytes.encode(text)
             replies = shown.replies[turn] if turn < len(shown.replies) else ()
@@ -176,6 +175,10 @@ def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
     return tokenizer
 
 
+def _schemas(shown: Demonstration) -> list[dict[str, Any]]:
+    return [tool.schema() for tool in shown.tools]
+
+
 class _Encoder:
     """Demonstrations as training rows, through the same renderer that episodes use."""
 
@@ -183,7 +186,6 @@ class _Encoder:
         self.env = env
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._schemas = [tool.schema() for tool in env.tools]
 
     def example(self, shown: Demonstration, *, skips_first: bool = False) -> Example:
         """Token ids and which of them the demonstrator wrote.
@@ -192,7 +194,7 @@ class _Encoder:
         demonstrator's choice, and no measure of skill.
         """
         end = self._renderer.end_of_turn_id
-        ids = self._renderer.first_ids(shown.first_messages, self._schemas)
+        ids = self._renderer.first_ids(shown.first_messages, _schemas(shown))
         mask = [False] * len(ids)
         for turn, text in enumerate(shown.texts):
             said = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]
