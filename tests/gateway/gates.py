@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 
 import aiohttp
@@ -9,6 +10,7 @@ import aiohttp
 from areal_gym.capture import Recorder
 from areal_gym.engines.base import Piece, SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
+from areal_gym.errors import AgentError
 from areal_gym.gateway.server import Gateway
 
 ADD = {
@@ -72,6 +74,12 @@ class Told:
     def __init__(self, recorder):
         self.recorder = recorder
 
+    async def call_tool(self, call_id):
+        raise AgentError(f"the policy has not made a call {call_id!r}")
+
+    async def reply(self, answer):
+        return ()
+
     def give_reward(self, reward, *, turn=None):
         (turn or self.recorder.turns[-1]).reward += reward
 
@@ -89,7 +97,7 @@ async def post(session, route, body, *, key=None, headers=()):
     keys = {"Authorization": f"Bearer {key or session.api_key}", **dict(headers)}
     async with (
         aiohttp.ClientSession() as http,
-        http.post(session.base_url + route, data=data, headers=keys) as answer,
+        http.post(session.base_url + route, data=io.BytesIO(data), headers=keys) as answer,
     ):
         text = await answer.text()
         try:

@@ -213,9 +213,7 @@ def test_a_client_that_hangs_up_leaves_nothing_and_generation_is_aborted():
             async with openai.AsyncOpenAI(
                 api_key=session.api_key, base_url=session.base_url
             ) as client:
-                stream = await client.chat.completions.create(
-                    model="x", messages=[HI], stream=True
-                )
+                stream = await client.chat.completions.create(model="x", messages=[HI], stream=True)
                 async for chunk in stream:
                     if chunk.choices[0].delta.content:
                         break
