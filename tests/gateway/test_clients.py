@@ -105,7 +105,8 @@ def test_a_stream_of_a_chat():
 
 
 def test_tools_parallel_calls_and_what_they_gave():
-    replies = lambda question: f"Both. {CALL}{CALL}" if question.turn == 0 else "It is 7."
+    def replies(question):
+        return f"Both. {CALL}{CALL}" if question.turn == 0 else "It is 7."
 
     async def use(client):
         first = await client.chat.completions.create(model="x", messages=HI, tools=[ADD])
@@ -232,7 +233,8 @@ def test_completions():
 
 
 def test_responses():
-    replies = lambda question: f"Both. {CALL}" if "[add]" in question.text else THOUGHT
+    def replies(question):
+        return f"Both. {CALL}" if "[add]" in question.text else THOUGHT
 
     async def use(client):
         first = await client.responses.create(model="x", input="Hi.", instructions="Be brief.")
@@ -275,7 +277,8 @@ def test_responses():
 
 
 def test_a_stream_of_a_response():
-    replies = lambda question: f"{THOUGHT}{CALL}"
+    def replies(question):
+        return f"{THOUGHT}{CALL}"
 
     async def use(client):
         async with client.responses.stream(model="x", input="Hi.", tools=[FLAT]) as stream:
@@ -294,7 +297,8 @@ def test_a_stream_of_a_response():
 
 
 def test_anthropic_messages():
-    replies = lambda question: f"Both. {CALL}" if question.turn == 0 else "It is 7."
+    def replies(question):
+        return f"Both. {CALL}" if question.turn == 0 else "It is 7."
 
     async def use(client):
         first = await client.messages.create(
@@ -315,8 +319,8 @@ def test_anthropic_messages():
         assert second.content[0].text == "It is 7."
         used = first.usage.input_tokens + first.usage.output_tokens
         assert second.usage.cache_read_input_tokens == used
+        long = [{"role": "user", "content": "x" * 40_000}]
         with pytest.raises(anthropic.BadRequestError) as caught:
-            long = [{"role": "user", "content": "x" * 40_000}]
             await client.messages.create(model="claude", max_tokens=9, messages=long)
         assert caught.value.body["error"]["type"] == "invalid_request_error"
         stopped = await client.messages.create(

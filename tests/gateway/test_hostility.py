@@ -295,7 +295,7 @@ def test_no_noise_gives_a_500(seed, keys):
 
 
 def test_the_noise_is_not_all_refused():
-    """Bodies from the description are taken where they are right: the fuzzing reaches the policy."""
+    """Bodies from the description are taken where they are right: noise reaches the policy."""
 
     async def use(gateway, session):
         taken = []
