@@ -10,8 +10,9 @@
     +-- PluginError (RuntimeError)          a plugin is broken; exit code 4
     |   +-- DuplicateIdError                two plugins register the same id
     +-- InfrastructureError (RuntimeError)  the machine failed us; exit code 3
-    |   +-- TrainError                      the trainer cannot go on (disk full, not finite)
+    |   +-- TrainError                      the trainer cannot go on (disk full)
     |   |   +-- LostRankError               one of its processes died; its checkpoints are as good
+    |   |   +-- NotFiniteError              losses or gradients are no numbers; nothing was applied
     |   +-- FailureBudgetError              too many episodes failed, and where
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
         +-- EnvError                        the environment itself failed
@@ -47,6 +48,7 @@ __all__ = [
     "GymError",
     "InfrastructureError",
     "LostRankError",
+    "NotFiniteError",
     "NothingToDoError",
     "PluginError",
     "RunExistsError",
@@ -132,6 +134,10 @@ class TrainError(InfrastructureError):
 
 class LostRankError(TrainError):
     """One of the trainer's processes died; the newest checkpoint is as good as ever."""
+
+
+class NotFiniteError(TrainError):
+    """Losses, gradients or advantages are not finite; nothing of them was applied."""
 
 
 class FailureBudgetError(InfrastructureError):

@@ -184,6 +184,10 @@ class RunDir:
         write_atomic(file, "".join(_json(t.to_dict()) + "\n" for t in trajectories))
         return file
 
+    def save_refused(self, trajectories: Iterable[Trajectory], step: int) -> Path:
+        """The batch of a step that was not taken, because nothing could be learned from it."""
+        return self.save_trajectories(trajectories, name=f"refused-{step:06d}")
+
     def rewind(self, step: int) -> None:
         """Forget what lies after `step`: a run resumes where its checkpoint is, not its metrics."""
         for file in (self.metrics_file, self.evaluations_file):
@@ -219,10 +223,17 @@ class RunDir:
         """What `save_trajectories` wrote under that name."""
         return map(Trajectory.from_dict, _read_lines(self._trajectories_file(name)))
 
-    def read_groups(self, step: int) -> list[Group]:
+    def read_refused(self) -> tuple[int, list[Group]] | None:
+        """The newest of the batches of `save_refused`, and its step; None when there is none."""
+        files = sorted(self.trajectories_dir.glob("refused-*.jsonl"))
+        if not files:
+            return None
+        return int(files[-1].stem.removeprefix("refused-")), self.read_groups(files[-1].stem)
+
+    def read_groups(self, name: int | str) -> list[Group]:
         """The batch of a step, in the order in which it was trained on."""
         found: dict[str, list[Trajectory]] = {}
-        for trajectory in self.read_trajectories(step):
+        for trajectory in self.read_trajectories(name):
             found.setdefault(trajectory.group_id, []).append(trajectory)
         return [
             Group(id=id, task=members[0].task, trajectories=tuple(members))

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -341,8 +342,9 @@ class Trajectory:
         )
 
 
-def _floats(values: Sequence[float] | None) -> tuple[float, ...] | None:
-    return None if values is None else tuple(values)
+def _floats(values: Sequence[float | None] | None) -> tuple[float, ...] | None:
+    # JSON has no NaN: records hold null in its place.
+    return None if values is None else tuple(math.nan if v is None else v for v in values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ SETTINGS = {
     "provenance",
     "learning_curve",
     "objectives",
+    "online",
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
@@ -28,6 +29,8 @@ BELOW_RUN = LOW | {
     "envs",
     "engines",
     "agents",
+    "capture",
+    "gateway",
     "rollout",
     "trainer",
     "starter",
@@ -48,7 +51,10 @@ MAY_IMPORT = {
     "envs": LOW | {"sandbox.base", "sandbox="},
     "engines": LOW | {"modeling"},
     "agents": LOW | BASES,
-    "rollout": LOW | BASES | {"agents.base"},
+    "capture": LOW | {"engines.base"},
+    # The server is before the policy, not before environments.
+    "gateway": LOW | {"engines.base", "capture"},
+    "rollout": LOW | BASES | {"agents.base", "capture", "gateway.shared", "gateway.session"},
     "trainer": LOW | {"modeling", "engines.base"},
     "starter": BELOW_RUN,
     "distributed": BELOW_RUN,

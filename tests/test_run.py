@@ -212,6 +212,16 @@ def test_a_resumed_run_keeps_the_evaluation_before_training(policy, tmp_path):
     assert summary["heldout_before"] == before["sampled"]["pass@1"]
 
 
+def test_a_checkpoint_of_another_model_is_not_gone_on_from(policy, tiny_policy, tmp_path):
+    train(config_of(policy, steps=1), run_dir=tmp_path / "run")
+    settings = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=f"started with the policy [0-9a-f]+, and {tiny_policy}"):
+        train(config_of(tiny_policy, steps=2), run_dir=tmp_path / "run", mode="resume")
+    assert (tmp_path / "run" / "config.yaml").read_text() == settings
+    summary = train(config_of(policy, steps=2), run_dir=tmp_path / "run", mode="resume")
+    assert summary["num_steps"] == 2
+
+
 @pytest.mark.parametrize("setting", ["rollout.top_p=0.9", "rollout.top_k=5"])
 def test_truncated_sampling_is_refused_with_its_reason(policy, tmp_path, setting):
     with pytest.raises(ConfigError, match="importance ratio would be wrong"):

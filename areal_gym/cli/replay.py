@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from areal_gym.cli.output import Options, common_options, print_data, print_json
+from areal_gym.config import RunConfig
 from areal_gym.errors import UsageError
 
 __all__ = ["replay_command"]
@@ -15,6 +16,9 @@ __all__ = ["replay_command"]
 @click.command("replay")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[key=value]...")
+@click.option(
+    "--refused", is_flag=True, help="Take the step again whose loss or gradient was not finite."
+)
 @click.option("--steps", type=click.IntRange(min=1), help="Only the first steps.")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Keep metrics and the policy in this directory."
@@ -26,6 +30,7 @@ def replay_command(
     options: Options,
     run: Path,
     overrides: tuple[str, ...],
+    refused: bool,
     steps: int | None,
     out: Path | None,
     as_json: bool,
@@ -35,12 +40,17 @@ def replay_command(
     With RUN's own settings the weights must come out the same, bit for bit on a CPU; the exit code
     is 1 when they do not. With other settings (key=value), it shows what these would have made of
     the same experience.
+
+    --refused repeats the one step that ended RUN because its loss or gradient was not finite, from
+    the checkpoint before it; the exit code is 1 when it is not finite now, either.
     """
     from areal_gym.cli.settings import resolve
 
     recipe = run / "config.yaml"
     if not recipe.is_file():
         raise UsageError(f"{run} holds no run", hints=["all runs: areal-gym list runs"])
+    if refused:
+        return _replay_refused(options, resolve(file=recipe, overrides=overrides), run, as_json)
     if overrides and out is None:
         raise UsageError(
             "other settings make another policy; where should it go?",
@@ -73,3 +83,23 @@ def replay_command(
     if out is not None:
         print_data(f"policy: {out / 'checkpoints'}")
     return 0 if overrides or report.is_identical else 1
+
+
+def _replay_refused(options: Options, config: RunConfig, run: Path, as_json: bool) -> int:
+    from areal_gym import run as runs
+    from areal_gym.cli.display import make_display
+
+    display = make_display(is_plain=options.is_plain)
+    try:
+        report = runs.replay_refused(config, run, display=display)
+    finally:
+        display.close()
+    if as_json:
+        print_json(report.to_dict())
+    elif report.is_finite:
+        print_data(f"step {report.step}: loss {report.loss:g}, gradient norm {report.grad_norm:g}")
+    else:
+        print_data(f"step {report.step}: {report.reason}")
+        for trajectory in report.unscorable:
+            print_data(f"  the policy's log-probabilities are not finite: {trajectory}")
+    return 0 if report.is_finite else 1

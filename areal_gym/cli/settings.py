@@ -11,11 +11,18 @@ import yaml
 
 from areal_gym.algorithms import PRESETS
 from areal_gym.config import RunConfig, load_config
-from areal_gym.errors import UsageError
+from areal_gym.errors import NothingToDoError, UsageError
 from areal_gym.objectives import OBJECTIVES, SUPERVISED
 from areal_gym.provenance import entries_used
 
-__all__ = ["describe", "require_env", "resolve", "to_yaml"]
+__all__ = [
+    "describe",
+    "existing",
+    "newest_checkpoint",
+    "require_env",
+    "resolve",
+    "to_yaml",
+]
 
 
 def resolve(
@@ -102,3 +109,27 @@ def _describe_rl(config: RunConfig) -> list[str]:
         f"{rollout.max_in_flight} in flight, staleness at most {rollout.max_staleness}",
         f"algorithm: {trainer.algorithm}, {PRESETS[trainer.algorithm].summary}",
     ]
+
+
+def existing(file: Path, complaint: str) -> Path:
+    """The file, where it is; else UsageError with `complaint`."""
+    if not file.is_file():
+        raise UsageError(
+            f"{complaint}: there is no {file}", hints=["all runs: areal-gym list runs"]
+        )
+    return file
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The newest checkpoint of a run's directory.
+
+    Raises:
+        NothingToDoError: it has none yet.
+    """
+    steps = sorted((run / "checkpoints").glob("step-*/config.json"))
+    if not steps:
+        raise NothingToDoError(
+            f"{run} has no checkpoint yet",
+            hints=[f"continue it: areal-gym train --resume --out {run}"],
+        )
+    return steps[-1].parent

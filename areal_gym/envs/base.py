@@ -18,11 +18,8 @@ The observation is the text of the newest message; the messages ride in `info["m
 
 from __future__ import annotations
 
-import asyncio
 import math
 import numbers
-import os
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
@@ -31,6 +28,7 @@ import gymnasium
 import numpy as np
 
 from areal_gym.dialects import DEFAULT_DIALECT, parse_assistant
+from areal_gym.envs.loops import KeptLoop
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, GymError, ToolError, UsageError
@@ -87,6 +85,8 @@ class TextEnv(gymnasium.Env[str, str]):
     model's own chat template writes them."""
     max_calls: int = 16
     """Tool calls of one message that are run; the policy is told that the others were not."""
+    max_tool_calls: int | None = None
+    """Tool calls of one episode that are run; the policy is told that the later ones were not."""
     suspends: bool = False
     """Set to True when `respond` or a tool really awaits (I/O, a sandbox): the synchronous `step`
     then runs on a kept event loop. Without it, `step` drives the coroutine directly (0.5 us)."""
@@ -98,6 +98,8 @@ class TextEnv(gymnasium.Env[str, str]):
         self.action_space = TextSpace()
         self.render_mode = render_mode
         self.num_turns = 0
+        self.num_tool_calls = 0
+        """Calls that were run in this episode."""
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._is_over = True
@@ -168,7 +170,11 @@ class TextEnv(gymnasium.Env[str, str]):
             results.append({"role": "tool", "content": f"error: {parse_error}"})
         by_name = {tool.name: tool for tool in self.tools}
         calls = message.get("tool_calls", [])
-        for call in calls[: self.max_calls]:
+        num_allowed = self.max_calls
+        if self.max_tool_calls is not None:
+            num_allowed = min(num_allowed, self.max_tool_calls - self.num_tool_calls)
+        for call in calls[:num_allowed]:
+            self.num_tool_calls += 1
             name = call["function"]["name"]
             try:
                 if name not in by_name:
@@ -180,12 +186,19 @@ class TextEnv(gymnasium.Env[str, str]):
             results.append(
                 {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
             )
-        num_refused = len(calls) - self.max_calls
+        num_refused = max(0, len(calls) - num_allowed)
         if num_refused > 0:
             num_errors += num_refused
-            content = f"error: {num_refused} more calls were not run; at most {self.max_calls} are"
-            results.append({"role": "tool", "content": content})
-        return ToolResults(results, num_calls=len(calls), num_errors=num_errors)
+            limit = (
+                f"{num_refused} more calls were not run; at most {self.max_calls} are"
+                if num_allowed == self.max_calls
+                else f"{num_refused} calls were not run; the {self.max_tool_calls} of an episode "
+                "are used up: answer without a tool"
+            )
+            results.append({"role": "tool", "content": f"error: {limit}"})
+        return ToolResults(
+            results, num_calls=len(calls), num_errors=num_errors, num_refused=num_refused
+        )
 
     # ---- Gymnasium's contract ------------------------------------------------------------------
 
@@ -218,6 +231,7 @@ class TextEnv(gymnasium.Env[str, str]):
         if not self._messages:
             raise EnvError(f"{type(self).__name__}.first_messages gave no message")
         self.num_turns = 0
+        self.num_tool_calls = 0
         self._is_over = False
         return self._messages[-1]["content"], {
             "messages": tuple(self._messages),
@@ -301,6 +315,9 @@ class ToolResults(NamedTuple):
     messages: list[Message]
     num_calls: int
     num_errors: int
+    """Malformed calls, unknown tools, wrong arguments, what tools complain of, refused calls."""
+    num_refused: int
+    """Calls beyond a limit, which were not run."""
 
 
 def _given_task(row: Any) -> Task:
@@ -318,26 +335,9 @@ def _number(reward: object, who: str) -> float:
     raise EnvError(f"{who}.respond gave the reward {reward!r}; a finite number is needed")
 
 
-_kept_loop: asyncio.AbstractEventLoop | None = None
-_kept_loop_lock = threading.Lock()
-
-
-def _forget_kept_loop() -> None:
-    # A forked worker (Gymnasium's AsyncVectorEnv) inherits the loop but not its thread.
-    global _kept_loop, _kept_loop_lock
-    _kept_loop, _kept_loop_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_kept_loop)
+_loop = KeptLoop("areal-gym-env-loop")
 
 
 def run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run on one long-lived loop thread, so that sandboxes and sessions survive between steps."""
-    global _kept_loop
-    with _kept_loop_lock:
-        if _kept_loop is None:
-            _kept_loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=_kept_loop.run_forever, name="areal-gym-env-loop", daemon=True
-            ).start()
-    return asyncio.run_coroutine_threadsafe(coroutine, _kept_loop).result()
+    return _loop.run(coroutine)

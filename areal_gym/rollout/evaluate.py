@@ -14,7 +14,7 @@ from areal_gym.agents.base import Agent
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import FailureBudgetError, NothingToDoError
-from areal_gym.metrics import Interval, mean, merge_means, pass_at_k, wilson_interval
+from areal_gym.metrics import Interval, mean, merge_means, pass_at_k, pass_hat_k, wilson_interval
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import derive_seed, play_episode
 from areal_gym.rollout.failures import FailureBudget
@@ -46,6 +46,8 @@ class EvalReport:
     """Episodes that infrastructure failed; excluded from every number but this one."""
     pass_at_k: Mapping[int, Interval]
     """Estimates with 95% intervals over tasks (see `pass_at_k_interval`)."""
+    pass_hat_k: Mapping[int, float]
+    """pass^k: the chance that all of k episodes of one task succeed, mean over the tasks."""
     reward: float
     reward_parts: Mapping[str, float]
     """Means over the episodes."""
@@ -80,6 +82,7 @@ class EvalReport:
             row[f"pass@{k}"] = interval.mean
             row[f"pass@{k}_low"] = interval.low
             row[f"pass@{k}_high"] = interval.high
+        row |= {f"pass^{k}": estimate for k, estimate in self.pass_hat_k.items()}
         return row | {
             "reward": self.reward,
             "reward_parts": dict(self.reward_parts),
@@ -102,6 +105,7 @@ class EvalReport:
         ]
         for k, (estimate, low, high) in self.pass_at_k.items():
             lines.append(f"{f'pass@{k}':<20}{estimate:>8.3f}   {low:.3f} to {high:.3f}")
+        lines += [f"{f'pass^{k}':<20}{x:>8.3f}" for k, x in self.pass_hat_k.items() if k > 1]
         numbers = {"reward": self.reward}
         numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
         numbers |= {"turns": self.mean_turns, "tokens sampled": self.mean_policy_tokens}
@@ -156,7 +160,7 @@ async def evaluate(
         renderer: messages to ids.
         split: whose tasks.
         num_tasks: how many tasks at most.
-        num_samples: episodes per task; pass@k is estimated for powers of two up to it.
+        num_samples: episodes per task; pass@k and pass^k are estimated for powers of two up to it.
         temperature: 0 is greedy.
         top_p: sample from the likeliest tokens that make up this much.
         top_k: sample from this many of the likeliest tokens; 0 is all.
@@ -307,6 +311,7 @@ def _report(
         if siblings
     ]
     powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
+    ks = sorted({*powers, num_samples})
     reasons = Counter(str(t.stop_reason) for t in [*episodes, *failed])
     errors = Counter(t.error or "" for t in failed)
     return EvalReport(
@@ -315,10 +320,8 @@ def _report(
         num_samples=num_samples,
         num_episodes=len(episodes),
         num_failed=len(failed),
-        pass_at_k={
-            k: pass_at_k_interval(counts, k, num_samples=num_samples)
-            for k in sorted({*powers, num_samples})
-        },
+        pass_at_k={k: pass_at_k_interval(counts, k, num_samples=num_samples) for k in ks},
+        pass_hat_k={k: mean(pass_hat_k(n, c, k) for n, c in counts if n >= k) for k in ks},
         reward=mean(t.reward for t in episodes),
         reward_parts=merge_means([t.reward_parts for t in episodes]),
         metrics=merge_means([t.metrics for t in episodes]),

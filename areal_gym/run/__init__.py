@@ -1,12 +1,14 @@
 """The composition root: settings to objects, a run from its first line to its last.
 
 The only package that knows all parts. `areal-gym train`, `eval` and `replay` are thin around
-`train`, `evaluate` and `replay`; a script may call them as well.
+`train`, `evaluate`, `replay` and `replay_refused`; a script may call them as well.
 """
 
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import evaluate
+from areal_gym.run.online import serve
 from areal_gym.run.parts import relax_garbage_collection
+from areal_gym.run.refused import replay_refused
 from areal_gym.run.replay import replay
 from areal_gym.run.training import train
 
@@ -16,5 +18,7 @@ __all__ = [
     "evaluate",
     "relax_garbage_collection",
     "replay",
+    "replay_refused",
+    "serve",
     "train",
 ]

@@ -24,6 +24,7 @@ from areal_gym.rendering import Renderer
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.filters import GroupFilter
 from areal_gym.run.display import Display
+from areal_gym.rundir import RunDir
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ __all__ = [
     "open_renderer",
     "policy_directory",
     "relax_garbage_collection",
+    "require_same_start",
 ]
 
 
@@ -163,6 +165,24 @@ def hash_of_policy(directory: Path) -> str:
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()[:16]
+
+
+def require_same_start(run: RunDir, policy: Path) -> None:
+    """Refuse a policy that the run did not start with.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    known = run.read_provenance().get("initial_policy")
+    found = hash_of_policy(policy)
+    if known is not None and known != found:
+        raise ConfigError(
+            f"{run.path} started with the policy {known}, and {policy} is {found}",
+            hints=[
+                "name the directory with the weights that the run started with: engine.model=DIR",
+                "a warm start is made anew when the code or the versions below it change",
+            ],
+        )
 
 
 def make_learner(

@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.config import RunConfig
-from areal_gym.errors import ConfigError, DataError, NothingToDoError, UsageError
+from areal_gym.errors import DataError, NothingToDoError, UsageError
 from areal_gym.objectives import SUPERVISED
 from areal_gym.run.display import Display, SilentDisplay
-from areal_gym.run.parts import Parts, close_learner, hash_of_policy, make_learner, policy_directory
+from areal_gym.run.parts import (
+    Parts,
+    close_learner,
+    make_learner,
+    policy_directory,
+    require_same_start,
+)
 from areal_gym.rundir import RunDir
 
 __all__ = ["ReplayReport", "replay"]
@@ -92,7 +98,7 @@ def replay(
     trainer = config.trainer.model_copy(update={"runs_in": "thread"})
     config = config.model_copy(update={"trainer": trainer})
     policy, _ = policy_directory(config, Parts.of(config), shown)
-    _require_same_start(run, policy)
+    require_same_start(run, policy)
     # As training does: the number of threads decides in which order sums are added up.
     torch.set_num_threads(config.trainer.num_threads)
     learner = make_learner(config, policy)
@@ -145,19 +151,6 @@ def _train_again(
         max_difference=_largest_difference(learner, checkpoint),
         first_difference=first_difference,
     )
-
-
-def _require_same_start(run: RunDir, policy: Path) -> None:
-    known = run.read_provenance().get("initial_policy")
-    found = hash_of_policy(policy)
-    if known is not None and known != found:
-        raise ConfigError(
-            f"{run.path} started with the policy {known}, and {policy} is {found}",
-            hints=[
-                "name the directory with the weights that the run started with: engine.model=DIR",
-                "a warm start is made anew when the code or the versions below it change",
-            ],
-        )
 
 
 def _agree(metrics: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:

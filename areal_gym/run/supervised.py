@@ -20,7 +20,13 @@ from areal_gym.rendering import Renderer
 from areal_gym.run.data import load_examples
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.loggers import Loggers
-from areal_gym.run.parts import Parts, hash_of_policy, make_loggers, policy_directory
+from areal_gym.run.parts import (
+    Parts,
+    hash_of_policy,
+    make_loggers,
+    policy_directory,
+    require_same_start,
+)
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.version import __version__
 
@@ -66,10 +72,12 @@ def train_supervised(
             f"areal-gym {__version__} | objective {config.objective} | model "
             f"{config.engine.model} | seed {config.seed} | run directory: {directory.path}"
         )
-        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         has_env = config.data.file is None or config.engine.model == "starter"
         parts = Parts.of(config) if has_env else None
         policy, warm_start = policy_directory(config, parts, display)
+        if mode == "resume":
+            require_same_start(directory, policy)
+        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         used = (entry.to_dict() for entry in entries_used(config))
         directory.save_provenance(used, hash_of_policy(policy))
         learned, measured = load_examples(config, parts, Renderer.from_checkpoint(policy), display)

@@ -19,9 +19,10 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,14 @@ def _imitate(
 # ---- cache -----------------------------------------------------------------------------------
 
 
+def _files_in(folder: Traversable) -> Iterator[Traversable]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files_in(entry)
+        else:
+            yield entry
+
+
 _MAKERS = ("starter", "modeling", "envs")
 _TRAINER_FILES = (
     *("examples.py", "objective.py", "optimizer.py", "packing.py", "supervised.py"),
@@ -301,7 +310,7 @@ def _cache_key(recipe: Recipe, env_key: str, seed: int) -> str:
     """Changes with the recipe, the environment, the seed, torch, the processor and our sources."""
     package = resources.files("areal_gym")
     files = [
-        *(file for folder in _MAKERS for file in package.joinpath(folder).iterdir()),
+        *(file for folder in _MAKERS for file in _files_in(package.joinpath(folder))),
         *(package.joinpath("trainer", name) for name in _TRAINER_FILES),
     ]
     sources = {

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from areal_gym.errors import ConfigError, TrainError, did_you_mean
+from areal_gym.errors import ConfigError, NotFiniteError, TrainError, did_you_mean
 
 __all__ = [
     "AdvantageEstimator",
@@ -128,7 +128,8 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
 
     Raises:
         ConfigError: a setting that it does not have, or an input that this batch does not hold.
-        TrainError: it gave numbers of another shape, or such as are not finite.
+        TrainError: it gave numbers of another shape.
+        NotFiniteError: it gave such as are not finite.
     """
     name = _name(estimator)
     keywords = _keywords(estimator)
@@ -159,7 +160,7 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
             hints=["it gives one per token when it names an input per token, such as rewards_T"],
         )
     if not result.advantages_T.isfinite().all():
-        raise TrainError(f"the advantage estimator {name} gave advantages that are not finite")
+        raise NotFiniteError(f"the advantage estimator {name} gave advantages that are not finite")
     if not is_per_token:
         result = Advantages(result.advantages_T[inputs.trajectory_ids_T])
     if inputs.penalties_T is not None and "rewards_T" not in further:

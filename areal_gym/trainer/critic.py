@@ -65,9 +65,9 @@ class Critic(nn.Module):
         values = self._at(decoder, batch, sources + last)
         return values[: len(sources)], values[len(sources) :]
 
-    def step(self, scale: float) -> float:
-        """Apply the gradients; returns their norm."""
-        return self._optimizer.step(scale * self._scale)
+    def step(self, scale: float, *, is_usable: bool = True) -> float:
+        """See `Optimizer.step`."""
+        return self._optimizer.step(scale * self._scale, is_usable=is_usable)
 
     def states(self) -> dict[str, Tensor]:
         """Live weights and optimizer states by name: what a checkpoint keeps."""

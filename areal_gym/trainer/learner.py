@@ -26,7 +26,7 @@ from torch import Tensor
 
 from areal_gym.algorithms import RewardConfig
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import ConfigError, TrainError
+from areal_gym.errors import ConfigError, NotFiniteError, TrainError
 from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.advantages import AdvantageEstimator, check_settings, estimate, needs_critic
@@ -43,6 +43,7 @@ from areal_gym.trainer.experience import (
 from areal_gym.trainer.fsdp import drop_gathered, full_weights, prepare_decoder
 from areal_gym.trainer.lora import adapter_weights, add_adapter, is_adapter, merged_weights
 from areal_gym.trainer.losses import PolicyLoss, aggregate, aggregation_weights, value_loss
+from areal_gym.trainer.memory import readable_memory_errors
 from areal_gym.trainer.objective import TokenScores, score_tokens
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch, Row, pack, split_by_tokens
@@ -57,8 +58,8 @@ from areal_gym.types import Group
 
 __all__ = ["Learner"]
 
-_MAX_BAD_STEPS = 3
-"""Updates in a row without a finite gradient after which training stops."""
+_MAX_BAD_UPDATES = 3
+"""Updates in a row without a finite loss and gradient after which training stops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +131,7 @@ class Learner:
         self._files = StateFiles(ranks)
         self._num_bad = 0
 
+    @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         """Train on a batch once and return its metrics.
 
@@ -138,7 +140,9 @@ class Learner:
             version: the policy version of the current weights, for staleness.
 
         Raises:
-            TrainError: the gradient was not finite several times in a row.
+            NotFiniteError: advantages are not finite, or the loss or its gradient was not several
+                times in a row.
+            TrainError: there is too little memory, or no token to train on.
         """
         start_s = time.perf_counter()
         every_row = sequences_of(tuple(groups))
@@ -344,8 +348,12 @@ class Learner:
     # ---- one update ---------------------------------------------------------------------------
 
     def _update(self, step: _Step, members: list[int]) -> float:
-        """Improve the policy on the rows `members`; returns the gradient's norm."""
+        """Improve the policy on the rows `members`; returns the gradient's norm.
+
+        Nothing is applied, and the norm is not finite, where the loss or a gradient is not.
+        """
         rows, columns, totals = step.rows, step.columns, step.totals
+        sum_of_losses = 0.0
         lengths_G: Counter[int] = Counter()
         for i in members:
             lengths_G[rows[i].trajectory_id] += rows[i].num_trainable
@@ -375,6 +383,7 @@ class Learner:
             found = {**output.metrics, "entropy": scores.entropy}
             if is_mine:
                 totals.add("loss", loss)
+                sum_of_losses += float(loss.detach())
                 step.work.add(batch, len(loss_T))
                 step.by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
             if "returns" in columns:
@@ -386,17 +395,24 @@ class Learner:
                     totals.add(name, values_T, num_tokens)
             # Gradients are averaged over the ranks, each of which has a part of the sum.
             (loss * (self._ranks.size if is_mine else 0)).backward()
-        norm = self._optimizer.step(self._lr_scale())
+        # A loss may be no number where its gradient is one: what is added to it has none.
+        is_usable = math.isfinite(self._ranks.sum({"loss": sum_of_losses})["loss"])
+        norm = self._optimizer.step(self._lr_scale(), is_usable=is_usable)
         if self._critic is not None:
-            critic_norm = torch.tensor(self._critic.step(self._lr_scale()))
-            totals.add("critic_grad_norm", critic_norm, self._ranks.size)
-        self._num_bad = 0 if math.isfinite(norm) else self._num_bad + 1
-        if self._num_bad >= _MAX_BAD_STEPS:
-            raise TrainError(
-                f"the gradient was not finite {_MAX_BAD_STEPS} times in a row; nothing was applied",
+            critic_norm = self._critic.step(self._lr_scale(), is_usable=math.isfinite(norm))
+            totals.add("critic_grad_norm", torch.tensor(critic_norm), self._ranks.size)
+        if is_usable and math.isfinite(norm):
+            self._num_bad = 0
+            return norm
+        self._num_bad += 1
+        if self._num_bad == _MAX_BAD_UPDATES:
+            self._num_bad = 0  # whoever goes on from here may try as often
+            raise NotFiniteError(
+                f"{'the gradient' if is_usable else 'the loss'} was not finite "
+                f"{_MAX_BAD_UPDATES} times in a row; nothing was applied",
                 hints=[f"a smaller learning rate may help: trainer.lr={self.config.lr / 10:g}"],
             )
-        return norm
+        return math.nan
 
     def _critic_loss(
         self,

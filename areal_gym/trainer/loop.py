@@ -18,11 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from areal_gym.errors import NotFiniteError
 from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.weight_syncs import WeightSync, weights_for
 from areal_gym.types import Group
 
-__all__ = ["BatchSource", "OnStep", "train_loop"]
+__all__ = ["BatchSource", "Explain", "OnStep", "train_loop"]
 
 
 class BatchSource(Protocol):
@@ -39,6 +40,9 @@ OnStep = Callable[[int, dict[str, float], Sequence[Group]], Awaitable[None]]
 It records before it waits for anything: when the run is being cancelled, its first wait raises.
 """
 
+Explain = Callable[[NotFiniteError, int, Sequence[Group]], NotFiniteError]
+"""Called with (error, step, batch) when nothing can be learned from it; gives what to raise."""
+
 _T = TypeVar("_T")
 
 
@@ -49,6 +53,7 @@ async def train_loop(
     *,
     num_steps: int,
     on_step: OnStep,
+    explain: Explain = lambda error, step, groups: error,
     first_step: int = 1,
     num_threads: int = 1,
 ) -> None:
@@ -68,7 +73,10 @@ async def train_loop(
 
         async def update(groups: Sequence[Group], step: int) -> dict[str, float]:
             begin_s = time.perf_counter()
-            metrics = await loop.run_in_executor(thread, learner.step, groups, step - 1)
+            try:
+                metrics = await loop.run_in_executor(thread, learner.step, groups, step - 1)
+            except NotFiniteError as error:
+                raise explain(error, step, groups) from error
             trained_s = time.perf_counter()
             await weight_sync.publish(weights_for(weight_sync, learner), step)
             metrics["time/publish_s"] = time.perf_counter() - trained_s

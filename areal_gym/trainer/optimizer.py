@@ -47,16 +47,17 @@ class Optimizer:
             )
         self._rates = {"adamw": config.lr, "muon": config.muon_lr}
 
-    def step(self, scale: float = 1.0) -> float:
+    def step(self, scale: float = 1.0, *, is_usable: bool = True) -> float:
         """Apply the gradients with learning rates times `scale`; returns the gradient's norm.
 
-        When the norm is not finite nothing is applied; the gradients are cleared all the same.
+        When the norm is not finite, or they are not usable, nothing is applied; the gradients are
+        cleared all the same.
         """
         norm = float(full(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))
         for kind, optimizer in self._optimizers.items():
             for group in optimizer.param_groups:
                 group["lr"] = self._rates[kind] * scale
-            if math.isfinite(norm):
+            if is_usable and math.isfinite(norm):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return norm

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import ConfigError, TrainError
+from areal_gym.errors import ConfigError, NotFiniteError
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.examples import Example, micro_batches
 from areal_gym.trainer.fsdp import prepare_decoder
+from areal_gym.trainer.memory import readable_memory_errors
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch
 from areal_gym.trainer.ranks import ALONE
@@ -32,8 +33,8 @@ from areal_gym.trainer.states import StateFiles, below, prefixed, saved_tensors
 
 __all__ = ["Judgement", "Objective", "Supervised"]
 
-_MAX_BAD_STEPS = 3
-"""Updates in a row without a finite gradient after which training stops."""
+_MAX_BAD_UPDATES = 3
+"""Updates in a row without a finite loss and gradient after which training stops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +89,7 @@ class Supervised:
         self._files = StateFiles(ALONE)
         self._num_bad = 0
 
+    @readable_memory_errors()
     def step(self, examples: Sequence[Example], scale: float = 1.0) -> dict[str, float]:
         """Learn from a batch once and return its metrics, as they were before the update.
 
@@ -96,24 +98,32 @@ class Supervised:
             scale: of the learning rates, besides `warmup_steps`.
 
         Raises:
-            TrainError: the gradient was not finite several times in a row.
+            NotFiniteError: the loss or its gradient was not finite several times in a row.
+            TrainError: there is too little memory.
         """
         start_s = time.perf_counter()
         warmup = max(1, self._config.warmup_steps)
         scale *= min(1.0, (self.num_steps + 1) / warmup)
         metrics = {f"train/{k}": v for k, v in self._judge(examples, learns=True).items()}
-        norm = self._optimizer.step(scale)
-        self._num_bad = 0 if math.isfinite(norm) else self._num_bad + 1
-        if self._num_bad >= _MAX_BAD_STEPS:
-            raise TrainError(
-                f"the gradient was not finite {_MAX_BAD_STEPS} times in a row; nothing was applied",
-                hints=[f"a smaller learning rate may help: trainer.lr={self._config.lr / 10:g}"],
+        is_usable = math.isfinite(metrics["train/loss"])
+        norm = self._optimizer.step(scale, is_usable=is_usable)
+        is_bad = not (is_usable and math.isfinite(norm))
+        self._num_bad = self._num_bad + 1 if is_bad else 0
+        if self._num_bad == _MAX_BAD_UPDATES:
+            self._num_bad = 0  # whoever goes on from here may try as often
+            raise NotFiniteError(
+                f"{'the gradient' if is_usable else 'the loss'} was not finite "
+                f"{_MAX_BAD_UPDATES} times in a row; nothing was applied",
+                hints=[
+                    "--resume begins with this very batch, which seed and step decide",
+                    f"a smaller learning rate may help: trainer.lr={self._config.lr / 10:g}",
+                ],
             )
         self.num_steps += 1
         return metrics | {
             "train/grad_norm": norm,
             "train/lr": self._config.lr * scale,
-            "train/skipped_updates": float(not math.isfinite(norm)),
+            "train/skipped_updates": float(is_bad),
             "train/tokens": float(sum(len(row.token_ids) for rows in examples for row in rows)),
             "time/train_s": time.perf_counter() - start_s,
         }

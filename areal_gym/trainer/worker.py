@@ -41,6 +41,7 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import GymError, TrainError
 from areal_gym.metrics import rss_mb
 from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.memory import MEMORY_HINTS, out_of_memory
 from areal_gym.trainer.ranks import Ranks
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.types import Group, Task
@@ -168,8 +169,7 @@ class ProcessLearner:
             "the trainer's process has died" + (f" ({_how_it_ended(codes[0])})" if codes else ""),
             hints=[
                 "the same command with --resume goes on from the last checkpoint",
-                "out of memory? lower trainer.tokens_per_microbatch, or set "
-                "trainer.recompute_layers=true",
+                *MEMORY_HINTS,
             ],
         )
 
@@ -350,16 +350,8 @@ def readable(error: BaseException) -> GymError:
     """What a learner raised, for whoever asked it."""
     if isinstance(error, GymError):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
-        return TrainError(
-            f"a trainer's GPU is out of memory: {error}",
-            hints=[
-                "lower trainer.tokens_per_microbatch",
-                "or trainer.recompute_layers=true, trainer.dtype=bfloat16, "
-                "a larger trainer.num_ranks",
-            ],
-        )
-    return TrainError(f"the trainer failed: {type(error).__name__}: {error}")
+    told = out_of_memory(error)
+    return told or TrainError(f"the trainer failed: {type(error).__name__}: {error}")
 
 
 def _share(decoder: Decoder, file: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_gym.config import TrainerConfig
-from areal_gym.errors import ConfigError, TrainError
+from areal_gym.errors import ConfigError, NotFiniteError, TrainError
 from areal_gym.modeling.decoder import causal_attend
 from areal_gym.trainer.advantages import grpo, reinforce
 from areal_gym.trainer.checkpoint import (
@@ -354,8 +354,30 @@ def test_infinite_gradients_are_skipped_then_refused():
     assert trained.step(batch(), version=0)["train/skipped_updates"] == 1
     assert torch.equal(flat_weights(trained), before)
     trained.step(batch(), version=0)
-    with pytest.raises(TrainError, match="not finite"):
+    with pytest.raises(NotFiniteError, match="the loss was not finite 3 times"):
         trained.step(batch(), version=0)
+    # Whoever repeats the step, or resumes, is not refused for what was counted before.
+    assert trained.step(batch(), version=0)["train/skipped_updates"] == 1
+
+
+def infinite_slope(inputs):
+    """The square root's gradient at 0 is infinite, and its value is not."""
+    return LossOutput(loss=(inputs.logprobs - inputs.logprobs.detach()).abs().sqrt())
+
+
+def constant_nan(inputs):
+    return LossOutput(loss=inputs.logprobs + float("nan"))
+
+
+@pytest.mark.parametrize(("loss", "what"), [(infinite_slope, "gradient"), (constant_nan, "loss")])
+def test_loss_and_gradient_are_watched_apart(loss, what):
+    trained = learner(loss=loss)
+    before = flat_weights(trained)
+    for _ in range(2):
+        assert trained.step(batch(), version=0)["train/skipped_updates"] == 1
+    with pytest.raises(NotFiniteError, match=f"the {what} was not finite"):
+        trained.step(batch(), version=0)
+    assert torch.equal(flat_weights(trained), before)
 
 
 def test_a_reward_that_is_not_finite_trains_nothing():

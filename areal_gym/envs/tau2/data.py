@@ -23,10 +23,11 @@ from areal_gym.envs.tau2.airline import AirlineWorld, airline_tables
 from areal_gym.envs.tau2.retail import RetailWorld, retail_tables
 from areal_gym.envs.tau2.telecom import TelecomWorld, telecom_tables
 from areal_gym.envs.tau2.world import Requestor, World
-from areal_gym.errors import DataError, did_you_mean
+from areal_gym.errors import DataError
 
 __all__ = [
     "DOMAINS",
+    "POLICIES",
     "Action",
     "Case",
     "Domain",
@@ -157,14 +158,11 @@ _WAYS = (
 
 
 def load_domain(name: str, data_dir: str | Path | None = None) -> Domain:
-    """Parse a domain's data; once per process and folder.
+    """Parse the data of one of `DOMAINS`; once per process and folder.
 
     Raises:
-        DataError: no such domain, a missing file, or one that cannot be parsed.
+        DataError: a missing file, or one that cannot be parsed.
     """
-    if name not in DOMAINS:
-        near = did_you_mean(name, DOMAINS) or f"there is: {', '.join(DOMAINS)}"
-        raise DataError(f"no tau2 domain {name!r}", hints=[near])
     return _load(name, find_data(data_dir).resolve())
 
 
