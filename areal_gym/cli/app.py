@@ -42,6 +42,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Try": {
         "play": ("play:play_command", "You are the policy."),
         "check": ("check:check_command", "Does an environment keep the contract?"),
+        "new": ("new:new_command", "A package of your own: an environment, an agent, a loss, ..."),
     },
     "Run": {
         "train": ("train:train_command", "Improve a policy in an environment."),
