@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
@@ -94,6 +95,8 @@ class TextEnv(gymnasium.Env[str, str]):
         self.action_space = TextSpace()
         self.render_mode = render_mode
         self.num_turns = 0
+        self.tool_s = 0.0
+        """Seconds that the newest step spent in tools."""
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._is_over = True
@@ -166,6 +169,7 @@ class TextEnv(gymnasium.Env[str, str]):
         calls = message.get("tool_calls", [])
         for call in calls[: self.max_calls]:
             name = call["function"]["name"]
+            start_s = time.perf_counter()
             try:
                 if name not in by_name:
                     raise ToolError(f"no tool {name!r}; there is: {', '.join(by_name) or 'none'}")
@@ -173,6 +177,8 @@ class TextEnv(gymnasium.Env[str, str]):
             except ToolError as error:
                 num_errors += 1
                 content = f"error: {error}"
+            finally:
+                self.tool_s += time.perf_counter() - start_s
             results.append(
                 {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
             )
@@ -254,6 +260,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise UsageError(f"an action is a text or a message, not {type(action).__name__}")
         self._messages.append(message)
         self.num_turns += 1
+        self.tool_s = 0.0
         try:
             response = await self.respond(message)
         except EpisodeError:

@@ -174,6 +174,7 @@ class _TurnDraft:
     finish_reason: FinishReason
     engine_s: float
     env_s: float = 0.0
+    tool_s: float = 0.0
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
 
@@ -265,6 +266,7 @@ class _Played:
                 result = await self.env.astep(message)
         finally:
             turn.env_s += time.perf_counter() - start
+            turn.tool_s += self.env.tool_s
         turn.reward += result.reward
         for name, part in result.info.get("reward_parts", {}).items():
             turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part
@@ -294,6 +296,7 @@ class _Played:
                     reward_parts=turn.reward_parts,
                     engine_s=turn.engine_s,
                     env_s=turn.env_s,
+                    tool_s=turn.tool_s,
                 )
                 for turn in self.turns
             ),
