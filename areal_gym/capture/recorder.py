@@ -71,6 +71,7 @@ class TurnDraft:
     engine_s: float
     branch: int
     env_s: float = 0.0
+    tool_s: float = 0.0
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
 
@@ -220,6 +221,7 @@ class Recorder:
                     reward_parts=turn.reward_parts,
                     engine_s=turn.engine_s,
                     env_s=turn.env_s,
+                    tool_s=turn.tool_s,
                 )
                 for turn in (self.turns[i] for i in order)
             ),

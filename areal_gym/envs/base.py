@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
@@ -100,6 +101,8 @@ class TextEnv(gymnasium.Env[str, str]):
         self.num_turns = 0
         self.num_tool_calls = 0
         """Calls that were run in this episode."""
+        self.tool_s = 0.0
+        """Seconds that the newest step spent in tools."""
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._is_over = True
@@ -181,6 +184,7 @@ class TextEnv(gymnasium.Env[str, str]):
         for call in calls[:num_allowed]:
             self.num_tool_calls += 1
             name = call["function"]["name"]
+            start_s = time.perf_counter()
             try:
                 if name not in by_name:
                     raise ToolError(f"no tool {name!r}; there is: {', '.join(by_name) or 'none'}")
@@ -188,6 +192,8 @@ class TextEnv(gymnasium.Env[str, str]):
             except ToolError as error:
                 num_errors += 1
                 content = f"error: {error}"
+            finally:
+                self.tool_s += time.perf_counter() - start_s
             results.append(
                 {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
             )
@@ -277,6 +283,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise UsageError(f"an action is a text or a message, not {type(action).__name__}")
         self._messages.append(message)
         self.num_turns += 1
+        self.tool_s = 0.0
         try:
             response = await self.respond(message)
         except EpisodeError:

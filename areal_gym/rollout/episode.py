@@ -280,6 +280,7 @@ class _Played:
                 result = await self.env.astep(message)
         finally:
             turn.env_s += time.perf_counter() - start
+            turn.tool_s += self.env.tool_s
         turn.reward += result.reward
         for name, part in result.info.get("reward_parts", {}).items():
             turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part

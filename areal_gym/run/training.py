@@ -155,6 +155,7 @@ class _Training:
             require_same_start(directory, policy)
         directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
+        directory.save_tokenizer(policy)
         done, source = 0, policy
         found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
         if from_step is not None:
@@ -302,6 +303,7 @@ class _Training:
                 "memory/rss_mb": rss_mb(),
             }
             directory.append_metrics(row)
+            directory.save_trained(learner.trained_tokens(), step=step)
             directory.save_trajectories((t for group in groups for t in group), name=step)
             loggers.log(step, row)
             display.step(step, config.steps, row)
