@@ -52,7 +52,7 @@ from areal_gym.trainer.ranks import ALONE, Ranks
 from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
-from areal_gym.trainer.states import StateFiles, below, prefixed, saved_tensors
+from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
 from areal_gym.trainer.token_loss import Proximal, TokenLoss, proximal_source
 from areal_gym.trainer.work import Work
 from areal_gym.types import Group
@@ -210,10 +210,7 @@ class Learner:
 
     def checkpoint_bytes(self) -> int:
         """About what a checkpoint holds: weights, and two numbers for each that is trained."""
-        decoders = [self.decoder] if self._critic is None else [self.decoder, self._critic]
-        parameters = [p for module in decoders for p in module.parameters()]
-        # Whole tensors, also where this rank holds a part; float32.
-        return sum(4 * p.numel() * (3 if p.requires_grad else 1) for p in parameters)
+        return room_for(self.decoder) + (room_for(self._critic) if self._critic else 0)
 
     def states(self) -> dict[str, Tensor]:
         """Everything but the policy's whole weights that a checkpoint keeps, by name: live tensors.
