@@ -29,7 +29,13 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError
 from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.advantages import AdvantageEstimator, check_settings, estimate, needs_critic
+from areal_gym.trainer.advantages import (
+    AdvantageEstimator,
+    check_settings,
+    estimate,
+    needs_critic,
+    needs_past_mean,
+)
 from areal_gym.trainer.bins import Row, split_by_tokens
 from areal_gym.trainer.corrections import second_moment_mask
 from areal_gym.trainer.critic import Critic
@@ -61,6 +67,9 @@ __all__ = ["Learner"]
 
 _MAX_BAD_UPDATES = 3
 """Updates in a row without a finite loss and gradient after which training stops."""
+
+_NEWEST = 0.1
+"""What a step counts in the running mean of rewards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +140,8 @@ class Learner:
         self._optimizer = Optimizer(decoder, config)
         self._files = StateFiles(ranks)
         self._num_bad = 0
+        # Not a number before the first step.
+        self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
 
     @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -221,6 +232,8 @@ class Learner:
         counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
         states = {name: torch.tensor(count) for name, count in counts.items()}
         states |= prefixed("optimizer", self._optimizer.states())
+        if needs_past_mean(self._advantage):
+            states["past_mean"] = self._past_mean
         if self._critic is not None:
             states |= prefixed("critic", self._critic.states())
         parameters = self.decoder.named_parameters()
@@ -295,7 +308,10 @@ class Learner:
             values_T, final_values_G = self._values(rows, len(inputs.rewards_G))
             columns.put("values", values_T)
             inputs = replace(inputs, values_T=values_T.cpu(), final_values_G=final_values_G)
+        if not self._past_mean.isnan():
+            inputs = replace(inputs, past_mean=self._past_mean.clone())
         found = estimate(self._advantage, inputs, **config.advantage_kwargs)
+        self._note_rewards(inputs.rewards_G.mean())
         columns.put("advantages", found.advantages_T.float())
         if self._critic is not None and found.returns_T is not None:
             columns.put("returns", found.returns_T.float())
@@ -306,6 +322,11 @@ class Learner:
         num_nonzero = len(ids_T[found.advantages_T != 0].unique())
         metrics["train/zero_advantage"] = 1 - num_nonzero / len(ids_T.unique())
         return metrics
+
+    def _note_rewards(self, mean: Tensor) -> None:
+        """Bring the running mean of the steps' rewards up to date, in place."""
+        is_first = bool(self._past_mean.isnan())
+        self._past_mean.copy_(mean if is_first else self._past_mean.lerp(mean, _NEWEST))
 
     def _score(self, rows: list[TokenSequence], decoder: Decoder) -> list[Tensor]:
         def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
