@@ -32,7 +32,7 @@ def test_a_whole_conversation():
     data = env.task.data
     card, item = data["card"], data["item"]
     assert env.step("What is your card number?").observation == f"It is {card}."
-    assert item in env.step(call("look_up", card=card)).observation
+    assert env.step(call("look_up", card=card, item=item)).observation.startswith(f"{item}: ")
     assert env.step(call(data["wish"], card=card, item=item)).info["metrics"]["tool_errors"] == 0
     step = env.step(library_closing(data))
     assert (step.reward, step.terminated, step.observation) == (1.0, True, "")
@@ -92,7 +92,7 @@ def test_mistakes_are_explained_and_counted():
     env.reset(seed=0)
     step = env.step("<tool_call>{broken</tool_call>")
     assert step.observation.startswith("Error: the tool call is no JSON")
-    step = env.step(call("look_up", card="x") + call("fly"))
+    step = env.step(call("look_up", card="x", item="saw") + call("fly"))
     assert [message["content"] for message in step.info["messages"]] == [
         "Error: no card x",
         "Error: Tool 'fly' not found.",
@@ -105,7 +105,7 @@ def test_mistakes_are_explained_and_counted():
 def test_more_calls_than_are_run_are_refused():
     env = areal_gym.make("tau2", max_errors=100)
     env.reset(seed=0)
-    step = env.step(call("look_up", card="1") * 20)
+    step = env.step(call("look_up", card="1", item="saw") * 20)
     assert len(step.info["messages"]) == 17
     assert "4 more calls were not run" in step.observation
 
@@ -157,9 +157,12 @@ def test_a_user_and_a_judge_of_ones_own(monkeypatch):
 def test_action_strings_of_the_benchmarks_gym():
     env = areal_gym.make("tau2", action_strings=True)
     env.reset(seed=0)
-    card = env.task.data["card"]
-    assert env.step(f"look_up(card={card!r})").observation.count("\n") == 1
-    assert env.step(json.dumps({"name": "look_up", "arguments": {"card": card}})).reward == 0
+    loan = {name: env.task.data[name] for name in ("card", "item")}
+    card, item = loan.values()
+    observation = env.step(f"look_up(card={card!r}, item={item})").observation
+    assert observation.startswith(f"{item}: ")
+    again = env.step(json.dumps({"name": "look_up", "arguments": loan}))
+    assert again.observation == observation
     assert env.step("What is your card number?").observation == f"It is {card}."
 
 
