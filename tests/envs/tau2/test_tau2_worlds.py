@@ -12,6 +12,7 @@ from areal_gym.envs.tau2.database import Database, Tables, sorted_text
 from areal_gym.envs.tau2.retail import RetailWorld
 from areal_gym.envs.tau2.values import as_choice, as_float, as_int, as_text
 from areal_gym.envs.tau2.world import load_tools
+from areal_gym.errors import DataError
 
 # ---- databases ----------------------------------------------------------------------------------
 
@@ -545,6 +546,12 @@ def test_every_tool_is_there_and_survives_wrong_arguments(domain):
             world.call(side, name, wrong)
             required = info.tool.parameters.get("required", [])
             assert world.call(side, name, {}).is_error == bool(required)
+
+
+def test_tasks_of_an_unknown_version_are_named():
+    action = {"env_type": "user", "func_name": "drop_phone", "arguments": {}}
+    with pytest.raises(DataError, match="drop_phone"):
+        telecom_world().initialize([action])
 
 
 def test_calls_of_the_other_party_are_refused():
