@@ -19,6 +19,9 @@ def call(name, **arguments):
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
+REST = ("retail", "telecom")
+
+
 def gold(env):
     return env.gold_action()
 
@@ -190,7 +193,9 @@ def test_an_agent_cannot_operate_the_users_phone():
 
 
 @needs_data
-@pytest.mark.parametrize("domain", ["retail", "airline", "telecom"])
+@pytest.mark.parametrize(
+    "domain", ["airline", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
+)
 def test_the_contract_is_kept(domain):
     make = lambda: areal_gym.make(f"tau2/{domain}", data_dir=str(DATA))  # noqa: E731
     assert [result for result in check_env(make, num_tasks=8) if not result.is_ok] == []

@@ -1,5 +1,6 @@
 """The databases and the tools, on a few made-up records."""
 
+import hashlib
 import json
 
 import pytest
@@ -58,6 +59,7 @@ def test_the_text_is_that_of_the_whole_database(base, other, written, is_list):
     now = base | written
     expected = {"u": other, "t": list(now.values()) if is_list else now}
     assert database.text() == sorted_text(expected)
+    assert database.digest() == hashlib.sha256(database.text().encode()).hexdigest()
 
 
 # ---- numbers ------------------------------------------------------------------------------------
