@@ -8,10 +8,13 @@ import pytest
 from tau2_data import DATA, needs_data
 
 import areal_gym
+from areal_gym.agents.chat import ChatAgent
+from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.checker import HOSTILE_ACTIONS, check_env, play
 from areal_gym.envs.tau2.data import load_domain
 from areal_gym.envs.tau2.mock import library_closing, library_domain, library_tasks
 from areal_gym.errors import DataError, UsageError
+from areal_gym.rollout.evaluate import evaluate
 
 
 def call(name, **arguments):
@@ -199,6 +202,24 @@ def test_an_agent_cannot_operate_the_users_phone():
 def test_the_contract_is_kept(domain):
     make = lambda: areal_gym.make(f"tau2/{domain}", data_dir=str(DATA))  # noqa: E731
     assert [result for result in check_env(make, num_tasks=8) if not result.is_ok] == []
+
+
+@needs_data
+def test_an_evaluation_names_the_version():
+    async def measure():
+        return await evaluate(
+            lambda: areal_gym.make("tau2/airline", data_dir=str(DATA)),
+            ChatAgent(),
+            ScriptedEngine(["I do not know."] * 9),
+            byte_renderer(),
+            num_tasks=3,
+        )
+
+    report = asyncio.run(measure())
+    assert report.to_dict()["task_versions"] == ["1.0.1"]
+    assert report.to_text().startswith("Tau2Env test: 3 tasks of version 1.0.1 x 1")
+    assert report.reward == 0.0
+    assert report.metrics["solved_by_inaction"] > 0
 
 
 @needs_data
