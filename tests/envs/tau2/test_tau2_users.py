@@ -76,6 +76,14 @@ def test_it_stops_when_all_is_done_and_not_before(shop):
     assert ask(customer, "Done. Is there anything else?") == STOP
 
 
+def test_it_stops_when_it_knows_what_it_wanted_to_know():
+    case = shop_case(gold_actions=(), reward_basis=("DB", "COMMUNICATE"))
+    domain = shop_domain(case)
+    customer = Customer(Scene(domain=domain, case=case, world=domain.initial_world(case)))
+    assert STOP not in ask(customer, "Let me see. Is there anything else?")
+    assert ask(customer, "It costs 25.5 more.") == STOP
+
+
 def test_it_believes_a_refusal_at_the_second_time(shop):
     _, customer = shop
     assert ask(customer, "I am unable to do that.").startswith("Are you sure?")
