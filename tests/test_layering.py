@@ -62,8 +62,10 @@ MAY_IMPORT = {
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
     "cli": LOW | {"run", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
+    # Episodes outside of training, by whatever policy.
+    "playing": BELOW_RUN,
     # The public API names everything, and imports it on first use.
-    "": BELOW_RUN | {"_gymnasium"},
+    "": BELOW_RUN | {"_gymnasium", "playing"},
     # Contracts that plugin authors run in their tests.
     "testing": LOW | {"trainer"},
     "_gymnasium": {"envs.registration"},

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.tasks import choose_task
-from areal_gym.envs.tau2.chat import ChatClient
 from areal_gym.envs.tau2.data import DOMAINS, POLICIES, Case, Domain, find_data, load_domain
 from areal_gym.envs.tau2.evaluation import Call, Verdict, is_solved_by_inaction
 from areal_gym.envs.tau2.gold import gold_texts
