@@ -156,8 +156,9 @@ def rollout(
 
     Args:
         policy: a checkpoint's directory (sampled in this process), the URL of an OpenAI-compatible
-            server, an engine (it is started and closed here), or a function of the messages so far that gives a text (or a message;
-            it may be asynchronous, and is called on threads otherwise).
+            server, an engine (it is started and closed here), or a function of the messages so
+            far that gives a text (or a message; it may be asynchronous, and is called on threads
+            otherwise).
         env: an environment's id, one that `areal_gym.make` has made, a class, or a function that
             makes one.
         n: episodes.
