@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.tau2.actions import parse_action
-from areal_gym.envs.tau2.chat import ChatClient
 from areal_gym.envs.tau2.data import POLICIES
 from areal_gym.envs.tau2.evaluation import Call, Verdict
 from areal_gym.envs.tau2.gold import gold_texts
