@@ -191,7 +191,7 @@ class _Training:
                 await weight_sync.publish(weights_for(weight_sync, learner), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
-            await open_gateway(config, directory, display)
+            await stack.enter_async_context(open_gateway(config, directory, display))
             player = await stack.enter_async_context(
                 open_workers(config, parts, policy, engine, cluster)
             )
