@@ -18,6 +18,8 @@ SETTINGS = {
     "provenance",
     "learning_curve",
     "objectives",
+    "report",
+    "trajectory_files",
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
@@ -54,7 +56,8 @@ MAY_IMPORT = {
     "run": BELOW_RUN | {"distributed"},
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
-    "cli": LOW | {"run", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
+    "viewer": LOW,
+    "cli": LOW | {"run", "viewer", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
     # The public API names everything, and imports it on first use.
     "": BELOW_RUN | {"_gymnasium"},
     # Contracts that plugin authors run in their tests.
