@@ -29,6 +29,7 @@ from areal_gym.objectives import (
     check_objective,
     with_objective,
 )
+from areal_gym.online import ONLINE, check_online, split_address
 from areal_gym.settings import Settings
 
 __all__ = [
@@ -46,6 +47,9 @@ class RunConfig(Settings):
     agent: AgentConfig = AgentConfig()
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
+    gateway: str = "127.0.0.1:0"
+    """Where agents that are programs find the policy (docs/agents.md): host:port, 0 is any port.
+    On loopback, other machines cannot reach it."""
     trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -55,6 +59,7 @@ class RunConfig(Settings):
     steps: int = Field(30, ge=0)
     """Training steps."""
     seed: int = Field(0, ge=0)
+    """Of tasks, sampling, and of the model where one is made."""
     deterministic: bool = False
     """The same seed gives the same weights, bit for bit, also when the run was killed and resumed;
     slower. CPU, synchronous, embedded engine."""
@@ -68,6 +73,9 @@ class RunConfig(Settings):
         if not isinstance(value, dict):
             return value
         value = with_objective(value)
+        env, agent = value.get("env", {}), value.get("agent", {})
+        if isinstance(env, dict) and env.get("id") == ONLINE and isinstance(agent, dict):
+            value = {**value, "agent": {"id": ONLINE, **agent}}
         trainer, rollout = value.get("trainer", {}), value.get("rollout", {})
         if isinstance(trainer, TrainerConfig):
             trainer = {"algorithm": trainer.algorithm}
@@ -84,6 +92,9 @@ class RunConfig(Settings):
         check_objective(
             self.objective, trainer.advantage, self.data, self.teacher, rollout.temperature
         )
+        split_address(self.gateway)
+        is_elsewhere = self.deterministic or bool(self.cluster.rollout_workers)
+        check_online(self.env.id, self.agent.id, self.engine.model, is_elsewhere=is_elsewhere)
         filters = [group_filter.id for group_filter in rollout.filters]
         loggers = [logger.id for logger in self.loggers]
         for key, kind, ids in (

@@ -34,6 +34,7 @@ class EnvConfig(Settings):
     """Which environment, and its keyword arguments."""
 
     id: str = "tir"
+    """`areal-gym list envs`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment's class (see `areal-gym show ENV`)."""
 
@@ -42,7 +43,9 @@ class AgentConfig(Settings):
     """How the policy is asked."""
 
     id: str = "chat"
+    """`areal-gym list agents`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the agent's class (see `areal-gym show AGENT`)."""
 
 
 class PluginConfig(Settings):
@@ -50,6 +53,7 @@ class PluginConfig(Settings):
 
     id: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,6 +73,7 @@ class EngineConfig(Settings):
     """Who samples the policy."""
 
     id: str = "embedded"
+    """`areal-gym list engines`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine's own (see `areal-gym show ENGINE`)."""
     url: tuple[str, ...] = ()
@@ -83,6 +88,7 @@ class EngineConfig(Settings):
     """Engine and trainer score the same sampled tokens at the start; when their log-probabilities
     differ by more than this in the mean, they are not the same model, and the run is refused."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the engine computes in."""
     device: str = "auto"
     """"auto" takes CUDA when there is one."""
     num_threads: int = Field(1, ge=1)
@@ -108,6 +114,7 @@ class RolloutConfig(Settings):
     max_new_tokens: int = Field(96, ge=1)
     """Per turn."""
     temperature: float = Field(1.0, gt=0)
+    """Of sampling, in training and in sampled evaluations."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens that make up this much; for `eval` only."""
     top_k: int = Field(0, ge=0)
@@ -124,6 +131,7 @@ class RolloutConfig(Settings):
     min_group_size: int = Field(2, ge=1)
     """A group that failures leave smaller than this is dropped and counted."""
     episode_timeout_s: float = Field(120.0, gt=0)
+    """An episode that takes longer has failed: its infrastructure, not its policy."""
     max_retries: int = Field(1, ge=0)
     """How often a failed episode is played again before its group goes on without it."""
     max_failure_rate: float = Field(0.5, ge=0, le=1)
@@ -152,14 +160,19 @@ class TrainerConfig(Settings):
     """How the policy is improved."""
 
     id: str = "single"
+    """`areal-gym list trainers`."""
     algorithm: str = "grpo"
     """A name for the settings below, from `advantage` to `critic` (`areal_gym.algorithms`): what
     is not given is the algorithm's."""
     advantage: str = "grpo"
+    """What an action was worth: `areal-gym list advantages`."""
     advantage_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the estimator, such as `discount` and `lam` of "gae"."""
     loss: str = "ppo_clip"
+    """How that moves the policy: `areal-gym list losses`."""
     aggregation: Literal["token_mean", "seq_mean", "constant_length"] = "token_mean"
+    """What tokens' losses are averaged over: all tokens, each sequence first, or a constant length
+    (`areal_gym.trainer.losses`)."""
     clip_low: float | Literal["default"] | None = "default"
     """Ratio below 1 - clip_low is clipped; null is off, "default" is the loss's own."""
     clip_high: float | Literal["default"] | None = "default"
@@ -177,18 +190,25 @@ class TrainerConfig(Settings):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """"muon" orthogonalises the updates of the layers' matrices; the rest stays with AdamW."""
     lr: float = Field(3e-4, gt=0)
+    """Learning rate after the warm-up."""
     muon_lr: float = Field(3e-3, gt=0)
     """Learning rate of the matrices, with optimizer "muon"."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate grows to `lr`."""
     betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's."""
     weight_decay: float = Field(0.0, ge=0)
+    """Of either optimizer."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """A gradient that is longer is shortened to this."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step; the step's batch is split among them by group."""
     tokens_per_microbatch: int = Field(4096, ge=64)
+    """What one forward and backward pass takes at most: memory against speed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights and optimizer states are always float32."""
     device: str = "auto"
+    """"auto" takes CUDA when there is one."""
     num_ranks: int = Field(1, ge=1)
     """Processes that share the model's weights, gradients and states (FSDP2): one per GPU."""
     recompute_layers: bool = False
@@ -201,6 +221,7 @@ class TrainerConfig(Settings):
     """"process" keeps training and rollouts from sharing one interpreter; "auto" does so where
     they overlap (rollout.max_staleness above 0) and the trainer is on a CPU."""
     num_threads: int = Field(1, ge=1)
+    """CPU threads of each rank."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     save_every: int = Field(20, ge=0)
     """Steps between checkpoints; 0 saves at the end, and when interrupted, only."""
@@ -220,6 +241,11 @@ class TrainerConfig(Settings):
                 "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "
                 "is two thin ones; use optimizer = 'adamw'"
             )
+        if self.cpu_offload and self.num_ranks == 1:
+            raise ValueError(
+                "cpu_offload = true is FSDP2's: with num_ranks = 1 nothing would be offloaded; use "
+                "num_ranks=2 or more, or recompute_layers=true to save memory"
+            )
         if self.num_ranks > 1 and self.runs_in == "thread":
             raise ValueError(
                 f"num_ranks = {self.num_ranks} are processes of their own; runs_in = 'thread' has "
@@ -238,11 +264,13 @@ class EvalConfig(Settings):
     """How the policy is measured on held-out tasks."""
 
     num_tasks: int = Field(512, ge=1)
+    """How many held-out tasks."""
     num_samples: int = Field(1, ge=1)
     """Sampled episodes per task."""
     every: int = Field(0, ge=0)
     """Training steps between evaluations; 0 evaluates before and after only."""
     split: str = "test"
+    """Which tasks are held out."""
 
 
 class ClusterConfig(Settings):
@@ -256,3 +284,4 @@ class ClusterConfig(Settings):
     servers: int = Field(0, ge=0)
     """SGLang servers that Ray places and areal-gym starts there; 0 leaves it to `engine`."""
     gpus_per_server: int = Field(1, ge=0)
+    """GPUs that each of these servers sees."""

@@ -22,6 +22,7 @@ from areal_gym.distributed.cluster import Cluster
 from areal_gym.errors import GymError, LostRankError
 from areal_gym.metrics import rss_mb
 from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.memory import MEMORY_HINTS
 from areal_gym.trainer.worker import ProcessLearner, Serving, readable
 
 __all__ = ["RayLearner"]
@@ -139,8 +140,7 @@ class RayLearner(ProcessLearner):
                 f"a rank of the trainer has died: {str(lost).strip().splitlines()[0]}",
                 hints=[
                     "the same command with --resume goes on from the last checkpoint",
-                    "out of memory? lower trainer.tokens_per_microbatch, or set "
-                    "trainer.recompute_layers=true",
+                    *MEMORY_HINTS,
                 ],
             ) from lost
         raise error

@@ -86,15 +86,21 @@ class TextEnv(gymnasium.Env[str, str]):
     model's own chat template writes them."""
     max_calls: int = 16
     """Tool calls of one message that are run; the policy is told that the others were not."""
+    max_tool_calls: int | None = None
+    """Tool calls of one episode that are run; the policy is told that the later ones were not."""
     suspends: bool = False
     """Set to True when `respond` or a tool really awaits (I/O, a sandbox): the synchronous `step`
     then runs on a kept event loop. Without it, `step` drives the coroutine directly (0.5 us)."""
+    has_gold: bool = True
+    """Set to False where nobody knows a perfect policy (somebody else's game, say)."""
 
     def __init__(self, *, render_mode: str | None = None) -> None:
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
         self.render_mode = render_mode
         self.num_turns = 0
+        self.num_tool_calls = 0
+        """Calls that were run in this episode."""
         self.tool_s = 0.0
         """Seconds that the newest step spent in tools."""
         self._task: Task | None = None
@@ -150,6 +156,11 @@ class TextEnv(gymnasium.Env[str, str]):
         return self._task
 
     @property
+    def played_id(self) -> str | None:
+        """Whose task the running episode has, where an environment plays for several (`mix`)."""
+        return None
+
+    @property
     def messages(self) -> Sequence[Message]:
         """The dialogue so far."""
         return self._messages
@@ -167,7 +178,11 @@ class TextEnv(gymnasium.Env[str, str]):
             results.append({"role": "tool", "content": f"error: {parse_error}"})
         by_name = {tool.name: tool for tool in self.tools}
         calls = message.get("tool_calls", [])
-        for call in calls[: self.max_calls]:
+        num_allowed = self.max_calls
+        if self.max_tool_calls is not None:
+            num_allowed = min(num_allowed, self.max_tool_calls - self.num_tool_calls)
+        for call in calls[:num_allowed]:
+            self.num_tool_calls += 1
             name = call["function"]["name"]
             start_s = time.perf_counter()
             try:
@@ -182,12 +197,19 @@ class TextEnv(gymnasium.Env[str, str]):
             results.append(
                 {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
             )
-        num_refused = len(calls) - self.max_calls
+        num_refused = max(0, len(calls) - num_allowed)
         if num_refused > 0:
             num_errors += num_refused
-            content = f"error: {num_refused} more calls were not run; at most {self.max_calls} are"
-            results.append({"role": "tool", "content": content})
-        return ToolResults(results, num_calls=len(calls), num_errors=num_errors)
+            limit = (
+                f"{num_refused} more calls were not run; at most {self.max_calls} are"
+                if num_allowed == self.max_calls
+                else f"{num_refused} calls were not run; the {self.max_tool_calls} of an episode "
+                "are used up: answer without a tool"
+            )
+            results.append({"role": "tool", "content": f"error: {limit}"})
+        return ToolResults(
+            results, num_calls=len(calls), num_errors=num_errors, num_refused=num_refused
+        )
 
     # ---- Gymnasium's contract ------------------------------------------------------------------
 
@@ -220,6 +242,7 @@ class TextEnv(gymnasium.Env[str, str]):
         if not self._messages:
             raise EnvError(f"{type(self).__name__}.first_messages gave no message")
         self.num_turns = 0
+        self.num_tool_calls = 0
         self._is_over = False
         return self._messages[-1]["content"], {
             "messages": tuple(self._messages),
@@ -304,6 +327,9 @@ class ToolResults(NamedTuple):
     messages: list[Message]
     num_calls: int
     num_errors: int
+    """Malformed calls, unknown tools, wrong arguments, what tools complain of, refused calls."""
+    num_refused: int
+    """Calls beyond a limit, which were not run."""
 
 
 def _given_task(row: Any) -> Task:

@@ -41,6 +41,7 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import GymError, TrainError
 from areal_gym.metrics import rss_mb
 from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.memory import MEMORY_HINTS, out_of_memory
 from areal_gym.trainer.ranks import Ranks
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.types import Group, Task
@@ -127,6 +128,11 @@ class ProcessLearner:
         self._ask("save", directory)
         return self._saving.submit(self._saved)
 
+    def checkpoint_bytes(self) -> int:
+        """See `Learner.checkpoint_bytes`."""
+        needed: int = self._ask("checkpoint_bytes")
+        return needed
+
     def load(self, directory: Path) -> None:
         """See `Learner.load`."""
         self._ask("load", directory)
@@ -173,8 +179,7 @@ class ProcessLearner:
             "the trainer's process has died" + (f" ({_how_it_ended(codes[0])})" if codes else ""),
             hints=[
                 "the same command with --resume goes on from the last checkpoint",
-                "out of memory? lower trainer.tokens_per_microbatch, or set "
-                "trainer.recompute_layers=true",
+                *MEMORY_HINTS,
             ],
         )
 
@@ -312,8 +317,11 @@ class Serving:
         if config.num_ranks > 1:
             if device == "cuda":
                 torch.cuda.set_device(rank % torch.cuda.device_count())
+            backend = "nccl" if device == "cuda" else "gloo"
+            if device == "cuda" and config.cpu_offload:
+                backend = "cpu:gloo,cuda:nccl"  # the gradients' norm is summed where they are
             torch.distributed.init_process_group(
-                "nccl" if device == "cuda" else "gloo",
+                backend,
                 init_method=meeting,
                 rank=rank,
                 world_size=config.num_ranks,
@@ -355,16 +363,8 @@ def readable(error: BaseException) -> GymError:
     """What a learner raised, for whoever asked it."""
     if isinstance(error, GymError):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
-        return TrainError(
-            f"a trainer's GPU is out of memory: {error}",
-            hints=[
-                "lower trainer.tokens_per_microbatch",
-                "or trainer.recompute_layers=true, trainer.dtype=bfloat16, "
-                "a larger trainer.num_ranks",
-            ],
-        )
-    return TrainError(f"the trainer failed: {type(error).__name__}: {error}")
+    told = out_of_memory(error)
+    return told or TrainError(f"the trainer failed: {type(error).__name__}: {error}")
 
 
 def _share(decoder: Decoder, file: Path) -> None:

@@ -17,16 +17,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import platformdirs
-
+from areal_gym.cache import cache_directory
 from areal_gym.envs.tau2.airline import AirlineWorld, airline_tables
 from areal_gym.envs.tau2.retail import RetailWorld, retail_tables
 from areal_gym.envs.tau2.telecom import TelecomWorld, telecom_tables
 from areal_gym.envs.tau2.world import Requestor, World
-from areal_gym.errors import DataError, did_you_mean
+from areal_gym.errors import DataError
 
 __all__ = [
     "DOMAINS",
+    "POLICIES",
     "Action",
     "Case",
     "Domain",
@@ -120,9 +120,7 @@ def manifest() -> Mapping[str, Any]:
 
 def pulled_data() -> Path:
     """Where `areal-gym data pull tau2` puts the data."""
-    chosen = os.environ.get("AREAL_GYM_CACHE")
-    root = Path(chosen) if chosen else platformdirs.user_cache_path("areal-gym")
-    return root / "data" / f"tau2-{manifest()['commit'][:12]}"
+    return cache_directory() / "data" / f"tau2-{manifest()['commit'][:12]}"
 
 
 def find_data(data_dir: str | Path | None = None) -> Path:
@@ -157,14 +155,11 @@ _WAYS = (
 
 
 def load_domain(name: str, data_dir: str | Path | None = None) -> Domain:
-    """Parse a domain's data; once per process and folder.
+    """Parse the data of one of `DOMAINS`; once per process and folder.
 
     Raises:
-        DataError: no such domain, a missing file, or one that cannot be parsed.
+        DataError: a missing file, or one that cannot be parsed.
     """
-    if name not in DOMAINS:
-        near = did_you_mean(name, DOMAINS) or f"there is: {', '.join(DOMAINS)}"
-        raise DataError(f"no tau2 domain {name!r}", hints=[near])
     return _load(name, find_data(data_dir).resolve())
 
 

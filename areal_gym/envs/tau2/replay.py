@@ -200,18 +200,19 @@ async def _play(
     domain: Domain, case: Case, calls: Sequence[Call], last: str | None
 ) -> tuple[Simulation, Verdict]:
     """Play a recorded conversation; `last` is the assistant's last text, None: it says nothing."""
-    turns = [] if last is None else [UserTurn("Hello, I need help.")]
+    turns = []
     for call in calls:
         if call.requestor == "user":
             turns += [UserTurn(calls=[(call.name, call.arguments)]), UserTurn("I did it.")]
+    opening = STOP if last is None else "Hello, I need help."
     simulation = Simulation(
         domain,
         case,
-        ScriptedUser.factory([*turns, UserTurn(STOP)]),
+        ScriptedUser.factory(opening, turns),
         max_steps=_NO_LIMIT,
         max_errors=_NO_LIMIT,
     )
-    await simulation.open()
+    simulation.open()
     for call in calls:
         if call.requestor == "user":
             await simulation.say(f"Please do: {call.name}")

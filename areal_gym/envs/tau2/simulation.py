@@ -62,11 +62,12 @@ class Simulation:
         """Whether there is no user."""
         return self._user is None
 
-    async def open(self) -> str:
+    def open(self) -> str:
         """Greet; what the user says to it."""
+        assert self._user is not None
         self._note("assistant", GREETING)
         self.says.append(GREETING)
-        return await self._ask_user(GREETING)
+        return self._hear(self._user.open(GREETING))
 
     async def say(self, text: str) -> str:
         """Say something to the user; the answer, or "" when that ended the conversation."""
@@ -83,6 +84,14 @@ class Simulation:
         results = self._run(calls)
         self._check_limits()
         return results
+
+    def misspell(self, text: str) -> None:
+        """Fail at a tool call that nobody can read; it counts as an error."""
+        self.says.append(text)
+        self._step("assistant", text)
+        self.num_steps += 1
+        self.num_errors += 1
+        self._check_limits()
 
     def end(self, termination: str) -> None:
         """End it, if nothing has."""
@@ -106,18 +115,22 @@ class Simulation:
         while True:
             turn = await self._user.respond(event)
             if not turn.calls:
-                self._step("user", turn.text)
-                if any(token in turn.text for token in STOP_TOKENS):
-                    self.end("user_stop")
-                elif turn.text == GIVE_UP:
-                    self.end("user_gave_up")
-                self._check_limits()
-                return "" if self.termination else turn.text
-            self._step("user", None)
+                return self._hear(turn.text)
+            self._step("user", turn.text or None)
             event = self._run([Call("user", name, arguments) for name, arguments in turn.calls])
             self._check_limits()
             if self.termination:
                 return ""
+
+    def _hear(self, text: str) -> str:
+        """Note what the user says, and whether it ends the conversation."""
+        self._step("user", text)
+        if any(token in text for token in STOP_TOKENS):
+            self.end("user_stop")
+        elif text == GIVE_UP:
+            self.end("user_gave_up")
+        self._check_limits()
+        return "" if self.termination else text
 
     def _run(self, calls: Sequence[Call]) -> list[CallResult]:
         results = [

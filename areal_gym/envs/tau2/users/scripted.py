@@ -13,16 +13,21 @@ __all__ = ["ScriptedUser"]
 class ScriptedUser:
     """Takes its turns from a list, whatever it hears; ends the conversation after the last.
 
-    Example: `ScriptedUser.factory([UserTurn("Hello."), UserTurn(calls=[("toggle_data", {})])])`
+    Example: `ScriptedUser("Hello.", [UserTurn(calls=[("toggle_data", {})]), UserTurn("Done.")])`
     """
 
-    def __init__(self, turns: Iterable[UserTurn]) -> None:
+    def __init__(self, opening: str, turns: Iterable[UserTurn] = ()) -> None:
+        self._opening = opening
         self._turns = iter(turns)
 
     @classmethod
-    def factory(cls, turns: Sequence[UserTurn]) -> UserFactory:
+    def factory(cls, opening: str, turns: Sequence[UserTurn] = ()) -> UserFactory:
         """For a `Simulation`: every conversation begins the script anew."""
-        return lambda scene: cls(turns)
+        return lambda scene: cls(opening, turns)
+
+    def open(self, greeting: str) -> str:
+        """The opening of the script."""
+        return self._opening
 
     async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
         """The next turn."""
