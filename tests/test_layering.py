@@ -19,9 +19,57 @@ SETTINGS = {
     "provenance",
     "learning_curve",
     "objectives",
+    "online",
     "report",
     "trajectory_files",
+}
+LOW = GROUND | SETTINGS | {"plugins"}
+BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
+BELOW_RUN = LOW | {
+    "loggers",
+    "modeling",
+    "sandbox",
+    "envs",
+    "engines",
+    "agents",
+    "capture",
+    "gateway",
+    "rollout",
+    "trainer",
+    "starter",
+}
+
+MAY_IMPORT = {
+    "errors": set(),
+    "types": set(),
+    "metrics": set(),
+    "version": set(),
+    "plugins": GROUND,
+    **{name: LOW for name in SETTINGS},
+    "modeling": LOW,
+    "scaffold": {"errors"},
+    "loggers": LOW,
+    "sandbox": LOW,
+    # The sandbox package itself: its shared pool, looked up on first use.
+    "envs": LOW | {"sandbox.base", "sandbox="},
+    "engines": LOW | {"modeling"},
+    "agents": LOW | BASES,
+    "capture": LOW | {"engines.base"},
+    # The server is before the policy, not before environments.
+    "gateway": LOW | {"engines.base", "capture"},
+    "rollout": LOW | BASES | {"agents.base", "capture", "gateway.shared", "gateway.session"},
+    "trainer": LOW | {"modeling", "engines.base"},
+    "starter": BELOW_RUN,
+    "distributed": BELOW_RUN,
+    "run": BELOW_RUN | {"distributed"},
+    # `play` and `check` are about environments: their contract and its checker, no live engine;
+    # tau2 has a benchmark to agree with, and data to fetch.
+    "cli": LOW
+    | {"run", "scaffold", "envs.base", "envs.checker", "envs.registration", "envs.tau2"}
+    | {"envs.contamination", "viewer"},
     "viewer": LOW,
+    # Episodes outside of training, by whatever policy.
+    "playing": BELOW_RUN,
     # The public API names everything, and imports it on first use.
     "": BELOW_RUN | {"_gymnasium", "playing"},
     # Contracts that plugin authors run in their tests.
