@@ -29,7 +29,13 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError
 from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.advantages import AdvantageEstimator, check_settings, estimate, needs_critic
+from areal_gym.trainer.advantages import (
+    AdvantageEstimator,
+    check_settings,
+    estimate,
+    needs_critic,
+    needs_past_mean,
+)
 from areal_gym.trainer.bins import Row, split_by_tokens
 from areal_gym.trainer.corrections import second_moment_mask
 from areal_gym.trainer.critic import Critic
@@ -52,7 +58,7 @@ from areal_gym.trainer.ranks import ALONE, Ranks
 from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
-from areal_gym.trainer.states import StateFiles, below, prefixed, saved_tensors
+from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
 from areal_gym.trainer.token_loss import Proximal, TokenLoss, proximal_source
 from areal_gym.trainer.work import Work
 from areal_gym.types import Group
@@ -61,6 +67,9 @@ __all__ = ["Learner"]
 
 _MAX_BAD_UPDATES = 3
 """Updates in a row without a finite loss and gradient after which training stops."""
+
+_NEWEST = 0.1
+"""What a step counts in the running mean of rewards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +143,8 @@ class Learner:
         self._files = StateFiles(ranks)
         self._num_bad = 0
         self._last: _Step | None = None
+        # Not a number before the first step.
+        self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
 
     @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -245,10 +256,7 @@ class Learner:
 
     def checkpoint_bytes(self) -> int:
         """About what a checkpoint holds: weights, and two numbers for each that is trained."""
-        decoders = [self.decoder] if self._critic is None else [self.decoder, self._critic]
-        parameters = [p for module in decoders for p in module.parameters()]
-        # Whole tensors, also where this rank holds a part; float32.
-        return sum(4 * p.numel() * (3 if p.requires_grad else 1) for p in parameters)
+        return room_for(self.decoder) + (room_for(self._critic) if self._critic else 0)
 
     def states(self) -> dict[str, Tensor]:
         """Everything but the policy's whole weights that a checkpoint keeps, by name: live tensors.
@@ -259,6 +267,8 @@ class Learner:
         counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
         states = {name: torch.tensor(count) for name, count in counts.items()}
         states |= prefixed("optimizer", self._optimizer.states())
+        if needs_past_mean(self._advantage):
+            states["past_mean"] = self._past_mean
         if self._critic is not None:
             states |= prefixed("critic", self._critic.states())
         parameters = self.decoder.named_parameters()
@@ -333,7 +343,10 @@ class Learner:
             values_T, final_values_G = self._values(rows, len(inputs.rewards_G))
             columns.put("values", values_T)
             inputs = replace(inputs, values_T=values_T.cpu(), final_values_G=final_values_G)
+        if not self._past_mean.isnan():
+            inputs = replace(inputs, past_mean=self._past_mean.clone())
         found = estimate(self._advantage, inputs, **config.advantage_kwargs)
+        self._note_rewards(inputs.rewards_G.mean())
         columns.put("advantages", found.advantages_T.float())
         if self._critic is not None and found.returns_T is not None:
             columns.put("returns", found.returns_T.float())
@@ -344,6 +357,11 @@ class Learner:
         num_nonzero = len(ids_T[found.advantages_T != 0].unique())
         metrics["train/zero_advantage"] = 1 - num_nonzero / len(ids_T.unique())
         return metrics
+
+    def _note_rewards(self, mean: Tensor) -> None:
+        """Bring the running mean of the steps' rewards up to date, in place."""
+        is_first = bool(self._past_mean.isnan())
+        self._past_mean.copy_(mean if is_first else self._past_mean.lerp(mean, _NEWEST))
 
     def _score(self, rows: list[TokenSequence], decoder: Decoder) -> list[Tensor]:
         def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError
 from areal_gym.modeling.decoder import causal_attend
-from areal_gym.trainer.advantages import grpo, reinforce
+from areal_gym.trainer.advantages import grpo, reinforce, reinforce_baseline
 from areal_gym.trainer.bins import Row, split_by_tokens
 from areal_gym.trainer.checkpoint import (
     keep_checkpoints,
@@ -547,3 +547,29 @@ def test_room_is_asked_for_all_that_a_checkpoint_holds(settings):
     expected = sum(tensor.nbytes for tensor in held.values())
     # But for Adam's counters of steps, a number each.
     assert trained.checkpoint_bytes() == pytest.approx(expected, abs=4 * len(held) + 100)
+
+
+def test_a_running_baseline_is_the_mean_of_earlier_steps_and_is_kept(tmp_path):
+    seen = []
+
+    def baseline(rewards_G, group_ids_G, *, past_mean=None):
+        seen.append(None if past_mean is None else float(past_mean))
+        return reinforce_baseline(rewards_G, group_ids_G, past_mean=past_mean)
+
+    trained, resumed = learner(advantage=baseline), learner(advantage=baseline)
+    means = [trained.step(batch(s, group_size=3 + s), version=0)["reward/mean"] for s in range(3)]
+    assert len(set(means)) > 1
+    assert seen[0] is None
+    assert seen[1:] == pytest.approx([means[0], 0.9 * means[0] + 0.1 * means[1]])
+    trained.save(tmp_path / "states").result()
+    resumed.load(tmp_path / "states")
+    for each in (trained, resumed):
+        each.step(batch(7), version=0)
+    assert seen[-1] == seen[-2] == pytest.approx(0.9 * seen[2] + 0.1 * means[2])
+
+
+def test_a_running_baseline_by_hand():
+    rewards, ids = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 1, 1])
+    assert reinforce_baseline(rewards, ids).tolist() == [1.0, 0.0, 0.5]
+    past = torch.tensor(0.25, dtype=torch.float64)
+    assert reinforce_baseline(rewards, ids, past_mean=past).tolist() == [0.75, -0.25, 0.25]
