@@ -1,7 +1,9 @@
 """Agents that are functions of a client, the Agents SDK's, or programs, in whole episodes."""
 
 import asyncio
+import io
 import json
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from small import CALL, Sums
 
 from areal_gym.agents.base import Agent
 from areal_gym.agents.black_box import AnthropicFunctionAgent, OpenAIFunctionAgent
+from areal_gym.agents.human import HumanAgent
 from areal_gym.agents.loading import load_function
 from areal_gym.agents.openai_agents import OpenAIAgentsAgent
 from areal_gym.agents.plugin import register_agents
@@ -268,6 +271,44 @@ def test_functions_are_found_by_name_or_file(tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_function(path)
         assert said in str(caught.value) + " ".join(caught.value.hints)
+
+
+def test_agents_travel_to_other_processes(tmp_path, monkeypatch):
+    (tmp_path / "theirs.py").write_text("def solve(client, task):\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    found = pickle.dumps((OpenAIFunctionAgent("theirs.py:solve"), OpenAIAgentsAgent(build)))
+    monkeypatch.chdir("/")
+    agent, _ = pickle.loads(found)
+    assert agent._named.function(None, None) == 1
+
+
+def build(tools):
+    return agents.Agent(name="One", tools=tools)
+
+
+def test_time_in_which_somebody_thinks_does_not_count():
+    class Thinking:
+        async def play(self, episode):
+            with episode.idle():
+                await asyncio.sleep(0.6)
+            await episode.act(await episode.ask(episode.first_messages))
+            await asyncio.sleep(self.after_s)
+
+    agent = Thinking()
+    agent.after_s = 0.0
+    assert play(agent, ["10"], timeout_s=0.4).stop_reason is StopReason.COMPLETED
+    agent.after_s = 0.6
+    assert play(agent, ["10"], timeout_s=0.4).stop_reason is StopReason.TIMEOUT
+
+
+def test_a_person_remarks_and_lets_pass(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Add 7.\n\n"))
+    trajectory = play(HumanAgent(), ["It is 9.", "It is 10."])
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    assert trajectory.reward == 1.0
+    said = [message["content"] for message in trajectory.messages]
+    assert said == ["What is 3 + 7?", "It is 9.", "Add 7.", "It is 10."]
+    assert "[end] reward 1" in capsys.readouterr().err
 
 
 # ---- programs ----------------------------------------------------------------------------------
