@@ -22,7 +22,8 @@ from areal_gym.agents.plugin import register_agents
 from areal_gym.agents.program import ProgramAgent
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
-from areal_gym.errors import ConfigError, EngineError
+from areal_gym.envs.tools import tool
+from areal_gym.errors import AgentError, ConfigError, EngineError
 from areal_gym.rollout.episode import play_episode
 from areal_gym.types import StopReason
 
@@ -162,6 +163,49 @@ def test_what_fails_behind_the_gateway_is_not_the_agent_s_fault():
     trajectory = play(OpenAIFunctionAgent(solve, max_retries=0), [], engine=Broken([]))
     assert trajectory.stop_reason is StopReason.ENGINE_ERROR
     assert "no server is left" in trajectory.error
+
+
+def test_an_environment_that_fails_behind_a_tool_is_its_own_fault():
+    @tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        raise OSError("the disk is full")
+
+    class Broken(Sums):
+        tools = (add,)
+
+    async def stubborn(client, task):
+        """Goes on whatever a tool says."""
+        try:
+            return await with_tools(client, task)
+        except Exception:
+            return "10"
+
+    for agent in (
+        OpenAIAgentsAgent(),
+        OpenAIFunctionAgent(with_tools),
+        OpenAIFunctionAgent(stubborn),
+    ):
+        trajectory = play(agent, [CALL, "It is 10."], env=Broken())
+        assert trajectory.stop_reason is StopReason.ENV_ERROR
+        assert "the disk is full" in trajectory.error
+
+
+def test_calls_that_the_environment_does_not_know_are_not_its_business():
+    async def confused(client, task):
+        reply = await client.chat.completions.create(
+            model="x", messages=task.messages, tools=[{**task.tools[0], "function": {"name": "f"}}]
+        )
+        call = reply.choices[0].message.tool_calls[0]
+        for call_id in (call.id, "call99999"):
+            with pytest.raises(AgentError):
+                await task.call_tool(call_id)
+        return "10"
+
+    other = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    trajectory = play(OpenAIFunctionAgent(confused), [other])
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    assert trajectory.metrics == {}
 
 
 def test_a_full_context_is_a_truncation_that_is_kept():  # trap 16
