@@ -41,11 +41,17 @@ class CorrectionConfig(Settings):
     always, "loglinear" and "linear" guess it from the policies before and after; "recorded" takes
     the policy that sampled instead: nothing is corrected."""
     level: Literal["token", "sequence"] = "token"
+    """Weigh each token by its own ratio, or a whole sequence by its `statistic`."""
     action: Literal["truncate", "mask"] = "truncate"
+    """A weight above the bound is cut to it, or what bears it is not trained on."""
     upper: float | None = 5.0
+    """The bound above; null is none."""
     lower: float | None = None
+    """The bound below; null is none."""
     measure: Literal["ratio", "k1", "k2", "k3", "binary_kl"] = "ratio"
+    """With "mask": what is compared with the bounds."""
     statistic: Literal["mean", "sum", "max"] = "mean"
+    """With level "sequence": of its tokens."""
     second_moment: float | None = Field(None, gt=0)
     """M2PO: the tokens furthest from the policy that sampled them are masked until the mean of
     (old - prox)^2 is below this; null is off."""
@@ -76,7 +82,9 @@ class KlConfig(Settings):
     coefficient: float = Field(0.0, ge=0)
     """0 is off: no reference policy is kept."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of Schulman, "Approximating KL divergence"."""
     place: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken off the tokens' rewards."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,7 +105,9 @@ class RewardConfig(Settings):
     overlong_factor: float = Field(1.0, ge=0)
     """The penalty of a turn that was cut."""
     bias: float = 0.0
+    """Added to each reward."""
     scale: float = 1.0
+    """Then multiplied with it."""
     clip: float | None = Field(None, gt=0)
     """Rewards stay within +-clip; null is off."""
 

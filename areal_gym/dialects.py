@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.types import Message, ToolCall
 
-__all__ = ["DEFAULT_DIALECT", "DIALECTS", "END_THINK", "THINK", "parse_assistant", "split_thinking"]
+__all__ = [
+    "DEFAULT_DIALECT",
+    "DIALECTS",
+    "END_THINK",
+    "MARKERS",
+    "THINK",
+    "parse_assistant",
+    "require_dialect",
+    "split_thinking",
+    "write_call",
+]
 
 DEFAULT_DIALECT = "hermes"
 THINK, END_THINK = "<think>", "</think>"
@@ -43,7 +53,8 @@ def parse_assistant(
       `{"name": ..., "parameters": {...}}`, several separated by `;`;
     - "mistral": `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}`, any number;
     - "fenced": each closed ```` ```python ```` block is a call of the tool `python` with the
-      argument `code`.
+      argument `code`;
+    - "plain": there are no calls.
 
     Thinking, `<think>...</think>` before everything else, goes to `reasoning_content`: a number or
     a call in the thoughts is no answer and no call. A block that is never closed (the turn was cut)
@@ -60,11 +71,7 @@ def parse_assistant(
     Raises:
         ConfigError: no such dialect.
     """
-    if dialect not in DIALECTS:
-        raise ConfigError(
-            f"no tool dialect {dialect!r}",
-            hints=[did_you_mean(dialect, DIALECTS) or f"there is: {', '.join(DIALECTS)}"],
-        )
+    require_dialect(dialect)
     thinking, text = split_thinking(text, is_thinking=is_thinking)
     parsed = DIALECTS[dialect](text)
     message: Message = {"role": "assistant", "content": parsed.content}
@@ -78,6 +85,37 @@ def parse_assistant(
     if parsed.error is not None:
         message["parse_error"] = parsed.error
     return message
+
+
+def require_dialect(dialect: str) -> str:
+    """The dialect itself.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if dialect not in DIALECTS:
+        raise ConfigError(
+            f"no tool dialect {dialect!r}",
+            hints=[did_you_mean(dialect, DIALECTS) or f"there is: {', '.join(DIALECTS)}"],
+        )
+    return dialect
+
+
+def write_call(name: str, arguments: dict[str, Any], dialect: str = DEFAULT_DIALECT) -> str:
+    """The text of an assistant that calls a tool; `parse_assistant` reads it back.
+
+    Raises:
+        ConfigError: no such dialect, or it has no words for this call.
+    """
+    if require_dialect(dialect) == "fenced":
+        if name != "python" or set(arguments) != {"code"}:
+            raise ConfigError(f"in the dialect 'fenced' only python is called, not {name!r}")
+        return f"```python\n{arguments['code']}\n```"
+    if dialect == "mistral":
+        return f"{_TOOL_CALLS}{name}{_ARGS}{json.dumps(arguments, ensure_ascii=False)}"
+    key = "parameters" if dialect == "llama" else "arguments"
+    call = json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+    return call if dialect == "llama" else f"{_OPEN}\n{call}\n{_CLOSE}"
 
 
 def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None, str]:
@@ -253,10 +291,24 @@ def _parse_mistral(text: str) -> _Parsed:
     return _Parsed((said + text[at:]).strip(), calls, None)
 
 
+def _parse_plain(text: str) -> _Parsed:
+    return _Parsed(text, [], None)
+
+
 DIALECTS = {
     "fenced": _parse_fenced,
     "hermes": _parse_hermes,
     "llama": _parse_llama,
     "mistral": _parse_mistral,
+    "plain": _parse_plain,
 }
 """How tool calls can be written in an assistant's text."""
+
+MARKERS: dict[str, tuple[str, ...]] = {
+    "fenced": ("```",),
+    "hermes": (_OPEN,),
+    "llama": (_PYTHON_TAG, "{"),
+    "mistral": (_TOOL_CALLS,),
+    "plain": (),
+}
+"""Until one of these stands in a text, it is prose for certain; who streams it needs to know."""

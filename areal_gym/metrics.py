@@ -8,7 +8,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Interval", "mean", "merge_means", "pass_at_k", "rss_mb", "wilson_interval"]
+__all__ = [
+    "Interval",
+    "mean",
+    "merge_means",
+    "pass_at_k",
+    "pass_hat_k",
+    "rss_mb",
+    "wilson_interval",
+]
 
 
 class Interval(NamedTuple):
@@ -53,6 +61,17 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def pass_hat_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of pass^k, P(all of k samples are right) (Yao et al. 2024, section 3).
+
+    Raises:
+        ValueError: `k` exceeds the number of samples.
+    """
+    if k > num_samples:
+        raise ValueError(f"pass^{k} needs at least {k} samples per task, got {num_samples}")
+    return math.comb(num_correct, k) / math.comb(num_samples, k)
 
 
 def rss_mb(pid: int | None = None) -> float | None:

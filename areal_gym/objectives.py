@@ -52,6 +52,7 @@ class DpoConfig(Settings):
     """`areal_gym.trainer.objectives.dpo.preference_loss`."""
 
     kind: Literal["sigmoid", "ipo"] = "sigmoid"
+    """The loss: of Rafailov et al. (2023), or IPO of Azar et al. (2023)."""
     beta: float = Field(0.1, gt=0)
     """How strongly the policy is held to the one that the run began with."""
 

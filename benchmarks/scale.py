@@ -1,9 +1,12 @@
 """Ten thousand episodes in flight in one process: memory for each, and the event loop's lag.
 
-    python benchmarks/scale.py [--json] [--episodes N] [--seconds S]
+    python benchmarks/scale.py [--json] [--episodes N] [--seconds S] [--turn-s S ...]
 
-Five-turn tool episodes against a scripted policy that takes 0.2 to 10 seconds a turn. `start_s`
-are the seconds until all of them wait for it; then they play on for a while, and are measured.
+Five-turn tool episodes against a scripted policy whose turns take a random time, exponential with
+the mean `--turn-s` (at least 0.2 s, at most five times the mean). So many episodes against a
+quicker policy are more turns a second, until the loop has no time left: `cpu_share` says how full
+it is. `start_s` are the seconds until all of them wait for the policy; then they play on for a
+while, and are measured.
 
 `held` are the episodes in memory: those in flight, and those that wait for their siblings or for
 the trainer. `kb_per_episode` is resident memory, over what the process had before, for each of
@@ -43,7 +46,7 @@ NUM_TURNS = 5
 GROUP_SIZE = 8
 BATCH_GROUPS = 128
 ROUNDS_AHEAD = 32
-MEAN_S = 2.0
+TURN_S = (2.0, 3.0, 5.0)
 TICK_S = 0.005
 
 
@@ -122,11 +125,11 @@ def token_bytes() -> int:
     return 8 * sum(len(span) + len(span.logprobs or ()) for span in spans)
 
 
-async def measure(num_episodes: int, seconds: float) -> dict[str, float]:
+async def measure(num_episodes: int, seconds: float, turn_s: float) -> dict[str, float]:
     rng = random.Random(0)
 
     def latency_s(question: Question) -> float:
-        return min(10.0, max(0.2, rng.expovariate(1 / MEAN_S)))
+        return min(5 * turn_s, max(0.2, rng.expovariate(1 / turn_s)))
 
     engine = ScriptedEngine([CALL] * (NUM_TURNS - 1) + ["The answer is 7."], latency_s=latency_s)
     config = RolloutConfig(
@@ -153,7 +156,7 @@ async def measure(num_episodes: int, seconds: float) -> dict[str, float]:
         while runner.in_flight.engine < 0.99 * num_episodes:
             await asyncio.sleep(0.01)
         numbers = {"start_s": time.perf_counter() - start_s, **lag.take("start")}
-        await asyncio.sleep(NUM_TURNS * MEAN_S)  # until episodes are at all turns
+        await asyncio.sleep(NUM_TURNS * turn_s)  # until episodes are at all turns
         lag.take("mix")
         cpu_s, wall_s, done = time.process_time(), time.perf_counter(), num_done
         await asyncio.sleep(seconds)
@@ -175,9 +178,9 @@ async def measure(num_episodes: int, seconds: float) -> dict[str, float]:
     return numbers
 
 
-def measure_alone(num_episodes: int, seconds: float) -> dict[str, float]:
+def measure_alone(num_episodes: int, seconds: float, turn_s: float) -> dict[str, float]:
     relax_garbage_collection()  # as a run does
-    return asyncio.run(measure(num_episodes, seconds))
+    return asyncio.run(measure(num_episodes, seconds, turn_s))
 
 
 def main() -> None:
@@ -185,15 +188,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--episodes", type=int, default=10_000, help="in flight")
     parser.add_argument("--seconds", type=float, default=20.0, help="measured, once all play")
+    parser.add_argument(
+        "--turn-s", type=float, nargs="+", default=TURN_S, help="the policy's mean, each measured"
+    )
     options = parser.parse_args()
-    # A process of its own: memory that others have used would hide what this needs.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        numbers = pool.submit(measure_alone, options.episodes, options.seconds).result()
+    rows = []
+    for turn_s in options.turn_s:
+        # A process of its own: memory that others have used would hide what this needs.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            measured = pool.submit(measure_alone, options.episodes, options.seconds, turn_s)
+            rows.append({"turn_s": turn_s, **measured.result()})
     if options.json:
-        print(json.dumps({"benchmark": "scale", **numbers}))
+        print(json.dumps({"benchmark": "scale", "rows": rows}))
         return
-    for name, value in numbers.items():
-        print(f"{name:24}{value:12.2f}")
+    for name in rows[0]:
+        print(f"{name:26}" + "".join(f"{row[name]:12.2f}" for row in rows))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent / "areal_gym"
 
 GROUND = {"errors", "types", "metrics", "version"}
 SETTINGS = {
+    "cache",
     "settings",
     "algorithms",
     "config",
@@ -18,6 +19,7 @@ SETTINGS = {
     "provenance",
     "learning_curve",
     "objectives",
+    "online",
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
@@ -28,6 +30,8 @@ BELOW_RUN = LOW | {
     "envs",
     "engines",
     "agents",
+    "capture",
+    "gateway",
     "rollout",
     "trainer",
     "starter",
@@ -41,19 +45,24 @@ MAY_IMPORT = {
     "plugins": GROUND,
     **{name: LOW for name in SETTINGS},
     "modeling": LOW,
+    "scaffold": {"errors"},
     "loggers": LOW,
     "sandbox": LOW,
     # The sandbox package itself: its shared pool, looked up on first use.
     "envs": LOW | {"sandbox.base", "sandbox="},
     "engines": LOW | {"modeling"},
     "agents": LOW | BASES,
-    "rollout": LOW | BASES | {"agents.base"},
+    "capture": LOW | {"engines.base"},
+    # The server is before the policy, not before environments.
+    "gateway": LOW | {"engines.base", "capture"},
+    "rollout": LOW | BASES | {"agents.base", "capture", "gateway.shared", "gateway.session"},
     "trainer": LOW | {"modeling", "engines.base"},
     "starter": BELOW_RUN,
     "distributed": BELOW_RUN,
     "run": BELOW_RUN | {"distributed"},
-    # `play` and `check` are about environments: their contract and its checker, no live engine.
-    "cli": LOW | {"run", "envs.base", "envs.checker", "envs.registration"},
+    # `play` and `check` are about environments: their contract and its checker, no live engine;
+    # tau2 has a benchmark to agree with, and data to fetch.
+    "cli": LOW | {"run", "scaffold", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
     # The public API names everything, and imports it on first use.
     "": BELOW_RUN | {"_gymnasium"},
     # Contracts that plugin authors run in their tests.

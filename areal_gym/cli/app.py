@@ -34,15 +34,21 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "list": ("list:list_command", "What is there: environments, losses, engines, runs, ..."),
         "show": ("show:show_command", "One thing in full: an environment, a loss, a run."),
         "plugins": ("plugins:plugins_command", "What is installed, whose it is, what failed."),
+        "view": ("view:view_command", "Look at runs in a browser: curves, trajectories, tokens."),
         "doctor": ("doctor:doctor_command", "What of this machine can be used, what is missing."),
+    },
+    "Get": {
+        "data": ("data:data_command", "Data that environments use: areal-gym data pull tau2."),
     },
     "Try": {
         "play": ("play:play_command", "You are the policy."),
         "check": ("check:check_command", "Does an environment keep the contract?"),
+        "new": ("new:new_command", "A package of your own: an environment, an agent, a loss, ..."),
     },
     "Run": {
         "train": ("train:train_command", "Improve a policy in an environment."),
         "eval": ("eval:eval_command", "Measure a policy on held-out tasks."),
+        "serve": ("serve:serve_command", "Put a policy behind OpenAI's and Anthropic's APIs."),
         "replay": ("replay:replay_command", "Train again from a run's record, without any engine."),
     },
 }

@@ -10,14 +10,18 @@ from typing import Any
 import click
 
 from areal_gym.cli.output import Options, common_options, print_data, print_json, talk
-from areal_gym.errors import NothingToDoError, UsageError, did_you_mean
+from areal_gym.errors import UsageError, did_you_mean
 
 __all__ = ["eval_command"]
 
 
 @click.command("eval")
 @click.argument("overrides", nargs=-1, metavar="[key=value]...")
-@click.option("--env", help="The environment's id (areal-gym list envs).")
+@click.option(
+    "--env",
+    multiple=True,
+    help="The environment's id (areal-gym list envs); again, with weights, to mix: A:0.7, B:0.3.",
+)
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
@@ -48,7 +52,7 @@ __all__ = ["eval_command"]
 def eval_command(
     options: Options,
     overrides: tuple[str, ...],
-    env: str | None,
+    env: tuple[str, ...],
     recipe: Path | None,
     agent: str | None,
     engine: str | None,
@@ -70,22 +74,28 @@ def eval_command(
     With --run, the settings are those of the run; without --run, --checkpoint and --model, the
     policy is the one that a run would start with.
     """
-    from areal_gym.cli.settings import require_env, resolve
+    from areal_gym.cli.settings import (
+        env_flags,
+        existing,
+        newest_checkpoint,
+        require_env,
+        resolve,
+    )
     from areal_gym.rundir import new_run_path
 
     bar = _parse_bar(fail_under)
     if sum(given is not None for given in (run, checkpoint, model)) > 1:
         raise UsageError("--run, --checkpoint and --model exclude each other")
     if run is not None:
-        recipe = recipe or _existing(run / "config.yaml", f"{run} holds no run")
-        checkpoint = _newest_checkpoint(run)
+        recipe = recipe or existing(run / "config.yaml", f"{run} holds no run")
+        checkpoint = newest_checkpoint(run)
     elif checkpoint is not None:
-        _existing(checkpoint / "config.json", f"{checkpoint} holds no checkpoint")
+        existing(checkpoint / "config.json", f"{checkpoint} holds no checkpoint")
     require_env(env, recipe, overrides)
     config = resolve(
         file=recipe,
         overrides=overrides,
-        env__id=env,
+        **env_flags(env),
         agent__id=agent,
         engine__id=engine,
         engine__url=engine_url or None,
@@ -123,24 +133,6 @@ def eval_command(
         print_data(report.to_text())
     talk(f"trajectories: {place / 'trajectories'}")
     return 0 if bar is None else _judge(numbers, *bar)
-
-
-def _existing(file: Path, complaint: str) -> Path:
-    if not file.is_file():
-        raise UsageError(
-            f"{complaint}: there is no {file}", hints=["all runs: areal-gym list runs"]
-        )
-    return file
-
-
-def _newest_checkpoint(run: Path) -> Path:
-    steps = sorted((run / "checkpoints").glob("step-*/config.json"))
-    if not steps:
-        raise NothingToDoError(
-            f"{run} has no checkpoint yet",
-            hints=[f"continue it: areal-gym train --resume --out {run}"],
-        )
-    return steps[-1].parent
 
 
 def _parse_bar(text: str | None) -> tuple[str, float] | None:

@@ -63,7 +63,7 @@ def _print_entries(entries: Sequence[Entry], indent: str = "") -> None:
     rows = []
     for entry in entries:
         needs = f"needs: {entry.install_command}" if entry.missing else ""
-        rows.append((entry.id, entry.spec.summary, needs or entry.plugin.source))
+        rows.append((entry.spec.shown_id, entry.spec.summary, needs or entry.plugin.source))
     print_columns(rows, indent=indent)
 
 

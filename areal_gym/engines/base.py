@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -17,9 +17,12 @@ __all__ = [
     "Engine",
     "Generation",
     "LocalEngine",
+    "Piece",
     "RemoteEngine",
     "SamplingParams",
+    "StreamingEngine",
     "WeightServer",
+    "stream_from",
 ]
 
 
@@ -96,6 +99,46 @@ class Engine(Protocol):
     async def aclose(self) -> None:
         """End threads, connections, processes. Idempotent."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Tokens of a generation that is still going on; fields as those of `Generation`."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    """None: there is more to come."""
+
+
+@runtime_checkable
+class StreamingEngine(Engine, Protocol):
+    """An engine that can tell of tokens as it samples them."""
+
+    def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> AsyncGenerator[Piece, None]:
+        """As `generate`, piece by piece. Closing the generator aborts the generation."""
+        ...
+
+
+async def stream_from(
+    engine: Engine, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+) -> AsyncGenerator[Piece, None]:
+    """The engine's own stream; an engine without one gives everything in one piece."""
+    if isinstance(engine, StreamingEngine):
+        async with aclosing(engine.stream(prompt_ids, params, session=session)) as pieces:
+            async for piece in pieces:
+                yield piece
+        return
+    whole = await engine.generate(prompt_ids, params, session=session)
+    yield Piece(
+        token_ids=whole.token_ids,
+        logprobs=whole.logprobs,
+        versions=whole.versions,
+        finish_reason=whole.finish_reason,
+    )
 
 
 @runtime_checkable

@@ -18,11 +18,9 @@ The observation is the text of the newest message; the messages ride in `info["m
 
 from __future__ import annotations
 
-import asyncio
 import math
 import numbers
-import os
-import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
@@ -31,6 +29,7 @@ import gymnasium
 import numpy as np
 
 from areal_gym.dialects import DEFAULT_DIALECT, parse_assistant
+from areal_gym.envs.loops import KeptLoop
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, GymError, ToolError, UsageError
@@ -87,15 +86,23 @@ class TextEnv(gymnasium.Env[str, str]):
     model's own chat template writes them."""
     max_calls: int = 16
     """Tool calls of one message that are run; the policy is told that the others were not."""
+    max_tool_calls: int | None = None
+    """Tool calls of one episode that are run; the policy is told that the later ones were not."""
     suspends: bool = False
     """Set to True when `respond` or a tool really awaits (I/O, a sandbox): the synchronous `step`
     then runs on a kept event loop. Without it, `step` drives the coroutine directly (0.5 us)."""
+    has_gold: bool = True
+    """Set to False where nobody knows a perfect policy (somebody else's game, say)."""
 
     def __init__(self, *, render_mode: str | None = None) -> None:
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
         self.render_mode = render_mode
         self.num_turns = 0
+        self.num_tool_calls = 0
+        """Calls that were run in this episode."""
+        self.tool_s = 0.0
+        """Seconds that the newest step spent in tools."""
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._is_over = True
@@ -149,6 +156,11 @@ class TextEnv(gymnasium.Env[str, str]):
         return self._task
 
     @property
+    def played_id(self) -> str | None:
+        """Whose task the running episode has, where an environment plays for several (`mix`)."""
+        return None
+
+    @property
     def messages(self) -> Sequence[Message]:
         """The dialogue so far."""
         return self._messages
@@ -166,8 +178,13 @@ class TextEnv(gymnasium.Env[str, str]):
             results.append({"role": "tool", "content": f"error: {parse_error}"})
         by_name = {tool.name: tool for tool in self.tools}
         calls = message.get("tool_calls", [])
-        for call in calls[: self.max_calls]:
+        num_allowed = self.max_calls
+        if self.max_tool_calls is not None:
+            num_allowed = min(num_allowed, self.max_tool_calls - self.num_tool_calls)
+        for call in calls[:num_allowed]:
+            self.num_tool_calls += 1
             name = call["function"]["name"]
+            start_s = time.perf_counter()
             try:
                 if name not in by_name:
                     raise ToolError(f"no tool {name!r}; there is: {', '.join(by_name) or 'none'}")
@@ -175,15 +192,24 @@ class TextEnv(gymnasium.Env[str, str]):
             except ToolError as error:
                 num_errors += 1
                 content = f"error: {error}"
+            finally:
+                self.tool_s += time.perf_counter() - start_s
             results.append(
                 {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
             )
-        num_refused = len(calls) - self.max_calls
+        num_refused = max(0, len(calls) - num_allowed)
         if num_refused > 0:
             num_errors += num_refused
-            content = f"error: {num_refused} more calls were not run; at most {self.max_calls} are"
-            results.append({"role": "tool", "content": content})
-        return ToolResults(results, num_calls=len(calls), num_errors=num_errors)
+            limit = (
+                f"{num_refused} more calls were not run; at most {self.max_calls} are"
+                if num_allowed == self.max_calls
+                else f"{num_refused} calls were not run; the {self.max_tool_calls} of an episode "
+                "are used up: answer without a tool"
+            )
+            results.append({"role": "tool", "content": f"error: {limit}"})
+        return ToolResults(
+            results, num_calls=len(calls), num_errors=num_errors, num_refused=num_refused
+        )
 
     # ---- Gymnasium's contract ------------------------------------------------------------------
 
@@ -216,6 +242,7 @@ class TextEnv(gymnasium.Env[str, str]):
         if not self._messages:
             raise EnvError(f"{type(self).__name__}.first_messages gave no message")
         self.num_turns = 0
+        self.num_tool_calls = 0
         self._is_over = False
         return self._messages[-1]["content"], {
             "messages": tuple(self._messages),
@@ -256,6 +283,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise UsageError(f"an action is a text or a message, not {type(action).__name__}")
         self._messages.append(message)
         self.num_turns += 1
+        self.tool_s = 0.0
         try:
             response = await self.respond(message)
         except EpisodeError:
@@ -299,6 +327,9 @@ class ToolResults(NamedTuple):
     messages: list[Message]
     num_calls: int
     num_errors: int
+    """Malformed calls, unknown tools, wrong arguments, what tools complain of, refused calls."""
+    num_refused: int
+    """Calls beyond a limit, which were not run."""
 
 
 def _given_task(row: Any) -> Task:
@@ -316,26 +347,9 @@ def _number(reward: object, who: str) -> float:
     raise EnvError(f"{who}.respond gave the reward {reward!r}; a finite number is needed")
 
 
-_kept_loop: asyncio.AbstractEventLoop | None = None
-_kept_loop_lock = threading.Lock()
-
-
-def _forget_kept_loop() -> None:
-    # A forked worker (Gymnasium's AsyncVectorEnv) inherits the loop but not its thread.
-    global _kept_loop, _kept_loop_lock
-    _kept_loop, _kept_loop_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_kept_loop)
+_loop = KeptLoop("areal-gym-env-loop")
 
 
 def run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run on one long-lived loop thread, so that sandboxes and sessions survive between steps."""
-    global _kept_loop
-    with _kept_loop_lock:
-        if _kept_loop is None:
-            _kept_loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=_kept_loop.run_forever, name="areal-gym-env-loop", daemon=True
-            ).start()
-    return asyncio.run_coroutine_threadsafe(coroutine, _kept_loop).result()
+    return _loop.run(coroutine)

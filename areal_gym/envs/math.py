@@ -1,32 +1,27 @@
-"""`math`: generated arithmetic and word problems, or the questions of a JSONL file; one turn."""
+"""`math`: generated arithmetic and word problems, or questions of files and data sets."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from areal_gym.envs.arithmetic import (
-    LEVELS,
     canonical,
     evaluate,
     level_named,
     sample_expression,
     sample_question,
 )
-from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.grading import agrees, extract_answer, is_same_number
-from areal_gym.envs.tasks import Draft, FileTasks, GeneratedTasks, TaskSource, choose_task
+from areal_gym.envs.base import Response
+from areal_gym.envs.questions import AnswerEnv
+from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.errors import UsageError
-from areal_gym.types import Message, Task
+from areal_gym.types import Message
 
 __all__ = ["MathEnv", "math_tasks"]
-
-SYSTEM_PROMPT = r"Solve the problem. Put the final answer in \boxed{}."
 
 _NAMES = ("Ada", "Ben", "Chen", "Dora", "Emil", "Fatima", "Goran", "Hana", "Ivo", "Jun")
 _THINGS = ("apples", "books", "coins", "eggs", "marbles", "pencils", "shells", "stamps")
@@ -105,33 +100,40 @@ def math_tasks(level: int) -> GeneratedTasks:
     return GeneratedTasks(f"math, level {level}", make_draft)
 
 
-class MathEnv(TextEnv):
-    r"""Mathematics in one turn.
+class MathEnv(AnswerEnv):
+    r"""Mathematics in one turn, or in several with feedback.
 
-    Task: a bare expression or a word problem, generated in five levels; or a question of a file.
+    Task: a bare expression or a word problem, generated in five levels; or a question of a file
+        or a data set.
     Tools: none.
-    Observation: the question.
-    Action: an assistant message with the answer in `\boxed{}` (or after `####`).
-    Reward: 1 for the right answer, else 0. Parts: `answer`, and `format` (an answer was given).
-    Episode end: terminated by the first message.
-    Splits: `train` and `test`, disjoint by expression, or by the question's text for a file.
-    Metrics: none.
-    Data: generated; or a JSONL file of your own, under its licence. History: v0.
+    Observation: the question; with several turns, then what was wrong with the last answer.
+    Action: an assistant message with the answer in `\boxed{}` (or after `####`, or after "the
+        answer is").
+    Reward: 1 for the right answer, `discount ** n` after n wrong ones, else 0. Parts: `answer`,
+        and `format` (an answer was given).
+    Episode end: terminated by the right answer, or by the only one; truncated after `max_turns`.
+    Splits: `train` and `test`, disjoint by expression, or by the question's text.
+    Metrics: `attempts`, with several turns.
+    Data: generated; or yours, or a public one under its licence (`math/gsm8k`: MIT; `math/math500`:
+        MIT). History: v0.
 
     Args:
         level: 1 (two numbers, + and -) to 5 (up to six numbers, parentheses, division).
-        path: a `.jsonl` or `.jsonl.gz` file of questions instead of generated ones. An answer
-            that holds `####` counts from there on.
+        path: a file of questions instead of generated ones: .jsonl, .jsonl.gz, .json, .parquet or
+            .csv. An answer that holds `####` counts from there on.
         test_path: a file of held-out questions; without it a tenth of `path` is held out.
-        question_field: the rows' key of the question.
-        answer_field: the rows' key of the answer.
+        dataset: questions of a data set on the Hugging Face hub, `NAME` or `NAME:SUBSET`; or
+            "gsm8k" or "math500", which are looked for in the directory AREAL_GYM_DATA first.
+        question_field: the rows' key of the question ["question"].
+        answer_field: the rows' key of the answer ["answer"].
+        skip_broken: leave rows out that have no question or no answer.
+        max_turns: how many answers may be given.
+        discount: what each wrong answer leaves of the reward.
 
     Raises:
-        DataError: a file is missing or has a broken row.
+        DataError: a file is missing or has a broken row, or a data set cannot be had.
         NothingToDoError: a file has no rows.
     """
-
-    max_turns = 1
 
     def __init__(
         self,
@@ -139,79 +141,48 @@ class MathEnv(TextEnv):
         level: int = 1,
         path: str | Path | None = None,
         test_path: str | Path | None = None,
-        question_field: str = "question",
-        answer_field: str = "answer",
+        dataset: str | None = None,
+        question_field: str | None = None,
+        answer_field: str | None = None,
+        skip_broken: bool = False,
+        max_turns: int = 1,
+        discount: float = 0.5,
         render_mode: str | None = None,
     ) -> None:
-        super().__init__(render_mode=render_mode)
-        self._is_generated = path is None
-        self.suspends = not self._is_generated  # algebra is done by workers
-        self._tasks: TaskSource = (
-            math_tasks(level)
-            if path is None
-            else _file_tasks(
-                Path(path), test_path and Path(test_path), question_field, answer_field
-            )
+        super().__init__(
+            math_tasks,
+            level=level,
+            path=path,
+            test_path=test_path,
+            dataset=dataset,
+            question_field=question_field,
+            answer_field=answer_field,
+            skip_broken=skip_broken,
+            render_mode=render_mode,
         )
-
-    def num_tasks(self, split: str) -> int | None:
-        """How many questions the file has in that split; None (endless) when generated."""
-        return self._tasks.num_tasks(split)
-
-    @property
-    def difficulties(self) -> Sequence[int]:
-        """Levels that `reset(options={"difficulty": level})` draws from; a file has none."""
-        return tuple(LEVELS) if self._is_generated else ()
-
-    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A drawn task, or the one that `options` names; of another level if they say so.
-
-        Raises:
-            UsageError: there is no such split, index or level.
-        """
-        difficulty = options.get("difficulty")
-        if difficulty is None:
-            return choose_task(self._tasks, rng, options)
-        if not self._is_generated:
-            raise UsageError("questions of a file have no difficulty; a task is named by its index")
-        return choose_task(math_tasks(difficulty), rng, options)
-
-    def first_messages(self, task: Task) -> Sequence[Message]:
-        """The instruction and the question."""
-        return [
-            {"role": "system", "content": SYSTEM_PROMPT},
-            {"role": "user", "content": task.data["question"]},
-        ]
+        self.suspends = not self._is_generated  # algebra is done by workers
+        if max_turns < 1 or not 0 <= discount <= 1:
+            raise UsageError(
+                f"max_turns = {max_turns!r}, discount = {discount!r}: at least one turn, and a "
+                "discount of 0 to 1"
+            )
+        self.max_turns = max_turns
+        self._discount = discount
 
     async def respond(self, message: Message) -> Response:
-        """Grade the answer."""
-        answer = extract_answer(message["content"])
-        # Generated answers are numbers: sympy stays out of the process that trains on them.
-        is_right = answer is not None and (
-            is_same_number(answer, self._gold())
-            if self._is_generated
-            else await agrees(answer, self._gold())
-        )
-        return Response(
-            reward=float(is_right),
-            reward_parts={"answer": float(is_right), "format": float(answer is not None)},
-            is_terminated=True,
-        )
-
-    def gold_action(self) -> str:
-        """The answer in a box."""
-        return f"\\boxed{{{self._gold()}}}"
-
-    def _gold(self) -> str:
-        answer: str = self.task.data["answer"]
-        return answer.rpartition("####")[2].strip()
+        """Grade the answer; say what is wrong with it while there is another turn."""
+        graded = await self.grade(message)
+        if self.max_turns == 1:
+            return graded
+        attempts = {"attempts": 1}
+        if graded.reward:
+            discount = self._discount ** (self.num_turns - 1)
+            return replace(graded, reward=discount * graded.reward, metrics=attempts)
+        if self.num_turns == self.max_turns:
+            return replace(graded, is_terminated=False, metrics=attempts)
+        text = _WRONG if graded.reward_parts["format"] else _UNANSWERED
+        return Response(messages=[{"role": "user", "content": text}], metrics=attempts)
 
 
-@cache
-def _file_tasks(
-    path: Path, test_path: Path | None, question_field: str, answer_field: str
-) -> FileTasks:
-    # A thousand environments of one run read their file once.
-    return FileTasks(
-        path, test_path=test_path, question_field=question_field, answer_field=answer_field
-    )
+_WRONG = r"That is not right. Look for the mistake and put the final answer in \boxed{}."
+_UNANSWERED = r"There is no answer in this. Put the final answer in \boxed{}."

@@ -1,4 +1,4 @@
-"""Where tasks come from: seeded generators without end, and JSONL files.
+"""Where tasks come from: seeded generators without end, and rows of data.
 
     draw(rng, split)   -> a random task: what training asks for
     at(index, split)   -> the i-th of a fixed sequence of distinct tasks: what evaluation asks for
@@ -9,22 +9,29 @@ wording), so that no test problem occurs in training under another phrasing.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from areal_gym.envs.rows import SourceRow
 from areal_gym.errors import DataError, NothingToDoError, UsageError, did_you_mean
 from areal_gym.types import Task, content_hash
 
-__all__ = ["Draft", "FileTasks", "GeneratedTasks", "TaskSource", "choose_task", "split_of"]
+__all__ = [
+    "Draft",
+    "GeneratedTasks",
+    "RowTasks",
+    "TaskSource",
+    "asked_for",
+    "choose_task",
+    "key_of_text",
+    "split_of",
+]
 
 SPLITS = ("train", "test")
 TEST_SHARE = 0.1
@@ -64,6 +71,16 @@ def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[s
     Raises:
         UsageError: there is no such split or index.
     """
+    split, index = asked_for(options)
+    return source.draw(rng, split) if index is None else source.at(index, split)
+
+
+def asked_for(options: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The split and the index that options name; None: any task.
+
+    Raises:
+        UsageError: they name none.
+    """
     split = options.get("split", "train")
     if split not in SPLITS:
         raise UsageError(
@@ -72,10 +89,10 @@ def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[s
         )
     index = options.get("index")
     if index is None:
-        return source.draw(rng, split)
+        return split, None
     if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
         raise UsageError(f"a task's index is a whole number from 0 on, not {index!r}")
-    return source.at(int(index), split)
+    return split, int(index)
 
 
 # ---- generated ----------------------------------------------------------------------------------
@@ -87,6 +104,8 @@ class Draft(NamedTuple):
     key: str
     """What the split goes by; equal for problems that are the same but for their wording."""
     data: Mapping[str, Any]
+    split: str | None = None
+    """Where the data itself says which split it belongs to."""
 
 
 @dataclass
@@ -157,48 +176,62 @@ def _task_of(draft: Draft, split: str) -> Task:
     return Task(id=f"{split}/{content_hash(draft.data)}", data=draft.data, split=split)
 
 
-# ---- files --------------------------------------------------------------------------------------
+# ---- rows of data -------------------------------------------------------------------------------
 
 
-class FileTasks:
-    """Tasks of a JSONL file (or `.jsonl.gz`): one object with a question and an answer a line.
+class RowTasks:
+    """Tasks made of the rows of files or data sets, in their order.
 
-    Without `test_path`, a tenth of the questions is held out by a hash of their text. With it, the
-    test split is that file, and questions that occur in it are left out of the training split.
+    Without `test`, rows may say to which split they belong; of others, a tenth is held out by a
+    hash of their keys. With it, the test
+    split is that, and tasks whose keys occur in it are left out of the training split.
+
+    Args:
+        name: of the data, for messages.
+        train: rows to learn from.
+        make_draft: a task of a row.
+        test: held-out rows.
+        skip_broken: leave out rows of which no task can be made; they are counted in
+            `num_skipped`.
 
     Raises:
-        DataError: a file is missing, or a row is broken; the message names file and line.
-        NothingToDoError: a file has no row.
+        DataError: a row is broken; the message names file and line.
+        NothingToDoError: there are no rows.
     """
 
     def __init__(
         self,
-        path: Path,
+        name: str,
+        train: Iterable[SourceRow],
+        make_draft: Callable[[SourceRow], Draft],
         *,
-        test_path: Path | None = None,
-        question_field: str = "question",
-        answer_field: str = "answer",
+        test: Iterable[SourceRow] | None = None,
+        skip_broken: bool = False,
     ) -> None:
-        self.path = path
-        rows = list(_read_rows(path, question_field, answer_field))
-        if test_path is None:
-            by_split = {
-                split: [row for row in rows if split_of(row.key) == split] for split in SPLITS
-            }
+        self.name = name
+        self.num_skipped = 0
+        self.num_contaminated = 0
+        """Training rows that were left out because the test split asks the same."""
+        self._make_draft = make_draft
+        self._skip_broken = skip_broken
+        found = self._read(train)
+        if test is None:
+            by_split = {s: [row for row in found if row.split == s] for s in SPLITS}
         else:
-            test_rows = list(_read_rows(test_path, question_field, answer_field))
-            held_out = {row.key for row in test_rows}
-            by_split = {
-                "train": [row for row in rows if row.key not in held_out],
-                "test": test_rows,
-            }
+            held_out = self._read(test)
+            keys = {row.key for row in held_out}
+            kept = [row for row in found if row.key not in keys]
+            self.num_contaminated = len(found) - len(kept)
+            by_split = {"train": kept, "test": held_out}
+        if not any(by_split.values()):
+            raise NothingToDoError(f"{name} has no rows")
         self._tasks = {
             split: [Task(id=row.id, data=row.data, split=split) for row in _distinct(rows)]
             for split, rows in by_split.items()
         }
 
     def num_tasks(self, split: str) -> int | None:
-        """How many distinct questions the split has."""
+        """How many distinct tasks the split has."""
         return len(self._tasks[split])
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
@@ -215,16 +248,33 @@ class FileTasks:
         tasks = self._of(split)
         if index >= len(tasks):
             raise UsageError(
-                f"index {index} of split {split!r}: {self.path} has {len(tasks)} such tasks"
+                f"index {index} of split {split!r}: {self.name} has {len(tasks)} such tasks"
             )
         return tasks[index]
+
+    def _read(self, rows: Iterable[SourceRow]) -> list[_Row]:
+        found = []
+        for row in rows:
+            try:
+                draft = self._make_draft(row)
+            except DataError:
+                if not self._skip_broken:
+                    raise
+                self.num_skipped += 1
+                continue
+            # The hash makes the id follow the content: an edited row is another task.
+            id = f"{row.label}-{content_hash(draft.data)[:8]}"
+            if draft.split not in (None, *SPLITS):
+                raise DataError(f"{row.where}: split {draft.split!r} is none of {SPLITS}")
+            found.append(_Row(draft.key, id, draft.data, draft.split or split_of(draft.key)))
+        return found
 
     def _of(self, split: str) -> list[Task]:
         tasks = self._tasks[split]
         if not tasks:
             raise NothingToDoError(
-                f"{self.path} has no task in split {split!r}",
-                hints=["give a larger file, or a test file of its own: test_path=FILE"],
+                f"{self.name} has no task in split {split!r}",
+                hints=["give a larger file, or files for both: path=FILE test_path=FILE"],
             )
         return tasks
 
@@ -232,63 +282,14 @@ class FileTasks:
 class _Row(NamedTuple):
     key: str
     id: str
-    data: dict[str, str]
+    data: Mapping[str, Any]
+    split: str
 
 
 def _distinct(rows: list[_Row]) -> list[_Row]:
     return list({row.key: row for row in reversed(rows)}.values())[::-1]
 
 
-def _read_rows(path: Path, question_field: str, answer_field: str) -> Iterator[_Row]:
-    stem = path.name.split(".")[0]
-    is_empty = True
-    for line_number, line in _read_lines(path):
-        is_empty = False
-        where = f"{path}, line {line_number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{where}: no JSON: {error}") from None
-        except RecursionError:
-            raise DataError(f"{where}: nested too deeply") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: a row is an object, not {type(row).__name__}")
-        question = _text_field(row, question_field, where)
-        answer = _text_field(row, answer_field, where)
-        data = {"question": question, "answer": answer}
-        # The hash makes the id follow the content: an edited row is another task.
-        yield _Row(
-            key=" ".join(question.split()).casefold(),
-            id=f"{stem}/{line_number}-{content_hash(data)[:8]}",
-            data=data,
-        )
-    if is_empty:
-        raise NothingToDoError(f"{path} has no rows")
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines that are not blank."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for line_number, line in enumerate(file, start=1):
-                try:
-                    text = line.decode("utf-8-sig" if line_number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise DataError(f"{path}, line {line_number}: no UTF-8: {error}") from None
-                if text.strip():
-                    yield line_number, text
-    except (OSError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"cannot read {path}: {reason}") from None
-
-
-def _text_field(row: Mapping[str, Any], name: str, where: str) -> str:
-    if name not in row:
-        near = did_you_mean(name, row) or f"it has: {', '.join(row) or 'nothing'}"
-        raise DataError(f"{where}: no field {name!r}", hints=[near])
-    value = row[name]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: field {name!r} is {value!r}; a text or a number is needed")
-    return value
+def key_of_text(text: str) -> str:
+    """The key of a question in words: spaces and case say nothing."""
+    return " ".join(text.split()).casefold()

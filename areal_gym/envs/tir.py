@@ -1,44 +1,57 @@
-"""`tir`: tool-integrated reasoning, arithmetic with a Python interpreter at hand."""
+"""`tir`: tool-integrated reasoning, mathematics with a Python interpreter at hand."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from areal_gym.dialects import DEFAULT_DIALECT, require_dialect, write_call
 from areal_gym.envs.arithmetic import (
-    LEVELS,
     canonical,
     evaluate,
     level_named,
     sample_expression,
     sample_question,
 )
-from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.grading import extract_answer, is_same_number
-from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task
+from areal_gym.envs.base import Response, ToolResults
+from areal_gym.envs.calculator import calculate
+from areal_gym.envs.questions import AnswerEnv
+from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import SandboxError, ToolError
+from areal_gym.errors import SandboxError, ToolError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
-from areal_gym.types import Message, Task
+from areal_gym.types import Message
 
-__all__ = ["SYSTEM_PROMPT", "TirEnv", "python_call", "tir_tasks"]
+__all__ = ["TirEnv", "python_call", "tir_tasks"]
 
-SYSTEM_PROMPT = r"Solve the problem. Put the final answer in \boxed{}."
-
-_PARAMETERS = {
-    "type": "object",
-    "properties": {"code": {"type": "string", "description": "Python code; print the result"}},
-    "required": ["code"],
+_DESCRIPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "python": {
+        "description": "Run Python code and return what it prints.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "code": {"type": "string", "description": "Python code; print the result"}
+            },
+            "required": ["code"],
+        },
+    },
+    "calculator": {
+        "description": "Compute an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {"type": "string", "description": "such as (3 + 4) * 2 or sqrt(2)"}
+            },
+            "required": ["expression"],
+        },
+    },
 }
 _MAX_CODE = 32_768
-_MAX_OUTPUT = 2_000
-"""Characters of a tool's output that the policy gets to read."""
 
 _LIMITS = SandboxLimits(cpu_s=2.0, memory_mb=256)
 _REACHED = {
@@ -71,19 +84,18 @@ def tir_tasks(level: int) -> GeneratedTasks:
     return GeneratedTasks(f"tir, level {level}", make_draft)
 
 
-def python_call(code: str) -> str:
+def python_call(code: str, dialect: str = DEFAULT_DIALECT) -> str:
     """The text of an assistant that calls the tool `python`."""
-    call = json.dumps({"name": "python", "arguments": {"code": code}}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+    return write_call("python", {"code": code}, dialect)
 
 
-class TirEnv(TextEnv):
-    r"""Arithmetic with a Python sandbox.
+class TirEnv(AnswerEnv):
+    r"""Mathematics with a Python sandbox, or a calculator.
 
     Task: "What is 37*48+12?", in several phrasings; five levels, from two operands to six with
-        parentheses and divisions.
+        parentheses and divisions. Or a question of a file or a data set, as in `math`.
     Tools: `python(code)` runs code in a sandbox and gives what it printed, else the value of the
-        last expression, else the last line of the traceback.
+        last expression, else the last line of the traceback. `calculator(expression)`, on request.
     Observation: the question, then the tool's output.
     Action: an assistant message. One with tool calls is answered by their results; one without
         is the final answer, in `\boxed{}`.
@@ -91,85 +103,78 @@ class TirEnv(TextEnv):
         `format` (an answer was given at all).
     Episode end: terminated by the final answer; truncated after `max_turns`.
     Splits: `train` and `test`, endless, disjoint by expression (however it is written or asked).
-    Metrics: `tool_calls`, `tool_errors`.
-    Data: generated. History: v0.
+    Metrics: `tool_calls`, `tool_errors` (malformed and refused calls, failed runs), `tool_refused`
+        (calls beyond `max_tool_calls` or the sixteen of a message), `python_calls` and
+        `calculator_calls` where there are both.
+    Data: generated, or as in `math`. History: v0.
 
     Args:
         level: 1 to 5; 2 has two or three operands of up to two digits, with + - and *.
+        tools: which of "python" and "calculator" there are, in this order.
         stateful: keep one interpreter for the whole episode, so that names defined by one call
             are there in the next; otherwise every call gets a fresh one.
         max_turns: assistant messages after which the episode is truncated.
+        max_tool_calls: calls of an episode that are run.
+        max_output: characters of a tool's output that the policy gets to read.
+        tool_dialect: how calls are written: "hermes", "llama", "mistral", "fenced" (blocks of
+            ```python); by default as the model's own chat template writes them.
         sandbox: where the code runs: the id of a sandbox, which episodes of one event loop share,
             or an object.
+        path: questions of a file instead of generated ones; with the next five, see `math`.
     """
 
     suspends = True
-    difficulties = tuple(LEVELS)
-    """Levels that `reset(options={"difficulty": level})` draws from, for curricula."""
 
     def __init__(
         self,
         *,
         level: int = 2,
+        tools: Sequence[str] = ("python",),
         stateful: bool = False,
         max_turns: int = 3,
+        max_tool_calls: int | None = None,
+        max_output: int = 2_000,
+        tool_dialect: str | None = None,
         sandbox: Sandbox | str = "process",
+        path: str | Path | None = None,
+        test_path: str | Path | None = None,
+        dataset: str | None = None,
+        question_field: str | None = None,
+        answer_field: str | None = None,
+        skip_broken: bool = False,
         render_mode: str | None = None,
     ) -> None:
-        super().__init__(render_mode=render_mode)
+        super().__init__(
+            tir_tasks,
+            level=level,
+            path=path,
+            test_path=test_path,
+            dataset=dataset,
+            question_field=question_field,
+            answer_field=answer_field,
+            skip_broken=skip_broken,
+            render_mode=render_mode,
+        )
         self.max_turns = max_turns
-        self._tasks = tir_tasks(level)
+        self.max_tool_calls = max_tool_calls
+        self.tool_dialect = tool_dialect and require_dialect(tool_dialect)
+        self._max_output = max_output
         self._is_stateful = stateful
         self._sandbox = _require_known(sandbox) if isinstance(sandbox, str) else sandbox
         self._session: Session | None = None
         self._num_failed_runs = 0
-        self.tools = (
-            Tool(
-                name="python",
-                description="Run Python code and return what it prints.",
-                parameters=_PARAMETERS,
-                function=self._run_python,
-            ),
-        )
-
-    def num_tasks(self, split: str) -> int | None:
-        """Endless."""
-        return self._tasks.num_tasks(split)
-
-    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A drawn task, or the one that `options` names; of another level if they say so."""
-        difficulty = options.get("difficulty")
-        tasks = self._tasks if difficulty is None else tir_tasks(difficulty)
-        return choose_task(tasks, rng, options)
-
-    def first_messages(self, task: Task) -> Sequence[Message]:
-        """The instruction and the question."""
-        return [
-            {"role": "system", "content": SYSTEM_PROMPT},
-            {"role": "user", "content": task.data["question"]},
-        ]
+        self.tools = self._chosen_tools(tools)
 
     async def respond(self, message: Message) -> Response:
         """Run the calls, or grade the answer."""
         if message.get("tool_calls") or message.get("parse_error"):
             self._num_failed_runs = 0
             results = await self.call_tools(message)
-            num_errors = results.num_errors + self._num_failed_runs
             if self.num_turns >= self.max_turns:
                 await self.aclose()
-            return Response(
-                messages=results.messages,
-                metrics={"tool_calls": results.num_calls, "tool_errors": num_errors},
-            )
+            return Response(messages=results.messages, metrics=self._metrics(message, results))
         await self.aclose()
-        answer = extract_answer(message["content"])
-        is_right = answer is not None and is_same_number(answer, self.task.data["answer"])
-        return Response(
-            reward=float(is_right),
-            reward_parts={"answer": float(is_right), "format": float(answer is not None)},
-            is_terminated=True,
-            metrics={"tool_calls": 0, "tool_errors": 0},
-        )
+        return replace(await self.grade(message), metrics={"tool_calls": 0, "tool_errors": 0})
 
     async def aclose(self) -> None:
         """End the episode's interpreter, if it has one."""
@@ -178,11 +183,45 @@ class TirEnv(TextEnv):
             await session.aclose()
 
     def gold_action(self) -> str:
-        """Call the tool, then repeat what it printed."""
+        """Call the first tool, then repeat what it said; of questions of a file, the answer."""
         last = self.messages[-1]
         if last["role"] == "tool":
             return f"\\boxed{{{last['content']}}}"
-        return python_call(f"print({self.task.data['expression']})")
+        expression = self.task.data.get("expression")
+        if expression is None:
+            return super().gold_action()
+        dialect = self.tool_dialect or DEFAULT_DIALECT
+        if self.tools[0].name == "calculator":
+            return write_call("calculator", {"expression": expression}, dialect)
+        return python_call(f"print({expression})", dialect)
+
+    def _chosen_tools(self, names: Sequence[str]) -> tuple[Tool, ...]:
+        known: dict[str, Callable[[str], str | Awaitable[str]]] = {
+            "python": self._run_python,
+            "calculator": self._calculate,
+        }
+        wrong = [name for name in names if name not in known]
+        if wrong or not names or isinstance(names, str):
+            raise UsageError(f"tools = {names!r}: a list of {' and '.join(known)}")
+        return tuple(
+            Tool(name=name, **_DESCRIPTIONS[name], function=known[name])
+            for name in dict.fromkeys(names)
+        )
+
+    def _metrics(self, message: Message, results: ToolResults) -> dict[str, float]:
+        metrics: dict[str, float] = {
+            "tool_calls": results.num_calls,
+            "tool_errors": results.num_errors + self._num_failed_runs,
+        }
+        if self.max_tool_calls is not None:
+            metrics["tool_refused"] = results.num_refused
+        if len(self.tools) > 1:
+            called = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            metrics |= {f"{tool.name}_calls": called.count(tool.name) for tool in self.tools}
+        return metrics
+
+    def _calculate(self, expression: str) -> str:
+        return self._cut(calculate(expression))
 
     async def _run_python(self, code: str) -> str:
         if len(code) > _MAX_CODE:
@@ -196,7 +235,7 @@ class TirEnv(TextEnv):
             raise SandboxError(result.stderr or "the sandbox is unavailable")
         if not result.is_ok:
             self._num_failed_runs += 1
-        return _observed(result)
+        return self._cut(_observed(result))
 
     async def _interpreter(self) -> Sandbox | Session:
         sandbox = self._sandbox
@@ -210,6 +249,12 @@ class TirEnv(TextEnv):
             self._session = await sandbox.session()
         return self._session
 
+    def _cut(self, text: str) -> str:
+        num_left_out = len(text) - self._max_output
+        if num_left_out <= 0:
+            return text
+        return f"{text[: self._max_output]}... ({num_left_out} more characters)"
+
 
 @cache
 def _require_known(sandbox_id: str) -> str:
@@ -218,14 +263,10 @@ def _require_known(sandbox_id: str) -> str:
 
 
 def _observed(result: SandboxResult) -> str:
-    """What the policy reads of a run."""
+    """What there is to read of a run."""
     if result.is_ok:
-        text = result.stdout.strip() or result.value or ""
-    elif result.status is SandboxStatus.ERROR:
+        return result.stdout.strip() or result.value or ""
+    if result.status is SandboxStatus.ERROR:
         lines = result.stderr.strip().splitlines()
-        text = lines[-1].strip() if lines else "error"
-    else:
-        text = _REACHED[result.status]
-    if len(text) > _MAX_OUTPUT:
-        return f"{text[:_MAX_OUTPUT]}... ({len(text) - _MAX_OUTPUT} more characters)"
-    return text
+        return lines[-1].strip() if lines else "error"
+    return _REACHED[result.status]

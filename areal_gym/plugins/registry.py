@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -28,6 +29,7 @@ from areal_gym.plugins.specs import (
     FilterSpec,
     LoggerSpec,
     PolicyLossSpec,
+    RetrieverSpec,
     SandboxSpec,
     Spec,
     ToolSpec,
@@ -41,6 +43,7 @@ Kind = Literal[
     "envs",
     "agents",
     "tools",
+    "retrievers",
     "sandboxes",
     "engines",
     "trainers",
@@ -60,6 +63,7 @@ KINDS: dict[Kind, type[Spec]] = dict(
             EnvSpec,
             AgentSpec,
             ToolSpec,
+            RetrieverSpec,
             SandboxSpec,
             EngineSpec,
             TrainerSpec,
@@ -177,7 +181,7 @@ class Registry:
         return sorted(found, key=lambda entry: entry.id)
 
     def get(self, kind: Kind, id: str) -> Entry:
-        """The one thing of that kind and id.
+        """The one thing of that kind and id; `adapter:NAME` is the adapter with that argument.
 
         Raises:
             UnknownIdError: nobody registered it.
@@ -185,6 +189,8 @@ class Registry:
         """
         entries = self.entries(kind)
         claims = [entry for entry in entries if entry.id == id]
+        if not claims:
+            claims = list(_adapted(entries, id))
         if not claims:
             raise self._unknown(kind, id, [entry.id for entry in entries])
         if len(claims) > 1:
@@ -210,9 +216,11 @@ class Registry:
         except TypeError as error:
             known = list(signature.parameters)
             wrong = [name for name in arguments if name not in known]
+            of_adapter = entry.spec.shown_id != entry.id
             raise UsageError(
                 f"{entry.spec.kind} {id!r}: {error}",
                 hints=[
+                    *([f"say which, after a colon: {entry.spec.shown_id}"] if of_adapter else []),
                     *filter(None, (did_you_mean(name, known) for name in wrong)),
                     f"it takes: {', '.join(known) or 'no arguments'}",
                 ],
@@ -241,11 +249,19 @@ class Registry:
         ]
 
     def _unknown(self, kind: Kind, id: str, known: list[str]) -> UnknownIdError:
-        near = did_you_mean(id, known)
+        near = did_you_mean(id.partition(":")[0], known)
         hints = [near] if near else []
         hints.append(f"all of them: areal-gym list {kind}")
         hints += self.absences()
         return UnknownIdError(f"no {KINDS[kind].kind} {id!r}", hints=hints)
+
+
+def _adapted(entries: list[Entry], id: str) -> Iterator[Entry]:
+    adapter, _, text = id.partition(":")
+    for entry in entries:
+        spec = entry.spec
+        if isinstance(spec, EnvSpec) and spec.argument and spec.id == adapter and text:
+            yield Entry(spec.named(text), entry.plugin)
 
 
 def _duplicate(claims: list[Entry]) -> DuplicateIdError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "FilterSpec",
     "LoggerSpec",
     "PolicyLossSpec",
+    "RetrieverSpec",
     "SandboxSpec",
     "Spec",
     "ToolSpec",
@@ -44,6 +45,11 @@ class Spec:
     extra: str = ""
     """The extra of the plugin's own distribution that installs them; "" installs them by name."""
 
+    @property
+    def shown_id(self) -> str:
+        """The id, as lists show it."""
+        return self.id
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvSpec(Spec):
@@ -57,6 +63,19 @@ class EnvSpec(Spec):
     tags: tuple[str, ...] = ()
     version: int = 0
     """The `-vN` of the Gymnasium id; raised when scores stop being comparable."""
+    argument: str = ""
+    """An adapter's: the keyword argument that the text after a colon is, as in `gymnasium:NAME`."""
+
+    @property
+    def shown_id(self) -> str:
+        """The id, with what an adapter wants to have after a colon."""
+        return f"{self.id}:<{self.argument}>" if self.argument else self.id
+
+    def named(self, text: str) -> EnvSpec:
+        """Of an adapter: the one environment that `text` names."""
+        return replace(
+            self, id=f"{self.id}:{text}", kwargs={**self.kwargs, self.argument: text}, argument=""
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +92,14 @@ class ToolSpec(Spec):
 
     kind: ClassVar[str] = "tool"
     hook: ClassVar[str] = "register_tools"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetrieverSpec(Spec):
+    """Who answers queries in `search`: a class with the `Retriever` protocol."""
+
+    kind: ClassVar[str] = "retriever"
+    hook: ClassVar[str] = "register_retrievers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

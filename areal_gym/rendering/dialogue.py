@@ -19,7 +19,7 @@ from areal_gym.rendering.renderer import Renderer, reply_shape
 from areal_gym.rendering.template import BREAK, ToolSchemas
 from areal_gym.types import Message
 
-__all__ = ["Dialogue", "Prompt"]
+__all__ = ["Dialogue", "Point", "Prompt"]
 
 
 class Prompt(NamedTuple):
@@ -40,8 +40,17 @@ class Prompt(NamedTuple):
         return self.token_ids[self.num_kept :]
 
 
+class Point(NamedTuple):
+    """A moment of a dialogue, right after an answer. The lists only grow behind it."""
+
+    token_ids: list[int]
+    num_ids: int
+    messages: list[Message]
+    num_messages: int
+
+
 class Dialogue:
-    """Of one episode.
+    """Of one episode, or of one of several in it: see `fork`.
 
     Args:
         renderer: of the policy.
@@ -64,6 +73,8 @@ class Dialogue:
         self._tools = tools
         self._dialect = dialect or renderer.tool_dialect
         self._branch = 0
+        self.is_own = True
+        """False for a fork that the policy has not answered yet: its ids are another dialogue's."""
         self._has_thought = False
         self._texts: dict[int, tuple[Message, str]] = {}
         self._bridges: dict[tuple[str, ...], bool] = {}
@@ -82,10 +93,12 @@ class Dialogue:
         if not self.token_ids:
             ids = tuple(self._renderer.first_ids(messages, self._tools))
             return Prompt(ids, 0, 0, messages, replaces_history)
+        # What another dialogue has sampled is trained on there: here it is part of the prompt.
+        kept = len(self.token_ids) if self.is_own else 0
+        branch = self._branch if self.is_own else self._branch + 1
         if not replaces_history and self._can_bridge(messages):
             bridge = self._renderer.bridge_ids(self.token_ids[-1], messages)
-            kept = len(self.token_ids)
-            return Prompt((*self.token_ids, *bridge), kept, self._branch, messages)
+            return Prompt((*self.token_ids, *bridge), kept, branch, messages)
         whole = messages if replaces_history else [*self.messages, *messages]
         text = self._renderer.render([self._as_written(m) for m in whole], self._tools)
         rest = _continuation(self._renderer.tokenizer.decode(self.token_ids), text)
@@ -93,23 +106,52 @@ class Dialogue:
             ids = tuple(self._renderer.encode(text))
             return Prompt(ids, 0, self._branch + 1, messages, replaces_history)
         ids = (*self.token_ids, *self._renderer.encode(rest))
-        return Prompt(ids, len(self.token_ids), self._branch, messages, replaces_history)
+        return Prompt(ids, kept, branch, messages, replaces_history)
 
-    def answer(self, prompt: Prompt, sampled_ids: Sequence[int]) -> Message:
-        """Take in what the policy has sampled after `prompt`."""
-        text = self._renderer.decode(sampled_ids)
+    def answer(
+        self, prompt: Prompt, sampled_ids: Sequence[int], *, text: str | None = None
+    ) -> Message:
+        """Take in what the policy has sampled after `prompt`.
+
+        `text` is what the agent takes of it, when that is less (up to a stop string).
+        """
+        if text is None:
+            text = self._renderer.decode(sampled_ids)
         message = self._renderer.parse(text, self._dialect)
         self._has_thought |= "reasoning_content" in message
         self._texts[id(message)] = message, text
         self._branch = prompt.branch
+        self.is_own = True
+        # New lists, not empty ones: somebody may hold a point of the old branch.
         if not prompt.num_kept:
-            self.token_ids.clear()
+            self.token_ids = []
         self.token_ids += prompt.added
         self.token_ids += sampled_ids
         if prompt.replaces_history:
-            self.messages.clear()
+            self.messages = []
         self.messages += [*prompt.messages, message]
         return message
+
+    def here(self) -> Point:
+        """Where the dialogue stands."""
+        return Point(self.token_ids, len(self.token_ids), self.messages, len(self.messages))
+
+    def stands_at(self, point: Point) -> bool:
+        """Whether nothing was said since."""
+        return self.token_ids is point.token_ids and len(self.token_ids) == point.num_ids
+
+    def fork(self, point: Point) -> Dialogue:
+        """Another dialogue that goes on from an earlier point of this one.
+
+        Its first prompt begins with the very ids that were sent and sampled until then.
+        """
+        other = Dialogue(self._renderer, self._tools, dialect=self._dialect)
+        other.token_ids = point.token_ids[: point.num_ids]
+        other.messages = point.messages[: point.num_messages]
+        other.is_own, other._branch = False, -1
+        other._has_thought, other._texts = self._has_thought, self._texts
+        other._bridges = self._bridges
+        return other
 
     def _can_bridge(self, messages: Sequence[Message]) -> bool:
         if self._has_thought and not self._renderer.keeps_thinking:

@@ -52,7 +52,11 @@ class ChatTemplate:
         """
         self.source = source
         self._template = _compile(source)
-        self._variables = {**(special_tokens or {}), **(kwargs or {})}
+        self._variables = {
+            **self._template.globals,
+            **(special_tokens or {}),
+            **(kwargs or {}),
+        }
         # The longest first, so that a token which begins like another one is found whole.
         tokens = sorted((t for t in control_tokens if len(t) > 1), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, tokens))) if tokens else None
@@ -71,13 +75,18 @@ class ChatTemplate:
         """
         import jinja2
 
-        try:
-            return self._template.render(
-                messages=[self._harmless(message) for message in messages],
-                tools=list(tools) or None,
-                add_generation_prompt=adds_prompt,
+        # What Template.render does, without looking up all globals again: a quarter of its time.
+        context = self._template.new_context(
+            {
                 **self._variables,
-            )
+                "messages": [self._harmless(message) for message in messages],
+                "tools": list(tools) or None,
+                "add_generation_prompt": adds_prompt,
+            },
+            shared=True,
+        )
+        try:
+            return "".join(self._template.root_render_func(context))
         except (jinja2.TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(f"the chat template refuses the roles {roles}: {error}") from error

@@ -19,18 +19,16 @@ truncations: kept and trained on. What fails is recorded at the boundary where i
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import itertools
-import struct
+import math
 import time
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from areal_gym.agents.base import Agent
-from areal_gym.engines.base import Engine, Generation, SamplingParams
+from areal_gym.agents.base import Access, Agent
+from areal_gym.capture import ContextFullError, InFlight, Recorder, TurnDraft, derive_seed
+from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import (
@@ -42,15 +40,10 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.rendering import Dialogue, Renderer
-from areal_gym.types import (
-    FinishReason,
-    Message,
-    StopReason,
-    Task,
-    TokenSpan,
-    Trajectory,
-    Turn,
-)
+from areal_gym.types import FinishReason, Message, StopReason, Task, Trajectory
+
+if TYPE_CHECKING:
+    from areal_gym.gateway.session import Session
 
 __all__ = ["InFlight", "derive_seed", "play_episode", "stop_reason_of"]
 
@@ -63,32 +56,11 @@ _STOP_REASONS = {
     "timeout": StopReason.TIMEOUT,
     "episode": StopReason.ENV_ERROR,  # an environment may raise the base class
 }
-_sessions = itertools.count()
 
 
 def stop_reason_of(error: EpisodeError) -> StopReason:
     """Which boundary failed."""
     return _STOP_REASONS[error.boundary]
-
-
-def derive_seed(*parts: int) -> int:
-    """A 48-bit seed (JSON and every engine can hold it) that depends on all `parts`."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}Q", *parts), digest_size=6).digest()
-    return int.from_bytes(digest, "little")
-
-
-@dataclass(slots=True)
-class InFlight:
-    """How many episodes are being played, and what they wait for."""
-
-    episodes: int = 0
-    engine: int = 0
-    env: int = 0
-
-    @property
-    def agent(self) -> int:
-        """Those that are in the agent's own code."""
-        return self.episodes - self.engine - self.env
 
 
 async def play_episode(
@@ -127,16 +99,19 @@ async def play_episode(
     Raises:
         UsageError: the request itself is wrong (no such split, roles that the template refuses).
     """
-    played = _Played(env, engine, renderer, params or SamplingParams(), in_flight or InFlight())
-    played.in_flight.episodes += 1
-    played.seed = seed
+    in_flight = in_flight or InFlight()
+    recorder = Recorder(
+        engine, renderer, params or SamplingParams(), seed=seed, in_flight=in_flight
+    )
+    played = _Played(env, recorder, in_flight, group_id)
+    in_flight.episodes += 1
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as played.deadline:
             with played.at(EnvError, "reset"):
                 _, info = env.reset(seed=seed, options=options)
             played.first_messages = info["messages"]
             with played.at(AgentError, "play"):
-                await agent.play(played)
+                await played.let(agent)
     except EpisodeError as error:
         played.fail(error)
     except _EpisodeOver:
@@ -144,19 +119,19 @@ async def play_episode(
     except TimeoutError:
         played.fail(EpisodeTimeoutError(f"the episode took more than {timeout_s:g} s"))
     finally:
-        engine.release(played.session)
+        played.close()
         try:
             with played.at(EnvError, "aclose"):
                 await env.aclose()
         except EpisodeError as error:
             played.fail(error)
         finally:
-            played.in_flight.episodes -= 1
+            in_flight.episodes -= 1
     return Trajectory(
         id=trajectory_id,
         group_id=group_id,
         task=played.task,
-        env_id=env_id or type(env).__name__,
+        env_id=env.played_id or env_id or type(env).__name__,
         agent_id=agent_id,
         seed=seed,
         **played.outcome(),
@@ -167,45 +142,31 @@ class _EpisodeOver(Exception):
     """Unwinds the agent when there is no room for another turn."""
 
 
-@dataclass(slots=True)
-class _TurnDraft:
-    """A turn whose reward is not known yet."""
-
-    finish_reason: FinishReason
-    engine_s: float
-    env_s: float = 0.0
-    reward: float = 0.0
-    reward_parts: dict[str, float] = field(default_factory=dict)
-
-
 class _Played:
     """The other side of the `Episode` protocol: asks, acts, records."""
 
     def __init__(
         self,
         env: TextEnv,
-        engine: Engine,
-        renderer: Renderer,
-        params: SamplingParams,
+        recorder: Recorder,
         in_flight: InFlight,
+        group_id: str,
     ) -> None:
         self.env = env
-        self.engine = engine
-        self.renderer = renderer
-        self.params = params
+        self.recorder = recorder
         self.in_flight = in_flight
-        self.seed = 0
-        self.session = f"episode-{next(_sessions)}"
+        self.group_id = group_id
+        self.deadline: asyncio.Timeout | None = None
         self.first_messages: Sequence[Message] = ()
-        self.dialogue: Dialogue | None = None
-        self.spans: list[TokenSpan] = []
-        self.turns: list[_TurnDraft] = []
-        self.messages: list[Message] = []
         self.unread: Sequence[Message] = ()
         self.metrics: dict[str, float] = {}
         self.stop_reason: StopReason | None = None
         self.error: EpisodeError | None = None
-        self.is_full = False
+        self._dialogue: Dialogue | None = None
+        self._is_full = False
+        self._session: Session | None = None
+        self._acting = asyncio.Lock()
+        self._tool_runs: dict[int, asyncio.Task[dict[str, str]]] = {}
 
     # ---- what the agent sees ------------------------------------------------------------------
 
@@ -217,54 +178,109 @@ class _Played:
         self, new_messages: Sequence[Message], *, replaces_history: bool = False
     ) -> Message:
         self._check_open("asks the policy")
-        if self.dialogue is None:
+        if self._dialogue is None:
             schemas = [tool.schema() for tool in self.env.tools]
-            self.dialogue = Dialogue(self.renderer, schemas, dialect=self.env.tool_dialect)
-        prompt = self.dialogue.prompt(new_messages, replaces_history=replaces_history)
-        if len(prompt.token_ids) >= self.engine.max_context:
-            self.stop_reason = StopReason.MAX_TOKENS
-            self.is_full = True
-            raise _EpisodeOver
-        turn = len(self.turns)
-        params = SamplingParams(
-            max_new_tokens=self.params.max_new_tokens,
-            temperature=self.params.temperature,
-            top_p=self.params.top_p,
-            top_k=self.params.top_k,
-            stop_token_ids=self.renderer.stop_token_ids,
-            seed=derive_seed(self.seed, turn),
-        )
-        start = time.perf_counter()
-        with self.at(EngineError, "generate"):
-            generation = await self.engine.generate(prompt.token_ids, params, session=self.session)
-            sampled = _policy_spans(generation, turn, prompt.branch)
-        self.spans.append(
-            TokenSpan(
-                origin="env" if prompt.num_kept else "prompt",
-                token_ids=prompt.added,
-                turn=turn,
-                branch=prompt.branch,
+            self._dialogue = Dialogue(
+                self.recorder.renderer, schemas, dialect=self.env.tool_dialect
             )
-        )
-        self.spans += sampled
-        self.turns.append(_TurnDraft(generation.finish_reason, time.perf_counter() - start))
-        message = self.dialogue.answer(prompt, generation.token_ids)
+        prompt = self._dialogue.prompt(new_messages, replaces_history=replaces_history)
+        try:
+            with self.at(EngineError, "generate"):
+                message, _ = await self.recorder.sample(self._dialogue, prompt)
+        except ContextFullError:
+            self.stop_reason = StopReason.MAX_TOKENS
+            self._is_full = True
+            raise _EpisodeOver from None
         self.unread = ()
-        self.messages += new_messages
-        self.messages.append(message)
         return message
 
     async def act(self, message: Message) -> StepResult:
         self._check_open("acts")
-        if not self.turns:
+        if not self.recorder.turns:
             raise AgentError("the agent acts before it has asked the policy")
-        turn = self.turns[-1]
+        return await self._act(message, self.recorder.turn_of(message))
+
+    async def access(self, *, max_calls: int) -> Access:
+        if self._session is None:
+            from areal_gym.gateway.shared import shared_gateway
+
+            gateway = await shared_gateway()
+            self._session = gateway.open_session(
+                self.recorder,
+                group_id=self.group_id,
+                max_calls=max_calls,
+                host=self,
+            )
+        return self._session
+
+    async def call_tool(self, call_id: str) -> str:
+        message = None if self._session is None else self._session.message_with(call_id)
+        if message is None:
+            raise AgentError(f"the policy has not made a call {call_id!r}")
+        if id(message) not in self._tool_runs:
+            self._tool_runs[id(message)] = asyncio.create_task(self._run_tools(message))
+        results = await asyncio.shield(self._tool_runs[id(message)])
+        return results.get(call_id, "the episode is over")
+
+    async def reply(self, answer: str) -> Sequence[Message]:
+        async with self._acting:
+            if self.is_over:
+                return ()
+            await self.act({"role": "assistant", "content": answer})
+            return () if self.is_over else self.unread
+
+    async def finish(
+        self,
+        answer: str | None = None,
+        *,
+        reward: float | None = None,
+        is_truncated: bool = False,
+    ) -> None:
+        limit = None if self._session is None else self._session.limit
+        if not self.recorder.turns and limit is None:
+            raise AgentError("the agent has finished, and has not asked the policy")
+        if answer is not None and self.recorder.turns:
+            await self.reply(answer)
+        if reward is not None:
+            self.give_reward(reward)
+        if self.stop_reason is None or limit is not None:
+            own = StopReason.MAX_TURNS if is_truncated else StopReason.COMPLETED
+            self.stop_reason = limit or own
+
+    def give_reward(self, reward: float, *, turn: TurnDraft | None = None) -> None:
+        if isinstance(reward, bool | int | float) and math.isfinite(reward):
+            if not self.recorder.turns:
+                raise AgentError("a reward, and the policy has not been asked")
+            (turn or self.recorder.turns[-1]).reward += reward
+            return
+        raise AgentError(f"the agent gave the reward {reward!r}; a finite number is needed")
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        when = None if self.deadline is None else self.deadline.when()
+        if self.deadline is None or when is None:
+            yield
+            return
+        clock = asyncio.get_running_loop().time
+        since_s = clock()
+        self.deadline.reschedule(None)
+        try:
+            yield
+        finally:
+            self.deadline.reschedule(when + clock() - since_s)
+
+    @property
+    def is_over(self) -> bool:
+        return self.stop_reason is not None
+
+    async def _act(self, message: Message, turn: TurnDraft) -> StepResult:
         start = time.perf_counter()
         try:
             with self.at(EnvError, "step"):
                 result = await self.env.astep(message)
         finally:
             turn.env_s += time.perf_counter() - start
+            turn.tool_s += self.env.tool_s
         turn.reward += result.reward
         for name, part in result.info.get("reward_parts", {}).items():
             turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part
@@ -281,23 +297,29 @@ class _Played:
             self.stop_reason = StopReason.MAX_TURNS if by_turns else StopReason.TRUNCATED
         return result
 
+    async def _run_tools(self, message: Message) -> dict[str, str]:
+        """Hand a message with calls to the environment, once; what each of its calls gave."""
+        names = {tool.name for tool in self.env.tools}
+        calls = [call for call in message["tool_calls"] if call["function"]["name"] in names]
+        async with self._acting:
+            if self.is_over:
+                return {}
+            turn = self.recorder.turn_of(message)
+            result = await self._act({**message, "tool_calls": calls}, turn)
+        found: dict[str, str] = {}
+        for index, answer in enumerate(result.info["messages"]):
+            call_id = answer.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
+            found[call_id] = "\n".join(filter(None, (found.get(call_id), answer["content"])))
+        return found
+
     def outcome(self) -> dict[str, Any]:
         """The fields of the trajectory that playing decides."""
         if self.stop_reason is None:
             self.fail(AgentError("the agent stopped before the environment had ended the episode"))
+        outcome = self.recorder.outcome()
         return {
-            "spans": tuple(self.spans),
-            "turns": tuple(
-                Turn(
-                    finish_reason=turn.finish_reason,
-                    reward=turn.reward,
-                    reward_parts=turn.reward_parts,
-                    engine_s=turn.engine_s,
-                    env_s=turn.env_s,
-                )
-                for turn in self.turns
-            ),
-            "messages": (*self.messages, *self.unread),
+            **outcome,
+            "messages": (*outcome["messages"], *self.unread),
             "stop_reason": self.stop_reason,
             "error": None if self.error is None else str(self.error),
             "metrics": self.metrics,
@@ -309,6 +331,33 @@ class _Played:
             return self.env.task
         except UsageError:  # the very first reset failed
             return Task(id="unknown", data={})
+
+    async def let(self, agent: Agent) -> None:
+        """Let the agent play. Where it fails because the policy could not answer, that is why."""
+        try:
+            await agent.play(self)
+        except _EpisodeOver:
+            raise
+        except Exception as error:
+            session = self._session
+            if session is None or (
+                isinstance(error, EpisodeError) and not isinstance(error, AgentError)
+            ):
+                raise
+            if session.limit is not None:
+                self.stop_reason = session.limit
+                raise _EpisodeOver from error
+            if session.trouble is not None:
+                raise session.trouble from error
+            raise
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        for run in self._tool_runs.values():
+            run.cancel()
+        if self._session is not None:
+            self._session.close()
+        self.recorder.release()
 
     # ---- failures -----------------------------------------------------------------------------
 
@@ -324,7 +373,7 @@ class _Played:
     def _check_open(self, what: str) -> None:
         if self.error is not None:
             raise self.error
-        if self.is_full:
+        if self._is_full:
             raise _EpisodeOver
         if self.stop_reason is not None:
             raise AgentError(f"the agent {what} after the end of the episode")
@@ -356,7 +405,7 @@ class _Boundary:
         self._count(-1)
         if error is None or not isinstance(error, Exception):
             return
-        if isinstance(error, UsageError | _EpisodeOver):
+        if isinstance(error, UsageError | ContextFullError | _EpisodeOver):
             return
         if not isinstance(error, EpisodeError):
             wrapped = self.error(f"{self.error.boundary} failed in {self.what}: {error!r}")
@@ -365,36 +414,5 @@ class _Boundary:
         self.played.fail(error)
 
     def _count(self, change: int) -> None:
-        if self.error is EngineError:
-            self.played.in_flight.engine += change
-        elif self.error is EnvError:
+        if self.error is EnvError:
             self.played.in_flight.env += change
-
-
-def _policy_spans(generation: Generation, turn: int, branch: int) -> list[TokenSpan]:
-    """One span per run of tokens with the same version."""
-    if generation.finish_reason is FinishReason.ABORT:
-        raise EngineError("the engine aborted the turn")
-    if not generation.token_ids:
-        raise EngineError("the engine sampled no token")
-    if len(generation.versions) != len(generation.token_ids):
-        raise EngineError("the engine must give one policy version per token")
-    if sorted(generation.versions) != list(generation.versions):
-        raise EngineError("the policy version went back inside a turn")
-    spans: list[TokenSpan] = []
-    start = 0
-    while start < len(generation.token_ids):
-        version = generation.versions[start]
-        end = bisect_right(generation.versions, version, lo=start)
-        spans.append(
-            TokenSpan(
-                origin="policy",
-                token_ids=generation.token_ids[start:end],
-                logprobs=generation.logprobs[start:end],
-                policy_version=version,
-                turn=turn,
-                branch=branch,
-            )
-        )
-        start = end
-    return spans

@@ -7,24 +7,34 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_gym.agents.base import Agent
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import FailureBudgetError, NothingToDoError
-from areal_gym.metrics import Interval, mean, merge_means, pass_at_k, wilson_interval
+from areal_gym.metrics import Interval, mean, merge_means, pass_at_k, pass_hat_k, wilson_interval
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import derive_seed, play_episode
 from areal_gym.rollout.failures import FailureBudget
 from areal_gym.rollout.pool import EnvPool
 from areal_gym.types import Task, Trajectory
 
-__all__ = ["EvalReport", "evaluate"]
+__all__ = ["EnvScore", "EvalReport", "evaluate"]
 
 _TASK, _EPISODE = 2, 3
 """Streams of seeds; 0 and 1 are the training runner's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvScore:
+    """How one environment of a mix went."""
+
+    num_tasks: int
+    pass_at_1: Interval
+    reward: float
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +56,8 @@ class EvalReport:
     """Episodes that infrastructure failed; excluded from every number but this one."""
     pass_at_k: Mapping[int, Interval]
     """Estimates with 95% intervals over tasks (see `pass_at_k_interval`)."""
+    pass_hat_k: Mapping[int, float]
+    """pass^k: the chance that all of k episodes of one task succeed, mean over the tasks."""
     reward: float
     reward_parts: Mapping[str, float]
     """Means over the episodes."""
@@ -58,6 +70,8 @@ class EvalReport:
     errors: Mapping[str, int]
     """The most common error messages of failed episodes, at most five."""
     wall_s: float
+    by_env: Mapping[str, EnvScore] = field(default_factory=dict)
+    """For each environment of a mix, by name; empty when there is one only."""
 
     @property
     def pass_at_1(self) -> Interval:
@@ -80,6 +94,7 @@ class EvalReport:
             row[f"pass@{k}"] = interval.mean
             row[f"pass@{k}_low"] = interval.low
             row[f"pass@{k}_high"] = interval.high
+        row |= {f"pass^{k}": estimate for k, estimate in self.pass_hat_k.items()}
         return row | {
             "reward": self.reward,
             "reward_parts": dict(self.reward_parts),
@@ -89,6 +104,17 @@ class EvalReport:
             "stop_reasons": dict(self.stop_reasons),
             "errors": dict(self.errors),
             "wall_s": self.wall_s,
+            "by_env": {
+                name: {
+                    "num_tasks": score.num_tasks,
+                    "pass@1": score.pass_at_1.mean,
+                    "pass@1_low": score.pass_at_1.low,
+                    "pass@1_high": score.pass_at_1.high,
+                    "reward": score.reward,
+                    "metrics": dict(score.metrics),
+                }
+                for name, score in self.by_env.items()
+            },
         }
 
     def to_text(self) -> str:
@@ -102,6 +128,13 @@ class EvalReport:
         ]
         for k, (estimate, low, high) in self.pass_at_k.items():
             lines.append(f"{f'pass@{k}':<20}{estimate:>8.3f}   {low:.3f} to {high:.3f}")
+        lines += [f"{f'pass^{k}':<20}{x:>8.3f}" for k, x in self.pass_hat_k.items() if k > 1]
+        for name, score in self.by_env.items():
+            low, high = score.pass_at_1.low, score.pass_at_1.high
+            lines.append(
+                f"{f'  pass@1 in {name}':<20}{score.pass_at_1.mean:>8.3f}   {low:.3f} to {high:.3f}"
+                f"   {score.num_tasks} tasks"
+            )
         numbers = {"reward": self.reward}
         numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
         numbers |= {"turns": self.mean_turns, "tokens sampled": self.mean_policy_tokens}
@@ -156,7 +189,7 @@ async def evaluate(
         renderer: messages to ids.
         split: whose tasks.
         num_tasks: how many tasks at most.
-        num_samples: episodes per task; pass@k is estimated for powers of two up to it.
+        num_samples: episodes per task; pass@k and pass^k are estimated for powers of two up to it.
         temperature: 0 is greedy.
         top_p: sample from the likeliest tokens that make up this much.
         top_k: sample from this many of the likeliest tokens; 0 is all.
@@ -301,12 +334,17 @@ def _report(
     **facts: Any,
 ) -> EvalReport:
     episodes = [trajectory for siblings in scored for trajectory in siblings]
-    counts = [
-        (len(siblings), sum(t.reward >= success_reward - 1e-9 for t in siblings))
-        for siblings in scored
-        if siblings
-    ]
+    counts = _counts(scored, success_reward)
+    scores = {
+        name: _score(
+            [[t for t in siblings if t.env_id == name] for siblings in scored],
+            num_samples,
+            success_reward,
+        )
+        for name in sorted({t.env_id for t in episodes})
+    }
     powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
+    ks = sorted({*powers, num_samples})
     reasons = Counter(str(t.stop_reason) for t in [*episodes, *failed])
     errors = Counter(t.error or "" for t in failed)
     return EvalReport(
@@ -315,10 +353,8 @@ def _report(
         num_samples=num_samples,
         num_episodes=len(episodes),
         num_failed=len(failed),
-        pass_at_k={
-            k: pass_at_k_interval(counts, k, num_samples=num_samples)
-            for k in sorted({*powers, num_samples})
-        },
+        pass_at_k={k: pass_at_k_interval(counts, k, num_samples=num_samples) for k in ks},
+        pass_hat_k={k: mean(pass_hat_k(n, c, k) for n, c in counts if n >= k) for k in ks},
         reward=mean(t.reward for t in episodes),
         reward_parts=merge_means([t.reward_parts for t in episodes]),
         metrics=merge_means([t.metrics for t in episodes]),
@@ -326,5 +362,28 @@ def _report(
         mean_policy_tokens=mean(t.num_policy_tokens for t in episodes),
         stop_reasons=dict(reasons.most_common()),
         errors=dict(errors.most_common(5)),
+        by_env=scores if len(scores) > 1 else {},
         **facts,
     )
+
+
+def _score(
+    scored: Sequence[Sequence[Trajectory]], num_samples: int, success_reward: float
+) -> EnvScore:
+    theirs = [siblings for siblings in scored if siblings]
+    episodes = [trajectory for siblings in theirs for trajectory in siblings]
+    return EnvScore(
+        num_tasks=len(theirs),
+        pass_at_1=pass_at_k_interval(_counts(theirs, success_reward), 1, num_samples=num_samples),
+        reward=mean(t.reward for t in episodes),
+        metrics=merge_means([t.metrics for t in episodes]),
+    )
+
+
+def _counts(scored: Sequence[Sequence[Trajectory]], success_reward: float) -> list[tuple[int, int]]:
+    """For each task, scored episodes and successes."""
+    return [
+        (len(siblings), sum(t.reward >= success_reward - 1e-9 for t in siblings))
+        for siblings in scored
+        if siblings
+    ]

@@ -6,6 +6,7 @@ The only package that knows all parts. `areal-gym train`, `eval` and `replay` ar
 
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import evaluate
+from areal_gym.run.online import serve
 from areal_gym.run.parts import relax_garbage_collection
 from areal_gym.run.refused import replay_refused
 from areal_gym.run.replay import replay
@@ -18,5 +19,6 @@ __all__ = [
     "relax_garbage_collection",
     "replay",
     "replay_refused",
+    "serve",
     "train",
 ]

@@ -10,7 +10,10 @@ from typing import Any
 
 from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine
+from areal_gym.errors import UsageError
+from areal_gym.gateway.shared import use_address
 from areal_gym.learning_curve import CurvePoint
+from areal_gym.online import ONLINE, split_address
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.evaluate import EvalReport
 from areal_gym.rollout.evaluate import evaluate as evaluate_policy
@@ -54,8 +57,14 @@ def evaluate(
         }
     )
     config = config.model_copy(update={"eval": settings})
+    if config.env.id == ONLINE:
+        raise UsageError(
+            "an online run has no held-out tasks: programs outside measure the policy",
+            hints=["serve it to them: areal-gym serve --run RUN"],
+        )
 
     async def measure() -> EvalReport:
+        use_address(*split_address(config.gateway))
         parts = Parts.of(config)
         policy = checkpoint or policy_directory(config, parts, shown)[0]
         async with open_engine(config, policy) as (engine, renderer):
@@ -106,6 +115,8 @@ class Evaluations:
 
     def is_due(self, step: int) -> bool:
         """Whether the settings want an evaluation at this step, and none is on record."""
+        if self.config.env.id == ONLINE:
+            return False
         every = self.config.eval.every
         is_wanted = step == 0 or (every > 0 and step % every == 0) or not self.points
         return is_wanted and all(point.step != step for point in self.points)
@@ -184,6 +195,10 @@ class Evaluations:
                 "eval/sampled_low": point.low,
                 "eval/sampled_high": point.high,
                 "eval/greedy": point.greedy,
+                **{
+                    f"eval/sampled/{name}": score.pass_at_1.mean
+                    for name, score in sampled.by_env.items()
+                },
             },
         )
         versions = sampled.policy_versions
@@ -191,8 +206,13 @@ class Evaluations:
         display.say(
             f"held-out at step {step}: {point.sampled:.3f} sampled "
             f"({point.low:.3f} to {point.high:.3f}), {point.greedy:.3f} greedy, "
-            f"{config.eval.num_tasks} tasks{mixed}"
+            f"{sampled.num_tasks} tasks{mixed}"
         )
+        for name, score in sampled.by_env.items():
+            display.say(
+                f"  {name}: {score.pass_at_1.mean:.3f} sampled, "
+                f"{greedy_report.by_env[name].pass_at_1.mean:.3f} greedy, {score.num_tasks} tasks"
+            )
         return point
 
 

@@ -16,9 +16,10 @@ from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError, LostRankError, NotFiniteError
-from areal_gym.learning_curve import draw_learning_curve
+from areal_gym.learning_curve import CurvePoint, draw_learning_curve
 from areal_gym.metrics import rss_mb
 from areal_gym.objectives import SUPERVISED
+from areal_gym.online import ONLINE
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.batch_metrics import batch_metrics
@@ -28,6 +29,7 @@ from areal_gym.rollout.runner import RolloutRunner, RolloutStats
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import Evaluations
 from areal_gym.run.loggers import Loggers
+from areal_gym.run.online import open_gateway
 from areal_gym.run.parts import (
     Parts,
     close_learner,
@@ -153,6 +155,7 @@ class _Training:
             require_same_start(directory, policy)
         directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
+        directory.save_tokenizer(policy)
         done, source = 0, policy
         found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
         if from_step is not None:
@@ -187,6 +190,7 @@ class _Training:
                 await weight_sync.publish(weights_for(weight_sync, learner), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
+            await open_gateway(config, directory, display)
             player = await stack.enter_async_context(
                 open_workers(config, parts, policy, engine, cluster)
             )
@@ -212,17 +216,14 @@ class _Training:
                 rollout_state,
                 player,
             )
-            after = await evaluations.at(config.steps)
+            heldout = {}
+            if config.env.id != ONLINE:
+                heldout = _heldout(evaluations.points[0], await evaluations.at(config.steps))
             best = keep_checkpoints(directory.checkpoints_dir, num_kept, evaluations.scores())
-        before = evaluations.points[0]
         summary = {
             "objective": config.objective,
             "env": config.env.id,
-            "heldout_before": before.sampled,
-            "heldout_after": after.sampled,
-            "heldout_greedy_before": before.greedy,
-            "heldout_greedy_after": after.greedy,
-            "heldout_after_interval": [after.low, after.high],
+            **heldout,
             "num_heldout_tasks": config.eval.num_tasks,
             "num_steps": config.steps,
             "first_step": done + 1,
@@ -302,6 +303,7 @@ class _Training:
                 "memory/rss_mb": rss_mb(),
             }
             directory.append_metrics(row)
+            directory.save_trained(learner.trained_tokens(), step=step)
             directory.save_trajectories((t for group in groups for t in group), name=step)
             loggers.log(step, row)
             display.step(step, config.steps, row)
@@ -408,10 +410,12 @@ class _Training:
             ),
         )
         directory.save_summary(summary)
-        rows = [("", "before", "after")]
-        for label, key in (("sampled", "heldout"), ("greedy", "heldout_greedy")):
-            before, after = summary[f"{key}_before"], summary[f"{key}_after"]
-            rows.append((f"held-out, {label}", f"{before:.3f}", f"{after:.3f}"))
+        rows = []
+        if "heldout_before" in summary:
+            rows.append(("", "before", "after"))
+            for label, key in (("sampled", "heldout"), ("greedy", "heldout_greedy")):
+                before, after = summary[f"{key}_before"], summary[f"{key}_after"]
+                rows.append((f"held-out, {label}", f"{before:.3f}", f"{after:.3f}"))
         if best is not None:
             rows.append(("best demonstrator", f"{best:.3f}", ""))
         for left, middle, right in rows:
@@ -425,7 +429,20 @@ class _Training:
         if summary["best_checkpoint"] not in (None, summary["checkpoint"]):
             where = directory.checkpoints_dir / "best"
             display.say(f"best:      {where} ({summary['best_checkpoint']})")
-        display.say(f"next:      areal-gym eval --env {summary['env']} --run {directory.path} -k 4")
+        command = f"eval --env {summary['env']} --run {directory.path} -k 4"
+        if summary["env"] == ONLINE:
+            command = f"serve --run {directory.path}"
+        display.say(f"next:      areal-gym {command}")
+
+
+def _heldout(before: CurvePoint, after: CurvePoint) -> dict[str, Any]:
+    return {
+        "heldout_before": before.sampled,
+        "heldout_after": after.sampled,
+        "heldout_greedy_before": before.greedy,
+        "heldout_greedy_after": after.greedy,
+        "heldout_after_interval": [after.low, after.high],
+    }
 
 
 def _waiting(stats: RolloutStats) -> str:

@@ -39,6 +39,7 @@ LABEL = "areal-gym.sandbox"
 
 _USUAL_HOST = "unix:///var/run/docker.sock"
 _HOME = "/areal-gym"  # where a container sees our socket and the worker's modules
+_TMP_OPTIONS = "rw,nosuid,nodev,noexec,size=64m,mode=1777"
 _SCRATCH = "/tmp/areal-gym"
 _PREFIX = "areal-gym-container-"  # of the directory of a socket, while its container starts
 _START_S = 60.0
@@ -276,6 +277,11 @@ class DockerSandbox(ForkingSandbox):
         self._containers[zygote] = container
         return zygote
 
+    def _inode_limit(self) -> str:
+        """Podman's parser knows no such option of tmpfs; its containers have only the size."""
+        engines = [part["Name"] for part in self._client.version().get("Components", ())]
+        return "" if "Podman Engine" in engines else ",nr_inodes=4096"
+
     def _create(self, place: Path, has_modules: bool) -> Any:
         """Make and start a container; the SDK's object for it."""
         import docker
@@ -303,7 +309,7 @@ class DockerSandbox(ForkingSandbox):
                     str(place): {"bind": f"{_HOME}/socket", "mode": "ro"},
                     str(worker): {"bind": f"{_HOME}/worker", "mode": "ro"},
                 },
-                tmpfs={"/tmp": "rw,nosuid,nodev,noexec,size=64m,nr_inodes=4096,mode=1777"},
+                tmpfs={"/tmp": _TMP_OPTIONS + self._inode_limit()},
                 user=f"{uid}:{uid}",  # its own, since the kernel counts processes by user
                 working_dir="/",
                 network_mode="none",
@@ -315,7 +321,11 @@ class DockerSandbox(ForkingSandbox):
                 memswap_limit=memory,
                 pids_limit=self.limits.num_processes + _SERVER_PROCESSES,
                 nano_cpus=10**9,
-                ulimits=[docker.types.Ulimit(name="core", soft=0, hard=0)],
+                ulimits=[
+                    docker.types.Ulimit(name=name, soft=limit, hard=limit)
+                    # podman's own default may be more than it is allowed itself
+                    for name, limit in (("core", 0), ("nofile", 1024), ("nproc", 4096))
+                ],
                 log_config=docker.types.LogConfig(type="none"),
                 auto_remove=True,
             )

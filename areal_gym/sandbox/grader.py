@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 from areal_gym.errors import EnvError, SandboxError, UsageError
@@ -40,13 +41,19 @@ class Grader:
             generous, since reaching it is the machine's fault and not the answer's.
         on_limit: what a call gives that used up processor time or memory, or crashed; without
             it, that is an error.
+        preload: modules that the function imports on use; they are imported once, ahead of calls.
 
     Raises:
         UsageError: `function` is not written like that.
     """
 
     def __init__(
-        self, function: str, *, limits: SandboxLimits = _LIMITS, on_limit: Any = _RAISE
+        self,
+        function: str,
+        *,
+        limits: SandboxLimits = _LIMITS,
+        on_limit: Any = _RAISE,
+        preload: Sequence[str] = (),
     ) -> None:
         module, _, name = function.partition(":")
         if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
@@ -58,6 +65,7 @@ class Grader:
         self.limits = limits
         self._module, self._name = module, name
         self._on_limit = on_limit
+        self._modules = [module, *preload]
 
     async def __call__(self, *arguments: Any) -> Any:
         """What the function returns for these arguments.
@@ -68,7 +76,7 @@ class Grader:
             SandboxError: the worker failed, or had too little of the machine to finish in time.
         """
         sandbox = shared_sandbox(
-            "process", modules=[self._module], packages=[self._module], min_level="none"
+            "process", modules=self._modules, packages=[self._module], min_level="none"
         )
         code = _CALL.format(module=self._module, name=self._name, arguments=json.dumps(arguments))
         result = await sandbox.run(code, limits=self.limits)

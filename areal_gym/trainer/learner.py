@@ -83,6 +83,8 @@ class _Step:
     totals: Totals
     by_lag: MeansByLag
     work: Work
+    logprobs: dict[int, Tensor]
+    """Of this rank's rows, by place: what each token had when its own update began."""
 
 
 class Learner:
@@ -142,6 +144,7 @@ class Learner:
         self._num_bad = 0
         # Not a number before the first step.
         self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
+        self._last: _Step | None = None
 
     @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -182,6 +185,7 @@ class Learner:
             totals=Totals(),
             by_lag=MeansByLag(version),
             work=Work(self.decoder.config, self._device, self.config.dtype),
+            logprobs={},
         )
         norms = [self._update(step, members) for members in minibatches]
         for name, total in self._ranks.sum(step.totals).items():
@@ -192,8 +196,39 @@ class Learner:
         metrics["train/lr"] = self.config.lr * self._lr_scale()
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
         self.num_steps += 1
+        self._last = step
         metrics["time/train_s"] = time.perf_counter() - start_s
         return metrics | step.work.metrics(metrics["time/train_s"], self._ranks)
+
+    def trained_tokens(self) -> list[dict[str, Any]]:
+        """What the last step made of each row of its batch, for those who look at it later.
+
+        Returns:
+            In order, for each row that had something to train on: `trajectory`, its trajectory's
+            place in the batch; `advantages` and `logprobs` of the tokens that the policy sampled,
+            and the mean of the former, `advantage`. Log-probabilities are of the weights that were
+            about to be updated: less the recorded ones, the logarithm of the ratio. Empty before
+            the first step.
+        """
+        step = self._last
+        if step is None:
+            return []
+        mine = {i: _rounded(values_T) for i, values_T in step.logprobs.items()}
+        logprobs: dict[int, list[float]] = {}
+        for part in self._ranks.gather(mine):
+            logprobs |= part
+        found = []
+        for i, row in enumerate(step.rows):
+            advantages_T = step.columns.take("advantages", [i])
+            found.append(
+                {
+                    "trajectory": row.trajectory_id,
+                    "advantage": round(float(advantages_T.mean()), 5),
+                    "advantages": _rounded(advantages_T),
+                    "logprobs": logprobs[i],
+                }
+            )
+        return found
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
         """Log-probabilities of each row's trained tokens under the weights as they are now."""
@@ -411,6 +446,10 @@ class Learner:
                 totals.add("loss", loss)
                 sum_of_losses += float(loss.detach())
                 step.work.add(batch, len(loss_T))
+                lengths = [rows[i].num_trainable for i in indexes]
+                step.logprobs.update(
+                    zip(indexes, torch.split(scores.logprobs.detach(), lengths), strict=True)
+                )
                 step.by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
             if "returns" in columns:
                 found["critic_loss"] = self._critic_loss(batch, masks, scores, columns, indexes)
@@ -492,6 +531,12 @@ class Learner:
         if self.config.warmup_steps == 0:
             return 1.0
         return min(1.0, (self.num_steps + 1) / self.config.warmup_steps)
+
+
+def _rounded(values_T: Tensor) -> list[float]:
+    """Five decimals: for people."""
+    values: list[float] = values_T.double().round(decimals=5).tolist()
+    return values
 
 
 def _by_group(rows: list[TokenSequence], num_parts: int) -> list[list[int]]:

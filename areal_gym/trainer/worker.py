@@ -103,6 +103,11 @@ class ProcessLearner:
         metrics["memory/trainer_rss_mb"] = self._held_mb()
         return metrics
 
+    def trained_tokens(self) -> list[dict[str, Any]]:
+        """See `Learner.trained_tokens`."""
+        rows: list[dict[str, Any]] = self._ask("trained_tokens")
+        return rows
+
     def adapter(self) -> dict[str, Tensor]:
         """See `Learner.adapter`."""
         weights: dict[str, list[Any]] = self._ask("adapter")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 
+import numpy as np
 import pytest
 
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.checker import check_env
-from areal_gym.errors import UnknownIdError
+from areal_gym.envs.tools import Tool, tool
+from areal_gym.errors import UnknownIdError, UsageError
 from areal_gym.types import Task
 
 
@@ -21,6 +24,8 @@ class Good(TextEnv):
     def sample_task(self, rng, options):
         split = options.get("split", "train")
         number = options.get("index", int(rng.integers(10**6)))
+        if split not in ("train", "test") or type(number) is not int or number < 0:
+            raise UsageError("no such task")
         number = 2 * number + (split == "test")
         return Task(id=f"{split}/{number}", split=split, data={"number": number})
 
@@ -61,7 +66,7 @@ class Leaking(Good):
     """Has no splits."""
 
     def sample_task(self, rng, options):
-        number = options.get("index", int(rng.integers(10**6)))
+        number = super().sample_task(rng, options).data["number"] // 2
         return Task(id=str(number), split=options.get("split", "train"), data={"number": number})
 
 
@@ -104,15 +109,114 @@ class Undocumented(Good):
     __doc__ = None
 
 
+class Remembering(Good):
+    """Its first episode is another one than those that follow."""
+
+    num_episodes = 0
+
+    def first_messages(self, task):
+        self.num_episodes += 1
+        return super().first_messages(task)
+
+    async def respond(self, message):
+        response = await super().respond(message)
+        return Response(
+            reward=response.reward, is_terminated=True, metrics={"n": self.num_episodes}
+        )
+
+
+class Seeding(Good):
+    """Seeds what is everybody's."""
+
+    async def respond(self, message):
+        np.random.seed(3)
+        return await super().respond(message)
+
+
+class Exporting(Good):
+    """Writes into the process's environment."""
+
+    async def respond(self, message):
+        os.environ["AREAL_GYM_TEST_CHECKER"] = str(self.np_random.integers(10**9))
+        return await super().respond(message)
+
+
+class Lenient(Good):
+    """Takes whatever options there are."""
+
+    def sample_task(self, rng, options):
+        known = {k: v for k, v in options.items() if k == "split" and v in ("train", "test")}
+        return super().sample_task(rng, {**options, **known, "index": 0} if not known else options)
+
+
+class Secretive(Good):
+    """Its infos are no JSON."""
+
+    async def respond(self, message):
+        response = await super().respond(message)
+        return Response(reward=response.reward, is_terminated=True, reward_parts={"x": 1 + 2j})
+
+
+@tool
+def shout(word: str) -> str:
+    """Say it loudly."""
+    return word.encode().decode().upper()
+
+
+class Fragile(Good):
+    """Its tool cannot stand half of a surrogate pair."""
+
+    tools = (shout,)
+
+    async def respond(self, message):
+        if message.get("tool_calls"):
+            return Response(messages=(await self.call_tools(message)).messages)
+        return await super().respond(message)
+
+
+class Misdescribed(Good):
+    """Its tool requires an argument that is nowhere described."""
+
+    tools = (
+        Tool(
+            name="go",
+            description="Go.",
+            parameters={"type": "object", "properties": {}, "required": ["where"]},
+        ),
+    )
+
+
+class Guess(Good):
+    """All tasks open alike; nobody knows a perfect policy."""
+
+    has_gold = False
+
+    def first_messages(self, task):
+        return [{"role": "user", "content": "Guess the number."}]
+
+
+def results_of(cls, **settings):
+    return {r.rule: r for r in check_env(cls, num_tasks=4, num_concurrent=64, **settings)}
+
+
 def broken_rules(cls):
-    return {result.rule for result in check_env(cls, num_tasks=4) if not result.is_ok}
+    return {rule for rule, result in results_of(cls).items() if not result.is_ok}
 
 
 def test_a_good_environment_passes_every_rule():
-    results = check_env(Good, num_tasks=4)
-    assert all(result.is_ok and not result.reason for result in results), results
-    assert all(result.summary for result in results)
-    assert len({result.rule for result in results}) == len(results) >= 10
+    started = []
+    results = results_of(Good, started=started.append)
+    assert all(result.is_ok and not result.reason for result in results.values()), results
+    assert all(result.summary for result in results.values())
+    assert started == list(results)
+    assert len(results) == 15
+    assert results["concurrent"].measured.startswith("64 episodes in ")
+
+
+def test_a_game_that_nobody_can_solve_for_sure_is_checked_as_far_as_possible():
+    results = results_of(Guess)
+    assert all(result.is_ok for result in results.values()), results
+    assert [r.rule for r in results.values() if r.reason.startswith("skipped")] == ["gold"]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +228,12 @@ def test_a_good_environment_passes_every_rule():
         (Leaking, {"splits"}),
         (Hashing, {"processes"}),
         (Undocumented, {"documented"}),
+        (Remembering, {"reset", "gymnasium", "concurrent"}),
+        (Seeding, {"globals"}),
+        (Lenient, {"options"}),
+        (Secretive, {"tasks"}),
+        (Fragile, {"hostile"}),
+        (Misdescribed, {"tools"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -136,8 +246,18 @@ def test_hidden_state_is_found():
     assert {"deterministic", "concurrent"} <= broken_rules(Sharing)
 
 
+def test_what_changes_the_process_is_named(monkeypatch):
+    monkeypatch.setenv("AREAL_GYM_TEST_CHECKER", "")
+    assert results_of(Exporting)["globals"].reason == "it changes os.environ"
+
+
+def test_a_crash_is_told_with_the_action_that_caused_it():
+    reason = results_of(Fragile)["hostile"].reason
+    assert reason.startswith("shout of a lone surrogate: EnvError: ")
+
+
 def test_an_endless_episode_is_found():
-    results = {result.rule: result for result in check_env(Endless, num_tasks=1)}
+    results = results_of(Endless)
     assert "does not end" in results["gold"].reason
 
 
@@ -145,7 +265,7 @@ def test_a_local_class_skips_what_needs_another_process():
     class Local(Good):
         """Here only."""
 
-    (processes,) = (r for r in check_env(Local, num_tasks=2) if r.rule == "processes")
+    processes = results_of(Local)["processes"]
     assert processes.is_ok
     assert processes.reason == "skipped: no other process can import it"
 

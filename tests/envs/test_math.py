@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+import areal_gym
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.math import MathEnv
-from areal_gym.errors import DataError, NothingToDoError, UsageError
+from areal_gym.errors import ConfigError, DataError, NothingToDoError, UsageError
 
 
 @pytest.mark.parametrize("level", range(1, 6))
@@ -66,7 +68,93 @@ def test_questions_of_a_file_are_graded_symbolically(tmp_path):
         env.reset(seed=0)
 
 
-def test_bad_arguments():
+def test_a_wrong_answer_is_told_and_costs_a_discount():
+    env = MathEnv(max_turns=3, discount=0.25)
+    env.reset(seed=1)
+    first, second = env.step("hm"), env.step(r"\boxed{x}")
+    assert "no answer" in first.observation
+    assert "not right" in second.observation
+    third = env.step(env.gold_action())
+    assert (third.reward, third.terminated) == (0.25**2, True)
+    assert [step.info["metrics"] for step in (first, second, third)] == [{"attempts": 1}] * 3
+
+
+def test_the_last_wrong_answer_is_a_limit_and_says_nothing_more():
+    env = MathEnv(max_turns=2)
+    env.reset(seed=1)
+    env.step(r"\boxed{x}")
+    step = env.step(r"\boxed{x}")
+    assert (step.reward, step.truncated, step.observation) == (0.0, True, "")
+    assert step.info["reward_parts"] == {"answer": 0.0, "format": 1.0}
+
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
+@pytest.mark.parametrize(("env_id", "num_test"), [("math/gsm8k", 1319), ("math/math500", 500)])
+def test_public_questions_come_from_the_data_directory(monkeypatch, env_id, num_test):
+    monkeypatch.setenv("AREAL_GYM_DATA", str(DATA))
+    env = areal_gym.make(env_id)
+    assert env.num_tasks("test") == num_test
+    assert env.num_tasks("train") > 7000
+    for index in range(20):
+        for split in ("train", "test"):
+            env.reset(options={"split": split, "index": index})
+            assert env.step(env.gold_action()).reward == 1.0
+            env.reset(options={"split": split, "index": index})
+            assert env.step(env.noop_action()).reward == 0.0
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
+def test_a_row_without_an_answer_is_named_or_left_out(monkeypatch):
+    file = DATA / "math_train" / "train.jsonl.gz"
+    with pytest.raises(DataError, match="line 887: field 'answer' is None") as caught:
+        MathEnv(path=file, question_field="problem")
+    assert "skip_broken=true" in caught.value.hints[0]
+    env = MathEnv(path=file, question_field="problem", skip_broken=True)
+    assert env.task_source.num_skipped == 4
+
+
+def test_a_data_directory_without_the_data_says_what_it_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("AREAL_GYM_DATA", str(tmp_path))
+    with pytest.raises(DataError, match=r"has no gsm8k/train\.jsonl") as caught:
+        areal_gym.make("math/gsm8k")
+    assert str(tmp_path / "gsm8k" / "train.parquet") in caught.value.hints[0]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".parquet"])
+def test_other_kinds_of_files(tmp_path, suffix):
+    rows = [{"question": f"{n} and {n}?", "answer": str(2 * n)} for n in range(50)]
+    path = tmp_path / f"q{suffix}"
+    if suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed")
+        table = datasets.Dataset.from_list(rows)
+        table.to_csv(path) if suffix == ".csv" else table.to_parquet(path)
+    env = MathEnv(path=path)
+    assert env.num_tasks("train") + env.num_tasks("test") == 50
+    env.reset(options={"split": "train", "index": 0})
+    assert env.step(env.gold_action()).reward == 1.0
+
+
+def test_a_data_set_that_cannot_be_had_says_why():
+    with pytest.raises((DataError, ConfigError)) as caught:
+        MathEnv(dataset="nobody/nothing-of-that-name")
+    assert "nobody/nothing-of-that-name" in str(caught.value)
+    assert caught.value.hints
+
+
+def test_bad_arguments(tmp_path):
+    with pytest.raises(UsageError, match="two sources"):
+        MathEnv(path=tmp_path, dataset="gsm8k")
+    with pytest.raises(UsageError, match="test_path goes with path"):
+        MathEnv(test_path=tmp_path)
+    with pytest.raises(DataError, match="no kind of file"):
+        MathEnv(path=tmp_path / "q.txt")
+    with pytest.raises(UsageError, match="at least one turn"):
+        MathEnv(max_turns=0)
     with pytest.raises(UsageError, match="no level 9"):
         MathEnv(level=9)
     with pytest.raises(DataError, match="cannot read"):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from areal_gym.envs.arithmetic import canonical
 from areal_gym.envs.countdown import countdown_tasks
-from areal_gym.envs.math import math_tasks
-from areal_gym.envs.tasks import Draft, FileTasks, GeneratedTasks, choose_task, split_of
+from areal_gym.envs.math import MathEnv, math_tasks
+from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task, split_of
 from areal_gym.envs.tir import tir_tasks
 from areal_gym.errors import DataError, NothingToDoError, UsageError
 
@@ -82,12 +82,16 @@ def write(path, rows):
     return path
 
 
+def source_of(path, **kwargs):
+    return MathEnv(path=path, **kwargs).task_source
+
+
 def rows(num, prefix="question"):
     return [{"question": f"{prefix} {n}?", "answer": str(n)} for n in range(num)]
 
 
 def test_a_file_is_split_by_its_questions(tmp_path):
-    source = FileTasks(write(tmp_path / "q.jsonl", rows(200)))
+    source = source_of(write(tmp_path / "q.jsonl", rows(200)))
     num = {split: source.num_tasks(split) for split in ("train", "test")}
     assert sum(num.values()) == 200
     assert 5 <= num["test"] <= 40
@@ -97,12 +101,12 @@ def test_a_file_is_split_by_its_questions(tmp_path):
 
 def test_repeated_questions_count_once_and_wording_of_space_and_case_is_no_difference(tmp_path):
     repeated = [{"question": "Why  me?", "answer": 1}, {"question": "why me?", "answer": 2}]
-    source = FileTasks(write(tmp_path / "q.jsonl", repeated + rows(30)))
+    source = source_of(write(tmp_path / "q.jsonl", repeated + rows(30)))
     assert source.num_tasks("train") + source.num_tasks("test") == 31
 
 
 def test_a_test_file_is_the_test_split_and_leaves_training(tmp_path):
-    source = FileTasks(
+    source = source_of(
         write(tmp_path / "train.jsonl", rows(20)), test_path=write(tmp_path / "t.jsonl", rows(5))
     )
     assert source.num_tasks("test") == 5
@@ -113,7 +117,7 @@ def test_a_test_file_is_the_test_split_and_leaves_training(tmp_path):
 def test_a_compressed_file_and_other_field_names(tmp_path):
     path = tmp_path / "q.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"problem": "one?", "solution": 1.5}\n'))
-    source = FileTasks(path, test_path=path, question_field="problem", answer_field="solution")
+    source = source_of(path, test_path=path, question_field="problem", answer_field="solution")
     task = source.at(0, "test")
     assert task.data["answer"] == "1.5"
     assert task.id.startswith("q/1-")
@@ -136,30 +140,30 @@ def test_a_broken_row_is_named_with_file_and_line(tmp_path, line, problem):
     path = tmp_path / "q.jsonl"
     path.write_bytes(b'{"question": "1?", "answer": "1"}\n\n' + line + b"\n")
     with pytest.raises(DataError, match=problem) as caught:
-        FileTasks(path)
+        source_of(path)
     assert f"{path}, line 3" in str(caught.value)
 
 
 def test_a_mistyped_field_gets_a_suggestion(tmp_path):
     with pytest.raises(DataError) as caught:
-        FileTasks(write(tmp_path / "q.jsonl", rows(1)), answer_field="anwser")
+        source_of(write(tmp_path / "q.jsonl", rows(1)), answer_field="anwser")
     assert caught.value.hints == ("did you mean 'answer'?",)
 
 
 def test_missing_empty_and_truncated_files(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
-        FileTasks(tmp_path / "none.jsonl")
+        source_of(tmp_path / "none.jsonl")
     with pytest.raises(NothingToDoError, match="has no rows"):
-        FileTasks(write(tmp_path / "empty.jsonl", []))
+        source_of(write(tmp_path / "empty.jsonl", []))
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(b'{"question": "1?", "answer": "1"}\n' * 99)[:-12])
     with pytest.raises(DataError, match="cannot read"):
-        FileTasks(cut)
+        source_of(cut)
 
 
 def test_an_empty_split_and_a_far_index_say_so(tmp_path):
     path = write(tmp_path / "q.jsonl", rows(3))
-    source = FileTasks(path, test_path=path)
+    source = source_of(path, test_path=path)
     with pytest.raises(NothingToDoError, match="no task in split 'train'"):
         source.draw(np.random.default_rng(0), "train")
     with pytest.raises(UsageError, match="has 3 such tasks"):

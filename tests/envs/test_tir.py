@@ -5,9 +5,10 @@ import json
 
 import pytest
 
+from areal_gym.dialects import DIALECTS, parse_assistant, write_call
 from areal_gym.envs.base import run_on_kept_loop
-from areal_gym.envs.tir import SYSTEM_PROMPT, TirEnv, python_call
-from areal_gym.errors import SandboxError, UnknownIdError
+from areal_gym.envs.tir import TirEnv, python_call
+from areal_gym.errors import ConfigError, SandboxError, UnknownIdError, UsageError
 from areal_gym.sandbox.base import SandboxResult, SandboxStatus
 
 TASK = {
@@ -46,8 +47,10 @@ def started(**kwargs):
 
 def test_the_formats_are_fixed():
     env = started()
-    assert [message["content"] for message in env.messages] == [SYSTEM_PROMPT, "What is 37*48+12?"]
-    assert SYSTEM_PROMPT == r"Solve the problem. Put the final answer in \boxed{}."
+    assert [message["content"] for message in env.messages] == [
+        r"Solve the problem. Put the final answer in \boxed{}.",
+        "What is 37*48+12?",
+    ]
     call = env.gold_action()
     assert call == (
         '<tool_call>\n{"name": "python", "arguments": {"code": "print(37*48+12)"}}\n</tool_call>'
@@ -198,3 +201,59 @@ def test_many_episodes_share_the_loops_sandbox():
         return await asyncio.gather(*(one(seed) for seed in range(64)))
 
     assert run_on_kept_loop(all_of_them()) == [1.0] * 64
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "plain"])
+def test_calls_are_written_in_the_dialect_that_was_chosen(dialect):
+    env = started(tool_dialect=dialect, sandbox=FixedSandbox())
+    message = parse_assistant(env.gold_action(), dialect)
+    (call,) = message["tool_calls"]
+    assert call["function"]["arguments"]["code"].strip() == "print(37*48+12)"
+    assert env.step(env.gold_action()).observation == "1788"
+    assert env.step(env.gold_action()).reward == 1.0
+
+
+def test_a_dialect_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="no tool dialect 'hermse'"):
+        TirEnv(tool_dialect="hermse")
+    with pytest.raises(ConfigError, match="only python is called"):
+        write_call("calculator", {"expression": "1"}, "fenced")
+
+
+def test_a_calculator_beside_or_instead_of_python():
+    env = started(tools=("calculator",))
+    step = env.step(env.gold_action())
+    assert step.observation == "1788"
+    assert env.step(env.gold_action()).reward == 1.0
+    both = started(tools=("python", "calculator"), sandbox=FixedSandbox())
+    call = write_call("calculator", {"expression": "2 * (3 + 4)^2"})
+    step = both.step(call + python_call("1") + call)
+    assert [message["content"] for message in step.info["messages"]] == ["98", "1788", "98"]
+    assert step.info["metrics"]["calculator_calls"] == 2
+    assert step.info["metrics"]["python_calls"] == 1
+    for tools in ((), ("pyhton",), "python"):
+        with pytest.raises(UsageError, match="a list of python and calculator"):
+            TirEnv(tools=tools)
+
+
+def test_calls_beyond_the_limit_of_the_episode_are_refused_and_counted():
+    sandbox = FixedSandbox()
+    env = started(max_tool_calls=2, max_turns=5, sandbox=sandbox)
+    first = env.step(python_call("1"))
+    second = env.step(python_call("2") + python_call("3"))
+    assert first.info["metrics"]["tool_refused"] == 0
+    assert second.info["metrics"] == {"tool_calls": 2, "tool_errors": 1, "tool_refused": 1}
+    assert "used up" in second.observation
+    assert len(sandbox.codes) == 2
+    env.reset(options={"task": TASK})
+    assert env.step(python_call("1")).info["metrics"]["tool_refused"] == 0
+
+
+def test_questions_of_a_file_with_the_tool(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"question": "A third of a half?", "answer": "1/6"}))
+    env = TirEnv(path=path, test_path=path, sandbox=FixedSandbox())
+    env.reset(options={"split": "test", "index": 0})
+    assert env.step(r"\boxed{\frac{1}{6}}").reward == 1.0
+    env.reset(options={"split": "test", "index": 0})
+    assert env.step(env.gold_action()).reward == 1.0

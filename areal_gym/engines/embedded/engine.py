@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from areal_gym.config import EngineConfig
-from areal_gym.engines.base import Generation, SamplingParams
+from areal_gym.engines.base import Generation, Piece, SamplingParams
 from areal_gym.engines.embedded.network import CachedDecoder
 from areal_gym.engines.embedded.scheduler import EngineStats, Request, Scheduler
 from areal_gym.errors import ConfigError, EngineError
@@ -73,6 +73,7 @@ class EmbeddedEngine:
         self._version = scheduler.version
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._futures: dict[Request, asyncio.Future[Generation]] = {}
+        self._streams: dict[Request, asyncio.Queue[Piece | EngineError]] = {}
         self._waiting: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -151,6 +152,34 @@ class EmbeddedEngine:
         request = self._request(prompt_ids, params, session)
         self._inbox.put(lambda: self._scheduler.submit(request))
         return await self._wait_for(request, is_own=session is None)
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> AsyncGenerator[Piece, None]:
+        """Tell of the tokens as they are sampled; see `StreamingEngine.stream`.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        request = self._request(prompt_ids, params, session)
+        del self._futures[request]
+        request.is_streamed = True
+        pieces = self._streams[request] = asyncio.Queue()
+        self._inbox.put(lambda: self._scheduler.submit(request))
+        finish_reason = None
+        try:
+            while finish_reason is None:
+                piece = await pieces.get()
+                if isinstance(piece, EngineError):
+                    raise piece
+                finish_reason = piece.finish_reason
+                yield piece
+        finally:
+            del self._streams[request]
+            if finish_reason is None:
+                self._inbox.put(lambda: self._scheduler.cancel(request))
+            if session is None:
+                self.release(request.session)
 
     async def generate_together(
         self, turns: Sequence[tuple[Sequence[int], SamplingParams, str]]
@@ -287,6 +316,9 @@ class EmbeddedEngine:
                         error = EngineError(f"the embedded engine failed: {error!r}")
                     self._tell(self._fail_all, error)
                     continue
+                told = [r for r in finished if r.is_streamed] + scheduler.streamed
+                if told:
+                    self._tell(self._deliver_pieces, [(r, r.piece()) for r in told])
                 if finished:
                     self._tell(self._deliver, finished)
 
@@ -314,7 +346,15 @@ class EmbeddedEngine:
             if future is not None and not future.done():
                 future.set_result(request.generation())
 
+    def _deliver_pieces(self, pieces: list[tuple[Request, Piece]]) -> None:
+        for request, piece in pieces:
+            stream = self._streams.get(request)
+            if stream is not None:
+                stream.put_nowait(piece)
+
     def _fail_all(self, error: EngineError) -> None:
+        for stream in self._streams.values():
+            stream.put_nowait(error)
         waiting: list[asyncio.Future[Any]] = [*self._futures.values(), *self._waiting]
         for future in waiting:
             if not future.done():

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_gym.engines.base import Generation, SamplingParams
+from areal_gym.engines.base import Generation, Piece, SamplingParams
 from areal_gym.engines.embedded.network import CachedDecoder, Prompt
 from areal_gym.engines.embedded.sampling import filter_logits, sample, uniforms
 from areal_gym.errors import EngineError
@@ -63,11 +63,25 @@ class Request:
     uniforms: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     is_cancelled: bool = False
+    is_streamed: bool = False
+    """Somebody wants to hear of each token."""
+    num_told: int = 0
+    """How many of its tokens have been told."""
 
     def __post_init__(self) -> None:
         seed = self.params.seed if self.params.seed is not None else random.getrandbits(48)
         start = len(self.prompt_ids)
         self.uniforms = uniforms(seed, start, start + self.max_new_tokens).tolist()
+
+    def piece(self) -> Piece:
+        """What was sampled since the last piece."""
+        start, self.num_told = self.num_told, len(self.token_ids)
+        return Piece(
+            token_ids=tuple(self.token_ids[start:]),
+            logprobs=tuple(self.logprobs[start:]),
+            versions=tuple(self.versions[start:]),
+            finish_reason=self.finish_reason,
+        )
 
     def generation(self) -> Generation:
         """What was sampled."""
@@ -123,6 +137,12 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._pending) or any(row.request is not None for row in self._rows)
+
+    @property
+    def streamed(self) -> list[Request]:
+        """Turns of which somebody wants to hear each token, and which have sampled one."""
+        working = (row.request for row in self._rows)
+        return [r for r in working if r is not None and r.is_streamed and r.token_ids]
 
     def submit(self, request: Request) -> None:
         """Queue a turn."""

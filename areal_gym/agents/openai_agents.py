@@ -1,0 +1,101 @@
+"""Agents of the OpenAI Agents SDK: its `Agent`, its handoffs, the environment's tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from areal_gym.agents.base import Episode
+from areal_gym.agents.clients import OnePerLoop
+from areal_gym.agents.loading import load_function
+from areal_gym.envs.tools import Tool
+
+__all__ = ["OpenAIAgentsAgent", "sdk_tools"]
+
+
+class OpenAIAgentsAgent:
+    """Runs an `agents.Agent` whose model is the policy; its final output answers the environment.
+
+    Args:
+        build: `package.module:name` or `file.py:name` of a function that gets the environment's
+            tools, as the SDK's, and returns the `agents.Agent` to begin with; its handoffs are
+            followed. Without it, one agent has all the tools, and the system message as its
+            instructions.
+        max_turns: after so many turns of its agents the episode is truncated.
+        api: which of OpenAI's APIs the SDK uses.
+        max_calls: of the policy, in one episode.
+    """
+
+    def __init__(
+        self,
+        build: str | Callable[[list[Any]], Any] | None = None,
+        max_turns: int = 10,
+        api: Literal["chat", "responses"] = "chat",
+        max_calls: int = 256,
+    ) -> None:
+        self._max_calls = max_calls
+        self._build = load_function(build) if isinstance(build, str) else build
+        self._max_turns = max_turns
+        self._api = api
+        self._clients = OnePerLoop()
+
+    async def play(self, episode: Episode) -> None:
+        """Run the agent."""
+        import agents
+
+        access = await episode.access(max_calls=self._max_calls)
+        client = self._clients.get(lambda: _make_client(access.base_url, access.api_key))
+        client = client.with_options(api_key=access.api_key)
+        if self._api == "chat":
+            model = agents.OpenAIChatCompletionsModel("policy", client)
+        else:
+            model = agents.OpenAIResponsesModel("policy", client)
+        system = [m["content"] for m in episode.first_messages if m["role"] == "system"]
+        asked = [m for m in episode.first_messages if m["role"] != "system"]
+        tools = sdk_tools(episode)
+        if self._build is not None:
+            agent = self._build(tools)
+        else:
+            agent = agents.Agent(
+                name="agent", instructions="\n\n".join(system) or None, tools=tools
+            )
+        try:
+            result = await agents.Runner.run(
+                agent,
+                [{"role": m["role"], "content": m["content"]} for m in asked],
+                max_turns=self._max_turns,
+                run_config=agents.RunConfig(model=model, tracing_disabled=True),
+            )
+        except agents.MaxTurnsExceeded:
+            await episode.finish(is_truncated=True)
+        except agents.ModelBehaviorError:  # the policy called what there is not: its own mistake
+            await episode.finish()
+        else:
+            await episode.finish(str(result.final_output))
+
+
+def sdk_tools(episode: Episode) -> list[Any]:
+    """The environment's tools as the SDK's; what they say counts in the environment."""
+    return [_sdk_tool(episode, tool) for tool in episode.tools]
+
+
+def _sdk_tool(episode: Episode, tool: Tool) -> Any:
+    from agents import FunctionTool
+    from agents.tool_context import ToolContext
+
+    async def invoke(context: ToolContext[Any], arguments: str) -> str:
+        return await episode.call_tool(context.tool_call_id)
+
+    return FunctionTool(
+        name=tool.name,
+        description=tool.description,
+        params_json_schema=dict(tool.parameters),
+        on_invoke_tool=invoke,
+        strict_json_schema=False,
+    )
+
+
+def _make_client(base_url: str, api_key: str) -> Any:
+    import openai
+
+    return openai.AsyncOpenAI(api_key=api_key, base_url=base_url, timeout=None)

@@ -1,0 +1,91 @@
+"""Agents that are programs of any language, which find the policy where they expect OpenAI."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from areal_gym.agents.base import Episode
+from areal_gym.errors import AgentError
+
+__all__ = ["ProgramAgent"]
+
+_MAX_OUTPUT = 2**20
+
+
+class ProgramAgent:
+    """Starts a command for each episode; what it prints is its answer to the environment.
+
+    The program gets the variables OPENAI_BASE_URL and OPENAI_API_KEY (ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY, too), the opening text as AREAL_GYM_PROMPT, and on its standard input
+    `{"messages": [...], "tools": [...]}` as JSON. It may talk to the environment with its key:
+    `POST $OPENAI_BASE_URL/rl/answer` and `/rl/tool` (docs/agents.md).
+
+    It runs in a process group of its own, which is killed with the episode.
+
+    Args:
+        command: a command line, or its words.
+        env: further variables.
+        cwd: the directory it starts in.
+        max_calls: of the policy, in one episode.
+    """
+
+    def __init__(
+        self,
+        command: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        max_calls: int = 256,
+    ) -> None:
+        self._max_calls = max_calls
+        self._command = shlex.split(command) if isinstance(command, str) else list(command)
+        self._env = dict(env or {})
+        self._cwd = cwd
+
+    async def play(self, episode: Episode) -> None:
+        """Run the program to its end.
+
+        Raises:
+            AgentError: it does not start, or ends with an exit code that is not 0.
+        """
+        access = await episode.access(max_calls=self._max_calls)
+        messages = [dict(message) for message in episode.first_messages]
+        given = {"messages": messages, "tools": [tool.schema() for tool in episode.tools]}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=self._cwd,
+                env={
+                    **os.environ,
+                    "OPENAI_BASE_URL": access.base_url,
+                    "OPENAI_API_KEY": access.api_key,
+                    "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
+                    "ANTHROPIC_API_KEY": access.api_key,
+                    "AREAL_GYM_PROMPT": episode.first_messages[-1]["content"].replace("\0", " "),
+                    **self._env,
+                },
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentError(f"{self._command[0]} does not start: {error.strerror}") from error
+        try:
+            output, errors = await process.communicate(json.dumps(given).encode())
+        finally:
+            # The group outlives its leader where the program has left children behind.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode is None:
+                await process.wait()
+        if process.returncode != 0:
+            last = errors.decode("utf-8", "replace").strip()[-400:]
+            raise AgentError(f"{self._command[0]} ended with code {process.returncode}: {last}")
+        answer = output[:_MAX_OUTPUT].decode("utf-8", "replace").strip()
+        await episode.finish(answer or None)

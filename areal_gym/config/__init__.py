@@ -1,0 +1,37 @@
+"""Settings: small pydantic models, one YAML file per run, `key=value` on the command line.
+
+A run's resolved settings are written to its directory and run again as they are.
+"""
+
+from areal_gym.config.loading import field_names, load_config, parse_override
+from areal_gym.config.run import STARTER_DEFAULTS, RunConfig
+from areal_gym.config.sections import (
+    AgentConfig,
+    ClusterConfig,
+    EngineConfig,
+    EnvConfig,
+    EvalConfig,
+    LoraConfig,
+    PluginConfig,
+    RolloutConfig,
+    TrainerConfig,
+    WeightSyncConfig,
+)
+
+__all__ = [
+    "STARTER_DEFAULTS",
+    "AgentConfig",
+    "ClusterConfig",
+    "EngineConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "LoraConfig",
+    "PluginConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainerConfig",
+    "WeightSyncConfig",
+    "field_names",
+    "load_config",
+    "parse_override",
+]

@@ -1,0 +1,118 @@
+"""The settings as a page: `python -m areal_gym.config.reference > docs/settings.md`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from areal_gym.config.run import RunConfig
+
+__all__ = ["settings_page"]
+
+_HEAD = """# Settings
+
+`areal-gym train -c FILE key=value ...`: FILE is YAML with these keys as a tree, and `key=value`
+sets one of them (values are YAML, too). `--dry-run` prints them as a run would resolve them: the
+algorithm, the objective and `engine.model=starter` bring defaults of their own, and what depends on
+another setting is filled in.
+
+This page is written by `python -m areal_gym.config.reference > docs/settings.md`; a test compares.
+"""
+
+
+def settings_page() -> str:
+    """Markdown: a table for each section, in the order of `RunConfig`."""
+    parts = [_HEAD]
+    for title, description, rows in _sections(RunConfig, ""):
+        parts.append(f"## {f'`{title}`' if title else 'A run'}\n")
+        if description:
+            parts.append(description + "\n")
+        parts.append("| setting | values | default | |\n|---|---|---|---|")
+        parts += [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in rows]
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _sections(
+    model: type[BaseModel], prefix: str
+) -> Iterator[tuple[str, str, list[tuple[str, str, str, str]]]]:
+    fields = model.model_fields.items()
+    rows = [
+        (prefix + name, _kind(info), _default(info), _cell(info.description or ""))
+        for name, info in fields
+        if _inner(info) is None
+    ]
+    yield prefix.rstrip("."), _cell(model.__doc__ or ""), rows
+    for name, info in fields:
+        inner = _inner(info)
+        if inner is not None:
+            yield from _sections(inner, f"{prefix}{name}.")
+
+
+def _inner(info: FieldInfo) -> type[BaseModel] | None:
+    annotation = info.annotation
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
+
+
+def _kind(info: FieldInfo) -> str:
+    words = _type(info.annotation)
+    bounds = [
+        f"{sign} {getattr(limit, name):g}"
+        for limit in info.metadata
+        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+        if getattr(limit, name, None) is not None
+    ]
+    return ", ".join([words, *bounds])
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " \\| ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " \\| ".join(_type(part) for part in arguments)
+    if annotation is type(None):
+        return "null"
+    if origin is tuple:
+        return f"list of {_type(arguments[0])}"
+    if origin is not None or annotation is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "`{id, kwargs}`"
+    words = {str: "text", bool: "true \\| false", int: "integer", float: "number", Path: "path"}
+    return words.get(annotation, "any")
+
+
+def _default(info: FieldInfo) -> str:
+    value = info.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    if isinstance(value, tuple):
+        return "`[]`" if not value else f"`{[_plain(item) for item in value]}`"
+    return f"`{_plain(value)}`"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return value
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(settings_page(), end="")

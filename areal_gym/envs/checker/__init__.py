@@ -1,0 +1,82 @@
+"""Does an environment keep the contract? `areal-gym check ENV`, and the test of every built-in.
+
+    results = check_env("tir")                  # or a TextEnv class, or a function that makes one
+    assert all(result.is_ok for result in results), results
+
+A gold policy must earn the full reward, 1; a policy that does nothing must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areal_gym.envs.base import TextEnv
+from areal_gym.envs.checker import behaviour, isolation
+from areal_gym.envs.checker.hostile import HOSTILE_ACTIONS
+from areal_gym.envs.checker.playing import play
+from areal_gym.envs.checker.subject import Broken, Rule, RuleResult, Skipped, subject_of
+
+__all__ = ["HOSTILE_ACTIONS", "RuleResult", "check_env", "play"]
+
+_RULES: Mapping[str, Rule] = {
+    "gymnasium": behaviour.check_gymnasium,
+    "documented": behaviour.check_documented,
+    "tools": behaviour.check_tools,
+    "deterministic": isolation.check_deterministic,
+    "processes": isolation.check_processes,
+    "reset": isolation.check_reset,
+    "globals": isolation.check_globals,
+    "gold": behaviour.check_gold,
+    "noop": behaviour.check_noop,
+    "hostile": behaviour.check_hostile,
+    "ends": behaviour.check_ends,
+    "options": behaviour.check_options,
+    "splits": behaviour.check_splits,
+    "tasks": behaviour.check_tasks,
+    "concurrent": isolation.check_concurrent,
+}
+
+
+def check_env(
+    env: str | type[TextEnv] | Callable[[], TextEnv],
+    *,
+    num_tasks: int = 16,
+    num_concurrent: int = 1024,
+    kwargs: Mapping[str, Any] | None = None,
+    started: Callable[[str], None] | None = None,
+) -> list[RuleResult]:
+    """Check every rule; one that breaks does not keep the others from being checked.
+
+    Args:
+        env: a registered id, a class, or a function without arguments that makes one.
+        num_tasks: how many tasks each rule plays.
+        num_concurrent: how many episodes are played at once.
+        kwargs: arguments of the class.
+        started: is told each rule's name before it is checked.
+
+    Raises:
+        UnknownIdError: there is no such environment; besides what making it raises.
+    """
+    subject = subject_of(
+        env, num_tasks=num_tasks, num_concurrent=num_concurrent, kwargs=kwargs or {}
+    )
+    subject.make().close()
+    results = []
+    for name, rule in _RULES.items():
+        if started is not None:
+            started(name)
+        summary = (rule.__doc__ or "").strip().removesuffix(".")
+        is_ok, reason, measured = True, "", ""
+        try:
+            measured = rule(subject) or ""
+        except Skipped as skipped:
+            reason = f"skipped: {skipped}"
+        except Broken as broken:
+            is_ok, reason = False, str(broken)
+        except Exception as error:  # whatever it raises, it is the environment's
+            is_ok, reason = False, f"{type(error).__name__}: {error}"
+        results.append(
+            RuleResult(rule=name, summary=summary, is_ok=is_ok, reason=reason, measured=measured)
+        )
+    return results

@@ -1,0 +1,154 @@
+"""Rules on what an environment leaves alone: other episodes, other instances, the process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from areal_gym.envs.base import StepResult, run_on_kept_loop
+from areal_gym.envs.checker.playing import best, digest, noop, play, play_async
+from areal_gym.envs.checker.subject import Broken, Skipped, Subject
+from areal_gym.metrics import rss_mb
+
+__all__ = [
+    "check_concurrent",
+    "check_deterministic",
+    "check_globals",
+    "check_processes",
+    "check_reset",
+    "print_digest",
+]
+
+_MOST_S = 300.0
+_MOST_MB = 2_000.0
+"""What the episodes that are played at once may take together: a thousand of ours take a few
+seconds and less than 100 MB."""
+
+
+def check_deterministic(subject: Subject) -> None:
+    """The same seed and actions give the same episode."""
+    seeds = range(min(subject.num_tasks, 8))
+    if digest(subject.make, seeds) != digest(subject.make, seeds):
+        raise Broken("two instances differ; draw from self.np_random and nowhere else")
+
+
+def check_processes(subject: Subject) -> None:
+    """Other processes, with other hash seeds, play the same episodes."""
+    if subject.entry_point is None:
+        raise Skipped("no other process can import it")
+    seeds = range(min(subject.num_tasks, 4))
+    argument = json.dumps([subject.entry_point, dict(subject.kwargs), len(seeds)])
+    code = (
+        "import sys; from areal_gym.envs.checker.isolation import print_digest as p; p(sys.argv[1])"
+    )
+    here = digest(subject.make, seeds)
+    for hash_seed in ("1", "2"):
+        process = subprocess.run(
+            [sys.executable, "-c", code, argument],
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": hash_seed,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        if process.returncode != 0:
+            raise Broken(f"another process fails: {process.stderr.strip()[-300:]}")
+        if process.stdout.strip().splitlines()[-1:] != [here]:
+            raise Broken("another process plays other episodes; is a set or hash() involved?")
+
+
+def print_digest(argument: str) -> None:
+    """What the other processes of `check_processes` run."""
+    entry_point, kwargs, num_seeds = json.loads(argument)
+    module, _, path = entry_point.partition(":")
+    found: Any = import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    print(digest(lambda: found(**kwargs), range(num_seeds)))
+
+
+def check_reset(subject: Subject) -> None:
+    """An instance that was used, left in the middle or closed plays as a new one."""
+    used = subject.make()
+    for seed in range(min(subject.num_tasks, 4)):
+        expected = play(subject.make(), best, seed=seed)
+        play(used, noop, seed=seed + 1)
+        _require_same(play(used, best, seed=seed), expected, "was used")
+        used.reset(seed=seed + 1)
+        used.step(best(used))
+        _require_same(play(used, best, seed=seed), expected, "was left in the middle")
+        used.close()
+        used.close()
+        _require_same(play(used, best, seed=seed), expected, "was closed")
+    used.close()
+
+
+def _require_same(steps: list[StepResult], expected: list[StepResult], what: str) -> None:
+    if steps != expected:
+        raise Broken(f"an instance that {what} plays differently from a new one")
+
+
+def check_globals(subject: Subject) -> None:
+    """Playing changes no global generator, environment variable or working directory."""
+    env = subject.make()
+    # What is imported on first use may seed itself; that is done once.
+    play(env, best, seed=0)
+    # Moved on, so that whoever seeds them with a constant is seen.
+    random.random(), np.random.random()
+    before = _globals()
+    for seed in range(2):
+        play(env, best, seed=seed)
+        play(env, noop, seed=seed)
+    env.close()
+    changed = [what for what, value in _globals().items() if value != before[what]]
+    if changed:
+        raise Broken(f"it changes {', '.join(changed)}")
+
+
+def _globals() -> dict[str, Any]:
+    return {
+        "random's global generator": random.getstate(),
+        "numpy's global generator": pickle.dumps(np.random.get_state()),
+        "os.environ": dict(os.environ),
+        "the working directory": os.getcwd(),
+    }
+
+
+def check_concurrent(subject: Subject) -> str:
+    """Many episodes at once play as each of them alone, and within 300 s and 2 GB."""
+    seeds = range(subject.num_concurrent)
+    memory_mb, cpu_s, start_s = rss_mb() or 0.0, time.process_time(), time.perf_counter()
+
+    async def play_all() -> list[list[StepResult]]:
+        return await asyncio.gather(*(play_async(subject.make(), best, s) for s in seeds))
+
+    together = run_on_kept_loop(play_all())
+    elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+    grown_mb = (rss_mb() or 0.0) - memory_mb
+    env = subject.make()
+    for seed in range(min(subject.num_tasks, 8, len(seeds))):
+        if play(env, best, seed=seed) != together[seed]:
+            raise Broken(f"seed {seed} plays differently; is state shared between instances?")
+    env.close()
+    num_steps = sum(map(len, together))
+    measured = (
+        f"{len(seeds):,} episodes in {elapsed_s:.1f} s, {1e3 * cpu_s / num_steps:.2g} CPU-ms a "
+        f"step, {max(0.0, grown_mb):.0f} MB"
+    )
+    if elapsed_s > _MOST_S or grown_mb > _MOST_MB:
+        raise Broken(measured)
+    return measured

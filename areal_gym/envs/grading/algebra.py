@@ -1,0 +1,135 @@
+"""Algebra with sympy: only to be called in a process that may be killed (see `equality`)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import warnings
+from typing import Any
+
+__all__ = ["are_same_expressions"]
+
+_DIGITS = 30
+_TOLERANCE = 1e-12
+_NUM_POINTS = 4
+_NAMED = re.compile(
+    r"(?<![\\a-zA-Z])(sqrt|sinh?|cosh?|tanh?|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|pi|theta)"
+    r"(?![a-zA-Z])"
+)
+_CALLED_ROOT = re.compile(r"\\sqrt\s*\(((?:[^()]|\([^()]*\))*)\)")
+_LONG_EXPONENT = re.compile(r"\^\s*(-?\d{2,}|-\d|\(-?[\w/]+\))")
+_DECIMAL = re.compile(r"-?\d*\.(\d{4,})")
+
+
+def are_same_expressions(a: str, b: str) -> bool:
+    """Whether two formulas (tidy LaTeX, or plain like `2*sqrt(3)`) are the same. May run long."""
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return _are_same(_parse(a), _parse(b), _allowance(a, b))
+        except Exception:  # whatever a parser trips over, the answer is not shown to be right
+            return False
+
+
+def _parse(text: str) -> Any:
+    import sympy
+    from latex2sympy2_extended import latex2sympy
+
+    text = text.replace("**", "^")
+    text = _NAMED.sub(r"\\\1 ", text)
+    text = _CALLED_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _LONG_EXPONENT.sub(lambda m: "^{" + m[1].strip("()") + "}", text)
+    plain = re.sub(r"[_^](?:\w|\{[^{}]*\})|\s*[-+]\s+", "+", text)
+    if re.search(r"\d\s+[-\d]", plain):
+        raise ValueError("two numbers side by side")
+    has_angles = re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])", text) is not None
+    if not has_angles:
+        text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", "", text)
+    found = latex2sympy(text, convert_degrees=has_angles)
+    if isinstance(found, sympy.Basic):
+        imaginary = {s: sympy.I for s in found.free_symbols if s.name in ("i", "I")}
+        found = found.xreplace(imaginary) if imaginary else found
+    return found
+
+
+def _allowance(a: str, b: str) -> float:
+    """How far apart they may be: when one is a decimal of four places or more, its last place."""
+    places = [_DECIMAL.fullmatch(text) for text in (a, b)]
+    if (places[0] is None) == (places[1] is None):
+        return _TOLERANCE
+    (found,) = (place for place in places if place is not None)
+    return float(10.0 ** -len(found[1]))
+
+
+def _are_same(a: Any, b: Any, allowance: float) -> bool:
+    import math_verify
+    import sympy
+
+    if isinstance(a, sympy.Equality) or isinstance(b, sympy.Equality):
+        return (
+            isinstance(a, sympy.Equality)
+            and isinstance(b, sympy.Equality)
+            and _are_same_equations(a, b)
+        )
+    if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
+        verdict = _agree_at_points(a, b, allowance)
+        if verdict is not None:
+            return verdict
+    return bool(math_verify.verify(b, a, timeout_seconds=None))
+
+
+def _agree_at_points(a: Any, b: Any, allowance: float) -> bool | None:
+    """Whether both have the same values; None when they have none that can be computed."""
+    import sympy
+
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    num_compared = 0
+    for point in range(_NUM_POINTS if symbols else 1):
+        # Positive and of no pattern: roots and logarithms are real, and nothing cancels by chance.
+        values = {
+            symbol: sympy.Rational(7919 + 104_729 * (point + 1) * (k + 2), 7_368_787 + 15 * k)
+            for k, symbol in enumerate(symbols)
+        }
+        x, y = (_number(side.xreplace(values)) for side in (a, b))
+        if x is None or y is None:
+            continue
+        num_compared += 1
+        if abs(x - y) > max(allowance, _TOLERANCE * max(abs(x), abs(y))):
+            return False
+    return True if num_compared else None
+
+
+def _number(expression: Any) -> Any:
+    import sympy
+
+    value = expression.doit() if expression.atoms(sympy.Sum, sympy.Integral) else expression
+    value = sympy.N(value, _DIGITS)
+    if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
+        return None
+    real, imaginary = value.as_real_imag()
+    if not (real.is_Float or real.is_Rational) or not (imaginary.is_Float or imaginary.is_Rational):
+        return None
+    return real + sympy.I * imaginary if imaginary else real
+
+
+def _are_same_equations(a: Any, b: Any) -> bool:
+    """Whether one is a multiple of the other: `x = 2y` is `2y - x = 0`."""
+    import sympy
+
+    left, right = a.lhs - a.rhs, b.lhs - b.rhs
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    if left.free_symbols != right.free_symbols:
+        return False
+    ratios = []
+    for point in range(_NUM_POINTS):
+        values = {
+            symbol: sympy.Rational(7919 + 104_729 * (point + 1) * (k + 2), 7_368_787 + 15 * k)
+            for k, symbol in enumerate(symbols)
+        }
+        x, y = (_number(side.xreplace(values)) for side in (left, right))
+        if x is None or y is None or y == 0 or x == 0:
+            return False
+        ratios.append(x / y)
+    return all(abs(r - s) < _TOLERANCE * abs(s) for r, s in itertools.pairwise(ratios))

@@ -1,0 +1,274 @@
+"""Whether two answers are the same, part by part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+from areal_gym.envs.grading.extraction import final_answer
+from areal_gym.envs.grading.numbers import (
+    NAME,
+    Number,
+    numbers_agree,
+    parse_tidy_number,
+    without_unit,
+)
+from areal_gym.envs.grading.parts import (
+    UNORDERED,
+    Parts,
+    has_list_words,
+    read_collection,
+    read_matrix,
+)
+from areal_gym.envs.grading.tidy import tidy
+from areal_gym.envs.loops import KeptLoop
+
+__all__ = ["agrees", "is_equal"]
+
+_MAX_ANSWER = 2_000
+_MAX_SYMBOLIC = 600
+_MAX_PARTS = 100
+_MAX_DEPTH = 30
+
+_loop = KeptLoop("areal-gym-grading")
+
+
+def is_equal(prediction: str, gold: str) -> bool:
+    r"""Whether two answers are the same: number, text, list, set, interval, matrix or expression.
+
+    Either may be a bare answer (`\frac{1}{2}`) or a text that ends in one (see `extract_answer`).
+    Where algebra is needed, another process does it and this one waits; an answer on which that
+    spends more than three seconds of processor time is not shown to be right.
+
+    Example: `is_equal(r"so it is $\boxed{\tfrac12}$", "0.5")` is True.
+
+    Raises:
+        SandboxError: that process failed, which says nothing about the answer.
+    """
+    try:
+        return _are_equal(final_answer(prediction), final_answer(gold), _leave_to_worker)
+    except _NeedsAlgebraError:
+        return _loop.run(agrees(prediction, gold))
+
+
+async def agrees(prediction: str, gold: str) -> bool:
+    """`is_equal`, without holding up the event loop.
+
+    Raises:
+        SandboxError: the process that does algebra failed, which says nothing about the answer.
+    """
+    prediction, gold = final_answer(prediction), final_answer(gold)
+    try:
+        return _are_equal(prediction, gold, _leave_to_worker)
+    except _NeedsAlgebraError:
+        return bool(await _grader()(prediction, gold))
+
+
+def is_equal_here(prediction: str, gold: str) -> bool:
+    """Compare extracted answers in this process, without limits: what the worker runs."""
+    from areal_gym.envs.grading.algebra import are_same_expressions
+
+    return _are_equal(prediction, gold, are_same_expressions)
+
+
+@cache
+def _grader() -> Any:
+    from areal_gym.sandbox import Grader, SandboxLimits
+
+    return Grader(
+        f"{__name__}:is_equal_here",
+        limits=SandboxLimits(wall_s=60.0, cpu_s=3.0, memory_mb=1024),
+        on_limit=False,
+        preload=("areal_gym.envs.grading.warm",),
+    )
+
+
+class _NeedsAlgebraError(Exception):
+    """The answers are neither numbers nor written alike."""
+
+
+def _leave_to_worker(prediction: str, gold: str) -> bool:
+    raise _NeedsAlgebraError
+
+
+_Compare = Callable[[str, str], bool]
+"""Decides where neither numbers nor spelling nor structure do."""
+
+
+def _are_equal(prediction: str, gold: str, compare: _Compare) -> bool:
+    if not prediction.strip() or not gold.strip():
+        return False
+    if max(len(prediction), len(gold)) > _MAX_ANSWER:
+        return prediction.strip() == gold.strip()
+    return _are_same(tidy(prediction), tidy(gold), compare)
+
+
+def _are_same(a: str, b: str, compare: _Compare) -> bool:
+    """Of tidy texts: the cheap and certain comparisons first."""
+    if not a or not b:
+        return False
+    numbers = parse_tidy_number(a), parse_tidy_number(b)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers_agree(numbers[0], numbers[1])
+    if _bare(a) == _bare(b) or _is_choice(a, b) or _is_choice(b, a):
+        return True
+    if max(len(a), len(b)) > _MAX_SYMBOLIC:
+        return False
+    for left, right in _readings(a, b):
+        if (left, right) != (a, b):
+            if _are_same(left, right, compare):
+                return True
+        elif _are_same_things(left, right, numbers, compare):
+            return True
+    return False
+
+
+def _are_same_things(
+    a: str, b: str, numbers: tuple[Number | None, Number | None], compare: _Compare
+) -> bool:
+    """When neither numbers nor spelling decide: part by part, and by algebra."""
+    for number, text in zip(numbers, (b, a), strict=True):
+        if number is not None and (_UNFINISHED.fullmatch(text) or _SIDE_BY_SIDE.search(text)):
+            return False
+    bases = _BASED.fullmatch(a), _BASED.fullmatch(b)
+    if bases[0] or bases[1]:  # 52_8 is another number than 52_9; algebra would drop the base
+        return None not in bases and len({base and base.groups() for base in bases}) == 1
+    for read in (read_matrix, read_collection):
+        left, right = read(a), read(b)
+        if left is not None and right is not None:
+            return _are_same_parts(left, right, compare)
+        if (left is None) != (right is None):
+            return False
+    if any(map(_is_beyond_algebra, (a, b), numbers)):
+        return False
+    return compare(a, b)
+
+
+# ---- one thing ----------------------------------------------------------------------------------
+
+_CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*[).]?|([A-Za-z])\s*[).:]")
+_CHOICE_AND_TEXT = re.compile(r"\(?([A-J])[).:]\s+\S.*")
+_BASED = re.compile(r"([0-9A-F]+)_\s*\{?\s*(\d+)\s*\}?")
+_TIGHT = re.compile(r"\s+|\\(?=[ ])")
+
+
+def _bare(text: str) -> str:
+    """For comparison letter by letter: choices lose their parentheses, words their case."""
+    found = _CHOICE.fullmatch(text)
+    if found:
+        return (found[1] or found[2]).upper()
+    text = re.sub(r"\{([A-Za-z0-9])\}", r"\1", _TIGHT.sub("", text))
+    return text.casefold() if "\\" not in text else text
+
+
+def _is_choice(text: str, letter: str) -> bool:
+    """ "(B) 12" is the choice "B"."""
+    single, full = _CHOICE.fullmatch(letter), _CHOICE_AND_TEXT.fullmatch(text)
+    return (
+        single is not None
+        and full is not None
+        and (single[1] or single[2]) == full[1]
+        and letter.strip("().: ").isupper()
+    )
+
+
+# "k = 1/2", "f(x) = 2x", "x \in [1, 2]": the name is not part of the answer
+_NAME = rf"(?:{NAME}|\([A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\))"
+_NAMED = re.compile(rf"\s*({_NAME})\s*(?:=|\\in(?![a-zA-Z])|\\approx)\s*([^=]*[^=\s][^=]*)")
+_APPROXIMATELY = re.compile(r"\\approx(?![a-zA-Z])|\\simeq|\\sim(?![a-zA-Z])")
+
+
+def _readings(a: str, b: str) -> list[tuple[str, str]]:
+    """What the answers may be taken for, likeliest first: a value without its name or unit, ..."""
+    values = _value(a), _value(b)
+    has_equation = "=" in values[0], "=" in values[1]
+    names = _assigned(values[0]), _assigned(values[1])
+    if all(has_equation) and not all(names):
+        return [values]
+    unnamed = _unnamed(values[0]), _unnamed(values[1])
+    if all(has_equation) and names[0] != names[1]:
+        return [unnamed, values]  # y = 2x + 3 is f(x) = 2x + 3, and x = 2y is y = x/2
+    return [unnamed]
+
+
+def _value(text: str) -> str:
+    """Without "≈ 0.71" after it, without the steps of "x = 2 + 3 = 5", without a unit."""
+    exact = _APPROXIMATELY.split(text)[0].strip()
+    if exact and "=" not in text and _assigned(text) is None:
+        text = exact
+    if text.count("=") > 1 and "," not in text and not has_list_words(text):
+        text = text.rpartition("=")[2].strip()
+    return without_unit(text)
+
+
+def _assigned(text: str) -> str | None:
+    found = _NAMED.fullmatch(text) if "," not in text or text.count("=") < 2 else None
+    return found[1] if found else None
+
+
+def _unnamed(text: str) -> str:
+    found = _NAMED.fullmatch(text) if "," not in text or text.count("=") < 2 else None
+    return found[2].strip() if found else text
+
+
+# ---- several things --------------------------------------------------------------------------
+
+
+def _are_same_parts(a: Parts, b: Parts, compare: _Compare) -> bool:
+    if len(a.items) != len(b.items) or len(a.items) > _MAX_PARTS:
+        return False
+    kinds = {a.brackets, b.brackets}
+    # A list of three may stand in any brackets, and (4, 5) in none.
+    if kinds == {"[]", "()"} and len(a.items) < 3:
+        return False
+    if len(kinds) > 1 and kinds not in ({"()", ""}, {"{}", ""}, {"[]", "()"}):
+        return False
+    if not kinds <= UNORDERED:
+        return all(_are_same(x, y, compare) for x, y in zip(a.items, b.items, strict=True))
+    names = [[_assigned(item) for item in parts.items] for parts in (a, b)]
+    if all(all(found) for found in names):  # x = 1, y = 2 is not x = 2, y = 1
+        return _match(a.items, b.items, partial(_are_same_named, compare=compare))
+    return _match(a.items, b.items, partial(_are_same, compare=compare))
+
+
+def _are_same_named(a: str, b: str, compare: _Compare) -> bool:
+    return _assigned(a) == _assigned(b) and _are_same(a, b, compare)
+
+
+def _match(left: list[str], right: list[str], is_same: Callable[[str, str], bool]) -> bool:
+    """Whether each item has a partner. Spelling is compared before anything is computed."""
+    remaining = list(right)
+    for compare in (lambda a, b: _bare(a) == _bare(b), is_same):
+        unmatched = []
+        for item in left:
+            partner = next((other for other in remaining if compare(item, other)), None)
+            if partner is None:
+                unmatched.append(item)
+            else:
+                remaining.remove(partner)
+        left = unmatched
+    return not left
+
+
+# ---- what algebra is not asked -------------------------------------------------------------------
+
+# Repeating "37*48+12" is no answer to it, and "41 ... 42" is two.
+_UNFINISHED = re.compile(
+    r"(?=.*\d\W*?(?:[-+*]|\\times|\\cdot|\\div)\s*[\d(])(?:[-\d\s.,+*/()]|\\times|\\cdot|\\div)+"
+)
+_SIDE_BY_SIDE = re.compile(r"(?<![_.^\d])\d+\s+-?\d|\.\.")
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
+_FUNCTIONS = {"sqrt", "sinh", "cosh", "tanh", "asin", "acos", "atan", "arcsin", "arccos", "arctan"}
+
+
+def _is_beyond_algebra(text: str, number: Number | None) -> bool:
+    if ":" in text or "..." in text or ("_" in text and number is not None):
+        return True
+    depth = list(accumulate((c in "([{") - (c in ")]}") for c in text))
+    if max(depth, default=0) > _MAX_DEPTH:
+        return True
+    # A word: with another or with a formula, nothing that algebra could decide.
+    return any(word not in _FUNCTIONS for word in _WORDS.findall(text))

@@ -1,0 +1,140 @@
+r"""Which part of a text is the answer: `\boxed{...}`, `####`, "the answer is"."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = ["extract_answer", "final_answer"]
+
+_MAX_TEXT = 100_000
+"""Characters, from the end, in which an answer is looked for."""
+
+# An escaped brace (\{) is text; \boxed{ opens a box; other braces only have to balance.
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+# What may stand between two boxes that give one answer: \boxed{1} and \boxed{-2}.
+_BETWEEN_BOXES = re.compile(r"(?:[\s$,;.&]|\\[\[\]()]|\\q?quad|\\,|\\text\s*\{|\}|\b(?:and|or)\b)*")
+_MAX_BETWEEN = 60
+_MAX_PROSE = 2_000
+"""Characters of prose that are searched for sentences and formulas."""
+_HASHES = re.compile(r"####[ \t]*([^\n]*)")
+_LEADS = re.compile(r"\banswers?(?:\s+(?:is|are)\b|[ \t]*\**[ \t]*[:=])[ \t]*:?", re.IGNORECASE)
+# A full stop that ends a sentence: none of a decimal, none within mathematics.
+_SENTENCE_END = re.compile(r"(?<![.\d])\.(?=\s)|\d\.(?=\s+[A-Z])|(?<=[$)\]])\.(?=\s|$)")
+_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(.+?)(?<!\\)\$", re.DOTALL)
+_LAST_NUMBER = re.compile(r"(?<![\w.^/\\])-?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?\s?%?")
+_COMMAND = re.compile(r"\\[a-zA-Z]+\s*(?:\{[^{}]*\})*")
+_WORD = re.compile(r"(?<![\\a-zA-Z])[A-Za-z]{2,}")
+_HEDGES = re.compile(
+    r"\b(?:or|not|maybe|perhaps|either|guess|between|unsure|wrong|incorrect)\b", re.IGNORECASE
+)
+
+
+def extract_answer(text: str) -> str | None:
+    r"""The answer that a text gives, stripped; None when it gives none.
+
+    Looked for after any `</think>`: the last closed `\boxed{...}` (several boxes side by side,
+    joined by commas or "and", are one list), else what follows the last `####`, else what
+    follows the last "the answer is" or "Answer:". Only the last 100,000 characters count.
+    """
+    text = text[-_MAX_TEXT:].rpartition("</think>")[2]
+    answer = _last_boxes(text)
+    return answer if answer is not None else _announced(text)
+
+
+def final_answer(text: str) -> str:
+    """What a text comes to, for comparing: its answer, else its last formula or number, else all.
+
+    A text without any mark is prose when it has several words: then its last formula counts, or
+    its last number. Prose that hedges ("2 or 3", "maybe 5") is left whole: it equals nothing.
+    """
+    # Somebody's "\frac" that was no raw string.
+    text = text[-_MAX_TEXT:].replace("\x0crac", "\\frac").rpartition("</think>")[2]
+    boxed = _last_boxes(text)
+    if boxed is not None:
+        return boxed
+    announced = _announced(text)
+    text = text.strip() if announced is None else announced
+    return text if len(text) > _MAX_PROSE else _end_of_prose(text)
+
+
+def _announced(text: str) -> str | None:
+    found = _HASHES.findall(text)
+    if found:
+        return str(found[-1]).strip().removesuffix(".").strip()
+    leads = list(_LEADS.finditer(text))
+    return _first_sentence(text[leads[-1].end() :]) or None if leads else None
+
+
+def _end_of_prose(text: str) -> str:
+    """The last formula or number of a text in words; other texts as they are."""
+    spans = list(_MATH.finditer(text))
+    outside = _MATH.sub(" ", text)
+    if len(spans) == 1 and not outside.strip(" .*"):
+        return _inside(spans[0])
+    if not _is_prose(outside) or _HEDGES.search(outside):
+        return text
+    numbers = list(_LAST_NUMBER.finditer(text))
+    if spans and (not numbers or numbers[-1].start() < spans[-1].end()):
+        return _inside(spans[-1])
+    return numbers[-1].group().strip() if numbers else text
+
+
+def _is_prose(text: str) -> bool:
+    text = _COMMAND.sub(" ", text)
+    return len(_WORD.findall(text)) >= 3 or text.rstrip().endswith(":")
+
+
+def _inside(match: re.Match[str]) -> str:
+    return next(group for group in match.groups() if group is not None).strip()
+
+
+def _first_sentence(text: str) -> str:
+    """The first line, up to the first full stop that ends a sentence outside of mathematics."""
+    text = text[:_MAX_PROSE].strip("* \t\r\n").partition("\n")[0]
+    math = [match.span() for match in _MATH.finditer(text)]
+    for stop in _SENTENCE_END.finditer(text):
+        if not any(start < stop.end() - 1 < end - 1 for start, end in math):
+            text = text[: stop.end() - 1]
+            break
+    text = text.strip("* \t\r")
+    return text if text.endswith("..") else text.removesuffix(".")
+
+
+def _last_boxes(text: str) -> str | None:
+    """The content of the last box, or those of the last boxes that stand side by side."""
+    boxes = _boxes(text)
+    if not boxes:
+        return None
+    last = [boxes[-1]]
+    for box in reversed(boxes[:-1]):
+        between = text[box.end + 1 : last[-1].begin]
+        if len(between) > _MAX_BETWEEN or not _BETWEEN_BOXES.fullmatch(between):
+            break
+        last.append(box)
+    return ", ".join(dict.fromkeys(text[box.start : box.end].strip() for box in reversed(last)))
+
+
+class _Box(NamedTuple):
+    begin: int
+    start: int
+    """Of the content."""
+    end: int
+    """Of the content."""
+
+
+def _boxes(text: str) -> list[_Box]:
+    """The closed boxes in order; of one within another, the inner one."""
+    open_braces: list[tuple[int, int, bool]] = []
+    found: list[_Box] = []
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token == "}":
+            if open_braces:
+                first, start, is_box = open_braces.pop()
+                # Inner boxes close first: one that closes later and opens earlier holds them.
+                if is_box and (not found or first > found[-1].begin):
+                    found.append(_Box(first, start, match.start()))
+        elif token.endswith("{") and token != "\\{":
+            open_braces.append((match.start(), match.end(), token != "{"))
+    return found

@@ -1,0 +1,232 @@
+"""Numbers as answers give them, compared exactly."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from areal_gym.envs.grading.tidy import tidy
+
+__all__ = [
+    "NAME",
+    "Number",
+    "is_rounded",
+    "is_same_number",
+    "numbers_agree",
+    "parse_number",
+    "parse_tidy_number",
+    "without_unit",
+]
+
+_MAX_NUMBER = 200
+_MIN_DECIMALS = 4
+"""Decimals from which on a rounded number is taken for what it was rounded from."""
+
+
+class Number(NamedTuple):
+    """A number as an answer gives it."""
+
+    value: Fraction
+    is_percent: bool = False
+    unit: str = ""
+    """Lower case; empty when none is written."""
+    last_place: Fraction | None = None
+    """What one more in its last decimal would add; None when it has fewer than four decimals."""
+
+
+_WHOLE = re.compile(r"-?[0-9]{1,15}")
+_PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+_DECIMAL = re.compile(rf"(?P<number>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d{{1,3}}))?")
+# 2,74 in other countries; 1,234 has thousands, and 1,2 is rather two numbers.
+_DECIMAL_COMMA = re.compile(r"(?:\d+,\d{2}|\d+,\d{4,}|0+,\d+)")
+_RECURRING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+_FRACTION = re.compile(
+    r"(?:(?P<whole>\d{1,3}(?:[ ,]\d{3})+|\d+)[ +])?(?P<top>\d[\d,]*(?:\.\d+)?|\.\d+)"
+    r"/(?P<bottom>\d[\d,]*(?:\.\d+)?|\.\d+)"
+)
+_PART = r"\{\s*([-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+))\s*\}"
+_LATEX_FRACTION = re.compile(rf"\\frac\s*{_PART}\s*{_PART}")
+_TIMES_POWER = re.compile(
+    r"\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\s*\}?"
+)
+NAME = (
+    r"(?!\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac))\\?[A-Za-z]+(?:_\{?\w+\}?|'*)?"
+    r"(?:\s*\([A-Za-z, ]+\))?"
+)
+"""A variable or `f(x)`: what may stand before "=" without being part of the answer."""
+_VARIABLE = re.compile(rf"{NAME}\s*(?:=|\\approx)\s*|\\approx\s*")
+_PERCENT = re.compile(r"\s*(?:%|percent(?:age)?|pct|per cent)$")
+_CURRENCY = re.compile(r"[$€£¥]|\\(?:pounds|euro)(?![a-zA-Z])|\b(?:USD|EUR|GBP)\b")
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
+_UNIT = re.compile(
+    r"(?P<number>.*(?:[\d.)}]|\\pi))(?P<space> ?)(?P<unit>[A-Za-z]+(?:[ -][A-Za-z]+){0,3}\.?)"
+    r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?:/[A-Za-z]+(?:\s*\^\s*\{?\s*[23]\s*\}?)?)?"
+)
+_UNITS = {
+    *("mm", "cm", "m", "km", "in", "ft", "yd", "mi", "mg", "g", "kg", "lb", "lbs", "oz", "ml", "l"),
+    *("L", "s", "sec", "min", "h", "hr", "hrs", "mph", "kmh", "kph", "W", "kW", "V", "A", "N", "J"),
+    *("Hz", "K", "F", "C", "Pa", "mol", "am", "pm", "sq", "cu", "dm"),
+}
+"""Units that may follow the number at once or be shorter than three letters."""
+_NO_UNITS = {
+    *("and", "or", "not", "to", "is", "but", "than", "plus", "minus", "times", "over", "by", "pi"),
+    *("sqrt", "sin", "cos", "tan", "log", "exp", "mod", "root", "frac", "hundred", "dozen", "half"),
+    *("third", "quarter", "squared", "cubed", "factorial", "infinity", "inf", "nan", "maybe"),
+    *("per", "thirds", "halves", "quarters", "i", "e", "x", "y", "z", "less", "more", "through"),
+}
+"""Words that change what the number before them means."""
+_WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve"),
+)
+_ABOUT = re.compile(r"^(?:about|approximately|approx\.?|roughly|exactly)\s+", re.IGNORECASE)
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = re.compile(rf"(?P<number>.*\d)\s*(?P<scale>{'|'.join(_SCALES)})s?\b(?P<rest>.*)")
+
+
+def parse_number(text: str) -> Number | None:
+    r"""Read an integer, decimal, fraction, mixed number or scientific notation; None if it is none.
+
+    Understands thousands separators, percent, currency, degrees, LaTeX fractions, `x = ` before it,
+    "million", and a unit after it ("12 apples", `5 \text{ cm}`).
+    """
+    if _WHOLE.fullmatch(text):  # nearly always
+        return Number(Fraction(int(text)))
+    return parse_tidy_number(tidy(text)) if len(text) <= _MAX_NUMBER else None
+
+
+def parse_tidy_number(text: str) -> Number | None:
+    """`parse_number` of a text that is tidy already."""
+    if len(text) > _MAX_NUMBER:
+        return None
+    text = _DEGREES.sub("", _CURRENCY.sub("", text)).strip()
+    text = _ABOUT.sub("", text)
+    if text.lower() in _WORDS:
+        return Number(Fraction(_WORDS.index(text.lower())))
+    variable = _VARIABLE.match(text)
+    text = text[variable.end() :] if variable else text
+    text, num_percents = _PERCENT.subn("", text)
+    scale = Fraction(1)
+    if scaled := _SCALE.fullmatch(text):
+        text, scale = scaled["number"] + scaled["rest"], Fraction(_SCALES[scaled["scale"]])
+    text, unit = _split_unit(text)
+    value = _parse_value(text)
+    if value is None:
+        return None
+    last_place = _last_place(text)
+    if last_place is not None:
+        last_place *= scale
+    return Number(value * scale, num_percents > 0, unit, last_place)
+
+
+def without_unit(text: str) -> str:
+    """A formula without the unit behind it; of a tidy text. A single letter is a variable."""
+    formula, unit = _split_unit(text) if " " in text else (text, "")
+    return formula if len(unit) > 1 else text
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    found = _UNIT.fullmatch(text)
+    if found and _is_unit(found["unit"].rstrip("."), has_space=bool(found["space"])):
+        return found["number"], found["unit"].lower().rstrip(".")
+    return text, ""
+
+
+def _is_unit(unit: str, *, has_space: bool) -> bool:
+    if unit in _UNITS:
+        return True
+    words = unit.lower().replace("-", " ").split(" ")
+    if any(word in _NO_UNITS for word in words if word != "per"):
+        return False
+    # "10 weeks", "10weeks"; but 5x, 5ab, 5 x
+    return len(words[0]) >= (3 if has_space else 4) or (has_space and words[0] == "of")
+
+
+def _parse_value(text: str) -> Fraction | None:
+    text = text.strip()
+    while len(text) > 1 and text[0] + text[-1] in ("()", "{}") and "," not in text:
+        text = text[1:-1].strip()
+    sign = 1
+    while text[:1] in ("-", "+"):
+        if sign < 0:
+            return None
+        sign, text = (-1 if text[0] == "-" else 1), text[1:].lstrip()
+    text = _LATEX_FRACTION.sub(r" \1/\2", text).strip()
+    if text.startswith("-") and sign > 0:  # \frac{-1}{2}
+        sign, text = -1, text[1:]
+    text = re.sub(r"\s*/\s*", "/", text)
+    if "/-" in text:
+        sign, text = -sign, text.replace("/-", "/", 1)
+    if fraction := _FRACTION.fullmatch(text):
+        top, bottom = (Fraction(fraction[name].replace(",", "")) for name in ("top", "bottom"))
+        whole = fraction["whole"]
+        # 11 7/6 is a slip of the pen or two numbers
+        if bottom == 0 or (whole is not None and top >= bottom):
+            return None
+        return sign * (Fraction(re.sub("[ ,]", "", whole or "0")) + top / bottom)
+    if recurring := _RECURRING.fullmatch(text):
+        first, once, again = recurring.groups()
+        ones, tens = Fraction(10) ** -len(once), Fraction(10) ** len(again)
+        return sign * ones * (int((first + once) or 0) + int(again) / (tens - 1))
+    scale = Fraction(1)
+    if power := _TIMES_POWER.search(text):
+        if power.end() != len(text):
+            return None
+        scale, text = Fraction(10) ** int(power[1]), text[: power.start()].rstrip()
+    if _DECIMAL_COMMA.fullmatch(text):
+        text = text.replace(",", ".")
+    if decimal := _DECIMAL.fullmatch(text):
+        number = Fraction(re.sub("[ ,]", "", decimal["number"]).rstrip(".") or 0)
+        return sign * number * scale * Fraction(10) ** int(decimal["exponent"] or 0)
+    return None
+
+
+_DECIMALS = re.compile(r"\.(\d+)")
+_EXPONENT = re.compile(r"(?:[eE]|10\s*\^\s*\{?\s*)([-+]?\d{1,3})")
+
+
+def _last_place(text: str) -> Fraction | None:
+    decimals = _DECIMALS.findall(text)
+    if len(decimals) != 1 or len(decimals[0]) < _MIN_DECIMALS or "/" in text or "\\frac" in text:
+        return None
+    exponent = _EXPONENT.search(text)
+    power = int(exponent[1]) if exponent else 0
+    return Fraction(10) ** (power - len(decimals[0]))
+
+
+def is_rounded(exact: Fraction, rounded: Number) -> bool:
+    """Whether `rounded` is `exact` to four decimals or more, rounded or cut off."""
+    place = rounded.last_place
+    if place is None:
+        return False
+    difference = rounded.value - exact
+    return abs(difference) <= place / 2 or (
+        abs(difference) < place and abs(rounded.value) < abs(exact)
+    )
+
+
+def numbers_agree(a: Number, b: Number) -> bool:
+    """Whether they are one number; 50% is 50 and 0.5, and 0.3333 is 1/3."""
+    if a.unit and b.unit and a.unit.rstrip("s") != b.unit.rstrip("s"):
+        return False
+    if _are_same(a, b):
+        return True
+    if a.is_percent == b.is_percent:
+        return False
+    percent, other = (a, b) if a.is_percent else (b, a)
+    return _are_same(percent._replace(value=percent.value / 100), other)
+
+
+def _are_same(a: Number, b: Number) -> bool:
+    if a.value == b.value:
+        return True
+    if (a.last_place is None) == (b.last_place is None):
+        return False
+    return is_rounded(b.value, a) if b.last_place is None else is_rounded(a.value, b)
+
+
+def is_same_number(prediction: str, gold: str) -> bool:
+    """Whether both are numbers and equal: exact arithmetic, a few microseconds, never sympy."""
+    a, b = parse_number(prediction), parse_number(gold)
+    return a is not None and b is not None and numbers_agree(a, b)

@@ -1,0 +1,144 @@
+"""Answers of several parts: lists, tuples, sets, intervals, unions, matrices."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from areal_gym.envs.grading.numbers import parse_tidy_number
+
+__all__ = ["UNORDERED", "Parts", "has_list_words", "read_collection", "read_matrix"]
+
+
+class Parts(NamedTuple):
+    """What an answer consists of."""
+
+    brackets: str
+    """ "()", "[)", "{}", ... or the shape of a matrix; empty for bare lists and unions."""
+    items: list[str]
+
+
+UNORDERED = {"", "{}"}
+"""Brackets within which the order says nothing."""
+
+_MATRIX = re.compile(
+    r"\(?\[?\s*\\begin\{([pbvBV]?matrix|array|smallmatrix)\}(?:\{[lcr|]+\})?(.*)"
+    r"\\end\{\1\}\s*\]?\)?",
+    re.DOTALL,
+)
+_ROW_END = re.compile(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-zA-Z])")
+
+
+def read_matrix(text: str) -> Parts | None:
+    """The entries of a matrix, row after row; None when the text is none."""
+    found = _MATRIX.fullmatch(text.strip())
+    if found is None or "\\begin" in found[2]:
+        return None
+    inside = _ROW_END.split(found[2])
+    rows = [row.split("&") for row in inside if row.strip(" \\")]
+    is_determinant = found[1] in ("vmatrix", "Vmatrix")
+    shape = f"{'|' if is_determinant else 'm'}{[len(row) for row in rows]}"
+    return Parts(shape, [item.strip() for row in rows for item in row])
+
+
+_RELATION = r"(<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z]))"
+_SYMBOL = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?)"
+_BETWEEN = re.compile(rf"([^<>]+?)\s*{_RELATION}\s*{_SYMBOL}\s*{_RELATION}\s*([^<>]+)")
+_BOUND = re.compile(rf"{_SYMBOL}\s*{_RELATION}\s*([^<>]+)")
+_BOUND_FIRST = re.compile(rf"([^<>A-Za-z]+?)\s*{_RELATION}\s*{_SYMBOL}")
+_SIGNS = {"<": ("(", ")"), "\\le": ("[", "]"), ">": (")", "("), "\\ge": ("]", "[")}
+
+
+def _interval(text: str) -> str:
+    r"""`-2 \le x < 7` as `[-2, 7)`; other texts as they are."""
+    if found := _BETWEEN.fullmatch(text):
+        low, first, second, high = found.groups()
+        if "<" in first or "le" in first:
+            return f"{_SIGNS[first][0]}{low.strip()}, {high.strip()}{_SIGNS[second][1]}"
+        return f"{_SIGNS[second][1]}{high.strip()}, {low.strip()}{_SIGNS[first][0]}"
+    found = _BOUND.fullmatch(text)
+    if found:
+        sign, bound = found.groups()
+    elif found := _BOUND_FIRST.fullmatch(text):
+        bound, turned = found.groups()
+        sign = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}[turned]
+    else:
+        return text
+    if sign in ("<", "\\le"):
+        return f"(-\\infty, {bound.strip()}{_SIGNS[sign][1]}"
+    return f"{_SIGNS[sign][1]}{bound.strip()}, \\infty)"
+
+
+_AND = re.compile(r",?\s*(?<![\\A-Za-z])(?:and|or)(?![A-Za-z])\s*,?|;")
+_PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])|\+/?-(?!\d*\s*\\infty)")
+
+
+def read_collection(text: str) -> Parts | None:
+    """The parts of an answer that is a list, a tuple, a set, an interval or a union of them."""
+    text = text.strip()
+    if parse_tidy_number(text) is not None:  # 1,000
+        return None
+    text = _interval(text) if re.search(_RELATION, text) else text
+    if re.search(r"\\cup(?![a-zA-Z])", text):
+        return Parts("", [part.strip() for part in re.split(r"\\cup(?![a-zA-Z])", text)])
+    brackets = ""
+    if text.startswith("\\{") and text.endswith("\\}"):
+        inside = text[2:-2].strip()
+        if not inside:
+            return Parts("{}", [])
+        items = _items(inside)
+        return Parts("{}", items) if "\\mid" not in inside and "|" not in inside else None
+    if text == "\\emptyset":
+        return Parts("{}", [])
+    if len(text) > 1 and text[0] == "{" and text[-1] == "}" and len(_split(text)) == 1:
+        brackets, text = "{}", text[1:-1]
+    elif len(text) > 1 and text[0] in "([" and text[-1] in ")]" and _wraps(text):
+        brackets, text = text[0] + text[-1], text[1:-1]
+    elif text.startswith("\\langle") and text.endswith("\\rangle"):
+        brackets, text = "()", text[7:-7]
+    items = _items(text) if brackets in UNORDERED else _split(text)
+    if len(items) > 1:
+        return Parts(brackets, items)
+    return None
+
+
+def _wraps(text: str) -> bool:
+    """Whether the first bracket closes with the last one."""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return position == len(text) - 1
+    return False
+
+
+def _items(text: str) -> list[str]:
+    r"""Cut at commas, "and" and "or"; `1 \pm 2` is two."""
+    found: list[str] = []
+    for item in _split(_AND.sub(",", text)):
+        item = _interval(item)
+        if len(_PLUS_MINUS.findall(item)) == 1 and "..." not in item:
+            found += [_PLUS_MINUS.sub(sign, item).removeprefix("+").strip() for sign in "+-"]
+        else:
+            found.append(item)
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """Cut at commas outside of brackets, but not at those of thousands."""
+    parts, depth, start = [], 0, 0
+    for position, character in enumerate(text):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    parts.append(text[start:].strip())
+    return [part for part in parts if part]
+
+
+def has_list_words(text: str) -> bool:
+    """Whether "and", "or" or a semicolon joins parts."""
+    return _AND.search(text) is not None

@@ -1,0 +1,89 @@
+r"""One way of writing for many: typesetting is dropped, symbols become LaTeX."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+__all__ = ["tidy"]
+
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n", strict=True))
+_RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+_SYMBOLS = {
+    **{"π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm "},
+    **{
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "∅": r"\emptyset ",
+        "°": r"^\circ ",
+        "√": r"\sqrt ",
+    },
+    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "≈": r"\approx ", "⁄": "/"},
+    **{"−": "-", "–": "-", "’": "'", "′": "'", "θ": r"\theta ", "λ": r"\lambda ", "₀": "_0"},
+    **{"\x0crac": r"\frac", "\u200b": "", "\xa0": " ", "<=": r"\le ", ">=": r"\ge "},
+}
+_SYMBOL = re.compile("|".join(map(re.escape, _SYMBOLS)))
+
+_SIZES = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|mathstrut)(?![a-zA-Z])\.?"
+)
+_THIN = re.compile(r"(?<!\\)\\[!,;:>]|~")
+_WIDE = re.compile(r"(?<!\\)\\ |\\q?quad(?![a-zA-Z])")
+_DELIMITERS = re.compile(r"(?<!\\)\$|(?<!\\)\\[()]|(?<!\\)\\[\[\]]")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|hbox|fbox)\s*\{([^{}]*)\}")
+_FONT = re.compile(
+    r"\\(?:math(?:rm|bf|it|sf|tt|cal|frak|bb|scr|ord)|boldsymbol|bm|operatorname\*?)\s*\{([^{}]*)\}"
+)
+_INFINITY = re.compile(r"(?<![\\a-zA-Z])(?:infinity|infty|inf)(?![a-zA-Z])", re.IGNORECASE)
+_REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R(?![a-zA-Z])|ℝ|\ball real numbers\b")
+_ALIASES = {
+    **{r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\leq": r"\le"},
+    **{r"\geq": r"\ge", r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\varnothing": r"\emptyset"},
+    **{
+        r"\lbrace": r"\{",
+        r"\rbrace": r"\}",
+        r"\lbrack": "[",
+        r"\rbrack": "]",
+        r"\degree": r"^\circ",
+    },
+    **{r"\ast": "*", r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\dots": "...", r"\ldots": "..."},
+    **{r"\cdots": "...", r"\colon": ":", r"\lvert": "|", r"\rvert": "|", r"\vert": "|"},
+}
+_ALIAS = re.compile("(?:" + "|".join(map(re.escape, _ALIASES)) + ")(?![a-zA-Z])")
+_DOUBLED = re.compile(r"\\\\(?=[a-zA-Z])")
+_DIGIT_GROUP = re.compile(r"(?<=\d)(?:\s?\{\s*,\s*\}|,\s?\\!|\\!,|\\,)\s?(?=\d{3})")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|(\d)\s*(\{)|(\{[^{}]*\})\s*(\d))")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*(\d+|[a-zA-Z](?![a-zA-Z]))")
+_END = re.compile(r"(?:[\s,;:]|(?<!\.)\.|\\+)+$")
+
+
+def tidy(text: str) -> str:
+    """The same answer without what is typesetting only, in LaTeX's spelling; never raises."""
+    text = _REALS.sub(r"(-\\infty, \\infty)", _RAISED.sub(_raise, text))
+    text = _VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
+    text = _SYMBOL.sub(lambda m: _SYMBOLS[m[0]], unicodedata.normalize("NFKC", text))
+    if r"\begin" not in text:  # where \\ ends a row
+        text = _DOUBLED.sub(r"\\", text)
+    text = _DIGIT_GROUP.sub("", text)
+    text = text.replace(r"\$", "").replace(r"\%", "%").replace(r"\&", "&")
+    text = _SIZES.sub("", text)
+    text = _DELIMITERS.sub("", _WIDE.sub(" ", _THIN.sub("", text)))
+    text = _FONT.sub(r"\1", _TEXT.sub(r" \1 ", text))
+    text = _INFINITY.sub(r"\\infty", text)
+    text = _ALIAS.sub(lambda m: _ALIASES[m[0]], text)
+    text = _SHORT_FRACTION.sub(_spell_out, text)
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    return _END.sub("", " ".join(text.split()))
+
+
+def _raise(match: re.Match[str]) -> str:
+    return "^{" + "".join(_SUPERSCRIPTS[c] for c in match[0]) + "}"
+
+
+def _spell_out(match: re.Match[str]) -> str:
+    both, top, bottom = match[1], match[3], match[6]
+    if both is not None:
+        return rf"\frac{{{both}}}{{{match[2]}}}"
+    return rf"\frac{{{top}}}{{" if top is not None else rf"\frac{match[5]}{{{bottom}}}"

@@ -1,0 +1,48 @@
+"""Event loops on threads of their own, for synchronous callers of asynchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+__all__ = ["KeptLoop"]
+
+T = TypeVar("T")
+
+
+class KeptLoop:
+    """One long-lived loop on a thread, started on first use and again in a forked process.
+
+    A kept loop keeps sandboxes and sessions alive between calls, and runs whatever loop the
+    caller may have around it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        # A forked worker (Gymnasium's AsyncVectorEnv) inherits the loop but not its thread.
+        os.register_at_fork(after_in_child=self._forget)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What the coroutine gives; the caller waits for it.
+
+        An interrupted caller (Ctrl-C) cancels it. Never call this on the loop's own thread.
+        """
+        with self._lock:
+            loop = self._loop
+            if loop is None:
+                loop = self._loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, name=self._name, daemon=True).start()
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _forget(self) -> None:
+        self._loop, self._lock = None, threading.Lock()

@@ -1,0 +1,385 @@
+"""The airline: 14 tools over flights, users and reservations. "Now" is 2024-05-15 15:00.
+
+Kept because verdicts depend on it: cancelling twice refunds twice, seats are taken by a booking
+but neither released by a cancellation nor moved by an update, a certificate is gone even when
+money is left on it, and the day after "2024-05-09" is "2024-05-10" but after "2024-05-08" it is
+"2024-05-9", on which nothing flies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from areal_gym.envs.tau2.calculator import calculate
+from areal_gym.envs.tau2.database import Database, Record, Tables, copy_record
+from areal_gym.envs.tau2.values import as_choice, as_float, as_int, as_text
+from areal_gym.envs.tau2.world import World
+
+__all__ = ["AirlineWorld", "airline_tables"]
+
+_NOW = "2024-05-15T15:00:00"
+_NEW_RESERVATIONS = ("HATHAT", "HATHAU", "HATHAV")
+_NEW_CERTIFICATES = ("certificate_3221322", "certificate_3221323", "certificate_3221324")
+_CABINS = ("business", "economy", "basic_economy")
+_INSURANCE_PRICE = 30
+_BAG_PRICE = 50
+_AIRPORTS = {
+    "SFO": "San Francisco",
+    "JFK": "New York",
+    "LAX": "Los Angeles",
+    "ORD": "Chicago",
+    "DFW": "Dallas",
+    "DEN": "Denver",
+    "SEA": "Seattle",
+    "ATL": "Atlanta",
+    "MIA": "Miami",
+    "BOS": "Boston",
+    "PHX": "Phoenix",
+    "IAH": "Houston",
+    "LAS": "Las Vegas",
+    "MCO": "Orlando",
+    "EWR": "Newark",
+    "CLT": "Charlotte",
+    "MSP": "Minneapolis",
+    "DTW": "Detroit",
+    "PHL": "Philadelphia",
+    "LGA": "LaGuardia",
+}
+
+
+def airline_tables(raw: Mapping[str, Any]) -> Tables:
+    """The tables of `db.json`, with fields in the order in which tools show them."""
+    flights = {
+        number: {
+            name: flight[name]
+            for name in (
+                "flight_number",
+                "origin",
+                "destination",
+                "scheduled_departure_time_est",
+                "scheduled_arrival_time_est",
+                "dates",
+            )
+        }
+        for number, flight in raw["flights"].items()
+    }
+    for user in raw["users"].values():
+        for method in user["payment_methods"].values():
+            if "amount" in method:
+                method["amount"] = float(method["amount"])
+    for reservation in raw["reservations"].values():
+        reservation["flights"] = [_segment(row, row["price"]) for row in reservation["flights"]]
+        reservation.setdefault("status", None)
+    return Tables({"flights": flights, "users": raw["users"], "reservations": raw["reservations"]})
+
+
+class AirlineWorld(World):
+    """One episode's airline."""
+
+    domain = "airline"
+
+    def __init__(self, tables: Tables) -> None:
+        self.db = Database(tables)
+
+    def state(self) -> tuple[object, ...]:
+        """The changed records."""
+        return (self.db.changes(),)
+
+    def digests(self) -> tuple[str, str | None]:
+        """Of the airline; the user has no database."""
+        return self.db.digest(), None
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def calculate(self, expression: str) -> str:
+        """Plain arithmetic."""
+        return calculate(expression)
+
+    def transfer_to_human_agents(self, summary: str) -> str:
+        """Changes nothing."""
+        return "Transfer successful"
+
+    def get_user_details(self, user_id: str) -> Record:
+        """The user."""
+        return self._found("users", user_id, "User")
+
+    def get_reservation_details(self, reservation_id: str) -> Record:
+        """The reservation."""
+        return self._found("reservations", reservation_id, "Reservation")
+
+    def get_flight_status(self, flight_number: str, date: str) -> str:
+        """One word or two."""
+        return str(self._day(flight_number, date)["status"])
+
+    def list_all_airports(self) -> list[Record]:
+        """Codes and cities."""
+        return [{"iata": code, "city": city} for code, city in _AIRPORTS.items()]
+
+    def search_direct_flight(self, origin: str, destination: str, date: str) -> list[Record]:
+        """Flights with seats on sale."""
+        return list(self._offers(date, origin, destination))
+
+    def search_onestop_flight(self, origin: str, destination: str, date: str) -> list[list[Record]]:
+        """Pairs of flights; times are compared as texts."""
+        pairs = []
+        for first in self._offers(date, origin):
+            first["date"] = date
+            arrival = first["scheduled_arrival_time_est"]
+            next_date = f"2024-05-{int(date[-2:]) + 1}" if "+1" in arrival else date
+            for second in self._offers(next_date, first["destination"], destination, arrival):
+                second["date"] = next_date
+                pairs.append([first, second])
+        return pairs
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def book_reservation(
+        self,
+        user_id: str,
+        origin: str,
+        destination: str,
+        flight_type: str,
+        cabin: str,
+        flights: list[Mapping[str, Any]],
+        passengers: list[Mapping[str, Any]],
+        payment_methods: list[Mapping[str, Any]],
+        total_baggages: int,
+        nonfree_baggages: int,
+        insurance: str,
+    ) -> Record:
+        """Takes seats and money."""
+        legs = [_leg(row) for row in flights]
+        people = [_passenger(row) for row in passengers]
+        payments = [_payment(row["payment_id"], row["amount"]) for row in payment_methods]
+        methods = self.get_user_details(user_id)["payment_methods"]
+        reservation: Record = {
+            "reservation_id": self._new_reservation_id(),
+            "user_id": user_id,
+            "origin": as_text(origin),
+            "destination": as_text(destination),
+            "flight_type": as_choice(flight_type, ("round_trip", "one_way")),
+            "cabin": as_choice(cabin, _CABINS),
+            "flights": [],
+            "passengers": people,
+            "payment_history": payments,
+            "created_at": _NOW,
+            "total_baggages": as_int(total_baggages),
+            "nonfree_baggages": as_int(nonfree_baggages),
+            "insurance": as_choice(insurance, ("yes", "no")),
+            "status": None,
+        }
+        price = 0
+        for number, date in legs:
+            day = self._bookable(number, date, cabin, len(people))
+            reservation["flights"].append(self._new_segment(number, date, day, cabin))
+            price += day["prices"][cabin] * len(people)
+        if insurance == "yes":
+            price += _INSURANCE_PRICE * len(people)
+        price += _BAG_PRICE * nonfree_baggages
+        for payment in payments:
+            method = methods.get(payment["payment_id"])
+            if method is None:
+                raise ValueError(f"Payment method {payment['payment_id']} not found")
+            has_balance = method["source"] in ("gift_card", "certificate")
+            if has_balance and method["amount"] < payment["amount"]:
+                raise ValueError(f"Not enough balance in payment method {payment['payment_id']}")
+        paid = sum(payment["amount"] for payment in payments)
+        if paid != price:
+            raise ValueError(
+                f"Payment amount does not add up, total price is {price}, but paid {paid}"
+            )
+        user = self.db.edit("users", user_id)
+        for payment in payments:
+            self._take(user["payment_methods"], payment["payment_id"], payment["amount"])
+        for number, date in legs:
+            seats = self.db.edit("flights", number)["dates"][date]["available_seats"]
+            seats[cabin] -= len(people)
+        self.db.add("reservations", reservation["reservation_id"], reservation)
+        user["reservations"].append(reservation["reservation_id"])
+        return reservation
+
+    def cancel_reservation(self, reservation_id: str) -> Record:
+        """Adds a refund for every line of the history; seats stay taken."""
+        self.get_reservation_details(reservation_id)
+        reservation = self.db.edit("reservations", reservation_id)
+        history = reservation["payment_history"]
+        history += [_payment(line["payment_id"], -line["amount"]) for line in history]
+        reservation["status"] = "cancelled"
+        return reservation
+
+    def send_certificate(self, user_id: str, amount: int) -> str:
+        """At most three."""
+        methods = self.get_user_details(user_id)["payment_methods"]
+        for certificate_id in _NEW_CERTIFICATES:
+            if certificate_id not in methods:
+                certificate = {
+                    "source": "certificate",
+                    "id": certificate_id,
+                    "amount": as_float(amount),
+                }
+                self.db.edit("users", user_id)["payment_methods"][certificate_id] = certificate
+                return f"Certificate {certificate_id} added to user {user_id} with amount {amount}."
+        raise ValueError("Too many certificates")
+
+    def update_reservation_baggages(
+        self, reservation_id: str, total_baggages: int, nonfree_baggages: int, payment_id: str
+    ) -> Record:
+        """More paid bags cost, fewer give nothing back."""
+        reservation = self.get_reservation_details(reservation_id)
+        more = max(0, nonfree_baggages - reservation["nonfree_baggages"])
+        payment = self._pay_for_update(reservation["user_id"], payment_id, _BAG_PRICE * more)
+        reservation = self.db.edit("reservations", reservation_id)
+        reservation["payment_history"] += payment
+        reservation["total_baggages"] = total_baggages
+        reservation["nonfree_baggages"] = nonfree_baggages
+        return reservation
+
+    def update_reservation_flights(
+        self,
+        reservation_id: str,
+        cabin: str,
+        flights: list[Mapping[str, Any]],
+        payment_id: str,
+    ) -> Record:
+        """Segments that stay as they are keep their price, in the same cabin."""
+        reservation = self.get_reservation_details(reservation_id)
+        num_passengers = len(reservation["passengers"])
+        price = 0
+        segments = []
+        for row in flights:
+            number, date = _leg(row)
+            kept = next(
+                (
+                    copy_record(old)
+                    for old in reservation["flights"]
+                    if (old["flight_number"], old["date"], cabin)
+                    == (number, date, reservation["cabin"])
+                ),
+                None,
+            )
+            if kept is None:
+                day = self._bookable(number, date, cabin, num_passengers)
+                kept = self._new_segment(number, date, day, cabin)
+            price += kept["price"] * num_passengers
+            segments.append(kept)
+        price -= sum(old["price"] for old in reservation["flights"]) * num_passengers
+        payment = self._pay_for_update(reservation["user_id"], payment_id, price)
+        reservation = self.db.edit("reservations", reservation_id)
+        reservation["payment_history"] += payment
+        reservation["flights"] = segments
+        reservation["cabin"] = cabin
+        return reservation
+
+    def update_reservation_passengers(
+        self, reservation_id: str, passengers: list[Mapping[str, Any]]
+    ) -> Record:
+        """Other people, as many of them."""
+        people = [_passenger(row) for row in passengers]
+        reservation = self.get_reservation_details(reservation_id)
+        if len(people) != len(reservation["passengers"]):
+            raise ValueError("Number of passengers does not match")
+        reservation = self.db.edit("reservations", reservation_id)
+        reservation["passengers"] = people
+        return reservation
+
+    # ---- helpers --------------------------------------------------------------------------------
+
+    def _found(self, table: str, key: str, what: str) -> Record:
+        record = self.db.find(table, key)
+        if record is None:
+            raise ValueError(f"{what} {key} not found")
+        return record
+
+    def _day(self, number: str, date: str) -> Record:
+        days = self._found("flights", number, "Flight")["dates"]
+        if date not in days:
+            raise ValueError(f"Flight {number} not found on date {date}")
+        day: Record = days[date]
+        return day
+
+    def _bookable(self, number: str, date: str, cabin: str, num_passengers: int) -> Record:
+        day = self._day(number, date)
+        if day["status"] != "available":
+            raise ValueError(f"Flight {number} not available on date {date}")
+        if day["available_seats"][cabin] < num_passengers:
+            raise ValueError(f"Not enough seats on flight {number}")
+        return day
+
+    def _new_segment(self, number: str, date: str, day: Record, cabin: str) -> Record:
+        flight = self._found("flights", number, "Flight")
+        return _segment({**flight, "date": date}, day["prices"][cabin])
+
+    def _offers(
+        self, date: str, origin: str, destination: str | None = None, leave_after: str = ""
+    ) -> Iterator[Record]:
+        for flight in self.db.records("flights"):
+            if (
+                flight["origin"] != origin
+                or destination not in (None, flight["destination"])
+                or flight["scheduled_departure_time_est"] < leave_after
+            ):
+                continue
+            day = flight["dates"].get(date)
+            if day is not None and day["status"] == "available":
+                yield {
+                    "flight_number": flight["flight_number"],
+                    "origin": flight["origin"],
+                    "destination": flight["destination"],
+                    "status": "available",
+                    "scheduled_departure_time_est": flight["scheduled_departure_time_est"],
+                    "scheduled_arrival_time_est": flight["scheduled_arrival_time_est"],
+                    "date": None,
+                    "available_seats": day["available_seats"],
+                    "prices": day["prices"],
+                }
+
+    def _new_reservation_id(self) -> str:
+        for reservation_id in _NEW_RESERVATIONS:
+            if self.db.find("reservations", reservation_id) is None:
+                return reservation_id
+        raise ValueError("Too many reservations")
+
+    def _pay_for_update(self, user_id: str, payment_id: str, price: int) -> list[Record]:
+        """The line for the history: none when nothing is to pay."""
+        method = self.get_user_details(user_id)["payment_methods"].get(payment_id)
+        if method is None:
+            raise ValueError("Payment method not found")
+        if method["source"] == "certificate":
+            raise ValueError("Certificate cannot be used to update reservation")
+        if method["source"] == "gift_card":
+            if method["amount"] < price:
+                raise ValueError("Gift card balance is not enough")
+            own_methods = self.db.edit("users", user_id)["payment_methods"]
+            own_methods[payment_id]["amount"] -= price
+        return [_payment(payment_id, price)] if price != 0 else []
+
+    @staticmethod
+    def _take(methods: Record, payment_id: str, amount: int) -> None:
+        method = methods[payment_id]
+        if method["source"] == "gift_card":
+            method["amount"] -= amount
+        elif method["source"] == "certificate":
+            del methods[payment_id]
+
+
+def _leg(row: Mapping[str, Any]) -> tuple[str, str]:
+    return as_text(row["flight_number"]), as_text(row["date"])
+
+
+def _passenger(row: Mapping[str, Any]) -> Record:
+    return {name: as_text(row[name]) for name in ("first_name", "last_name", "dob")}
+
+
+def _payment(payment_id: Any, amount: Any) -> Record:
+    return {"payment_id": as_text(payment_id), "amount": as_int(amount)}
+
+
+def _segment(row: Mapping[str, Any], price: int) -> Record:
+    return {
+        "flight_number": row["flight_number"],
+        "origin": row["origin"],
+        "destination": row["destination"],
+        "date": row["date"],
+        "price": price,
+    }

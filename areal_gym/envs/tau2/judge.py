@@ -1,0 +1,81 @@
+"""Who judges assertions in natural language: an LLM behind a URL, or nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from areal_gym.envs.tau2.chat import ChatClient
+from areal_gym.errors import EnvError
+
+__all__ = ["Judge", "LLMJudge", "NoJudge"]
+
+_PROMPT = """\
+Below is a conversation between a customer-service agent and a user, then a numbered list of
+statements about it. Decide for each statement whether the conversation shows it to be true.
+Answer with one JSON object and nothing else: {"met": [true, false, ...]}, one value per statement,
+in order."""
+
+
+class Judge(Protocol):
+    """Decides which assertions a conversation meets."""
+
+    async def judge(
+        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
+    ) -> list[bool] | None:
+        """One answer per assertion; None when it cannot tell, which is flagged in the verdict.
+
+        Raises:
+            EnvError: it should have been able to.
+        """
+        ...
+
+
+class NoJudge:
+    """The offline stand-in: cannot tell, so that the verdict falls back and says so."""
+
+    async def judge(
+        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
+    ) -> list[bool] | None:
+        """None."""
+        return None
+
+
+class LLMJudge:
+    """Asks an OpenAI-compatible server, at temperature 0."""
+
+    def __init__(self, client: ChatClient) -> None:
+        self._client = client
+
+    async def judge(
+        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
+    ) -> list[bool] | None:
+        """One answer per assertion.
+
+        Raises:
+            EnvError: the server fails, or does not answer in the asked-for form.
+        """
+        lines = [f"{message['role']}: {message['content']}" for message in transcript]
+        numbered = [f"{i}. {text}" for i, text in enumerate(assertions, start=1)]
+        question = "\n".join(["Conversation:", *lines, "", "Statements:", *numbered])
+        answer = await self._client.ask(
+            [{"role": "system", "content": _PROMPT}, {"role": "user", "content": question}]
+        )
+        return _parse(str(answer.get("content") or ""), len(assertions))
+
+
+def _parse(text: str, num_assertions: int) -> list[bool]:
+    found = re.search(r"\{.*\}", text, re.DOTALL)
+    try:
+        met = json.loads(found[0])["met"] if found else None
+    except (ValueError, KeyError, TypeError):
+        met = None
+    if (
+        not isinstance(met, list)
+        or len(met) != num_assertions
+        or not all(isinstance(value, bool) for value in met)
+    ):
+        raise EnvError(f"the judge gave no list of {num_assertions} truth values: {text[:200]!r}")
+    return met

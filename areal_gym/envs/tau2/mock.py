@@ -1,0 +1,193 @@
+"""The built-in domain: a library that lends tools. No data, no language model, endless tasks.
+
+Somebody with a card wants to keep a tool for another week or to bring it back. The assistant asks
+for the number on the card (the user reads it with a tool of its own), looks it up, does what is
+asked, and says so. What is overdue cannot be renewed. Small enough for a tiny model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from areal_gym.envs.tasks import Draft, GeneratedTasks
+from areal_gym.envs.tau2.data import Action, Case, Domain
+from areal_gym.envs.tau2.database import Database, Record, Tables
+from areal_gym.envs.tau2.users.base import GIVE_UP, STOP, Scene, UserTurn
+from areal_gym.envs.tau2.world import CallResult, World
+
+__all__ = ["Borrower", "LibraryWorld", "library_closing", "library_domain", "library_tasks"]
+
+_POLICY = (
+    "You serve a library of tools. Ask for the card number, look it up, do what is asked and say "
+    "so. What is overdue cannot be renewed."
+)
+_ITEMS = ("drill", "hammer", "ladder", "saw", "rake", "spade", "wrench", "torch")
+_WEEK = 7
+_OVERDUE = "overdue"
+_MAX_UNHEARD = 3
+
+
+@cache
+def library_tasks() -> GeneratedTasks:
+    """Tasks; `task.data` holds who has borrowed what (`loans`: card -> tool -> day, or "overdue"),
+    and what `card` wants: `wish` ("renew" or "take_back") and `item`."""
+
+    def make_draft(rng: random.Random) -> Draft:
+        cards = [f"{number:04d}" for number in rng.sample(range(10_000), 2)]
+        loans = {
+            card: {
+                item: _OVERDUE if rng.random() < 0.25 else rng.randint(10, 23)
+                for item in rng.sample(_ITEMS, 2)
+            }
+            for card in cards
+        }
+        card = cards[0]
+        item = rng.choice(list(loans[card]))
+        wish = rng.choice(("renew", "renew", "take_back"))
+        return Draft(
+            key=f"{card} {item} {wish} {loans[card]}",
+            data={"loans": loans, "card": card, "item": item, "wish": wish},
+        )
+
+    return GeneratedTasks("tau2/mock", make_draft)
+
+
+def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
+    """The task as a domain of its own with one case."""
+    loans = {card: dict(items) for card, items in data["loans"].items()}
+    card, item, wish = data["card"], data["item"], data["wish"]
+    tables = Tables({"loans": {key: {"card": key, "items": loans[key]} for key in loans}})
+    arguments = {"card": card, "item": item}
+    is_refused = wish == "renew" and loans[card][item] == _OVERDUE
+    gold = [
+        Action("user", "read_card", {}, None),
+        Action("assistant", "look_up", {"card": card}, None),
+        *([] if is_refused else [Action("assistant", wish, arguments, None)]),
+    ]
+    if is_refused:
+        info = _OVERDUE
+    else:
+        info = "back" if wish == "take_back" else f"day {loans[card][item] + _WEEK}"
+    verb = "renew" if wish == "renew" else "return"
+    case = Case(
+        id=f"{card}/{item}/{wish}",
+        domain="mock",
+        instructions={
+            "domain": "mock",
+            "reason_for_call": f"You want to {verb} your {item}.",
+            "known_info": "You have your card at hand.",
+        },
+        persona=None,
+        ticket=f"The customer wants to {verb} the {item}.",
+        initialization_actions=(),
+        has_criteria=True,
+        gold_actions=gold,
+        env_assertions=(),
+        communicate_info=(info,),
+        nl_assertions=(),
+        reward_basis=("DB", "COMMUNICATE"),
+    )
+    domain = Domain(
+        name="mock",
+        version="1",
+        make_world=lambda: LibraryWorld(tables, card),
+        cases={case.id: case},
+        splits={},
+        policies={"manual": _POLICY, "solo": _POLICY},
+        guidelines="You play a customer of a library of tools. Answer in one short sentence.",
+        gold_states={},
+    )
+    return domain, case
+
+
+def library_closing(data: Mapping[str, Any]) -> str:
+    """What the assistant says when all is done."""
+    item, due = data["item"], data["loans"][data["card"]][data["item"]]
+    if data["wish"] == "take_back":
+        return f"The {item} is back."
+    if due == _OVERDUE:
+        return f"The {item} is overdue."
+    return f"The {item} is due on day {due + _WEEK}."
+
+
+class LibraryWorld(World):
+    """One episode's library, and the user's card."""
+
+    domain = "mock"
+
+    def __init__(self, tables: Tables, card: str) -> None:
+        self.db = Database(tables)
+        self._card = card
+
+    def state(self) -> tuple[object, ...]:
+        """The changed records."""
+        return (self.db.changes(),)
+
+    def digests(self) -> tuple[str, str | None]:
+        """Of the library; the user has no database."""
+        return self.db.digest(), None
+
+    def look_up(self, card: str) -> str:
+        """One tool a line."""
+        return "\n".join(
+            f"{item}: {due if due == _OVERDUE else f'day {due}'}"
+            for item, due in self._found(card)["items"].items()
+        )
+
+    def renew(self, card: str, item: str) -> str:
+        """Another week."""
+        due = self._due(card, item)
+        if due == _OVERDUE:
+            raise ValueError(f"the {item} is overdue")
+        record = self.db.edit("loans", card)
+        record["items"][item] = due + _WEEK
+        return f"{item}: day {due + _WEEK}"
+
+    def take_back(self, card: str, item: str) -> str:
+        """No longer lent."""
+        self._due(card, item)
+        del self.db.edit("loans", card)["items"][item]
+        return f"{item}: back"
+
+    def read_card(self) -> str:
+        """The user's own."""
+        return self._card
+
+    def _found(self, card: str) -> Record:
+        record = self.db.find("loans", card)
+        if record is None:
+            raise ValueError(f"no card {card}")
+        return record
+
+    def _due(self, card: str, item: str) -> Any:
+        items = self._found(card)["items"]
+        if item not in items:
+            raise ValueError(f"no {item} on card {card}")
+        return items[item]
+
+
+class Borrower:
+    """The library's rule-based user: reads its card when asked; a statement is the end to it."""
+
+    def __init__(self, scene: Scene) -> None:
+        reason = str(scene.case.instructions["reason_for_call"])
+        self._opening = reason.replace("You want to", "Please").replace("your", "my")
+        self._num_unheard = 0
+
+    def open(self, greeting: str) -> str:
+        """The wish."""
+        return self._opening
+
+    async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
+        """The number, or the end."""
+        if not isinstance(event, str):
+            return UserTurn(f"It is {event[0].text}.")
+        if "?" not in event:
+            return UserTurn(STOP)
+        if "card" in event.lower() or "number" in event.lower():
+            return UserTurn(calls=[("read_card", {})])
+        self._num_unheard += 1
+        return UserTurn(GIVE_UP if self._num_unheard > _MAX_UNHEARD else self._opening)

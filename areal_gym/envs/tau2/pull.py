@@ -1,0 +1,151 @@
+"""Fetch the benchmark's data: pinned commit, checked sums, resumable."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_gym.envs.tau2.data import manifest, pulled_data
+from areal_gym.errors import InfrastructureError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["BASE_URL", "pull"]
+
+BASE_URL = "https://raw.githubusercontent.com"
+"""Of files, as `BASE_URL/OWNER/REPOSITORY/COMMIT/data/PATH`."""
+
+_NUM_TRIES = 4
+_CHUNK = 1 << 16
+_WAIT_S = 0.5
+"""Before the second try; doubled for each one after it."""
+_TIMEOUT_S = 60.0
+"""Without a byte."""
+
+Progress = Callable[[str, int, int], None]
+"""(file, bytes of all files that are here, bytes of all files)."""
+
+
+def pull(
+    target: Path | None = None,
+    *,
+    base_url: str = BASE_URL,
+    force: bool = False,
+    on_progress: Progress | None = None,
+) -> Path:
+    """Fetch what is not there yet; the folder, which `TAU2_DATA_DIR` may name.
+
+    A file that was cut off is continued; one that has another checksum is fetched anew, once.
+
+    Args:
+        target: the folder; by default the one where environments look.
+        base_url: of the server.
+        force: fetch everything anew.
+        on_progress: called with every chunk.
+
+    Raises:
+        InfrastructureError: the server or the disk fails, or files are not what they should be.
+    """
+    folder = target or pulled_data()
+    if force:
+        shutil.rmtree(folder / "tau2", ignore_errors=True)
+    try:
+        asyncio.run(_pull_all(folder, base_url.rstrip("/"), on_progress))
+    except OSError as error:
+        raise InfrastructureError(f"cannot write to {folder}: {error}") from error
+    return folder
+
+
+async def _pull_all(folder: Path, base_url: str, on_progress: Progress | None) -> None:
+    import aiohttp
+
+    facts = manifest()
+    total = sum(row["bytes"] for row in facts["files"])
+    have = 0
+
+    def counter(path: str, before: int) -> Callable[[int], None]:
+        def count(here: int) -> None:
+            if on_progress is not None:
+                on_progress(path, before + here, total)
+
+        return count
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for row in facts["files"]:
+            file = folder / row["path"]
+            if not (file.exists() and _digest(file) == row["sha256"]):
+                url = f"{base_url}/{facts['repository']}/{facts['commit']}/data/{row['path']}"
+                await _pull_file(session, url, file, row, counter(row["path"], have))
+            have += row["bytes"]
+            counter(row["path"], have)(0)
+
+
+async def _pull_file(
+    session: aiohttp.ClientSession,
+    url: str,
+    file: Path,
+    row: dict[str, Any],
+    on_bytes: Callable[[int], None],
+) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    trouble = ""
+    for number in range(_NUM_TRIES):
+        if number:
+            await asyncio.sleep(_WAIT_S * 2 ** (number - 1))
+        trouble = await _try(session, url, part, row["bytes"], on_bytes)
+        if trouble:
+            continue
+        if _digest(part) == row["sha256"]:
+            part.replace(file)
+            return
+        part.unlink()
+        trouble = "its checksum is another one"
+    raise InfrastructureError(
+        f"cannot fetch {url}: {trouble}",
+        hints=[
+            "again, it goes on where it stopped: areal-gym data pull tau2",
+            "from elsewhere: areal-gym data pull tau2 --base-url URL",
+        ],
+    )
+
+
+async def _try(
+    session: aiohttp.ClientSession,
+    url: str,
+    part: Path,
+    num_bytes: int,
+    on_bytes: Callable[[int], None],
+) -> str:
+    """Fetch what the part lacks; what went wrong, or ""."""
+    import aiohttp
+
+    here = part.stat().st_size if part.exists() else 0
+    if here >= num_bytes:
+        return ""
+    headers = {"Range": f"bytes={here}-"} if here else {}
+    try:
+        async with session.get(url, headers=headers) as response:
+            if response.status not in (200, 206):
+                return f"HTTP {response.status}"
+            if response.status == 200:  # a server that knows no ranges sends all of it
+                here = 0
+            with part.open("ab" if here else "wb") as out:
+                async for chunk in response.content.iter_chunked(_CHUNK):
+                    out.write(chunk)
+                    here += len(chunk)
+                    on_bytes(here)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if here >= num_bytes else f"it ends after {here:,} of {num_bytes:,} bytes"
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

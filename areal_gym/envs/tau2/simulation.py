@@ -1,0 +1,164 @@
+"""One conversation: assistant, user and world take turns until somebody ends it.
+
+Counts and ends are the benchmark's: every message after the greeting is a step, errors are counted
+over the whole conversation, and limits are looked at when nobody waits for a tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_gym.envs.tau2.data import Case, Domain
+from areal_gym.envs.tau2.evaluation import Call, Verdict, evaluate
+from areal_gym.envs.tau2.judge import Judge
+from areal_gym.envs.tau2.users.base import GIVE_UP, STOP_TOKENS, Scene, User, UserFactory
+from areal_gym.envs.tau2.world import CallResult, Requestor, load_tools
+
+__all__ = ["GREETING", "Simulation"]
+
+GREETING = "Hi! How can I help you today?"
+"""What the assistant is taken to have said first."""
+
+
+class Simulation:
+    """A conversation about one task.
+
+    Args:
+        domain: of the task.
+        case: the task.
+        user_factory: makes the user; None: solo mode, the assistant has the user's tools, too.
+        max_steps: messages after which it ends without a verdict.
+        max_errors: failed tool calls of both parties after which it ends likewise.
+    """
+
+    def __init__(
+        self,
+        domain: Domain,
+        case: Case,
+        user_factory: UserFactory | None,
+        *,
+        max_steps: int = 100,
+        max_errors: int = 10,
+    ) -> None:
+        self.domain = domain
+        self.case = case
+        self.world = domain.initial_world(case)
+        self.calls: list[Call] = []
+        self.results: list[CallResult] = []
+        self.says: list[str] = []
+        self.transcript: list[Mapping[str, Any]] = []
+        self.num_steps = 0
+        self.num_errors = 0
+        self.termination: str | None = None
+        self._max_steps = max_steps
+        self._max_errors = max_errors
+        self._user: User | None = None
+        if user_factory is not None:
+            self._user = user_factory(Scene(domain=domain, case=case, world=self.world))
+
+    @property
+    def is_solo(self) -> bool:
+        """Whether there is no user."""
+        return self._user is None
+
+    def open(self) -> str:
+        """Greet; what the user says to it."""
+        assert self._user is not None
+        self._note("assistant", GREETING)
+        self.says.append(GREETING)
+        return self._hear(self._user.open(GREETING))
+
+    async def say(self, text: str) -> str:
+        """Say something to the user; the answer, or "" when that ended the conversation."""
+        self.says.append(text)
+        self._step("assistant", text)
+        self._check_limits()
+        return "" if self.termination else await self._ask_user(text)
+
+    def call(self, calls: Sequence[Call], *, beside: str = "") -> list[CallResult]:
+        """Call tools as the assistant; text beside the calls reaches nobody, but was said."""
+        if beside:
+            self.says.append(beside)
+        self._step("assistant", beside or None)
+        results = self._run(calls)
+        self._check_limits()
+        return results
+
+    def misspell(self, text: str) -> None:
+        """Fail at a tool call that nobody can read; it counts as an error."""
+        self.says.append(text)
+        self._step("assistant", text)
+        self.num_steps += 1
+        self.num_errors += 1
+        self._check_limits()
+
+    def end(self, termination: str) -> None:
+        """End it, if nothing has."""
+        self.termination = self.termination or termination
+
+    async def verdict(self, judge: Judge) -> Verdict:
+        """What it was worth."""
+        return await evaluate(
+            self.domain,
+            self.case,
+            world=self.world,
+            calls=self.calls,
+            says=self.says,
+            transcript=self.transcript,
+            termination=self.termination or "",
+            judge=judge,
+        )
+
+    async def _ask_user(self, event: str | Sequence[CallResult]) -> str:
+        assert self._user is not None
+        while True:
+            turn = await self._user.respond(event)
+            if not turn.calls:
+                return self._hear(turn.text)
+            self._step("user", turn.text or None)
+            event = self._run([Call("user", name, arguments) for name, arguments in turn.calls])
+            self._check_limits()
+            if self.termination:
+                return ""
+
+    def _hear(self, text: str) -> str:
+        """Note what the user says, and whether it ends the conversation."""
+        self._step("user", text)
+        if any(token in text for token in STOP_TOKENS):
+            self.end("user_stop")
+        elif text == GIVE_UP:
+            self.end("user_gave_up")
+        self._check_limits()
+        return "" if self.termination else text
+
+    def _run(self, calls: Sequence[Call]) -> list[CallResult]:
+        results = [
+            self.world.call(self._side_of(call), call.name, call.arguments) for call in calls
+        ]
+        self.calls.extend(calls)
+        self.results.extend(results)
+        self.num_steps += 1
+        self.num_errors += sum(result.is_error for result in results)
+        for result in results:
+            self._note("tool", result.text)
+        return results
+
+    def _side_of(self, call: Call) -> Requestor:
+        tools = load_tools(self.domain.name)
+        if self.is_solo and call.name not in tools["assistant"] and call.name in tools["user"]:
+            return "user"
+        return call.requestor
+
+    def _check_limits(self) -> None:
+        if self.num_steps >= self._max_steps:
+            self.end("max_steps")
+        if self.num_errors >= self._max_errors:
+            self.end("too_many_errors")
+
+    def _step(self, role: str, text: str | None) -> None:
+        self.num_steps += 1
+        self._note(role, text)
+
+    def _note(self, role: str, text: str | None) -> None:
+        self.transcript.append({"role": role, "content": text})

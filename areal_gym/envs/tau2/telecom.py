@@ -1,0 +1,420 @@
+"""The telecom: 13 tools of the carrier over plans, customers, lines, bills and devices.
+
+"Today" is 2025-02-25. The customer's phone, with 30 tools of its own, is in `phone`. After every
+call the two see each other: what the line is, what is allowed, what was paid.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_gym.envs.tau2.database import Database, Record, Tables, copy_record
+from areal_gym.envs.tau2.phone import Phone
+from areal_gym.envs.tau2.world import Requestor, World
+
+__all__ = ["Carrier", "TelecomTables", "TelecomWorld", "telecom_tables"]
+
+_TODAY = datetime.date(2025, 2, 25)
+_LAST_MONTH, _NEXT_MONTH = datetime.date(2025, 1, 1), datetime.date(2025, 3, 1)
+_CYCLE_END = datetime.date(2025, 2, 28)
+_IDS = {"plans": "plan_id", "customers": "customer_id", "lines": "line_id", "bills": "bill_id"} | {
+    "devices": "device_id"
+}
+_TABLES = {
+    "L": ("lines", "Line"),
+    "D": ("devices", "Device"),
+    "B": ("bills", "Bill"),
+    "C": ("customers", "Customer"),
+    "P": ("plans", "Plan"),
+}
+_FIELDS = {
+    "customers": (
+        "customer_id",
+        "full_name",
+        "date_of_birth",
+        "email",
+        "phone_number",
+        "address",
+        "account_status",
+        "payment_methods",
+        "line_ids",
+        "bill_ids",
+        "created_at",
+        "last_extension_date",
+        "goodwill_credit_used_this_year",
+    ),
+    "lines": (
+        "line_id",
+        "phone_number",
+        "status",
+        "plan_id",
+        "device_id",
+        "data_used_gb",
+        "data_refueling_gb",
+        "roaming_enabled",
+        "contract_end_date",
+        "last_plan_change_date",
+        "last_sim_replacement_date",
+        "suspension_start_date",
+    ),
+    "bills": (
+        "bill_id",
+        "customer_id",
+        "period_start",
+        "period_end",
+        "issue_date",
+        "total_due",
+        "due_date",
+        "line_items",
+        "status",
+    ),
+    "devices": (
+        "device_id",
+        "device_type",
+        "model",
+        "imei",
+        "is_esim_capable",
+        "activated",
+        "activation_date",
+        "last_esim_transfer_date",
+    ),
+    "plans": (
+        "plan_id",
+        "name",
+        "data_limit_gb",
+        "price_per_month",
+        "data_refueling_price_per_gb",
+    ),
+}
+"""In the order in which tools show them; what the data leaves out is null."""
+_TIMES = ("created_at", "activation_date", "last_esim_transfer_date")
+"""Dates with a time of day, which are written with a space."""
+
+
+class TelecomTables:
+    """What all episodes share: the carrier's tables, and the phone as it is at first."""
+
+    def __init__(self, carrier: Tables, phone: Record) -> None:
+        self.carrier = carrier
+        self.phone = phone
+
+
+def telecom_tables(raw: Mapping[str, Any], raw_user: Mapping[str, Any]) -> TelecomTables:
+    """The tables of `db.toml` and `user_db.toml`."""
+    tables = {
+        name: {row[_IDS[name]]: _record(row, fields) for row in raw[name]}
+        for name, fields in _FIELDS.items()
+    }
+    return TelecomTables(Tables(tables, lists=frozenset(tables)), Phone.initial(raw_user["device"]))
+
+
+def _record(row: Mapping[str, Any], fields: Sequence[str]) -> Record:
+    record = {name: row.get(name) for name in fields}
+    for name in _TIMES:
+        if record.get(name) is not None:
+            record[name] = str(record[name]).replace("T", " ")
+    return record
+
+
+class TelecomWorld(World):
+    """One episode's carrier and the customer's phone."""
+
+    domain = "telecom"
+
+    def __init__(self, tables: TelecomTables) -> None:
+        self.carrier = Carrier(tables.carrier)
+        self.phone = Phone(copy_record(tables.phone))
+
+    def side(self, requestor: Requestor) -> object:
+        """The carrier for the assistant, the phone for the user."""
+        return self.carrier if requestor == "assistant" else self.phone
+
+    def state(self) -> tuple[object, ...]:
+        """The carrier's changed records and the whole phone."""
+        return self.carrier.db.changes(), self.phone.text()
+
+    def digests(self) -> tuple[str, str | None]:
+        """Of the carrier and of the phone."""
+        return self.carrier.db.digest(), self.phone.digest()
+
+    def sync(self) -> None:
+        """Tell the phone what the carrier does, and the carrier what the user has paid."""
+        around = self.phone.surroundings
+        if around["phone_number"] is None:
+            return
+        line = self.carrier.line_of_number(around["phone_number"])
+        if line is None:
+            raise ValueError(f"no line has the number {around['phone_number']}")
+        plan = self.carrier.found("plans", line["plan_id"])
+        around["line_active"] = line["status"] == "Active"
+        around["roaming_allowed"] = line["roaming_enabled"]
+        around["mobile_data_usage_exceeded"] = (
+            line["data_used_gb"] >= plan["data_limit_gb"] + line["data_refueling_gb"]
+        )
+        request = around["payment_request"]
+        if request is not None and request["paid"]:
+            self.carrier.settle(request["bill_id"])
+            around["payment_request"] = None
+        bill = self.carrier.awaited_bill(line)
+        if bill is not None:
+            around["payment_request"] = {
+                "bill_id": bill["bill_id"],
+                "amount_due": bill["total_due"],
+                "paid": False,
+            }
+
+
+class Carrier:
+    """The assistant's side."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.db = Database(tables)
+        self.new_bill_ids: list[str] = []
+        """Of bills that `refuel_data` had to open; the benchmark's are random."""
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def transfer_to_human_agents(self, summary: str) -> str:
+        """Changes nothing."""
+        return "Transfer successful"
+
+    def get_customer_by_phone(self, phone_number: str) -> Record:
+        """By the customer's own number or that of a line."""
+        for customer in self.db.records("customers"):
+            numbers = [self.found("lines", line)["phone_number"] for line in customer["line_ids"]]
+            if phone_number in (customer["phone_number"], *numbers):
+                return customer
+        raise ValueError(f"Customer with phone number {phone_number} not found")
+
+    def get_customer_by_id(self, customer_id: str) -> Record:
+        """The customer."""
+        return self.found("customers", customer_id)
+
+    def get_customer_by_name(self, full_name: str, dob: str) -> list[Record]:
+        """All of that name and date of birth; case does not matter."""
+        return [
+            customer
+            for customer in self.db.records("customers")
+            if customer["full_name"].lower() == full_name.lower()
+            and customer["date_of_birth"] == dob
+        ]
+
+    def get_details_by_id(self, id: str) -> Record:
+        """Whatever has that id."""
+        if id[:1] not in _TABLES:
+            raise ValueError(f"Unknown ID format or type: {id}")
+        return self.found(_TABLES[id[:1]][0], id)
+
+    def get_bills_for_customer(self, customer_id: str, limit: int = 12) -> list[Record]:
+        """The newest first."""
+        bills = [
+            self.found("bills", bill) for bill in self.get_customer_by_id(customer_id)["bill_ids"]
+        ]
+        return sorted(bills, key=lambda bill: bill["issue_date"], reverse=True)[:limit]
+
+    def get_data_usage(self, customer_id: str, line_id: str) -> Record:
+        """Numbers as texts: the benchmark writes plain objects so."""
+        line = self._line(customer_id, line_id)
+        plan = self.found("plans", line["plan_id"])
+        return {
+            "line_id": line_id,
+            "data_used_gb": str(line["data_used_gb"]),
+            "data_limit_gb": str(plan["data_limit_gb"]),
+            "data_refueling_gb": str(line["data_refueling_gb"]),
+            "cycle_end_date": str(_CYCLE_END),
+        }
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def suspend_line(self, customer_id: str, line_id: str, reason: str) -> Record:
+        """No fee is charged, whatever the text says."""
+        if self._line(customer_id, line_id)["status"] != "Active":
+            raise ValueError("Line must be active to suspend")
+        line = self.db.edit("lines", line_id)
+        line["status"] = "Suspended"
+        line["suspension_start_date"] = str(_TODAY)
+        message = "Line suspended successfully. $5/month holding fee will apply."
+        return {"message": message, "line": line}
+
+    def resume_line(self, customer_id: str, line_id: str) -> Record:
+        """Also where the contract has ended."""
+        if self._line(customer_id, line_id)["status"] not in ("Suspended", "Pending Activation"):
+            raise ValueError("Line must be suspended to resume")
+        line = self.db.edit("lines", line_id)
+        line["status"] = "Active"
+        line["suspension_start_date"] = None
+        return {"message": "Line resumed successfully", "line": line}
+
+    def send_payment_request(self, customer_id: str, bill_id: str) -> str:
+        """One bill at a time, paid or not."""
+        customer = self.get_customer_by_id(customer_id)
+        bills = [self.found("bills", bill) for bill in customer["bill_ids"]]
+        if any(bill["status"] == "Awaiting Payment" for bill in bills):
+            raise ValueError("A bill is already awaiting payment for this customer")
+        if bill_id not in customer["bill_ids"]:
+            raise ValueError(f"Bill {bill_id} not found for customer {customer_id}")
+        self.db.edit("bills", bill_id)["status"] = "Awaiting Payment"
+        return f"Payment request sent to the customer for bill {bill_id}"
+
+    def enable_roaming(self, customer_id: str, line_id: str) -> str:
+        """On the carrier's side."""
+        if self._line(customer_id, line_id)["roaming_enabled"]:
+            return "Roaming was already enabled"
+        self.db.edit("lines", line_id)["roaming_enabled"] = True
+        return "Roaming enabled successfully"
+
+    def disable_roaming(self, customer_id: str, line_id: str) -> str:
+        """On the carrier's side."""
+        if not self._line(customer_id, line_id)["roaming_enabled"]:
+            return "Roaming was already disabled"
+        self.db.edit("lines", line_id)["roaming_enabled"] = False
+        return "Roaming disabled successfully"
+
+    def refuel_data(self, customer_id: str, line_id: str, gb_amount: float) -> Record:
+        """Charged on the customer's draft bill."""
+        line = self._line(customer_id, line_id)
+        if gb_amount <= 0:
+            raise ValueError("Refuel amount must be positive")
+        price = self.found("plans", line["plan_id"])["data_refueling_price_per_gb"]
+        charge = gb_amount * price
+        line = self.db.edit("lines", line_id)
+        line["data_refueling_gb"] += gb_amount
+        self._charge(customer_id, charge, f"Data refueling: {gb_amount} GB at ${price}/GB")
+        return {
+            "message": f"Successfully added {gb_amount} GB of data for line {line_id} "
+            f"for ${charge:.2f}",
+            "new_data_refueling_gb": str(line["data_refueling_gb"]),
+            "charge": str(charge),
+        }
+
+    # ---- for tasks: how an episode begins, and what must hold at its end -------------------------
+
+    def set_data_usage(self, customer_id: str, line_id: str, data_used_gb: float) -> None:
+        """As if so much had been used."""
+        self._line(customer_id, line_id)
+        self.db.edit("lines", line_id)["data_used_gb"] = data_used_gb
+
+    def suspend_line_for_overdue_bill(
+        self, customer_id: str, line_id: str, new_bill_id: str, contract_ended: bool
+    ) -> None:
+        """As if last month's bill had not been paid, or the contract were over, too."""
+        line = self._line(customer_id, line_id)
+        price = self.found("plans", line["plan_id"])["price_per_month"]
+        self._add_bill(
+            new_bill_id,
+            customer_id,
+            month=_LAST_MONTH,
+            status="Overdue",
+            items=[_item(f"Charge for line {line_id}", price)],
+        )
+        line = self.db.edit("lines", line_id)
+        line["status"] = "Suspended"
+        line["suspension_start_date"] = str(_TODAY)
+        if contract_ended:
+            line["contract_end_date"] = str(_LAST_MONTH.replace(day=31))
+
+    def assert_data_refueling_amount(
+        self, customer_id: str, line_id: str, expected_amount: float
+    ) -> bool:
+        """How much was added to the line."""
+        amount = self._line(customer_id, line_id)["data_refueling_gb"]
+        return bool(abs(amount - expected_amount) < 1e-6)
+
+    def assert_no_overdue_bill(self, overdue_bill_id: str) -> bool:
+        """That bill is paid, or there is none."""
+        bill = self.db.find("bills", overdue_bill_id)
+        return bill is None or bill["status"] == "Paid"
+
+    # ---- helpers --------------------------------------------------------------------------------
+
+    def found(self, table: str, key: str) -> Record:
+        """The record.
+
+        Raises:
+            ValueError: there is none.
+        """
+        record = self.db.find(table, key)
+        if record is None:
+            what = next(word for name, word in _TABLES.values() if name == table)
+            raise ValueError(f"{what} with ID {key} not found")
+        return record
+
+    def line_of_number(self, phone_number: str) -> Record | None:
+        """The line with that number."""
+        for line in self.db.records("lines"):
+            if line["phone_number"] == phone_number:
+                return line
+        return None
+
+    def awaited_bill(self, line: Record) -> Record | None:
+        """The first bill of the line's customer for which payment was requested."""
+        for customer in self.db.records("customers"):
+            if line["line_id"] in customer["line_ids"]:
+                for bill_id in customer["bill_ids"]:
+                    bill = self.found("bills", bill_id)
+                    if bill["status"] == "Awaiting Payment":
+                        return bill
+        return None
+
+    def settle(self, bill_id: str) -> None:
+        """The bill is paid."""
+        self.db.edit("bills", bill_id)["status"] = "Paid"
+
+    def _line(self, customer_id: str, line_id: str) -> Record:
+        if line_id not in self.get_customer_by_id(customer_id)["line_ids"]:
+            raise ValueError(f"Line {line_id} not found for customer {customer_id}")
+        return self.found("lines", line_id)
+
+    def _charge(self, customer_id: str, amount: float, description: str) -> None:
+        item = _item(description, amount)
+        for bill_id in self.get_customer_by_id(customer_id)["bill_ids"]:
+            if self.found("bills", bill_id)["status"] == "Draft":
+                bill = self.db.edit("bills", bill_id)
+                bill["line_items"].append(item)
+                bill["total_due"] += amount
+                return
+        self.new_bill_ids.append(f"Bfeed{len(self.new_bill_ids) + 1:04x}")
+        self._add_bill(
+            self.new_bill_ids[-1],
+            customer_id,
+            month=_NEXT_MONTH,
+            status="Draft",
+            items=[item],
+        )
+
+    def _add_bill(
+        self,
+        bill_id: str,
+        customer_id: str,
+        *,
+        month: datetime.date,
+        status: str,
+        items: list[Record],
+    ) -> None:
+        self.db.add(
+            "bills",
+            bill_id,
+            {
+                "bill_id": bill_id,
+                "customer_id": customer_id,
+                "period_start": str(month),
+                "period_end": str(month.replace(day=31)),
+                "issue_date": str(month),
+                "total_due": sum(item["amount"] for item in items),
+                "due_date": str(month.replace(day=15)),
+                "line_items": items,
+                "status": status,
+            },
+        )
+        self.db.edit("customers", customer_id)["bill_ids"].append(bill_id)
+
+
+def _item(description: str, amount: float) -> Record:
+    return {
+        "description": description,
+        "amount": amount,
+        "date": str(_TODAY),
+        "item_type": "Charge",
+    }

@@ -1,0 +1,224 @@
+"""A rule-based telecom customer, who operates the phone as the assistant asks.
+
+One action at a time, each answer grounded in what a tool said. After everything that it changed it
+tries whether the trouble is over, and ends the conversation when it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from areal_gym.envs.tau2.users.base import (
+    GIVE_UP,
+    STOP,
+    TRANSFER,
+    Scene,
+    UserTurn,
+    in_first_person,
+    opening_of,
+)
+from areal_gym.envs.tau2.world import CallResult, load_tools
+
+__all__ = ["REQUESTS", "PhoneOwner"]
+
+_MAX_UNHEARD = 5
+
+REQUESTS: Mapping[str, str] = {
+    "toggle_airplane_mode": "Could you please turn airplane mode off?",
+    "toggle_data": "Could you please turn mobile data on?",
+    "toggle_roaming": "Could you please turn data roaming on?",
+    "toggle_data_saver_mode": "Could you please turn data saver mode off?",
+    "toggle_wifi_calling": "Could you please turn Wi-Fi calling off?",
+    "toggle_wifi": "Could you please turn Wi-Fi on?",
+    "set_network_mode_preference": "Could you please set the preferred network mode to {mode}?",
+    "reseat_sim_card": "Could you please take the SIM card out and put it back in?",
+    "reset_apn_settings": "Could you please reset the APN settings?",
+    "reboot_device": "Could you please restart your phone?",
+    "connect_vpn": "Could you please connect to your VPN?",
+    "disconnect_vpn": "Could you please disconnect your VPN?",
+    "grant_app_permission": (
+        "Could you please grant the {app_name} app the {permission} permission?"
+    ),
+    "make_payment": "I have sent you a payment request. Could you please make the payment?",
+}
+"""Tool of the user -> how an assistant may ask for it; arguments are filled in by name."""
+
+
+class _Wish(NamedTuple):
+    """An action that the owner recognises in a text."""
+
+    pattern: re.Pattern[str]
+    tool: str
+    state: str | None = None
+    """For switches: the setting of the device that the tool flips."""
+    arguments: Callable[[re.Match[str]], Mapping[str, Any]] = lambda match: {}
+
+
+def _wish(
+    pattern: str,
+    tool: str,
+    state: str | None = None,
+    arguments: Callable[[re.Match[str]], Mapping[str, Any]] = lambda match: {},
+) -> _Wish:
+    return _Wish(re.compile(pattern, re.IGNORECASE), tool, state, arguments)
+
+
+def _switch(words: str, tool: str, state: str) -> list[_Wish]:
+    verbs = r"(?:turn|switch|toggle|put|set|disable|enable|activate|deactivate)"
+    return [
+        _wish(rf"\b{verbs}\b[^.?!]*?{words}", tool, state),
+        _wish(rf"{words}[^.?!]*?\b(?:turned|switched|set|be) (?:on|off)", tool, state),
+    ]
+
+
+_MODES = {"5g": "4g_5g_preferred", "4g": "4g_only", "3g": "3g_only", "2g": "2g_only"}
+
+_WISHES: Sequence[_Wish] = (
+    _wish(
+        r"(4g_5g_preferred|[234]g_only)"
+        r"|(?:network|mode|prefer)[^.?!]*?\b(5G|4G|LTE|3G|2G)\b",
+        "set_network_mode_preference",
+        arguments=lambda m: {
+            "mode": m[1].lower() if m[1] else _MODES[m[2].lower().replace("lte", "4g")]
+        },
+    ),
+    _wish(
+        r"(?:grant|give|allow|enable|turn on)[^.?!]*?\b(sms|storage|phone|network)\b"
+        r"[^.?!]*?permission"
+        r"|(?:grant|give|allow|enable)[^.?!]*?permission[^.?!]*?\b(sms|storage)\b",
+        "grant_app_permission",
+        arguments=lambda m: {
+            "app_name": "messaging",
+            "permission": (m[1] or m[2]).lower(),
+        },
+    ),
+    *_switch(r"airplane mode", "toggle_airplane_mode", "airplane_mode"),
+    *_switch(r"data saver", "toggle_data_saver_mode", "data_saver_mode"),
+    *_switch(r"roaming", "toggle_roaming", "roaming_enabled"),
+    *_switch(r"wi-?fi calling", "toggle_wifi_calling", "wifi_calling_enabled"),
+    *_switch(r"wi-?fi\b", "toggle_wifi", "wifi_enabled"),
+    *_switch(r"(?:mobile|cellular) data", "toggle_data", "data_enabled"),
+    _wish(r"re-?seat|(?:remove|take)[^.?!]*sim", "reseat_sim_card"),
+    _wish(r"reset[^.?!]*apn", "reset_apn_settings"),
+    _wish(r"reboot|restart|power cycle", "reboot_device"),
+    _wish(r"(?:disconnect|turn off|disable)[^.?!]*vpn", "disconnect_vpn", "vpn_connected"),
+    _wish(r"(?:connect|turn on|enable)[^.?!]*vpn", "connect_vpn", "vpn_connected"),
+    _wish(r"(?:make|complete)[^.?!]*payment|\bpay\b[^.?!]*(?:bill|request|now)", "make_payment"),
+    _wish(r"payment request", "check_payment_request"),
+    _wish(r"speed test", "run_speed_test"),
+    _wish(r"status bar", "check_status_bar"),
+    _wish(r"network status|signal", "check_network_status"),
+    _wish(r"network mode|preferred network", "check_network_mode_preference"),
+    _wish(r"\bsim\b", "check_sim_status"),
+    _wish(r"data saver|data restriction", "check_data_restriction_status"),
+    _wish(r"\bapn\b|mmsc", "check_apn_settings"),
+    _wish(r"wi-?fi calling", "check_wifi_calling_status"),
+    _wish(r"\bvpn\b", "check_vpn_status"),
+    _wish(r"permission", "check_app_permissions", arguments=lambda m: {"app_name": "messaging"}),
+    _wish(r"installed apps|which apps", "check_installed_apps"),
+    _wish(r"\bwi-?fi\b", "check_wifi_status"),
+    _wish(r"airplane|roaming|mobile data", "check_network_status"),
+    _wish(r"send[^.?!]*mms|mms[^.?!]*(?:work|send)", "can_send_mms"),
+)
+_ON = re.compile(r"\b(on|enable|enabled|activate|connect)\b", re.IGNORECASE)
+_OFF = re.compile(r"\b(off|disable|disabled|deactivate|disconnect)\b", re.IGNORECASE)
+_TRANSFERRED = re.compile(r"transferred to a human|transferring you", re.IGNORECASE)
+_WHO = re.compile(r"\bname\b|phone number|identify|verify|who (?:am|are)", re.IGNORECASE)
+_WHERE = re.compile(r"abroad|travel|country|where are|location", re.IGNORECASE)
+_OFFERS_DATA = re.compile(r"refuel|top.?up|add(?:itional)?[^.?!]*data|\bGB\b", re.IGNORECASE)
+_OFFERS_PLAN = re.compile(r"(?:change|upgrade|switch)[^.?!]*plan", re.IGNORECASE)
+_IS_IT_OVER = re.compile(
+    r"anything else|resolved|working now|does it work|is (?:it|everything) working|fixed"
+    r"|try (?:again|sending|it)|still",
+    re.IGNORECASE,
+)
+_CONFIRM = re.compile(
+    r"yes\W+(?:or|/)\W*no|confirm|proceed|go ahead|shall I|would you like|do you want|is that ok",
+    re.IGNORECASE,
+)
+
+
+class PhoneOwner:
+    """One customer of the carrier."""
+
+    def __init__(self, scene: Scene) -> None:
+        told = scene.case.instructions
+        self._opening = opening_of(scene.case)
+        self._known = in_first_person(str(told.get("known_info") or ""))
+        self._test, self._passes = _success_test(scene)
+        self._scene = scene
+        self._num_unheard = 0
+        self._heard: list[str] = []
+        """What tools said since the assistant spoke."""
+        self._called = ""
+
+    def open(self, greeting: str) -> str:
+        """The reason for the call, and who calls."""
+        return f"{self._opening} {self._known}".strip()
+
+    async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
+        """Act on a request, or tell what a tool said."""
+        if isinstance(event, str):
+            self._heard = []
+            return self._listen(event)
+        self._heard += [result.text for result in event]
+        is_test = self._called == self._test
+        if is_test and self._passes(self._heard[-1]):
+            return UserTurn(STOP)
+        # Only what changes the phone can have mended it.
+        if not is_test and load_tools("telecom")["user"][self._called].mutates:
+            return self._call(self._test)
+        return UserTurn("\n".join(self._heard))
+
+    def _listen(self, text: str) -> UserTurn:
+        if _TRANSFERRED.search(text):
+            return UserTurn(TRANSFER)
+        for wish in _WISHES:
+            found = wish.pattern.search(text)
+            if found is None:
+                continue
+            if wish.state is None:
+                return self._call(wish.tool, wish.arguments(found))
+            return self._switch(wish, found[0] + text[found.end() :])
+        if _IS_IT_OVER.search(text):
+            return self._call(self._test)
+        answer = self._answer(text)
+        if answer is not None:
+            return UserTurn(answer)
+        self._num_unheard += 1
+        if self._num_unheard > _MAX_UNHEARD:
+            return UserTurn(GIVE_UP)
+        return UserTurn("I am not sure what you would like me to do. One step at a time, please.")
+
+    def _answer(self, text: str) -> str | None:
+        if _OFFERS_PLAN.search(text):
+            return "No, I do not want to change my plan."
+        if _OFFERS_DATA.search(text):
+            return "Yes, you may add 2.0 GB of data."
+        if _WHO.search(text) or _WHERE.search(text):
+            return self._known
+        return "Yes, please." if _CONFIRM.search(text) else None
+
+    def _switch(self, wish: _Wish, request: str) -> UserTurn:
+        is_on = bool(self._scene.world.side("user").device[wish.state])  # type: ignore[attr-defined]
+        on, off = _ON.search(request), _OFF.search(request)
+        wanted = off is None if on is None or off is None else on.start() < off.start()
+        if is_on == wanted and (on or off):
+            return UserTurn(f"It is already {'on' if is_on else 'off'}.")
+        return self._call(wish.tool)
+
+    def _call(self, tool: str, arguments: Mapping[str, Any] | None = None) -> UserTurn:
+        self._called = tool
+        return UserTurn(calls=[(tool, arguments or {})])
+
+
+def _success_test(scene: Scene) -> tuple[str, Callable[[str], bool]]:
+    """The tool that shows whether the trouble is over, and how its text then reads."""
+    reason = str(scene.case.instructions.get("reason_for_call") or "").lower()
+    if "mms" in reason:
+        return "can_send_mms", lambda text: "can send" in text
+    if "mobile data" in reason:
+        return "run_speed_test", lambda text: "(Excellent)" in text
+    return "check_status_bar", lambda text: "No Signal" not in text and "Airplane" not in text

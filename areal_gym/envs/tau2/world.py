@@ -1,0 +1,113 @@
+"""A world: the state that tools of a domain read and change, for one episode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from areal_gym.envs.tools import Tool
+
+__all__ = ["CallResult", "Requestor", "ToolInfo", "World", "load_tools"]
+
+Requestor = Literal["assistant", "user"]
+
+
+class CallResult(NamedTuple):
+    """What a tool call gave."""
+
+    text: str
+    is_error: bool
+
+
+class ToolInfo(NamedTuple):
+    """A tool as the benchmark describes it."""
+
+    tool: Tool
+    kind: Literal["read", "write", "generic"]
+    mutates: bool
+    schema: Mapping[str, Any]
+    """OpenAI's description of the function."""
+
+
+@cache
+def load_tools(domain: str) -> Mapping[Requestor, Mapping[str, ToolInfo]]:
+    """The tools of a domain, for either side, from `schemas/DOMAIN.json`."""
+    text = resources.files(__package__).joinpath("schemas", f"{domain}.json").read_text("utf-8")
+    return {
+        side: {name: _tool_info(row) for name, row in rows.items()}
+        for side, rows in json.loads(text).items()
+    }
+
+
+def _tool_info(row: Mapping[str, Any]) -> ToolInfo:
+    function = row["openai_schema"]["function"]
+    return ToolInfo(
+        tool=Tool(
+            name=function["name"],
+            description=function["description"],
+            parameters=function["parameters"],
+        ),
+        kind=row["type"],
+        mutates=row["mutates_state"],
+        schema=row["openai_schema"],
+    )
+
+
+class World:
+    """Base of the domains' worlds: finds the tool, runs it, writes its result as text.
+
+    A tool is a method of the same name on the object that `side` gives. It returns a text, a
+    record or a list of records, and raises an exception to refuse: whatever it raises is told to
+    the caller as `Error: ...`, as in the benchmark, where this is also what wrong arguments give.
+    """
+
+    domain: ClassVar[str]
+
+    def side(self, requestor: Requestor) -> object:
+        """Whose methods are the tools of that party."""
+        return self
+
+    def sync(self) -> None:
+        """Let the two sides of the world see each other; after every call."""
+
+    def initialize(self, actions: Sequence[Mapping[str, Any]]) -> None:
+        """Run a task's initialisation actions (`env_type`, `func_name`, `arguments`)."""
+        for action in actions:
+            getattr(self.side(action["env_type"]), action["func_name"])(**action["arguments"])
+            self.sync()
+
+    def call(
+        self,
+        requestor: Requestor,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        should_sync: bool = True,
+    ) -> CallResult:
+        """Run a tool call of one party; mistakes are results, too."""
+        if name not in load_tools(self.domain)[requestor]:
+            return CallResult(f"Error: Tool '{name}' not found.", True)
+        try:
+            value = getattr(self.side(requestor), name)(**arguments)
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            result = CallResult(text, False)
+        except Exception as error:  # part of the benchmark's contract, see the class
+            result = CallResult(f"Error: {error}", True)
+        if should_sync:
+            self.sync()
+        return result
+
+    def holds(self, requestor: Requestor, assertion: str, arguments: Mapping[str, Any]) -> bool:
+        """Whether an assertion about the state is true."""
+        return bool(getattr(self.side(requestor), assertion)(**arguments))
+
+    def state(self) -> tuple[object, ...]:
+        """What is compared to decide whether two worlds are in the same state."""
+        raise NotImplementedError
+
+    def digests(self) -> tuple[str, str | None]:
+        """The benchmark's hashes of the assistant's and of the user's database."""
+        raise NotImplementedError

@@ -1,0 +1,367 @@
+"""`/v1/chat/completions`: what comes in, and what goes out whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from areal_gym.gateway.errors import ApiError
+from areal_gym.gateway.reading import Delta
+from areal_gym.gateway.session import Answer, Ask
+from areal_gym.rendering import Tokenizer
+from areal_gym.types import Message, ToolCall
+
+__all__ = [
+    "Chat",
+    "ChatRequest",
+    "MaxTokens",
+    "Part",
+    "Seed",
+    "Stops",
+    "Text",
+    "arguments_of",
+    "may_call",
+    "refuse",
+    "refuse_shaped",
+    "text_of",
+    "token_logprobs",
+    "usage_of",
+]
+
+Text = Annotated[str, Field(max_length=8_000_000)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+MaxTokens = Annotated[int, Field(ge=1, le=2**31)]
+Stops = Annotated[list[str], Field(max_length=16)]
+
+
+class Part(BaseModel):
+    """A piece of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class Called(BaseModel):
+    """Which function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class Call(BaseModel):
+    """A call in an assistant's message."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Called
+
+
+class ChatMessage(BaseModel):
+    """A message as OpenAI writes it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[Part] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Function(BaseModel):
+    """A function that the policy may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(BaseModel):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """How the answer must look."""
+
+    type: str
+
+
+class ChatRequest(BaseModel):
+    """The body of a request. Fields that are not here change nothing."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=100_000)]
+    model: str = "policy"
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    seed: Seed | None = None
+    stop: str | Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def to_ask(self) -> Ask:
+        """What the policy is asked.
+
+        Raises:
+            ApiError: for something that is not done here.
+        """
+        refuse("top_logprobs", self.top_logprobs, "only the sampled tokens' are known")
+        refuse_shaped(self.frequency_penalty, self.presence_penalty, self.logit_bias)
+        if self.response_format is not None and self.response_format.type != "text":
+            why = "the engine does not constrain what is sampled"
+            refuse("response_format", self.response_format.type, why)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return Ask(
+            messages=[_message(message) for message in self.messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
+            n=self.n or 1,
+            max_new_tokens=self.max_completion_tokens or self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(self.top_k, 0),
+            seed=self.seed,
+            stops=[stop for stop in stops if stop],
+        )
+
+
+def refuse(field: str, value: object, why: str) -> None:
+    """Raise ApiError where a field asks for what cannot be done."""
+    if value:
+        raise ApiError(
+            400,
+            f"{field} = {value!r} is not supported: {why}",
+            code="unsupported_value",
+            param=field,
+        )
+
+
+def refuse_shaped(frequency: float | None, presence: float | None, bias: object) -> None:
+    """Raise ApiError where a client wants to sample from something else than the policy."""
+    why = "tokens are sampled from the policy as it is"
+    refuse("frequency_penalty", frequency, why)
+    refuse("presence_penalty", presence, why)
+    refuse("logit_bias", bias, why)
+
+
+def may_call(choice: object, parallel: bool | None) -> bool:
+    """Whether calls are read as calls.
+
+    Raises:
+        ApiError: calls are to be forced or forbidden, which needs an engine that does so.
+    """
+    if choice not in (None, "auto", "none"):
+        refuse("tool_choice", choice, "the policy decides whether it calls; auto and none are")
+    if parallel is False:
+        why = "the policy decides how many calls it makes"
+        raise ApiError(400, f"parallel_tool_calls = false is not supported: {why}")
+    return choice != "none"
+
+
+def text_of(content: str | Sequence[Part] | None) -> str:
+    """The text of a message's content.
+
+    Raises:
+        ApiError: there is something else than text in it.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.text is None:
+            raise ApiError(400, f"a content part of type {part.type!r}; text is read, nothing else")
+    return "".join(part.text or "" for part in content)
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call; what is no JSON object is kept as it is, under one name."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": text}
+
+
+def _message(given: ChatMessage) -> Message:
+    role = "system" if given.role == "developer" else given.role
+    message: Message = {"role": role, "content": text_of(given.content)}
+    if given.reasoning_content is not None and role == "assistant":
+        message["reasoning_content"] = given.reasoning_content
+    if given.tool_calls and role == "assistant":
+        message["tool_calls"] = [
+            ToolCall(
+                id=call.id,
+                type="function",
+                function={
+                    "name": call.function.name,
+                    "arguments": arguments_of(call.function.arguments),
+                },
+            )
+            for call in given.tool_calls
+        ]
+    if role == "tool":
+        message["tool_call_id"] = given.tool_call_id or ""
+        if given.name is not None:
+            message["name"] = given.name
+    return message
+
+
+# ---- what goes out -----------------------------------------------------------------------------
+
+
+class Chat:
+    """Answers in OpenAI's shape; see `server.Format`.
+
+    Args:
+        id: of the answer.
+        request: what was asked.
+        tokenizer: spells tokens for their log-probabilities.
+    """
+
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, id: str, request: ChatRequest, tokenizer: Tokenizer) -> None:
+        self.id = id
+        self.request = request
+        self.is_stream = bool(request.stream)
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body."""
+        return {
+            **self._head("chat.completion"),
+            "choices": [
+                {
+                    "index": index,
+                    "message": _said(answer.message),
+                    "finish_reason": _finish(answer),
+                    "logprobs": self._logprobs(answer),
+                }
+                for index, answer in enumerate(answers)
+            ],
+            "usage": usage_of(answers),
+        }
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        """Each choice's role."""
+        for index in range(self.request.n or 1):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def show(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
+        """New text of a choice."""
+        for kind, text in deltas:
+            yield self._chunk(index, {kind: text})
+
+    def end(self, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
+        """Calls, which are known at the end, and why each choice ended."""
+        for index, answer in enumerate(answers):
+            for place, call in enumerate(answer.message.get("tool_calls", ())):
+                yield self._chunk(index, {"tool_calls": [{"index": place, **_call(call)}]})
+            yield self._chunk(index, {}, _finish(answer), self._logprobs(answer))
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of(answers)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self.request.model,
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "finish_reason": finish_reason,
+            "logprobs": logprobs,
+        }
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        if not self.request.logprobs:
+            return None
+        return {"content": token_logprobs(answer, self._tokenizer), "refusal": None}
+
+
+def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
+    """How many tokens it took."""
+    prompt = answers[0].num_prompt_tokens
+    sampled = sum(len(answer.generation.token_ids) for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": answers[0].num_cached_tokens},
+    }
+
+
+def token_logprobs(answer: Answer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The sampled tokens, spelled, each with its log-probability."""
+    generation = answer.generation
+    spelled = [tokenizer.decode([token_id]) for token_id in generation.token_ids]
+    return [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in zip(spelled, generation.logprobs, strict=True)
+    ]
+
+
+def _said(message: Message) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    said: dict[str, Any] = {
+        "role": "assistant",
+        "content": message["content"] if message["content"] or not calls else None,
+        "refusal": None,
+    }
+    if "reasoning_content" in message:
+        said["reasoning_content"] = message["reasoning_content"]
+    if calls:
+        said["tool_calls"] = [_call(call) for call in calls]
+    return said
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": function["name"], "arguments": json.dumps(function["arguments"])},
+    }
+
+
+def _finish(answer: Answer) -> str:
+    if answer.is_cut:
+        return "length"
+    return "tool_calls" if answer.message.get("tool_calls") else "stop"

@@ -1,0 +1,128 @@
+"""`/v1/completions`: a text that the policy goes on with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from areal_gym.gateway.openai_chat import (
+    MaxTokens,
+    Seed,
+    Stops,
+    StreamOptions,
+    Text,
+    refuse,
+    refuse_shaped,
+    token_logprobs,
+    usage_of,
+)
+from areal_gym.gateway.reading import Delta
+from areal_gym.gateway.session import Answer, Ask
+from areal_gym.rendering import Tokenizer
+
+__all__ = ["Completion", "CompletionRequest"]
+
+
+class CompletionRequest(BaseModel):
+    """The body of a request. Fields that are not here change nothing."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    model: str = "policy"
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: str | Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def to_ask(self) -> Ask:
+        """What the policy is asked.
+
+        Raises:
+            ApiError: for something that is not done here.
+        """
+        refuse_shaped(self.frequency_penalty, self.presence_penalty, self.logit_bias)
+        refuse("echo", self.echo, "the answer is what was sampled")
+        refuse("suffix", self.suffix, "the policy goes on with a text")
+        refuse("best_of", (self.best_of or 1) > (self.n or 1), "ask for n, and choose")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return Ask(
+            prompt=self.prompt if isinstance(self.prompt, str) else self.prompt[0],
+            n=self.n or 1,
+            max_new_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stops=[stop for stop in stops if stop],
+        )
+
+
+class Completion:
+    """Answers in OpenAI's shape; see `server.Format`."""
+
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, id: str, request: CompletionRequest, tokenizer: Tokenizer) -> None:
+        self.id = id
+        self.request = request
+        self.is_stream = bool(request.stream)
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body."""
+        choices = [
+            self._choice(index, answer.message["content"], answer)
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._head(), "choices": choices, "usage": usage_of(answers)}
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        """Nothing."""
+        return ()
+
+    def show(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
+        """New text of a choice."""
+        for _, text in deltas:
+            yield {**self._head(), "choices": [self._choice(index, text)]}
+
+    def end(self, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
+        """Why each choice ended."""
+        for index, answer in enumerate(answers):
+            yield {**self._head(), "choices": [self._choice(index, "", answer)]}
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            yield {**self._head(), "choices": [], "usage": usage_of(answers)}
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self.request.model,
+        }
+
+    def _choice(self, index: int, text: str, answer: Answer | None = None) -> dict[str, Any]:
+        finish_reason = None if answer is None else "length" if answer.is_cut else "stop"
+        logprobs = None
+        if answer is not None and self.request.logprobs is not None:
+            tokens = token_logprobs(answer, self._tokenizer)
+            logprobs = {
+                "tokens": [token["token"] for token in tokens],
+                "token_logprobs": [token["logprob"] for token in tokens],
+                "top_logprobs": None,
+                "text_offset": None,
+            }
+        return {"index": index, "text": text, "finish_reason": finish_reason, "logprobs": logprobs}

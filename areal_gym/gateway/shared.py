@@ -1,0 +1,69 @@
+"""One gateway for each event loop, for all episodes that run on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from areal_gym.gateway.server import Gateway
+
+__all__ = ["shared_gateway", "use_address"]
+
+
+@dataclass(slots=True)
+class _Kept:
+    host: str = "127.0.0.1"
+    port: int = 0
+    control_key: str | None = None
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    gateway: Gateway | None = None
+    closing: AsyncGenerator[None, None] | None = None
+
+
+_shared: dict[asyncio.AbstractEventLoop, _Kept] = {}
+
+
+def use_address(host: str, port: int, *, control_key: str | None = None) -> None:
+    """Where the running loop's gateway will listen, should anybody need it."""
+    kept = _of_this_loop()
+    kept.host, kept.port, kept.control_key = host, port, control_key
+
+
+async def shared_gateway() -> Gateway:
+    """The gateway of the running loop, started on first use.
+
+    It is closed when the loop shuts down its asynchronous generators, as `asyncio.run` does.
+
+    Raises:
+        InfrastructureError: it cannot listen where it should.
+    """
+    from areal_gym.gateway.server import Gateway
+
+    kept = _of_this_loop()
+    async with kept.starting:
+        if kept.gateway is None:
+            gateway = Gateway(host=kept.host, port=kept.port, control_key=kept.control_key)
+            await gateway.start()
+            kept.closing = _close_with_loop(gateway)
+            # The first step registers the generator with the loop; it does not suspend.
+            with contextlib.suppress(StopIteration):
+                kept.closing.__anext__().send(None)
+            kept.gateway = gateway
+    return kept.gateway
+
+
+def _of_this_loop() -> _Kept:
+    for other in [other for other in _shared if other.is_closed()]:
+        del _shared[other]
+    return _shared.setdefault(asyncio.get_running_loop(), _Kept())
+
+
+async def _close_with_loop(gateway: Gateway) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        await gateway.aclose()

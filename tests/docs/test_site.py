@@ -1,0 +1,34 @@
+"""The site builds without a warning, and the page of settings is the settings'."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_gym.config.reference import settings_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_settings_is_the_settings():
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page == settings_page(), "python -m areal_gym.config.reference > docs/settings.md"
+
+
+def test_every_setting_says_what_it_is_for():
+    rows = [row for row in settings_page().splitlines() if row.startswith("| `")]
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_the_site_builds(tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'areal-gym[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path / "site"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "settings" / "index.html").exists()

@@ -1,0 +1,17 @@
+"""Where the benchmark's data and the recorded verdicts lie, beside the project."""
+
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(__file__).parents[4] / "shared"
+DATA = SHARED / "data" / "tau2"
+FIXTURES = SHARED / "golden" / "tau2"
+
+needs_data = pytest.mark.skipif(
+    not (DATA / "tau2" / "domains").is_dir(), reason="the data of tau2-bench is not in ../shared"
+)
+needs_fixtures = pytest.mark.skipif(
+    not (DATA / "tau2" / "domains").is_dir() or not FIXTURES.is_dir(),
+    reason="recorded verdicts of tau2-bench are not in ../shared",
+)

@@ -1,0 +1,90 @@
+"""Agreement with the benchmark's own texts, hashes and verdicts."""
+
+import gzip
+import json
+import shutil
+
+import pytest
+from tau2_data import DATA, FIXTURES, needs_fixtures
+
+from areal_gym.cli.app import run
+from areal_gym.envs.tau2.replay import replay
+from areal_gym.errors import DataError, NothingToDoError
+
+pytestmark = needs_fixtures
+
+
+def differences(agreements):
+    return [example for agreement in agreements for example in agreement.examples]
+
+
+@pytest.mark.parametrize("domain", ["retail", "airline"])
+def test_a_domain_agrees_with_the_benchmark(domain):
+    agreements = replay(FIXTURES, domains=(domain,), data_dir=DATA)
+    assert differences(agreements) == []
+    assert [agreement.name for agreement in agreements] == [domain, "actions"]
+    assert agreements[0].counts["verdicts"] > 100
+    assert agreements[0].counts["hashes"] > 500
+
+
+def test_a_tenth_of_telecom_agrees_with_the_benchmark(tmp_path):
+    for name in ("telecom.jsonl.gz", "probes-telecom.jsonl.gz"):
+        lines = gzip.decompress((FIXTURES / name).read_bytes()).splitlines(keepends=True)
+        (tmp_path / name).write_bytes(gzip.compress(b"".join(lines[::10])))
+    shutil.copy(FIXTURES / "tool_schemas.json", tmp_path)
+    (agreement,) = replay(tmp_path, domains=("telecom",), data_dir=DATA)
+    assert differences([agreement]) == []
+    assert agreement.counts["tasks"] > 100
+    assert agreement.counts["probes"] > 30
+
+
+@pytest.mark.slow
+def test_all_of_telecom_agrees_with_the_benchmark():
+    assert differences(replay(FIXTURES, domains=("telecom",), data_dir=DATA)) == []
+
+
+def altered(tmp_path, change):
+    """The first airline task with another verdict or text than the benchmark gave."""
+    with gzip.open(FIXTURES / "airline.jsonl.gz", "rt") as lines:
+        row = json.loads(lines.readline())
+    change(row)
+    (tmp_path / "airline.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    (agreement,) = replay(tmp_path, domains=("airline",), data_dir=DATA)
+    return agreement
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: row["variants"]["gold"].update(reward=0.5),
+        lambda row: row["variants"]["gold"].update(steps=3),
+        lambda row: row["variants"]["gold"]["calls"][0].update(content="{}"),
+        lambda row: row["variants"]["empty"]["predicted"].update(db_canonical="0"),
+        lambda row: row["drop_each"][0].update(db_match=None),
+    ],
+)
+def test_every_difference_is_found(tmp_path, change):
+    agreement = altered(tmp_path, change)
+    assert agreement.num_differences == 1
+    assert not agreement.is_complete
+
+
+def test_the_command_answers_with_a_table_and_an_exit_code(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TAU2_DATA_DIR", str(DATA))
+    shutil.copy(FIXTURES / "airline.jsonl.gz", tmp_path)
+    assert run(["check", "tau2/airline", "--fixtures", str(tmp_path)]) == 0
+    assert "all of it agrees" in capsys.readouterr().out
+    altered(tmp_path, lambda row: row["variants"]["gold"].update(reward=0.5))
+    assert run(["check", "tau2", "--fixtures", str(tmp_path), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["num_differences"]) == ("airline", 1)
+
+
+def test_other_targets_and_empty_folders_are_refused(tmp_path, capsys):
+    assert run(["check", "tir", "--fixtures", str(tmp_path)]) == 2
+    assert "tau2/airline" in capsys.readouterr().err
+    with pytest.raises(NothingToDoError, match="no fixtures"):
+        replay(tmp_path, data_dir=DATA)
+    (tmp_path / "airline.jsonl.gz").write_bytes(gzip.compress(b"{broken\n"))
+    with pytest.raises(DataError, match="line 1"):
+        replay(tmp_path, domains=("airline",), data_dir=DATA)

@@ -1,0 +1,193 @@
+"""Fetching the benchmark's data from a server, which may be slow, dumb or wrong."""
+
+import asyncio
+import hashlib
+import json
+import threading
+
+import pytest
+from aiohttp import web
+
+from areal_gym.cli.app import run
+from areal_gym.envs.tau2 import data, pull
+from areal_gym.envs.tau2.data import find_data, manifest, pulled_data
+from areal_gym.errors import DataError, InfrastructureError
+
+FILES = {
+    "tau2/domains/retail/db.json": bytes(range(256)) * 700,
+    "tau2/domains/retail/policy.md": "Be kind. \u00e9".encode(),
+}
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """A manifest of two small files."""
+    facts = {
+        "repository": "somebody/some-bench",
+        "version": "9.9",
+        "commit": "c0ffee" * 6,
+        "licence": "MIT",
+        "files": [
+            {"path": path, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+            for path, text in FILES.items()
+        ],
+    }
+    monkeypatch.setattr(data, "manifest", lambda: facts)
+    monkeypatch.setattr(pull, "manifest", lambda: facts)
+    monkeypatch.setattr(pull, "_WAIT_S", 0.001)
+    return facts
+
+
+class Server:
+    """Serves the files on a port of its own; notes what was asked for."""
+
+    def __init__(self):
+        self.asked = []
+        self.has_ranges = True
+        self.cut_after = None
+        self.failures = []
+        self.texts = dict(FILES)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    async def _start(self):
+        app = web.Application()
+        app.router.add_get("/{owner}/{repository}/{commit}/data/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _answer(self, request):
+        path, wanted = request.match_info["path"], request.headers.get("Range")
+        self.asked.append((path, wanted))
+        if self.failures:
+            return web.Response(status=self.failures.pop(0))
+        text = self.texts[path]
+        start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and self.has_ranges else 0
+        response = web.StreamResponse(status=206 if start else 200)
+        response.content_length = len(text) - start
+        await response.prepare(request)
+        if self.cut_after is not None and len(text) - start > self.cut_after:
+            await response.write(text[start : start + self.cut_after])
+            request.transport.abort()
+            return response
+        await response.write(text[start:])
+        return response
+
+    def close(self):
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def server():
+    serving = Server()
+    yield serving
+    serving.close()
+
+
+def assert_complete(folder):
+    assert {path: (folder / path).read_bytes() for path in FILES} == FILES
+    assert not list(folder.rglob("*.part"))
+
+
+def test_everything_is_fetched_once(published, server, tmp_path):
+    seen = []
+    folder = pull.pull(tmp_path, base_url=server.url, on_progress=lambda *all: seen.append(all))
+    assert_complete(folder)
+    total = sum(map(len, FILES.values()))
+    assert seen[-1] == ("tau2/domains/retail/policy.md", total, total)
+    assert [have for _, have, _ in seen] == sorted(have for _, have, _ in seen)
+    pull.pull(tmp_path, base_url=server.url)
+    assert len(server.asked) == 2
+
+
+def test_a_file_that_was_cut_off_is_continued(published, server, tmp_path):
+    server.cut_after = 100_000
+    assert_complete(pull.pull(tmp_path, base_url=server.url))
+    first, second, _ = server.asked
+    assert first[1] is None
+    assert second[1].startswith("bytes=")
+    assert second[1] != "bytes=0-"
+
+
+def test_a_server_without_ranges_will_do(published, server, tmp_path):
+    part = tmp_path / "tau2/domains/retail/db.json.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"old rubbish")
+    server.has_ranges = False
+    assert_complete(pull.pull(tmp_path, base_url=server.url))
+
+
+def test_a_part_of_something_else_is_thrown_away(published, server, tmp_path):
+    part = tmp_path / "tau2/domains/retail/db.json.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"old rubbish")
+    assert_complete(pull.pull(tmp_path, base_url=server.url))
+
+
+def test_a_server_that_stumbles_is_asked_again(published, server, tmp_path):
+    server.failures = [503, 502]
+    assert_complete(pull.pull(tmp_path, base_url=server.url))
+
+
+def test_other_contents_are_refused(published, server, tmp_path):
+    server.texts["tau2/domains/retail/policy.md"] = "Be mean. \u00e9".encode()
+    with pytest.raises(InfrastructureError, match="checksum") as caught:
+        pull.pull(tmp_path, base_url=server.url)
+    assert "--base-url" in " ".join(caught.value.hints)
+    assert not (tmp_path / "tau2/domains/retail/policy.md").exists()
+
+
+def test_a_damaged_file_is_fetched_anew(published, server, tmp_path):
+    pull.pull(tmp_path, base_url=server.url)
+    (tmp_path / "tau2/domains/retail/policy.md").write_text("changed")
+    assert_complete(pull.pull(tmp_path, base_url=server.url))
+
+
+def test_nobody_answers(published, tmp_path):
+    with pytest.raises(InfrastructureError, match="cannot fetch"):
+        pull.pull(tmp_path, base_url="http://127.0.0.1:9")
+
+
+def test_the_command_puts_it_where_environments_look(
+    published, server, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path))
+    monkeypatch.delenv("TAU2_DATA_DIR", raising=False)
+    with pytest.raises(DataError):
+        find_data()
+    assert run(["data", "pull", "tau2", "--base-url", server.url]) == 0
+    folder = capsys.readouterr().out.strip()
+    assert folder == str(pulled_data())
+    assert str(find_data()) == folder
+    assert run(["data", "pull", "tau3"]) == 2
+
+
+def test_the_real_manifest_names_all_files_that_are_read():
+    paths = {row["path"] for row in manifest()["files"]}
+    assert len(manifest()["commit"]) == 40
+    for domain in ("retail", "airline", "telecom"):
+        assert f"tau2/domains/{domain}/tasks.json" in paths
+        assert f"tau2/domains/{domain}/split_tasks.json" in paths
+    assert all(len(row["sha256"]) == 64 and row["bytes"] > 0 for row in manifest()["files"])
+    json.dumps(manifest())
+
+
+def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path))
+    monkeypatch.delenv("TAU2_DATA_DIR", raising=False)
+    with pytest.raises(DataError) as caught:
+        find_data()
+    hints = " ".join(caught.value.hints)
+    assert "areal-gym data pull tau2" in hints
+    assert "TAU2_DATA_DIR" in hints
+    assert "data_dir=" in hints
+    with pytest.raises(DataError, match=r"holds no tau2/domains"):
+        find_data(tmp_path)

@@ -1,0 +1,43 @@
+"""A run whose servers and rollout workers Ray places: the real server where it is installed."""
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'areal-gym[ray]'")
+
+from conftest import command_of
+from test_runs import config_of
+
+from areal_gym.config import load_config
+from areal_gym.run import replay, train
+from areal_gym.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensor"])
+def test_a_run_over_servers_that_ray_places(kind, policies, tmp_path, sync):
+    command, arguments = command_of(kind)
+    config = config_of(
+        policies[0],
+        "env.id=countdown",
+        f"engine.kwargs.command={' '.join(command)}",
+        f"engine.kwargs.server_args={' '.join(arguments)}",
+        "cluster.address=local",
+        "cluster.servers=1",
+        "cluster.gpus_per_server=0",
+        "cluster.rollout_workers=1",
+        f"trainer.weight_sync={sync}",
+        "trainer.runs_in=thread",
+        "rollout.max_staleness=1",
+        steps=3,
+    )
+    train(config, run_dir=tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    versions = {v for s in range(1, 4) for t in run.read_trajectories(s) for v in t.policy_versions}
+    assert {0, 1} <= versions <= {0, 1, 2}
+    # What the server says it sampled with is what the trainer computes.
+    assert rows[0]["train/ratio"] == pytest.approx(1, abs=1e-4)
+    assert all(not row["rollout/failures/worker_error"] for row in rows)
+    assert replay(load_config(run.config_file), run.path).is_identical
