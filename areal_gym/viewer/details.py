@@ -53,4 +53,3 @@ def detail(run: Run, file: str, place: int, *, has_texts: bool = True) -> dict[s
 def token_ids(spans: Sequence[dict[str, Any]]) -> Iterable[int]:
     """All ids of a trajectory."""
     return (token_id for span in spans for token_id in span["token_ids"])
-
