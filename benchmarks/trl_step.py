@@ -2,7 +2,7 @@
 
     python -m venv /tmp/trl-venv
     /tmp/trl-venv/bin/pip install trl -c constraints.txt
-    python benchmarks/trl_step.py --venv /tmp/trl-venv [--json] [--repeats 5] [--only MODEL]
+    python benchmarks/trl_step.py --venv /tmp/trl-venv [--json] [--repeats 5] [--only MODEL] [--case CASE]
 
 8 prompts x 8 siblings, one thread each, float32, the same weights, AdamW. Three cases: 64 new
 tokens each; variable lengths with a mean of about 15; three turns with a tool's answer between
@@ -313,11 +313,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=list(MODELS), help="one model")
+    parser.add_argument("--case", choices=list(CASES), action="append", help="some cases")
     parser.add_argument("--micro-batches", type=int, default=1, help="of TRL")
     arguments = parser.parse_args()
     rows = []
     for name in [arguments.only] if arguments.only else list(MODELS):
-        for case in CASES:
+        for case in arguments.case or CASES:
             rows.append(
                 compare(name, case, arguments.venv, arguments.repeats, arguments.micro_batches)
             )
