@@ -21,6 +21,9 @@ __all__ = ["Head", "TrainedFile", "TrajectoryFile", "step_of"]
 _SPANS = b', "spans": ['
 _ADVANTAGES = b', "advantages": ['
 
+_PREVIEW = 120
+"""Characters of a trajectory's last words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -63,7 +66,7 @@ class TrajectoryFile:
     )
     """What `Head.summary` has: `tokens` were sampled by the policy; `staleness` is that of the
     oldest token, null where nothing is trained (evaluations); `preview` is how the last message of
-    the assistant begins."""
+    the assistant ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -203,5 +206,6 @@ def _preview(messages: Sequence[Mapping[str, Any]]) -> str:
             for call in message.get("tool_calls") or ():
                 function = call["function"]
                 text += f" {function['name']}({json.dumps(function['arguments'])})"
-            return " ".join(text[-400:].split())[-120:]
+            words = " ".join(text[-400:].split())
+            return words if len(words) <= _PREVIEW else "…" + words[-_PREVIEW:]
     return ""

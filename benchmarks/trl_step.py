@@ -2,7 +2,7 @@
 
     python -m venv /tmp/trl-venv
     /tmp/trl-venv/bin/pip install trl -c constraints.txt
-    python benchmarks/trl_step.py --venv /tmp/trl-venv [--json] [--repeats 5] [--only MODEL] [--case CASE]
+    python benchmarks/trl_step.py --venv /tmp/trl-venv [--json] [--repeats 5] [--only MODEL]
 
 8 prompts x 8 siblings, one thread each, float32, the same weights, AdamW. Three cases: 64 new
 tokens each; variable lengths with a mean of about 15; three turns with a tool's answer between

@@ -20,6 +20,8 @@ SETTINGS = {
     "learning_curve",
     "objectives",
     "online",
+    "report",
+    "trajectory_files",
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
@@ -62,9 +64,14 @@ MAY_IMPORT = {
     "run": BELOW_RUN | {"distributed"},
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
-    "cli": LOW | {"run", "scaffold", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
+    "cli": LOW
+    | {"run", "scaffold", "envs.base", "envs.checker", "envs.registration", "envs.tau2"}
+    | {"envs.contamination", "viewer"},
+    "viewer": LOW,
+    # Episodes outside of training, by whatever policy.
+    "playing": BELOW_RUN,
     # The public API names everything, and imports it on first use.
-    "": BELOW_RUN | {"_gymnasium"},
+    "": BELOW_RUN | {"_gymnasium", "playing"},
     # Contracts that plugin authors run in their tests.
     "testing": LOW | {"trainer"},
     "_gymnasium": {"envs.registration"},

@@ -38,7 +38,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "doctor": ("doctor:doctor_command", "What of this machine can be used, what is missing."),
     },
     "Get": {
-        "data": ("data:data_command", "Data that environments use: areal-gym data pull tau2."),
+        "data": (
+            "data:data_command",
+            "Tasks of an environment: show, check for contamination, pull.",
+        ),
     },
     "Try": {
         "play": ("play:play_command", "You are the policy."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import webbrowser
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def view_command(
             print_json({"url": url, "runs": names})
         else:
             print_data(url)
+        sys.stdout.flush()  # whoever reads it from a pipe needs it now
         talk(f"{len(names)} run{'' if len(names) == 1 else 's'}; Ctrl-C ends the viewer")
         if browser and not as_json:
             webbrowser.open(url)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
@@ -93,6 +93,9 @@ class TextEnv(gymnasium.Env[str, str]):
     then runs on a kept event loop. Without it, `step` drives the coroutine directly (0.5 us)."""
     has_gold: bool = True
     """Set to False where nobody knows a perfect policy (somebody else's game, say)."""
+
+    made_by: Callable[[], TextEnv] | None = None
+    """Makes another instance like this one; known of those that `areal_gym.make` has made."""
 
     def __init__(self, *, render_mode: str | None = None) -> None:
         self.observation_space = TextSpace()

@@ -56,6 +56,8 @@ class EvalReport:
     """Episodes that infrastructure failed; excluded from every number but this one."""
     pass_at_k: Mapping[int, Interval]
     """Estimates with 95% intervals over tasks (see `pass_at_k_interval`)."""
+    task_versions: tuple[str, ...]
+    """Of the data set, where tasks say so in `task.data["version"]`."""
     pass_hat_k: Mapping[int, float]
     """pass^k: the chance that all of k episodes of one task succeed, mean over the tasks."""
     reward: float
@@ -83,6 +85,7 @@ class EvalReport:
         row: dict[str, Any] = {
             "env": self.env_id,
             "split": self.split,
+            "task_versions": list(self.task_versions),
             "policy_versions": list(self.policy_versions),
             "temperature": self.temperature,
             "num_tasks": self.num_tasks,
@@ -120,8 +123,10 @@ class EvalReport:
     def to_text(self) -> str:
         """A table for people."""
         how = f"temperature {self.temperature:g}" if self.temperature > 0 else "greedy"
+        version = f" of version {', '.join(self.task_versions)}" if self.task_versions else ""
         lines = [
-            f"{self.env_id} {self.split}: {self.num_tasks} tasks x {self.num_samples}, {how}, "
+            f"{self.env_id} {self.split}: {self.num_tasks} tasks{version} x {self.num_samples}, "
+            f"{how}, "
             f"{self.wall_s:.1f} s",
             "",
             f"{'':<20}{'mean':>8}   95% interval",
@@ -349,6 +354,9 @@ def _report(
     errors = Counter(t.error or "" for t in failed)
     return EvalReport(
         policy_versions=tuple(sorted({v for t in episodes for v in t.policy_versions})),
+        task_versions=tuple(
+            sorted({str(t.task.data["version"]) for t in episodes if "version" in t.task.data})
+        ),
         num_tasks=len(counts),
         num_samples=num_samples,
         num_episodes=len(episodes),

@@ -142,9 +142,9 @@ class Learner:
         self._optimizer = Optimizer(decoder, config)
         self._files = StateFiles(ranks)
         self._num_bad = 0
+        self._last: _Step | None = None
         # Not a number before the first step.
         self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
-        self._last: _Step | None = None
 
     @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.tau2.actions import parse_action
-from areal_gym.envs.tau2.chat import ChatClient
 from areal_gym.envs.tau2.data import POLICIES
 from areal_gym.envs.tau2.evaluation import Call, Verdict
 from areal_gym.envs.tau2.gold import gold_texts
@@ -161,18 +161,16 @@ class Tau2Env(TextEnv):
         assert simulation is not None
         if self._reads_action_strings:
             message = _with_action_string(message)
-        calls = message.get("tool_calls", [])
-        metrics = {"tool_calls": float(len(calls)), "tool_errors": 0.0}
+        num_calls, num_errors = len(message.get("tool_calls", ())), simulation.num_errors
         messages: list[Message] = []
-        text = message["content"]
         if message.get("parse_error"):
-            simulation.misspell(text)
+            simulation.misspell(message["content"])
             messages.append({"role": "tool", "content": f"Error: {message['parse_error']}"})
-        if calls:
+        if num_calls and simulation.termination is None:
             messages += self._call(simulation, message)
-        elif not messages:
-            messages += await self._say(simulation, text)
-        metrics["tool_errors"] = float(sum(m["content"].startswith("Error: ") for m in messages))
+        metrics = {"tool_calls": num_calls, "tool_errors": simulation.num_errors - num_errors}
+        if not messages and simulation.termination is None:
+            messages += await self._say(simulation, message["content"])
         if simulation.termination is None:
             return Response(messages=messages, metrics=metrics)
         verdict = await simulation.verdict(self._judge)

@@ -33,11 +33,13 @@ async function follow() {
       page?.close?.();
       page = null;
       shownKey = key;
-      seen = "";
+      seen = await heard(path); // before the page reads: what comes in between is noticed
+      const bar = drawBar(place === "run" ? run : null, view);
       const made = await pageOf(place, run, view, query);
-      if (mine === turn || key === shownKey) page = made;
+      await bar;
+      if (mine !== turn && key !== shownKey) made.close?.();
+      else page = made;
     }
-    await drawBar(place === "run" ? run : null, view);
     trouble.hidden = true;
   } catch (error) {
     complain(error);
@@ -64,19 +66,22 @@ async function drawBar(run, view) {
     h("button.icon", { title: "keys and filters  ?", onclick: () => openHelp() }, "?"));
 }
 
+/** What the server says of what is looked at, to be compared with what it says next. */
+async function heard(path) {
+  if (!source.isLive || path[0] === "compare") return "";
+  return JSON.stringify(path[0] === "run" ? await source.pulse(path[1]) : await source.runs());
+}
+
 async function pulse() {
-  if (source.isLive && !document.hidden && page?.tick) {
+  if (source.isLive && !document.hidden && page) {
     const { path } = route();
     const mine = page;
     try {
-      const now = JSON.stringify(path[0] === "run" ? await source.pulse(path[1]) : path[0] ? "" : await source.runs());
+      const now = await heard(path);
       if (now !== seen && mine === page) {
-        const isFirst = seen === "";
         seen = now;
-        if (!isFirst) {
-          await page.tick();
-          await drawBar(path[0] === "run" ? path[1] : null, path[2] || "curves");
-        }
+        await page.tick();
+        await drawBar(path[0] === "run" ? path[1] : null, path[2] || "curves");
       }
       trouble.hidden = true;
     } catch (error) {
@@ -92,9 +97,10 @@ function complain(error) {
 }
 
 function openHelp() {
-  fill(help, h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([key, what]) => [h("dt", {}, key), h("dd", {}, what)])),
-    h("h2", {}, "Filters"), h("dl", {}, FILTER_HELP.map(([term, what]) => [h("dt", {}, term), h("dd", {}, what)])),
-    h("form", { method: "dialog" }, h("button", {}, "close")));
+  const pairs = (all) => h("dl", {}, all.map(([name, what]) => [h("dt", {}, name), h("dd", {}, what)]));
+  fill(help,
+    h("form", { method: "dialog" }, h("h2", {}, "Keys"), h("button", {}, "close")), pairs(KEYS),
+    h("h2", {}, "Filters of trajectories"), pairs(FILTER_HELP));
   help.showModal();
 }
 

@@ -19,7 +19,7 @@ const KINDS = {
 export const FILTER_HELP = [
   ["reward<1", "also adv, turns, tokens, stale, forks, time, place; with < <= > >= ="],
   ["stop:max_tokens", "also env:, task:, group:, id:, error: a part of it is enough"],
-  [`is:${Object.keys(KINDS).join(" is:")}`, "mixed: its group solved the task sometimes"],
+  ["is:mixed", `its group has different rewards; also ${Object.keys(KINDS).filter((kind) => kind !== "mixed").map((kind) => `is:${kind}`).join(", ")}`],
   ["-stop:completed", "a minus: those that are not"],
   ["any words", "in the messages, the task, the error"],
 ];

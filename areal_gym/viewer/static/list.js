@@ -1,5 +1,5 @@
 // The list of a step's trajectories: sorted, filtered, in groups; only what is seen is drawn.
-import { h, s, fill, number, signed, seconds, shown } from "./dom.js";
+import { h, s, number, seconds, shown } from "./dom.js";
 
 const ROW = 27;
 const SPARE = 12;
@@ -7,7 +7,7 @@ const SPARE = 12;
 const COLUMNS = [
   { key: "place", label: "#", width: "44px", text: (row) => String(row.place) },
   { key: "reward", label: "reward", width: "62px", text: (row) => number(row.reward) },
-  { key: "advantage", label: "adv", width: "54px", text: (row) => (row.advantage === null ? "" : signed(row.advantage, 2)), isWide: true },
+  { key: "advantage", label: "adv", width: "54px", text: (row) => (row.advantage === null ? "" : (row.advantage > 0 ? "+" : "") + row.advantage.toFixed(2).replace("-", "−")), isWide: true },
   { key: "turns", label: "turns", width: "44px", text: (row) => String(row.turns), isWide: true },
   { key: "tokens", label: "tokens", width: "54px", text: (row) => number(row.tokens) },
   { key: "staleness", label: "stale", width: "42px", text: (row) => (row.staleness === null ? "" : String(row.staleness)), isWide: true },

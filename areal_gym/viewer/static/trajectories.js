@@ -49,6 +49,7 @@ export async function trajectoriesPage(main, run) {
     if (shownFile !== file) await load();
     await show();
     page.classList.toggle("is-open", state.place !== null);
+    page.classList.toggle("is-broad", state.place !== null && state.tab === "siblings");
     list.select(state.place);
     await view.open(run, file, state.place, state.tab, rows, state.query);
   }

@@ -8,15 +8,21 @@ import pytest
 from tau2_data import DATA, needs_data
 
 import areal_gym
+from areal_gym.agents.chat import ChatAgent
+from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.checker import HOSTILE_ACTIONS, check_env, play
 from areal_gym.envs.tau2.data import load_domain
 from areal_gym.envs.tau2.mock import library_closing, library_domain, library_tasks
 from areal_gym.errors import DataError, UsageError
+from areal_gym.rollout.evaluate import evaluate
 
 
 def call(name, **arguments):
     text = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{text}\n</tool_call>"
+
+
+REST = ("retail", "telecom")
 
 
 def gold(env):
@@ -32,7 +38,7 @@ def test_a_whole_conversation():
     data = env.task.data
     card, item = data["card"], data["item"]
     assert env.step("What is your card number?").observation == f"It is {card}."
-    assert item in env.step(call("look_up", card=card)).observation
+    assert env.step(call("look_up", card=card, item=item)).observation.startswith(f"{item}: ")
     assert env.step(call(data["wish"], card=card, item=item)).info["metrics"]["tool_errors"] == 0
     step = env.step(library_closing(data))
     assert (step.reward, step.terminated, step.observation) == (1.0, True, "")
@@ -92,7 +98,7 @@ def test_mistakes_are_explained_and_counted():
     env.reset(seed=0)
     step = env.step("<tool_call>{broken</tool_call>")
     assert step.observation.startswith("Error: the tool call is no JSON")
-    step = env.step(call("look_up", card="x") + call("fly"))
+    step = env.step(call("look_up", card="x", item="saw") + call("fly"))
     assert [message["content"] for message in step.info["messages"]] == [
         "Error: no card x",
         "Error: Tool 'fly' not found.",
@@ -105,7 +111,7 @@ def test_mistakes_are_explained_and_counted():
 def test_more_calls_than_are_run_are_refused():
     env = areal_gym.make("tau2", max_errors=100)
     env.reset(seed=0)
-    step = env.step(call("look_up", card="1") * 20)
+    step = env.step(call("look_up", card="1", item="saw") * 20)
     assert len(step.info["messages"]) == 17
     assert "4 more calls were not run" in step.observation
 
@@ -157,9 +163,12 @@ def test_a_user_and_a_judge_of_ones_own(monkeypatch):
 def test_action_strings_of_the_benchmarks_gym():
     env = areal_gym.make("tau2", action_strings=True)
     env.reset(seed=0)
-    card = env.task.data["card"]
-    assert env.step(f"look_up(card={card!r})").observation.count("\n") == 1
-    assert env.step(json.dumps({"name": "look_up", "arguments": {"card": card}})).reward == 0
+    loan = {name: env.task.data[name] for name in ("card", "item")}
+    card, item = loan.values()
+    observation = env.step(f"look_up(card={card!r}, item={item})").observation
+    assert observation.startswith(f"{item}: ")
+    again = env.step(json.dumps({"name": "look_up", "arguments": loan}))
+    assert again.observation == observation
     assert env.step("What is your card number?").observation == f"It is {card}."
 
 
@@ -187,10 +196,30 @@ def test_an_agent_cannot_operate_the_users_phone():
 
 
 @needs_data
-@pytest.mark.parametrize("domain", ["retail", "airline", "telecom"])
+@pytest.mark.parametrize(
+    "domain", ["airline", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
+)
 def test_the_contract_is_kept(domain):
     make = lambda: areal_gym.make(f"tau2/{domain}", data_dir=str(DATA))  # noqa: E731
     assert [result for result in check_env(make, num_tasks=8) if not result.is_ok] == []
+
+
+@needs_data
+def test_an_evaluation_names_the_version():
+    async def measure():
+        return await evaluate(
+            lambda: areal_gym.make("tau2/airline", data_dir=str(DATA)),
+            ChatAgent(),
+            ScriptedEngine(["I do not know."] * 9),
+            byte_renderer(),
+            num_tasks=3,
+        )
+
+    report = asyncio.run(measure())
+    assert report.to_dict()["task_versions"] == ["1.0.1"]
+    assert report.to_text().startswith("Tau2Env test: 3 tasks of version 1.0.1 x 1")
+    assert report.reward == 0.0
+    assert report.metrics["solved_by_inaction"] > 0
 
 
 @needs_data

@@ -10,8 +10,8 @@ from small_shop import shop_case, shop_domain, telecom_world
 from tau2_data import DATA, needs_data
 
 import areal_gym
+from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.checker import play
-from areal_gym.envs.tau2.chat import ChatClient
 from areal_gym.envs.tau2.judge import LLMJudge
 from areal_gym.envs.tau2.users.base import (
     GIVE_UP,
@@ -74,6 +74,14 @@ def test_it_stops_when_all_is_done_and_not_before(shop):
     for action in scene.case.gold_actions:
         scene.world.call("assistant", action.name, action.arguments)
     assert ask(customer, "Done. Is there anything else?") == STOP
+
+
+def test_it_stops_when_it_knows_what_it_wanted_to_know():
+    case = shop_case(gold_actions=(), reward_basis=("DB", "COMMUNICATE"))
+    domain = shop_domain(case)
+    customer = Customer(Scene(domain=domain, case=case, world=domain.initial_world(case)))
+    assert STOP not in ask(customer, "Let me see. Is there anything else?")
+    assert ask(customer, "It costs 25.5 more.") == STOP
 
 
 def test_it_believes_a_refusal_at_the_second_time(shop):
@@ -232,7 +240,7 @@ class Server:
 
 @pytest.fixture
 def serve(monkeypatch):
-    monkeypatch.setattr("areal_gym.envs.tau2.chat.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("areal_gym.envs.chat_client.FIRST_WAIT_S", 0.001)
     servers = []
 
     def start(*answers):
@@ -305,7 +313,7 @@ def test_a_server_that_fails_is_an_error_and_no_reward(serve, shop, answers):
 
 
 def test_nobody_listens(shop, monkeypatch):
-    monkeypatch.setattr("areal_gym.envs.tau2.chat.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("areal_gym.envs.chat_client.FIRST_WAIT_S", 0.001)
     user = LLMUser(shop[0], ChatClient("http://127.0.0.1:9/v1/"))
     user.open("Hi!")
     with pytest.raises(EnvError, match=":9/v1/chat/completions gave no answer"):

@@ -1,5 +1,6 @@
 """The databases and the tools, on a few made-up records."""
 
+import hashlib
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from areal_gym.envs.tau2.database import Database, Tables, sorted_text
 from areal_gym.envs.tau2.retail import RetailWorld
 from areal_gym.envs.tau2.values import as_choice, as_float, as_int, as_text
 from areal_gym.envs.tau2.world import load_tools
+from areal_gym.errors import DataError
 
 # ---- databases ----------------------------------------------------------------------------------
 
@@ -57,6 +59,7 @@ def test_the_text_is_that_of_the_whole_database(base, other, written, is_list):
     now = base | written
     expected = {"u": other, "t": list(now.values()) if is_list else now}
     assert database.text() == sorted_text(expected)
+    assert database.digest() == hashlib.sha256(database.text().encode()).hexdigest()
 
 
 # ---- numbers ------------------------------------------------------------------------------------
@@ -545,6 +548,12 @@ def test_every_tool_is_there_and_survives_wrong_arguments(domain):
             world.call(side, name, wrong)
             required = info.tool.parameters.get("required", [])
             assert world.call(side, name, {}).is_error == bool(required)
+
+
+def test_tasks_of_an_unknown_version_are_named():
+    action = {"env_type": "user", "func_name": "drop_phone", "arguments": {}}
+    with pytest.raises(DataError, match="drop_phone"):
+        telecom_world().initialize([action])
 
 
 def test_calls_of_the_other_party_are_refused():
