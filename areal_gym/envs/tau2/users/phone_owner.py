@@ -217,12 +217,13 @@ class PhoneOwner:
 def _recognise(text: str) -> tuple[_Wish, re.Match[str]] | None:
     """The first thing that is to be done; if none, the first that is to be looked at."""
     tools = load_tools("telecom")["user"]
-    matches = [(wish, wish.pattern.search(text)) for wish in (*_WISHES, *_named_tools())]
+    named = _named_tools() if "_" in text else ()
+    matches = [(wish, wish.pattern.search(text)) for wish in (*_WISHES, *named)]
     return min(
         ((wish, found) for wish, found in matches if found is not None),
         key=lambda pair: (
             not tools[pair[0].tool].mutates,
-            pair[0] in _named_tools(),  # "turn it off" says more than "toggle_it"
+            pair[0] in named,  # "turn it off" says more than "toggle_it"
             pair[1].start(),
         ),
         default=None,
