@@ -45,6 +45,7 @@ MAY_IMPORT = {
     **{name: LOW for name in SETTINGS},
     "modeling": LOW,
     "scaffold": {"errors"},
+    "serving": LOW | {"envs.base", "envs.tools"},
     "loggers": LOW,
     "sandbox": LOW,
     # The sandbox package itself: its shared pool, looked up on first use.
@@ -61,7 +62,8 @@ MAY_IMPORT = {
     "run": BELOW_RUN | {"distributed"},
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
-    "cli": LOW | {"run", "scaffold", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
+    "cli": LOW
+    | {"run", "scaffold", "serving", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
     # The public API names everything, and imports it on first use.
     "": BELOW_RUN | {"_gymnasium"},
     # Contracts that plugin authors run in their tests.

@@ -71,3 +71,10 @@ def register_envs() -> Iterable[EnvSpec]:
         summary="arithmetic with a Python sandbox",
         tags=("math", "tools", "multi-turn", "generated"),
     )
+    yield EnvSpec(
+        id="remote",
+        entry_point="areal_gym.serving.client:RemoteEnv",
+        summary="an environment that areal-gym serve-env serves there",
+        tags=("adapter",),
+        argument="url",
+    )
