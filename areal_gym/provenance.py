@@ -20,10 +20,10 @@ def entries_used(config: RunConfig) -> list[Entry]:
     loggers = [found.get("loggers", logger.id) for logger in config.loggers]
     if config.objective in SUPERVISED:
         has_env = config.data.file is None or config.engine.model == "starter"
-        return [*([found.get("envs", config.env.id)] if has_env else []), *loggers]
+        return [*(_environments(config) if has_env else []), *loggers]
     sync = config.trainer.weight_sync
     return [
-        found.get("envs", config.env.id),
+        *_environments(config),
         found.get("agents", config.agent.id),
         found.get("engines", config.engine.id),
         found.get("trainers", config.trainer.id),
@@ -34,6 +34,13 @@ def entries_used(config: RunConfig) -> list[Entry]:
         *_named("weight-syncs", None if sync.id == "auto" else sync),
         *loggers,
     ]
+
+
+def _environments(config: RunConfig) -> list[Entry]:
+    """The environment, and of a mix those that it mixes."""
+    mixed = config.env.kwargs.get("envs", ()) if config.env.id == "mix" else ()
+    ids = [config.env.id, *(given["id"] for given in mixed if "id" in given)]
+    return [registry().get("envs", id) for id in dict.fromkeys(ids)]
 
 
 def _named(kind: Kind, settings: PluginConfig | None) -> list[Entry]:

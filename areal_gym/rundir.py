@@ -6,9 +6,12 @@
     evaluations.jsonl     one line per evaluation on held-out tasks
     journal.jsonl         what became of each group; finished ones survive a crash in it
     trajectories/         step-000012.jsonl, one trajectory per line; eval-*.jsonl
+    trained/              step-000012.jsonl, line by line what the trainer made of them
+    tokenizer.json        of the policy, so that token ids can be read
     checkpoints/          written by the trainer
     loggers/              a folder for each logger: what it keeps
     learning_curve.png    written at the end
+    report.html           written at the end: the run on one page
     summary.json          written at the end: a run without it has not finished
     log.txt
 
@@ -79,9 +82,12 @@ class RunDir:
         self.evaluations_file = path / "evaluations.jsonl"
         self.journal_file = path / "journal.jsonl"
         self.trajectories_dir = path / "trajectories"
+        self.trained_dir = path / "trained"
+        self.tokenizer_file = path / "tokenizer.json"
         self.checkpoints_dir = path / "checkpoints"
         self.loggers_dir = path / "loggers"
         self.learning_curve_file = path / "learning_curve.png"
+        self.report_file = path / "report.html"
         self.summary_file = path / "summary.json"
         self.log_file = path / "log.txt"
         self._lock: int | None = None
@@ -134,6 +140,17 @@ class RunDir:
     def is_finished(self) -> bool:
         """Whether its run came to its end."""
         return self.summary_file.exists()
+
+    @property
+    def is_being_written(self) -> bool:
+        """Whether a process of this machine has it open; False where the system does not tell."""
+        try:
+            inode = self.path.stat().st_ino
+            locks = Path("/proc/locks").read_text(encoding="ascii")
+        except OSError:
+            return False
+        # Asking for the lock ourselves could get in the way of a run that begins.
+        return any(" FLOCK " in line and f":{inode} " in line for line in locks.splitlines())
 
     # ---- writing -----------------------------------------------------------------------------
 
@@ -188,6 +205,17 @@ class RunDir:
         """The batch of a step that was not taken, because nothing could be learned from it."""
         return self.save_trajectories(trajectories, name=f"refused-{step:06d}")
 
+    def save_trained(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
+        """What training made of a step's trajectories: a row for each, in their order."""
+        text = "".join(_json(row) + "\n" for row in rows)
+        write_atomic(self.trained_dir / f"step-{step:06d}.jsonl", text)
+
+    def save_tokenizer(self, policy: Path) -> None:
+        """Keep the tokenizer of a checkpoint directory, where it has one in a file of its own."""
+        file = policy / "tokenizer.json"
+        if file.is_file():
+            write_atomic(self.tokenizer_file, file.read_bytes())
+
     def rewind(self, step: int) -> None:
         """Forget what lies after `step`: a run resumes where its checkpoint is, not its metrics."""
         for file in (self.metrics_file, self.evaluations_file):
@@ -195,6 +223,7 @@ class RunDir:
             write_atomic(file, "".join(_json(row) + "\n" for row in rows))
         for path in (
             *self.trajectories_dir.glob("step-*.jsonl"),
+            *self.trained_dir.glob("step-*.jsonl"),
             *self.checkpoints_dir.glob("step-*"),
         ):
             number = path.stem.removeprefix("step-")

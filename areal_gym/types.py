@@ -220,6 +220,8 @@ class Turn:
     """Wall seconds that the engine took, queueing included."""
     env_s: float = 0.0
     """Wall seconds of the environment's reply, tools included."""
+    tool_s: float = 0.0
+    """Of these, in tools."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,7 +290,10 @@ class Trajectory:
         return sum(len(span) for span in self.spans if span.origin == "policy")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, the line format of `trajectories/*.jsonl`."""
+        """JSON-ready form, the line format of `trajectories/*.jsonl`.
+
+        The spans come last: whoever lists trajectories reads a line up to them.
+        """
         return {
             "id": self.id,
             "group_id": self.group_id,
@@ -299,6 +304,9 @@ class Trajectory:
             "stop_reason": str(self.stop_reason),
             "error": self.error,
             "num_forks": self.num_forks,
+            "num_tokens": sum(map(len, self.spans)),
+            "num_policy_tokens": self.num_policy_tokens,
+            "policy_versions": self.policy_versions,
             "metrics": dict(self.metrics),
             "seed": self.seed,
             "turns": [

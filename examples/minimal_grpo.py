@@ -22,9 +22,10 @@ import torch
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder, build_decoder
 from areal_gym.trainer.advantages import grpo
+from areal_gym.trainer.bins import Row
 from areal_gym.trainer.losses import LossInputs, aggregate, aggregation_weights, ppo_clip
 from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import Row, pack
+from areal_gym.trainer.packing import pack
 
 NUM_DIGITS = 3
 ARROW = 10  # tokens 0 to 9 are the digits, 10 stands between question and answer

@@ -120,6 +120,8 @@ def test_a_missing_file(tmp_path):
         (["rollout.max_new_tokens=512"], "no room for a prompt"),
         (["rollout.batch_groups=2", "trainer.minibatches=3"], "at least one group each"),
         (["trainer.clip_high=0.0"], "use null"),
+        (["trainer.clip_low=0.0"], "use null"),
+        (["trainer.cpu_offload=true"], "nothing would be offloaded"),
         (["trainer.lr=0"], "trainer.lr"),
         (["seed=-1"], "seed"),
         (["trainer.aggregation=median"], "token_mean"),

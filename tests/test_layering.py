@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent / "areal_gym"
 
 GROUND = {"errors", "types", "metrics", "version"}
 SETTINGS = {
+    "cache",
     "settings",
     "algorithms",
     "config",
@@ -19,6 +20,8 @@ SETTINGS = {
     "learning_curve",
     "objectives",
     "online",
+    "report",
+    "trajectory_files",
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
@@ -63,9 +66,13 @@ MAY_IMPORT = {
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
     "cli": LOW
-    | {"run", "scaffold", "serving", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
+    | {"run", "scaffold", "serving", "envs.base", "envs.checker", "envs.registration", "envs.tau2"}
+    | {"envs.contamination", "viewer"},
+    "viewer": LOW,
+    # Episodes outside of training, by whatever policy.
+    "playing": BELOW_RUN,
     # The public API names everything, and imports it on first use.
-    "": BELOW_RUN | {"_gymnasium"},
+    "": BELOW_RUN | {"_gymnasium", "playing"},
     # Contracts that plugin authors run in their tests.
     "testing": LOW | {"trainer"},
     "_gymnasium": {"envs.registration"},

@@ -84,13 +84,23 @@ def run_of(policy, objective, tmp_path, *overrides, **kwargs):
 
 @pytest.mark.parametrize(
     ("objective", "overrides"),
-    [("sft", ()), ("dpo", ()), ("dpo", ("dpo.kind=ipo",)), ("rm", ())],
-    ids=["sft", "dpo", "ipo", "rm"],
+    [
+        ("sft", ()),
+        ("dpo", ()),
+        ("dpo", ("dpo.kind=ipo",)),
+        ("rm", ()),
+        ("sft", ("trainer.lora.rank=8", "trainer.lr=2e-2")),
+        ("dpo", ("trainer.lora.rank=8",)),
+        ("rm", ("trainer.lora.rank=8",)),
+    ],
+    ids=["sft", "dpo", "ipo", "rm", "sft-lora", "dpo-lora", "rm-lora"],
 )
 def test_a_run_learns_and_leaves_a_whole_directory(tiny_policy, tmp_path, objective, overrides):
     summary, run = run_of(tiny_policy, objective, tmp_path, *overrides)
     assert run.read_summary() == summary
-    assert summary["heldout_loss_after"] < 0.8 * summary["heldout_loss_before"]
+    # Beside an adapter the random vectors of the vocabulary stay: imitation has little room.
+    most = 0.95 if objective == "sft" and overrides else 0.8
+    assert summary["heldout_loss_after"] < most * summary["heldout_loss_before"]
     assert summary["heldout_after"] > summary["heldout_before"]
     assert summary["num_heldout_examples"] == 6
     assert [row["step"] for row in run.read_metrics()] == list(range(1, 31))
@@ -135,12 +145,13 @@ def states_in(directory):
     return states
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tiny_policy, tmp_path):
+@pytest.mark.parametrize("overrides", [(), ("trainer.lora.rank=2",)], ids=["all", "lora"])
+def test_a_resumed_run_is_the_uninterrupted_one(tiny_policy, tmp_path, overrides):
     for objective in ("sft", "dpo", "rm"):
         rows = dialogues() if objective == "sft" else preferences()
         file = file_of(tmp_path, rows)
         whole, parts = tmp_path / f"{objective}-whole", tmp_path / f"{objective}-parts"
-        settings = (f"data.file={file}", "trainer.save_every=3")
+        settings = (f"data.file={file}", "trainer.save_every=3", *overrides)
         train(config_of(tiny_policy, objective, *settings, steps=7), run_dir=whole)
         train(config_of(tiny_policy, objective, *settings, steps=3), run_dir=parts)
         train(config_of(tiny_policy, objective, *settings, steps=7), run_dir=parts, mode="resume")

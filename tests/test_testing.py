@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from areal_gym.testing import check_advantage_estimator, check_policy_loss
-from areal_gym.trainer.advantages import dr_grpo, grpo, lite_ppo, reinforce, rloo
+from areal_gym.trainer.advantages import (
+    dr_grpo,
+    grpo,
+    lite_ppo,
+    reinforce,
+    reinforce_baseline,
+    rloo,
+)
 from areal_gym.trainer.losses import LossOutput, cispo, gspo, ppo_clip, sapo
 from areal_gym.trainer.ratios import sequence_mean
 from areal_gym.trainer.token_advantages import gae, per_turn, reinforce_pp, reinforce_pp_baseline
@@ -38,6 +45,7 @@ def test_built_in_losses_keep_their_contract(loss, settings):
         (rloo, "siblings", {}),
         (lite_ppo, "siblings", {}),
         (reinforce, "nothing", {}),
+        (reinforce_baseline, "nothing", {}),
         (gae, "nothing", {}),
         (gae, "nothing", {"unit": "turn", "lam": 0.9}),
         (reinforce_pp, "batch", {}),

@@ -16,7 +16,7 @@ import itertools
 import struct
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,6 +70,7 @@ class TurnDraft:
     engine_s: float
     branch: int
     env_s: float = 0.0
+    tool_s: float = 0.0
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
 
@@ -98,7 +99,7 @@ class Recorder:
     ) -> None:
         self.engine = engine
         self.renderer = renderer
-        self.params = replace(params, stop_token_ids=renderer.stop_token_ids)
+        self.params = params
         self.seed = seed
         self.name = f"episode-{next(_names)}"
         self.turns: list[TurnDraft] = []
@@ -145,17 +146,26 @@ class Recorder:
         if len(prompt.token_ids) >= self.engine.max_context:
             raise ContextFullError(len(prompt.token_ids), self.engine.max_context)
         parts = (self.seed, number) if seed is None else (self.seed, seed, 1)
-        params = replace(
-            params or self.params,
+        asked = params or self.params
+        params = SamplingParams(  # dataclasses.replace takes three times as long, in every turn
+            max_new_tokens=asked.max_new_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
             stop_token_ids=self.renderer.stop_token_ids,
             seed=derive_seed(*parts),
         )
         start_s = time.perf_counter()
         self._in_flight.engine += 1
         try:
-            generation = await self._generate(prompt, params, self._name_of(dialogue), hear)
+            name = self._name_of(dialogue)
+            if hear is None:
+                generation = await self.engine.generate(prompt.token_ids, params, session=name)
+            else:
+                generation = await self._stream(prompt, params, name, hear)
         finally:
             self._in_flight.engine -= 1
+        _check(generation)
         message = dialogue.answer(
             prompt, generation.token_ids, text=None if text is None else text()
         )
@@ -189,14 +199,21 @@ class Recorder:
     def outcome(self) -> dict[str, Any]:
         """Spans, turns and messages, as fields of a trajectory.
 
-        Branches that went on at the same time come one after the other, and turns are numbered in
-        that order.
+        Branches come one after the other, in the order in which they ended, and turns are numbered
+        in that order. So the branch that brings the episode to its end is the last one, and what
+        it earns counts, discounted, for all who worked towards it.
         """
-        order = sorted(range(len(self.turns)), key=lambda i: self.turns[i].branch)
-        place = {turn: index for index, turn in enumerate(order)}
-        spans = sorted(self._spans, key=lambda span: span.branch)
-        if order != list(range(len(order))):
-            spans = [replace(span, turn=place[span.turn]) for span in spans]
+        order: Sequence[int] = range(len(self.turns))
+        spans = self._spans
+        if len(self._branches) > 1:
+            ended = {turn.branch: index for index, turn in enumerate(self.turns)}
+            rank = {branch: i for i, branch in enumerate(sorted(ended, key=ended.__getitem__))}
+            order = sorted(order, key=lambda turn: rank[self.turns[turn].branch])
+            place = {turn: index for index, turn in enumerate(order)}
+            spans = [
+                replace(span, turn=place[span.turn], branch=rank[span.branch])
+                for span in sorted(spans, key=lambda span: rank[span.branch])
+            ]
         return {
             "spans": tuple(spans),
             "turns": tuple(
@@ -206,6 +223,7 @@ class Recorder:
                     reward_parts=turn.reward_parts,
                     engine_s=turn.engine_s,
                     env_s=turn.env_s,
+                    tool_s=turn.tool_s,
                 )
                 for turn in (self.turns[i] for i in order)
             ),
@@ -221,15 +239,13 @@ class Recorder:
             self._names[dialogue] = f"{self.name}/{number}" if number else self.name
         return self._names[dialogue]
 
-    async def _generate(
+    async def _stream(
         self,
         prompt: Prompt,
         params: SamplingParams,
         name: str,
-        hear: Callable[[tuple[int, ...]], int | None] | None,
+        hear: Callable[[tuple[int, ...]], int | None],
     ) -> Generation:
-        if hear is None:
-            return _checked(await self.engine.generate(prompt.token_ids, params, session=name))
         heard: list[Piece] = []
         finish_reason = None
         async with aclosing(stream_from(self.engine, prompt.token_ids, params, session=name)) as it:
@@ -246,13 +262,11 @@ class Recorder:
                 heard.append(piece)
                 if finish_reason is not None:
                     break
-        return _checked(
-            Generation(
-                token_ids=tuple(i for piece in heard for i in piece.token_ids),
-                logprobs=tuple(p for piece in heard for p in piece.logprobs),
-                versions=tuple(v for piece in heard for v in piece.versions),
-                finish_reason=finish_reason or FinishReason.ABORT,
-            )
+        return Generation(
+            token_ids=tuple(i for piece in heard for i in piece.token_ids),
+            logprobs=tuple(p for piece in heard for p in piece.logprobs),
+            versions=tuple(v for piece in heard for v in piece.versions),
+            finish_reason=finish_reason or FinishReason.ABORT,
         )
 
     def _keep(self, prompt: Prompt, generation: Generation, branch: int, engine_s: float) -> None:
@@ -283,8 +297,8 @@ class Recorder:
         self.turns.append(TurnDraft(generation.finish_reason, engine_s, branch))
 
 
-def _checked(generation: Generation) -> Generation:
-    """What can be recorded.
+def _check(generation: Generation) -> None:
+    """It can be recorded.
 
     Raises:
         EngineError: it cannot.
@@ -299,4 +313,3 @@ def _checked(generation: Generation) -> Generation:
         raise EngineError("the engine must give one log-probability per token")
     if sorted(generation.versions) != list(generation.versions):
         raise EngineError("the policy version went back inside a turn")
-    return generation

@@ -34,10 +34,14 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "list": ("list:list_command", "What is there: environments, losses, engines, runs, ..."),
         "show": ("show:show_command", "One thing in full: an environment, a loss, a run."),
         "plugins": ("plugins:plugins_command", "What is installed, whose it is, what failed."),
+        "view": ("view:view_command", "Look at runs in a browser: curves, trajectories, tokens."),
         "doctor": ("doctor:doctor_command", "What of this machine can be used, what is missing."),
     },
     "Get": {
-        "data": ("data:data_command", "Data that environments use: areal-gym data pull tau2."),
+        "data": (
+            "data:data_command",
+            "Tasks of an environment: show, check for contamination, pull.",
+        ),
     },
     "Try": {
         "play": ("play:play_command", "You are the policy."),

@@ -17,7 +17,11 @@ __all__ = ["eval_command"]
 
 @click.command("eval")
 @click.argument("overrides", nargs=-1, metavar="[key=value]...")
-@click.option("--env", help="The environment's id (areal-gym list envs).")
+@click.option(
+    "--env",
+    multiple=True,
+    help="The environment's id (areal-gym list envs); again, with weights, to mix: A:0.7, B:0.3.",
+)
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
@@ -48,7 +52,7 @@ __all__ = ["eval_command"]
 def eval_command(
     options: Options,
     overrides: tuple[str, ...],
-    env: str | None,
+    env: tuple[str, ...],
     recipe: Path | None,
     agent: str | None,
     engine: str | None,
@@ -70,7 +74,13 @@ def eval_command(
     With --run, the settings are those of the run; without --run, --checkpoint and --model, the
     policy is the one that a run would start with.
     """
-    from areal_gym.cli.settings import existing, newest_checkpoint, require_env, resolve
+    from areal_gym.cli.settings import (
+        env_flags,
+        existing,
+        newest_checkpoint,
+        require_env,
+        resolve,
+    )
     from areal_gym.rundir import new_run_path
 
     bar = _parse_bar(fail_under)
@@ -85,7 +95,7 @@ def eval_command(
     config = resolve(
         file=recipe,
         overrides=overrides,
-        env__id=env,
+        **env_flags(env),
         agent__id=agent,
         engine__id=engine,
         engine__url=engine_url or None,

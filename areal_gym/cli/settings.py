@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -17,6 +18,7 @@ from areal_gym.provenance import entries_used
 
 __all__ = [
     "describe",
+    "env_flags",
     "existing",
     "newest_checkpoint",
     "require_env",
@@ -29,7 +31,7 @@ def resolve(
     *,
     file: Path | None,
     overrides: Sequence[str],
-    **flags: str | int | Sequence[str] | None,
+    **flags: Any,
 ) -> RunConfig:
     """Settings from the recipe, then the flags that were given, then `key=value`.
 
@@ -52,13 +54,38 @@ def resolve(
     return config
 
 
-def require_env(env: str | None, file: Path | None, overrides: Sequence[str]) -> None:
+def env_flags(env: Sequence[str]) -> dict[str, Any]:
+    """Flags for `resolve` of what `--env` says: one id, or several with weights (`tir:0.7`).
+
+    Raises:
+        UsageError: a weight without another environment to weigh it against.
+    """
+    chosen = [_weighed(text) for text in env]
+    if len(chosen) < 2:
+        if chosen and "weight" in chosen[0]:
+            raise UsageError(
+                f"--env {env[0]} is one environment with a weight",
+                hints=["name another one: --env tir:0.7 --env math:0.3"],
+            )
+        return {"env__id": chosen[0]["id"] if chosen else None}
+    return {"env__id": "mix", "env__kwargs": {"envs": chosen}}
+
+
+def _weighed(text: str) -> dict[str, Any]:
+    id, _, weight = text.rpartition(":")
+    try:
+        return {"id": id, "weight": float(weight)} if id else {"id": text}
+    except ValueError:  # of an adapter: reasoning_gym:leg_counting
+        return {"id": text}
+
+
+def require_env(env: Sequence[str], file: Path | None, overrides: Sequence[str]) -> None:
     """Refuse to guess which environment is meant.
 
     Raises:
         UsageError: neither flag, recipe nor override names one.
     """
-    if env is None and file is None and not any(o.startswith("env.id=") for o in overrides):
+    if not env and file is None and not any(o.startswith("env.id=") for o in overrides):
         raise UsageError(
             "which environment?",
             hints=["name one: --env tir", "all of them: areal-gym list envs"],

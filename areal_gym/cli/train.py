@@ -19,7 +19,11 @@ __all__ = ["train_command"]
 
 @click.command("train")
 @click.argument("overrides", nargs=-1, metavar="[key=value]...")
-@click.option("--env", help="The environment's id (areal-gym list envs).")
+@click.option(
+    "--env",
+    multiple=True,
+    help="The environment's id (areal-gym list envs); again, with weights, to mix: A:0.7, B:0.3.",
+)
 @click.option("--objective", help="What is learned: rl (a reward), sft, dpo, rm or distill [rl].")
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
@@ -45,7 +49,7 @@ __all__ = ["train_command"]
 def train_command(
     options: Options,
     overrides: tuple[str, ...],
-    env: str | None,
+    env: tuple[str, ...],
     objective: str | None,
     recipe: Path | None,
     agent: str | None,
@@ -68,7 +72,7 @@ def train_command(
 
     The order of precedence is: defaults, the recipe, flags, key=value.
     """
-    from areal_gym.cli.settings import describe, require_env, resolve, to_yaml
+    from areal_gym.cli.settings import describe, env_flags, require_env, resolve, to_yaml
     from areal_gym.rundir import RunDir, new_run_path
 
     mode = _mode(resume, clean, out)
@@ -83,7 +87,7 @@ def train_command(
         file=recipe,
         overrides=overrides,
         objective=objective,
-        env__id=env,
+        **env_flags(env),
         agent__id=agent,
         engine__id=engine,
         engine__url=engine_url or None,

@@ -241,6 +241,11 @@ class TrainerConfig(Settings):
                 "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "
                 "is two thin ones; use optimizer = 'adamw'"
             )
+        if self.cpu_offload and self.num_ranks == 1:
+            raise ValueError(
+                "cpu_offload = true is FSDP2's: with num_ranks = 1 nothing would be offloaded; use "
+                "num_ranks=2 or more, or recompute_layers=true to save memory"
+            )
         if self.num_ranks > 1 and self.runs_in == "thread":
             raise ValueError(
                 f"num_ranks = {self.num_ranks} are processes of their own; runs_in = 'thread' has "

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Coroutine, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
@@ -93,6 +94,9 @@ class TextEnv(gymnasium.Env[str, str]):
     has_gold: bool = True
     """Set to False where nobody knows a perfect policy (somebody else's game, say)."""
 
+    made_by: Callable[[], TextEnv] | None = None
+    """Makes another instance like this one; known of those that `areal_gym.make` has made."""
+
     def __init__(self, *, render_mode: str | None = None) -> None:
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
@@ -100,6 +104,8 @@ class TextEnv(gymnasium.Env[str, str]):
         self.num_turns = 0
         self.num_tool_calls = 0
         """Calls that were run in this episode."""
+        self.tool_s = 0.0
+        """Seconds that the newest step spent in tools."""
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._is_over = True
@@ -156,6 +162,11 @@ class TextEnv(gymnasium.Env[str, str]):
         return self._task
 
     @property
+    def played_id(self) -> str | None:
+        """Whose task the running episode has, where an environment plays for several (`mix`)."""
+        return None
+
+    @property
     def messages(self) -> Sequence[Message]:
         """The dialogue so far."""
         return self._messages
@@ -179,6 +190,7 @@ class TextEnv(gymnasium.Env[str, str]):
         for call in calls[:num_allowed]:
             self.num_tool_calls += 1
             name = call["function"]["name"]
+            start_s = time.perf_counter()
             try:
                 if name not in by_name:
                     raise ToolError(f"no tool {name!r}; there is: {', '.join(by_name) or 'none'}")
@@ -186,6 +198,8 @@ class TextEnv(gymnasium.Env[str, str]):
             except ToolError as error:
                 num_errors += 1
                 content = f"error: {error}"
+            finally:
+                self.tool_s += time.perf_counter() - start_s
             results.append(
                 {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
             )
@@ -293,6 +307,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise UsageError(f"an action is a text or a message, not {type(action).__name__}")
         self._messages.append(message)
         self.num_turns += 1
+        self.tool_s = 0.0
         try:
             response = await self.respond(message)
         except EpisodeError:

@@ -7,15 +7,15 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
-
-import numpy as np
+from pathlib import Path
 
 from areal_gym.envs.arithmetic import evaluate
-from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.base import Response
 from areal_gym.envs.grading import extract_answer
-from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task
-from areal_gym.errors import UsageError
+from areal_gym.envs.questions import QuestionEnv, file_tasks
+from areal_gym.envs.rows import SourceRow
+from areal_gym.envs.tasks import Draft, GeneratedTasks, RowTasks
+from areal_gym.errors import DataError, UsageError
 from areal_gym.types import Message, Task
 
 __all__ = ["CountdownEnv", "countdown_tasks", "uses_exactly"]
@@ -72,50 +72,62 @@ def uses_exactly(expression: str, numbers: Sequence[int]) -> bool:
     return sorted(used) == sorted(numbers)
 
 
-class CountdownEnv(TextEnv):
+class CountdownEnv(QuestionEnv):
     r"""Reach a target with given numbers.
 
-    Task: "Use each of 75, 85 and 71 once with + - * / to make 81."; always solvable.
+    Task: "Use each of 75, 85 and 71 once with + - * / to make 81."; always solvable when generated.
     Tools: none.
     Observation: the question.
     Action: an assistant message with the expression in `\boxed{}`.
     Reward: 1 for an expression that uses each number exactly once and has the target as its exact
         value; 0.1 for another arithmetic expression; else 0. Parts: `answer`, `format`.
     Episode end: terminated by the first message.
-    Splits: `train` and `test`, endless, disjoint by numbers and target (in any order).
+    Splits: `train` and `test`, disjoint by numbers and target (in any order).
     Metrics: none.
-    Data: generated. History: v0.
+    Data: generated; or a file. History: v0.
 
     Args:
         num_numbers: how many numbers there are, 3 to 6.
+        path: a file of tasks instead: rows with `nums` (or `numbers`), `target` and maybe a
+            `solution`, which the gold policy then knows.
+        test_path: a file of held-out tasks; without it a tenth of `path` is held out.
+        skip_broken: leave broken rows out.
+
+    Raises:
+        DataError: a file is missing or has a broken row.
     """
 
+    system_prompt = r"Put the final expression in \boxed{}."
     max_turns = 1
 
-    def __init__(self, *, num_numbers: int = 4, render_mode: str | None = None) -> None:
-        super().__init__(render_mode=render_mode)
+    def __init__(
+        self,
+        *,
+        num_numbers: int = 4,
+        path: str | Path | None = None,
+        test_path: str | Path | None = None,
+        skip_broken: bool = False,
+        render_mode: str | None = None,
+    ) -> None:
         if num_numbers not in range(3, 7):
             raise UsageError(f"num_numbers = {num_numbers!r}: it is 3 to 6")
-        self._tasks = countdown_tasks(num_numbers)
-
-    def num_tasks(self, split: str) -> int | None:
-        """Endless."""
-        return self._tasks.num_tasks(split)
-
-    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A drawn task, or the one that `options` names."""
-        return choose_task(self._tasks, rng, options)
+        tasks = (
+            countdown_tasks(num_numbers)
+            if path is None
+            else _file_tasks(Path(path), test_path and Path(test_path), skip_broken)
+        )
+        super().__init__(tasks, render_mode=render_mode)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """The rules and the numbers."""
         *others, last = map(str, task.data["numbers"])
+        question = (
+            f"Use each of {', '.join(others)} and {last} once with + - * / "
+            f"to make {task.data['target']}."
+        )
         return [
-            {"role": "system", "content": r"Put the final expression in \boxed{}."},
-            {
-                "role": "user",
-                "content": f"Use each of {', '.join(others)} and {last} once with + - * / "
-                f"to make {task.data['target']}.",
-            },
+            {"role": "system", "content": self.system_prompt},
+            {"role": "user", "content": question},
         ]
 
     async def respond(self, message: Message) -> Response:
@@ -138,8 +150,35 @@ class CountdownEnv(TextEnv):
         )
 
     def gold_action(self) -> str:
-        """The expression that the task was made from."""
-        return f"\\boxed{{{self.task.data['solution']}}}"
+        """The expression that the task was made from; of an unsolvable one, nothing."""
+        solution = self.task.data.get("solution")
+        return self.noop_action() if solution is None else f"\\boxed{{{solution}}}"
+
+
+@cache
+def _file_tasks(path: Path, test_path: Path | None, skip_broken: bool) -> RowTasks:
+    return file_tasks(path, test_path, _draft, skip_broken=skip_broken)
+
+
+def _draft(row: SourceRow) -> Draft:
+    numbers = row.data.get("nums", row.data.get("numbers"))
+    target, solution = row.data.get("target"), row.data.get("solution")
+    if (
+        not isinstance(numbers, list)
+        or not numbers
+        or not all(_is_natural(number) for number in [*numbers, target])
+        or not isinstance(solution, str | None)
+    ):
+        raise DataError(
+            f"{row.where}: nums = {numbers!r}, target = {target!r}, solution = {solution!r}; "
+            "a list of whole numbers, a whole number and a text are needed"
+        )
+    data = {"numbers": numbers, "target": target, "solution": solution}
+    return Draft(f"{sorted(numbers)} -> {target}", data)
+
+
+def _is_natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _as_arithmetic(answer: str) -> str:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from areal_gym.plugins import EnvSpec, hookimpl
+from areal_gym.plugins import EnvSpec, RetrieverSpec, hookimpl
 
-__all__ = ["register_envs"]
+__all__ = ["register_envs", "register_retrievers"]
 
 
 @hookimpl
 def register_envs() -> Iterable[EnvSpec]:
     """Offer the environments that come with areal-gym."""
+    yield EnvSpec(
+        id="code",
+        entry_point="areal_gym.envs.code.env:CodeEnv",
+        summary="write a function, which hidden tests call in a sandbox",
+        tags=("code", "single-turn", "generated", "jsonl"),
+    )
     yield EnvSpec(
         id="countdown",
         entry_point="areal_gym.envs.countdown:CountdownEnv",
@@ -26,7 +32,7 @@ def register_envs() -> Iterable[EnvSpec]:
     )
     for id, domain, summary in (
         ("tau2", "mock", "customer service in a library of tools: the built-in domain of tau2"),
-        ("tau2/mock", "mock", "the same"),
+        ("tau2/mock", "mock", "the built-in domain of tau2 by its full name"),
         ("tau2/retail", "retail", "customer service in a shop, verdicts as in tau2-bench"),
         ("tau2/airline", "airline", "customer service of an airline, verdicts as in tau2-bench"),
         ("tau2/telecom", "telecom", "customer service of a carrier, verdicts as in tau2-bench"),
@@ -60,10 +66,23 @@ def register_envs() -> Iterable[EnvSpec]:
         tags=("math", "single-turn", "data"),
     )
     yield EnvSpec(
+        id="mix",
+        entry_point="areal_gym.envs.mix:MixedEnv",
+        summary="several environments in one run, by weight",
+        kwargs={"envs": ({"id": "tir", "weight": 0.5}, {"id": "math", "weight": 0.5})},
+        tags=("multi-turn", "generated"),
+    )
+    yield EnvSpec(
         id="online",
         entry_point="areal_gym.envs.online:OnlineEnv",
         summary="no environment: programs outside ask the policy and post rewards",
         tags=("gateway",),
+    )
+    yield EnvSpec(
+        id="search",
+        entry_point="areal_gym.envs.search.env:SearchEnv",
+        summary="multi-hop questions with a search engine",
+        tags=("tools", "multi-turn", "generated", "jsonl"),
     )
     yield EnvSpec(
         id="tir",
@@ -71,10 +90,27 @@ def register_envs() -> Iterable[EnvSpec]:
         summary="arithmetic with a Python sandbox",
         tags=("math", "tools", "multi-turn", "generated"),
     )
+<<<<<<< HEAD
     yield EnvSpec(
         id="remote",
         entry_point="areal_gym.serving.client:RemoteEnv",
         summary="an environment that areal-gym serve-env serves there",
         tags=("adapter",),
         argument="url",
+=======
+
+
+@hookimpl
+def register_retrievers() -> Iterable[RetrieverSpec]:
+    """Offer the retrievers that come with areal-gym."""
+    yield RetrieverSpec(
+        id="bm25",
+        entry_point="areal_gym.envs.search.retrievers:Bm25Retriever",
+        summary="BM25 over a local index",
+    )
+    yield RetrieverSpec(
+        id="http",
+        entry_point="areal_gym.envs.search.retrievers:HttpRetriever",
+        summary="a server, asked as Search-R1 asks",
+>>>>>>> main
     )

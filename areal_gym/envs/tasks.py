@@ -27,6 +27,7 @@ __all__ = [
     "GeneratedTasks",
     "RowTasks",
     "TaskSource",
+    "asked_for",
     "choose_task",
     "key_of_text",
     "split_of",
@@ -70,6 +71,16 @@ def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[s
     Raises:
         UsageError: there is no such split or index.
     """
+    split, index = asked_for(options)
+    return source.draw(rng, split) if index is None else source.at(index, split)
+
+
+def asked_for(options: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The split and the index that options name; None: any task.
+
+    Raises:
+        UsageError: they name none.
+    """
     split = options.get("split", "train")
     if split not in SPLITS:
         raise UsageError(
@@ -78,10 +89,10 @@ def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[s
         )
     index = options.get("index")
     if index is None:
-        return source.draw(rng, split)
+        return split, None
     if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
         raise UsageError(f"a task's index is a whole number from 0 on, not {index!r}")
-    return source.at(int(index), split)
+    return split, int(index)
 
 
 # ---- generated ----------------------------------------------------------------------------------
@@ -93,6 +104,8 @@ class Draft(NamedTuple):
     key: str
     """What the split goes by; equal for problems that are the same but for their wording."""
     data: Mapping[str, Any]
+    split: str | None = None
+    """Where the data itself says which split it belongs to."""
 
 
 @dataclass
@@ -169,7 +182,8 @@ def _task_of(draft: Draft, split: str) -> Task:
 class RowTasks:
     """Tasks made of the rows of files or data sets, in their order.
 
-    Without `test`, a tenth of the tasks is held out by a hash of their keys. With it, the test
+    Without `test`, rows may say to which split they belong; of others, a tenth is held out by a
+    hash of their keys. With it, the test
     split is that, and tasks whose keys occur in it are left out of the training split.
 
     Args:
@@ -179,6 +193,7 @@ class RowTasks:
         test: held-out rows.
         skip_broken: leave out rows of which no task can be made; they are counted in
             `num_skipped`.
+        is_meant: which rows; the others are counted in `num_filtered`.
 
     Raises:
         DataError: a row is broken; the message names file and line.
@@ -193,16 +208,19 @@ class RowTasks:
         *,
         test: Iterable[SourceRow] | None = None,
         skip_broken: bool = False,
+        is_meant: Callable[[SourceRow], bool] | None = None,
     ) -> None:
         self.name = name
         self.num_skipped = 0
+        self.num_filtered = 0
+        self._is_meant = is_meant
         self.num_contaminated = 0
         """Training rows that were left out because the test split asks the same."""
         self._make_draft = make_draft
         self._skip_broken = skip_broken
         found = self._read(train)
         if test is None:
-            by_split = {s: [row for row in found if split_of(row.key) == s] for s in SPLITS}
+            by_split = {s: [row for row in found if row.split == s] for s in SPLITS}
         else:
             held_out = self._read(test)
             keys = {row.key for row in held_out}
@@ -210,7 +228,8 @@ class RowTasks:
             self.num_contaminated = len(found) - len(kept)
             by_split = {"train": kept, "test": held_out}
         if not any(by_split.values()):
-            raise NothingToDoError(f"{name} has no rows")
+            filtered = f" left after {self.num_filtered} were filtered" if self.num_filtered else ""
+            raise NothingToDoError(f"{name} has no rows{filtered}")
         self._tasks = {
             split: [Task(id=row.id, data=row.data, split=split) for row in _distinct(rows)]
             for split, rows in by_split.items()
@@ -241,6 +260,9 @@ class RowTasks:
     def _read(self, rows: Iterable[SourceRow]) -> list[_Row]:
         found = []
         for row in rows:
+            if self._is_meant is not None and not self._is_meant(row):
+                self.num_filtered += 1
+                continue
             try:
                 draft = self._make_draft(row)
             except DataError:
@@ -250,7 +272,9 @@ class RowTasks:
                 continue
             # The hash makes the id follow the content: an edited row is another task.
             id = f"{row.label}-{content_hash(draft.data)[:8]}"
-            found.append(_Row(draft.key, id, draft.data))
+            if draft.split not in (None, *SPLITS):
+                raise DataError(f"{row.where}: split {draft.split!r} is none of {SPLITS}")
+            found.append(_Row(draft.key, id, draft.data, draft.split or split_of(draft.key)))
         return found
 
     def _of(self, split: str) -> list[Task]:
@@ -267,6 +291,7 @@ class _Row(NamedTuple):
     key: str
     id: str
     data: Mapping[str, Any]
+    split: str
 
 
 def _distinct(rows: list[_Row]) -> list[_Row]:

@@ -72,7 +72,7 @@ class Reader:
             if THINK.startswith(start):  # also when there is nothing yet
                 return []
         elif END_THINK not in text:
-            thought = thought[: len(thought) - _overlap(thought, [END_THINK])]
+            thought = thought[: len(thought) - _overlap(thought, [END_THINK])].rstrip("\n")
             return self._show("reasoning_content", thought)
         news = self._show("reasoning_content", thought) if thought else []
         if self._markers:

@@ -314,6 +314,8 @@ class Session:
         """
         if self.host is None:
             raise ApiError(400, "this session is no episode: nobody learns from it")
+        if not self.recorder.turns:
+            raise ApiError(400, "there is nothing to reward: the policy has not answered yet")
         turn = None if answer_id is None else self._turns.get(answer_id)
         if answer_id is not None and turn is None:
             raise ApiError(404, f"this session has given no answer {answer_id!r}")

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.families import Activation
+from areal_gym.modeling.rms_norm import rms_norm
 from areal_gym.modeling.rope import apply_rope, rope_amplitude, rope_frequencies, rope_tables
 
 __all__ = [
@@ -78,8 +79,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Same shape; the last axis is normalised."""
         weight = 1 + self.weight if self.is_centred else self.weight
-        # Under autocast x may be bfloat16 and the weight float32, for which no fused kernel exists.
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
+        return rms_norm(x, weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -33,6 +33,7 @@ from areal_gym.plugins.specs import (
     FilterSpec,
     LoggerSpec,
     PolicyLossSpec,
+    RetrieverSpec,
     SandboxSpec,
     ToolSpec,
     TrainerSpec,
@@ -86,6 +87,18 @@ class HookSpecs:
             @hookimpl
             def register_tools() -> Iterable[ToolSpec]:
                 yield ToolSpec(id="roll", entry_point="my_dice.tools:roll", summary="roll a die")
+        """
+        yield from ()
+
+    @_hookspec
+    def register_retrievers(self) -> Iterable[RetrieverSpec]:
+        """Offer retrievers for `search`: see `areal_gym.envs.search.retrievers`.
+
+        Example::
+
+            @hookimpl
+            def register_retrievers() -> Iterable[RetrieverSpec]:
+                yield RetrieverSpec(id="dense", entry_point="my_ret:Dense", summary="by vectors")
         """
         yield from ()
 

@@ -16,6 +16,7 @@ __all__ = [
     "FilterSpec",
     "LoggerSpec",
     "PolicyLossSpec",
+    "RetrieverSpec",
     "SandboxSpec",
     "Spec",
     "ToolSpec",
@@ -91,6 +92,14 @@ class ToolSpec(Spec):
 
     kind: ClassVar[str] = "tool"
     hook: ClassVar[str] = "register_tools"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetrieverSpec(Spec):
+    """Who answers queries in `search`: a class with the `Retriever` protocol."""
+
+    kind: ClassVar[str] = "retriever"
+    hook: ClassVar[str] = "register_retrievers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

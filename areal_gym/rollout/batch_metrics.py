@@ -30,10 +30,15 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         f"reward/part/{name}": value
         for name, value in merge_means([t.reward_parts for t in trajectories]).items()
     }
-    by_env: dict[str, list[float]] = {}
+    by_env: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        by_env.setdefault(trajectory.env_id, []).append(trajectory.reward)
-    metrics |= {f"reward/env/{id}": mean(rewards) for id, rewards in sorted(by_env.items())}
+        by_env.setdefault(trajectory.env_id, []).append(trajectory)
+    for id, theirs in sorted(by_env.items()):
+        metrics[f"reward/env/{id}"] = mean(t.reward for t in theirs)
+        if len(by_env) > 1:
+            metrics[f"rollout/share/{id}"] = len(theirs) / len(trajectories)
+            own = merge_means([t.metrics for t in theirs])
+            metrics |= {f"env/{id}/{name}": value for name, value in own.items()}
     k = min((len(group) for group in groups), default=1)
     for size in sorted({1, k}):
         metrics[f"reward/pass@{size}"] = mean(

@@ -131,7 +131,7 @@ async def play_episode(
         id=trajectory_id,
         group_id=group_id,
         task=played.task,
-        env_id=env_id or type(env).__name__,
+        env_id=env.played_id or env_id or type(env).__name__,
         agent_id=agent_id,
         seed=seed,
         **played.outcome(),
@@ -280,6 +280,7 @@ class _Played:
                 result = await self.env.astep(message)
         finally:
             turn.env_s += time.perf_counter() - start
+            turn.tool_s += self.env.tool_s
         turn.reward += result.reward
         for name, part in result.info.get("reward_parts", {}).items():
             turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part

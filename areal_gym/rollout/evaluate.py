@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_gym.agents.base import Agent
@@ -21,10 +21,20 @@ from areal_gym.rollout.failures import FailureBudget
 from areal_gym.rollout.pool import EnvPool
 from areal_gym.types import Task, Trajectory
 
-__all__ = ["EvalReport", "evaluate"]
+__all__ = ["EnvScore", "EvalReport", "evaluate"]
 
 _TASK, _EPISODE = 2, 3
 """Streams of seeds; 0 and 1 are the training runner's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvScore:
+    """How one environment of a mix went."""
+
+    num_tasks: int
+    pass_at_1: Interval
+    reward: float
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +56,8 @@ class EvalReport:
     """Episodes that infrastructure failed; excluded from every number but this one."""
     pass_at_k: Mapping[int, Interval]
     """Estimates with 95% intervals over tasks (see `pass_at_k_interval`)."""
+    task_versions: tuple[str, ...]
+    """Of the data set, where tasks say so in `task.data["version"]`."""
     pass_hat_k: Mapping[int, float]
     """pass^k: the chance that all of k episodes of one task succeed, mean over the tasks."""
     reward: float
@@ -60,6 +72,8 @@ class EvalReport:
     errors: Mapping[str, int]
     """The most common error messages of failed episodes, at most five."""
     wall_s: float
+    by_env: Mapping[str, EnvScore] = field(default_factory=dict)
+    """For each environment of a mix, by name; empty when there is one only."""
 
     @property
     def pass_at_1(self) -> Interval:
@@ -71,6 +85,7 @@ class EvalReport:
         row: dict[str, Any] = {
             "env": self.env_id,
             "split": self.split,
+            "task_versions": list(self.task_versions),
             "policy_versions": list(self.policy_versions),
             "temperature": self.temperature,
             "num_tasks": self.num_tasks,
@@ -92,13 +107,26 @@ class EvalReport:
             "stop_reasons": dict(self.stop_reasons),
             "errors": dict(self.errors),
             "wall_s": self.wall_s,
+            "by_env": {
+                name: {
+                    "num_tasks": score.num_tasks,
+                    "pass@1": score.pass_at_1.mean,
+                    "pass@1_low": score.pass_at_1.low,
+                    "pass@1_high": score.pass_at_1.high,
+                    "reward": score.reward,
+                    "metrics": dict(score.metrics),
+                }
+                for name, score in self.by_env.items()
+            },
         }
 
     def to_text(self) -> str:
         """A table for people."""
         how = f"temperature {self.temperature:g}" if self.temperature > 0 else "greedy"
+        version = f" of version {', '.join(self.task_versions)}" if self.task_versions else ""
         lines = [
-            f"{self.env_id} {self.split}: {self.num_tasks} tasks x {self.num_samples}, {how}, "
+            f"{self.env_id} {self.split}: {self.num_tasks} tasks{version} x {self.num_samples}, "
+            f"{how}, "
             f"{self.wall_s:.1f} s",
             "",
             f"{'':<20}{'mean':>8}   95% interval",
@@ -106,6 +134,12 @@ class EvalReport:
         for k, (estimate, low, high) in self.pass_at_k.items():
             lines.append(f"{f'pass@{k}':<20}{estimate:>8.3f}   {low:.3f} to {high:.3f}")
         lines += [f"{f'pass^{k}':<20}{x:>8.3f}" for k, x in self.pass_hat_k.items() if k > 1]
+        for name, score in self.by_env.items():
+            low, high = score.pass_at_1.low, score.pass_at_1.high
+            lines.append(
+                f"{f'  pass@1 in {name}':<20}{score.pass_at_1.mean:>8.3f}   {low:.3f} to {high:.3f}"
+                f"   {score.num_tasks} tasks"
+            )
         numbers = {"reward": self.reward}
         numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
         numbers |= {"turns": self.mean_turns, "tokens sampled": self.mean_policy_tokens}
@@ -305,17 +339,24 @@ def _report(
     **facts: Any,
 ) -> EvalReport:
     episodes = [trajectory for siblings in scored for trajectory in siblings]
-    counts = [
-        (len(siblings), sum(t.reward >= success_reward - 1e-9 for t in siblings))
-        for siblings in scored
-        if siblings
-    ]
+    counts = _counts(scored, success_reward)
+    scores = {
+        name: _score(
+            [[t for t in siblings if t.env_id == name] for siblings in scored],
+            num_samples,
+            success_reward,
+        )
+        for name in sorted({t.env_id for t in episodes})
+    }
     powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
     ks = sorted({*powers, num_samples})
     reasons = Counter(str(t.stop_reason) for t in [*episodes, *failed])
     errors = Counter(t.error or "" for t in failed)
     return EvalReport(
         policy_versions=tuple(sorted({v for t in episodes for v in t.policy_versions})),
+        task_versions=tuple(
+            sorted({str(t.task.data["version"]) for t in episodes if "version" in t.task.data})
+        ),
         num_tasks=len(counts),
         num_samples=num_samples,
         num_episodes=len(episodes),
@@ -329,5 +370,28 @@ def _report(
         mean_policy_tokens=mean(t.num_policy_tokens for t in episodes),
         stop_reasons=dict(reasons.most_common()),
         errors=dict(errors.most_common(5)),
+        by_env=scores if len(scores) > 1 else {},
         **facts,
     )
+
+
+def _score(
+    scored: Sequence[Sequence[Trajectory]], num_samples: int, success_reward: float
+) -> EnvScore:
+    theirs = [siblings for siblings in scored if siblings]
+    episodes = [trajectory for siblings in theirs for trajectory in siblings]
+    return EnvScore(
+        num_tasks=len(theirs),
+        pass_at_1=pass_at_k_interval(_counts(theirs, success_reward), 1, num_samples=num_samples),
+        reward=mean(t.reward for t in episodes),
+        metrics=merge_means([t.metrics for t in episodes]),
+    )
+
+
+def _counts(scored: Sequence[Sequence[Trajectory]], success_reward: float) -> list[tuple[int, int]]:
+    """For each task, scored episodes and successes."""
+    return [
+        (len(siblings), sum(t.reward >= success_reward - 1e-9 for t in siblings))
+        for siblings in scored
+        if siblings
+    ]

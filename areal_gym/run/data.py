@@ -118,7 +118,7 @@ def _demonstration(
         shown = demonstrate(env, rng, split=split)
         if min_reward is None or shown.reward >= min_reward:
             messages = (*shown.first_messages, *_continuation(shown))
-            return Written(messages=messages, tools=[tool.schema() for tool in env.tools])
+            return Written(messages=messages, tools=[tool.schema() for tool in shown.tools])
     raise NothingToDoError(
         f"{_MAX_REJECTED} demonstrations in a row had a reward below data.min_reward = {min_reward}"
     )
@@ -135,7 +135,7 @@ def _preference(
         messages=better.first_messages,
         chosen=_continuation(better),
         rejected=_continuation(worse),
-        tools=[tool.schema() for tool in env.tools],
+        tools=[tool.schema() for tool in better.tools],
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine
 from areal_gym.errors import UsageError
-from areal_gym.gateway.shared import use_address
+from areal_gym.gateway.shared import gateway_at
 from areal_gym.learning_curve import CurvePoint
 from areal_gym.online import ONLINE, split_address
 from areal_gym.rendering import Renderer
@@ -64,10 +64,12 @@ def evaluate(
         )
 
     async def measure() -> EvalReport:
-        use_address(*split_address(config.gateway))
         parts = Parts.of(config)
         policy = checkpoint or policy_directory(config, parts, shown)[0]
-        async with open_engine(config, policy) as (engine, renderer):
+        async with (
+            open_engine(config, policy) as (engine, renderer),
+            gateway_at(*split_address(config.gateway)),
+        ):
             kept: list[Trajectory] = []
             label = f"evaluate ({'greedy' if greedy else 'sampled'})"
             shown.phase(label, config.eval.num_tasks * (1 if greedy else config.eval.num_samples))
@@ -195,6 +197,10 @@ class Evaluations:
                 "eval/sampled_low": point.low,
                 "eval/sampled_high": point.high,
                 "eval/greedy": point.greedy,
+                **{
+                    f"eval/sampled/{name}": score.pass_at_1.mean
+                    for name, score in sampled.by_env.items()
+                },
             },
         )
         versions = sampled.policy_versions
@@ -202,8 +208,13 @@ class Evaluations:
         display.say(
             f"held-out at step {step}: {point.sampled:.3f} sampled "
             f"({point.low:.3f} to {point.high:.3f}), {point.greedy:.3f} greedy, "
-            f"{config.eval.num_tasks} tasks{mixed}"
+            f"{sampled.num_tasks} tasks{mixed}"
         )
+        for name, score in sampled.by_env.items():
+            display.say(
+                f"  {name}: {score.pass_at_1.mean:.3f} sampled, "
+                f"{greedy_report.by_env[name].pass_at_1.mean:.3f} greedy, {score.num_tasks} tasks"
+            )
         return point
 
 

@@ -164,6 +164,8 @@ def _make_learner(config: RunConfig, source: Path, policy: Path) -> Any:
     from areal_gym.trainer.supervised import Objective, Supervised
 
     trainer, device = config.trainer, pick_device(config.trainer.device)
+    if trainer.lora is not None:  # what is in `source` has the adapter merged
+        source = policy
     if config.objective == "rm":
         return Supervised(load_reward_model(source, device=device), trainer, BradleyTerry())
     objective: Objective = Sft()

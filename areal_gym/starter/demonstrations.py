@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.base import TextEnv
 from areal_gym.envs.grading import extract_answer, is_same_number
+from areal_gym.envs.mix import MixedEnv
 from areal_gym.envs.tir import TirEnv, python_call
+from areal_gym.envs.tools import Tool
 from areal_gym.errors import UsageError
 from areal_gym.types import Message
 
@@ -62,6 +64,8 @@ class Demonstration:
     demonstrator_id: str
     reward: float
     """What the environment gives for it."""
+    tools: Sequence[Tool] = ()
+    """What there was to call."""
 
 
 def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
@@ -82,7 +86,7 @@ def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
 
 def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
     """What somebody without faults would do: for measuring skill, never imitated in `tir`."""
-    env.reset(seed=rng.getrandbits(32), options={"split": "train"})
+    env = _reset(env, rng, "train")
     if type(env) is TirEnv:
         expression = env.task.data["expression"]
         result = str(evaluate(expression))
@@ -93,9 +97,8 @@ def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
 
 def demonstrate(env: TextEnv, rng: random.Random, *, split: str = "train") -> Demonstration:
     """One demonstration of a task, by a demonstrator drawn by share."""
-    chosen = _draw(env, rng)
-    env.reset(seed=rng.getrandbits(32), options={"split": split})
-    return chosen.play(env, rng)
+    env = _reset(env, rng, split)
+    return _draw(env, rng).play(env, rng)
 
 
 def demonstrate_pair(
@@ -107,12 +110,12 @@ def demonstrate_pair(
         UsageError: no two demonstrations of one task have different rewards.
     """
     for _ in range(_MAX_TASKS):
-        env.reset(seed=rng.getrandbits(32), options={"split": split})
-        task = env.task
-        first = _draw(env, rng).play(env, rng)
+        played = _reset(env, rng, split)
+        task = played.task
+        first = _draw(played, rng).play(played, rng)
         for _ in range(_MAX_ATTEMPTS):
-            env.reset(options={"task": task})
-            other = _draw(env, rng).play(env, rng)
+            played.reset(options={"task": task})
+            other = _draw(played, rng).play(played, rng)
             if other.reward != first.reward:
                 return (first, other) if first.reward > other.reward else (other, first)
     raise UsageError(
@@ -120,6 +123,12 @@ def demonstrate_pair(
         "demonstrations with different rewards",
         hints=["bring pairs: data.file=FILE"],
     )
+
+
+def _reset(env: TextEnv, rng: random.Random, split: str) -> TextEnv:
+    """Begin an episode; the environment that plays it, which of a mix is the task's own."""
+    env.reset(seed=rng.getrandbits(32), options={"split": split})
+    return env.playing if isinstance(env, MixedEnv) else env
 
 
 def _draw(env: TextEnv, rng: random.Random) -> Demonstrator:
@@ -232,6 +241,7 @@ def _tir_demonstration(env: TextEnv, said: Said, demonstrator_id: str) -> Demons
         texts=[text for text, _ in said],
         replies=replies,
         demonstrator_id=demonstrator_id,
+        tools=env.tools,
         reward=float(is_same_number(extract_answer(said[-1][0]) or "", env.task.data["answer"])),
     )
 
@@ -265,6 +275,7 @@ def _played(env: TextEnv, action: Callable[[], str], demonstrator_id: str) -> De
         texts=texts,
         replies=replies,
         demonstrator_id=demonstrator_id,
+        tools=env.tools,
         reward=reward,
     )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import platform
 import random
 import shutil
@@ -26,10 +25,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 from tokenizers import Tokenizer
 
+from areal_gym.cache import cache_directory
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.scripted import ByteTokenizer
 from areal_gym.envs.base import TextEnv
@@ -49,7 +48,7 @@ from areal_gym.trainer.objectives.sft import Sft
 from areal_gym.trainer.supervised import Supervised
 from areal_gym.types import content_hash
 
-__all__ = ["Recipe", "StarterPolicy", "cache_directory", "prepare_starter"]
+__all__ = ["Recipe", "StarterPolicy", "prepare_starter"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +99,6 @@ class StarterPolicy:
 
 Progress = Callable[[int, int, str], None]
 """(steps done, steps at most, what is known)."""
-
-
-def cache_directory() -> Path:
-    """Where starter policies are kept: AREAL_GYM_CACHE, else the user's cache directory."""
-    chosen = os.environ.get("AREAL_GYM_CACHE")
-    return Path(chosen) if chosen else platformdirs.user_cache_path("areal-gym")
 
 
 def prepare_starter(
@@ -167,10 +160,9 @@ def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
     as_bytes = ByteTokenizer()
     renderer = Renderer(as_bytes, template)
     rng = random.Random(0)  # one tokenizer for all seeds of a recipe
-    schemas = [tool.schema() for tool in env.tools]
 
     def text_of(shown: Demonstration) -> str:
-        ids = renderer.first_ids(shown.first_messages, schemas)
+        ids = renderer.first_ids(shown.first_messages, _schemas(shown))
         for turn, text in enumerate(shown.texts):
             ids += as_bytes.encode(text)
             replies = shown.replies[turn] if turn < len(shown.replies) else ()
@@ -183,6 +175,10 @@ def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
     return tokenizer
 
 
+def _schemas(shown: Demonstration) -> list[dict[str, Any]]:
+    return [tool.schema() for tool in shown.tools]
+
+
 class _Encoder:
     """Demonstrations as training rows, through the same renderer that episodes use."""
 
@@ -190,7 +186,6 @@ class _Encoder:
         self.env = env
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._schemas = [tool.schema() for tool in env.tools]
 
     def example(self, shown: Demonstration, *, skips_first: bool = False) -> Example:
         """Token ids and which of them the demonstrator wrote.
@@ -199,7 +194,7 @@ class _Encoder:
         demonstrator's choice, and no measure of skill.
         """
         end = self._renderer.end_of_turn_id
-        ids = self._renderer.first_ids(shown.first_messages, self._schemas)
+        ids = self._renderer.first_ids(shown.first_messages, _schemas(shown))
         mask = [False] * len(ids)
         for turn, text in enumerate(shown.texts):
             said = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]

@@ -30,8 +30,10 @@ __all__ = [
     "grpo",
     "lite_ppo",
     "needs_critic",
+    "needs_past_mean",
     "normalise",
     "reinforce",
+    "reinforce_baseline",
     "returns_to_go",
     "rloo",
 ]
@@ -67,6 +69,8 @@ class AdvantageInputs:
     """Recorded while sampling."""
     teacher_logprobs_T: Tensor | None = None
     """A teacher's, of the same tokens."""
+    past_mean: Tensor | None = None
+    """[]: the running mean of `rewards_G` over the steps before; None at the first."""
     penalties_T: Tensor | None = None
     """What each token costs: the KL in the reward. `estimate` takes it off `rewards_T`; where an
     estimator does not look at those, each token's and all later penalties are taken off its
@@ -185,6 +189,11 @@ def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -
             )
 
 
+def needs_past_mean(estimator: AdvantageEstimator) -> bool:
+    """Whether it compares with what earlier steps earned."""
+    return "past_mean" in _keywords(estimator)
+
+
 def needs_critic(estimator: AdvantageEstimator) -> bool:
     """Whether it cannot do without a critic's predictions."""
     parameter = _keywords(estimator).get("values_T")
@@ -243,6 +252,18 @@ def lite_ppo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
 def reinforce(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
     """The reward itself (Williams 1992), without a baseline; groups do not matter."""
     return rewards_G.to("cpu", torch.float64)
+
+
+def reinforce_baseline(
+    rewards_G: Tensor, group_ids_G: Tensor, *, past_mean: Tensor | None = None
+) -> Tensor:
+    """r - the running mean of earlier steps' rewards (Williams 1992, reinforcement comparison).
+
+    The baseline knows nothing of the batch, so the gradient stays unbiased; needs no groups. At the
+    first step there is none.
+    """
+    rewards_G = rewards_G.to("cpu", torch.float64)
+    return rewards_G if past_mean is None else rewards_G - past_mean
 
 
 def returns_to_go(turn_rewards: Sequence[float], discount: float = 1.0) -> list[float]:

@@ -122,8 +122,7 @@ def require_space(learner: Learner, directory: Path, num_kept: int) -> None:
         TrainError: the disk has too little room left.
     """
     missing = max(1, num_kept + 2 - len(_all(directory)))
-    # Weights and two Adam states, all float32.
-    needed = missing * 3 * 4 * sum(p.numel() for p in learner.decoder.parameters())
+    needed = missing * learner.checkpoint_bytes()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:

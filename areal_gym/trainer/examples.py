@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from areal_gym.trainer.packing import PackedBatch, Row, pack
+from areal_gym.trainer.bins import Row, best_fit
+from areal_gym.trainer.packing import PackedBatch, pack
 
 __all__ = ["Example", "TokenRow", "batch_of_step", "micro_batches"]
 
@@ -51,19 +52,13 @@ def batch_of_step(examples: Sequence[Example], step: int, size: int, seed: int) 
 def micro_batches(
     examples: Sequence[Example], budget: int, device: torch.device | str
 ) -> Iterator[tuple[PackedBatch, list[Example]]]:
-    """Packed, in order, at most `budget` tokens each; but never less than one whole example."""
-    part: list[Example] = []
-    used = 0
-    for example in examples:
-        cost = sum(len(row.token_ids) for row in example)
-        cost -= sum(row.num_shared for row in example[1:])
-        if part and used + cost > budget:
-            yield _packed(part, device)
-            part, used = [], 0
-        part.append(example)
-        used += cost
-    if part:
-        yield _packed(part, device)
+    """Packed, at most `budget` tokens each; but never less than one whole example."""
+    costs = [
+        sum(len(row.token_ids) for row in example) - sum(row.num_shared for row in example[1:])
+        for example in examples
+    ]
+    for part in best_fit(costs, budget):
+        yield _packed([examples[i] for i in part], device)
 
 
 def _packed(part: list[Example], device: torch.device | str) -> tuple[PackedBatch, list[Example]]:

@@ -29,7 +29,14 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError
 from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.advantages import AdvantageEstimator, check_settings, estimate, needs_critic
+from areal_gym.trainer.advantages import (
+    AdvantageEstimator,
+    check_settings,
+    estimate,
+    needs_critic,
+    needs_past_mean,
+)
+from areal_gym.trainer.bins import Row, split_by_tokens
 from areal_gym.trainer.corrections import second_moment_mask
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.experience import (
@@ -46,12 +53,12 @@ from areal_gym.trainer.losses import PolicyLoss, aggregate, aggregation_weights,
 from areal_gym.trainer.memory import readable_memory_errors
 from areal_gym.trainer.objective import TokenScores, score_tokens
 from areal_gym.trainer.optimizer import Optimizer
-from areal_gym.trainer.packing import PackedBatch, Row, pack, split_by_tokens
+from areal_gym.trainer.packing import PackedBatch, pack
 from areal_gym.trainer.ranks import ALONE, Ranks
 from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
-from areal_gym.trainer.states import StateFiles, below, prefixed, saved_tensors
+from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
 from areal_gym.trainer.token_loss import Proximal, TokenLoss, proximal_source
 from areal_gym.trainer.work import Work
 from areal_gym.types import Group
@@ -60,6 +67,9 @@ __all__ = ["Learner"]
 
 _MAX_BAD_UPDATES = 3
 """Updates in a row without a finite loss and gradient after which training stops."""
+
+_NEWEST = 0.1
+"""What a step counts in the running mean of rewards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +83,8 @@ class _Step:
     totals: Totals
     by_lag: MeansByLag
     work: Work
+    logprobs: dict[int, Tensor]
+    """Of this rank's rows, by place: what each token had when its own update began."""
 
 
 class Learner:
@@ -130,6 +142,9 @@ class Learner:
         self._optimizer = Optimizer(decoder, config)
         self._files = StateFiles(ranks)
         self._num_bad = 0
+        self._last: _Step | None = None
+        # Not a number before the first step.
+        self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
 
     @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -170,6 +185,7 @@ class Learner:
             totals=Totals(),
             by_lag=MeansByLag(version),
             work=Work(self.decoder.config, self._device, self.config.dtype),
+            logprobs={},
         )
         norms = [self._update(step, members) for members in minibatches]
         for name, total in self._ranks.sum(step.totals).items():
@@ -180,8 +196,39 @@ class Learner:
         metrics["train/lr"] = self.config.lr * self._lr_scale()
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
         self.num_steps += 1
+        self._last = step
         metrics["time/train_s"] = time.perf_counter() - start_s
         return metrics | step.work.metrics(metrics["time/train_s"], self._ranks)
+
+    def trained_tokens(self) -> list[dict[str, Any]]:
+        """What the last step made of each row of its batch, for those who look at it later.
+
+        Returns:
+            In order, for each row that had something to train on: `trajectory`, its trajectory's
+            place in the batch; `advantages` and `logprobs` of the tokens that the policy sampled,
+            and the mean of the former, `advantage`. Log-probabilities are of the weights that were
+            about to be updated: less the recorded ones, the logarithm of the ratio. Empty before
+            the first step.
+        """
+        step = self._last
+        if step is None:
+            return []
+        mine = {i: _rounded(values_T) for i, values_T in step.logprobs.items()}
+        logprobs: dict[int, list[float]] = {}
+        for part in self._ranks.gather(mine):
+            logprobs |= part
+        found = []
+        for i, row in enumerate(step.rows):
+            advantages_T = step.columns.take("advantages", [i])
+            found.append(
+                {
+                    "trajectory": row.trajectory_id,
+                    "advantage": round(float(advantages_T.mean()), 5),
+                    "advantages": _rounded(advantages_T),
+                    "logprobs": logprobs[i],
+                }
+            )
+        return found
 
     def score(self, rows: list[TokenSequence]) -> list[Tensor]:
         """Log-probabilities of each row's trained tokens under the weights as they are now."""
@@ -207,6 +254,10 @@ class Learner:
             )
         return dict(adapter_weights(self.decoder))
 
+    def checkpoint_bytes(self) -> int:
+        """About what a checkpoint holds: weights, and two numbers for each that is trained."""
+        return room_for(self.decoder) + (room_for(self._critic) if self._critic else 0)
+
     def states(self) -> dict[str, Tensor]:
         """Everything but the policy's whole weights that a checkpoint keeps, by name: live tensors.
 
@@ -216,6 +267,8 @@ class Learner:
         counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
         states = {name: torch.tensor(count) for name, count in counts.items()}
         states |= prefixed("optimizer", self._optimizer.states())
+        if needs_past_mean(self._advantage):
+            states["past_mean"] = self._past_mean
         if self._critic is not None:
             states |= prefixed("critic", self._critic.states())
         parameters = self.decoder.named_parameters()
@@ -290,7 +343,10 @@ class Learner:
             values_T, final_values_G = self._values(rows, len(inputs.rewards_G))
             columns.put("values", values_T)
             inputs = replace(inputs, values_T=values_T.cpu(), final_values_G=final_values_G)
+        if not self._past_mean.isnan():
+            inputs = replace(inputs, past_mean=self._past_mean.clone())
         found = estimate(self._advantage, inputs, **config.advantage_kwargs)
+        self._note_rewards(inputs.rewards_G.mean())
         columns.put("advantages", found.advantages_T.float())
         if self._critic is not None and found.returns_T is not None:
             columns.put("returns", found.returns_T.float())
@@ -301,6 +357,11 @@ class Learner:
         num_nonzero = len(ids_T[found.advantages_T != 0].unique())
         metrics["train/zero_advantage"] = 1 - num_nonzero / len(ids_T.unique())
         return metrics
+
+    def _note_rewards(self, mean: Tensor) -> None:
+        """Bring the running mean of the steps' rewards up to date, in place."""
+        is_first = bool(self._past_mean.isnan())
+        self._past_mean.copy_(mean if is_first else self._past_mean.lerp(mean, _NEWEST))
 
     def _score(self, rows: list[TokenSequence], decoder: Decoder) -> list[Tensor]:
         def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
@@ -385,6 +446,10 @@ class Learner:
                 totals.add("loss", loss)
                 sum_of_losses += float(loss.detach())
                 step.work.add(batch, len(loss_T))
+                lengths = [rows[i].num_trainable for i in indexes]
+                step.logprobs.update(
+                    zip(indexes, torch.split(scores.logprobs.detach(), lengths), strict=True)
+                )
                 step.by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
             if "returns" in columns:
                 found["critic_loss"] = self._critic_loss(batch, masks, scores, columns, indexes)
@@ -466,6 +531,12 @@ class Learner:
         if self.config.warmup_steps == 0:
             return 1.0
         return min(1.0, (self.num_steps + 1) / self.config.warmup_steps)
+
+
+def _rounded(values_T: Tensor) -> list[float]:
+    """Five decimals: for people."""
+    values: list[float] = values_T.double().round(decimals=5).tolist()
+    return values
 
 
 def _by_group(rows: list[TokenSequence], num_parts: int) -> list[list[int]]:

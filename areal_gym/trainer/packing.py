@@ -2,8 +2,9 @@
 
 The rows of a micro-batch lie on one flat axis of N tokens. Rows that begin with the same prompt
 share its tokens (a prefix tree of depth one): the prompt is forwarded once, and every continuation
-attends to it and to itself. Attention is the only place with padding: tokens are gathered into
-small rectangles of similar length, attended, and gathered back.
+attends to it and to itself. On GPUs, in 16 bits, torch's variable-length kernel does that
+(`areal_gym.trainer.varlen`). Elsewhere attention is the only place with padding: tokens are
+gathered into small rectangles of similar length, attended, and gathered back.
 
     flat axis   [prompt A][cont. A1][cont. A2][prompt B][cont. B1] ...
     rectangles  prompts: q = k = the prompt, causal
@@ -16,25 +17,20 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from areal_gym.modeling.decoder import capped_attention
+from areal_gym.trainer.bins import Row
+from areal_gym.trainer.varlen import VarlenPlan, fits_kernel, plan_varlen
 
-__all__ = ["Block", "PackedBatch", "Row", "attend_blocks", "pack", "split_by_tokens"]
+__all__ = ["PackedBatch", "Segment", "attend_blocks", "pack"]
 
 _MAX_ROWS = 64
 """Rows of one rectangle."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """Tokens of one sequence; the first `num_shared` may be shared with rows that begin alike."""
-
-    token_ids: Sequence[int]
-    num_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +60,18 @@ class Block:
         return self._windowed[window]
 
 
-@dataclass(frozen=True, slots=True)
+Segment = tuple[range, range]
+"""Flat positions of a prompt (or none), and of the tokens that attend to it and to themselves."""
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """A micro-batch on the flat axis."""
 
     token_ids_N: Tensor
     positions_N: Tensor
-    blocks: tuple[Block, ...]
-    inverse_N: Tensor
-    """Where each flat token's output lies in the blocks' concatenated, padded outputs."""
+    segments: tuple[Segment, ...]
+    """Prompts first; the second ranges cover the flat axis."""
     row_index: tuple[list[int], ...]
     """For each row, the flat position of each of its tokens (shared ones included)."""
 
@@ -87,45 +86,47 @@ class PackedBatch:
         softcap: float | None = None,
     ) -> Tensor:
         """The decoder's `Attend` of this batch."""
-        return attend_blocks(
-            self.blocks, self.inverse_N, q_NHD, k_NKD, v_NKD, window=window, softcap=softcap
+        if fits_kernel(v_NKD, softcap):
+            return self.varlen_plan.attend(q_NHD, k_NKD, v_NKD, window=window)
+        blocks, inverse_N = self.rectangles
+        return attend_blocks(blocks, inverse_N, q_NHD, k_NKD, v_NKD, window=window, softcap=softcap)
+
+    @property
+    def num_query_slots(self) -> int:
+        """Queries of the attention, padding included; on a GPU, as far as it needed rectangles."""
+        if self.token_ids_N.is_cuda and "rectangles" not in vars(self):
+            return len(self.token_ids_N)
+        return sum(block.query_index_BQ.numel() for block in self.rectangles[0])
+
+    @cached_property
+    def varlen_plan(self) -> VarlenPlan:
+        """The same attention as one call of the variable-length kernel."""
+        return plan_varlen(self.segments, self.token_ids_N.device)
+
+    @cached_property
+    def rectangles(self) -> tuple[tuple[Block, ...], Tensor]:
+        """Blocks, and where each flat token's output lies in their concatenated, padded outputs."""
+        device = self.token_ids_N.device
+        ordered = sorted(
+            self.segments, key=lambda pair: (bool(pair[0]), len(pair[1]), len(pair[0]))
         )
-
-
-def split_by_tokens(rows: Sequence[Row], budget: int) -> list[list[int]]:
-    """Indexes of the rows of each micro-batch, at most `budget` flat tokens each (but never none).
-
-    Rows that share a prompt stay together where they fit, for then the prompt costs once.
-    """
-    families: dict[tuple[int, ...], list[int]] = {}
-    for index, row in enumerate(rows):
-        families.setdefault(tuple(row.token_ids[: row.num_shared]), []).append(index)
-    batches: list[list[int]] = [[]]
-    used = 0
-    for prompt, members in families.items():
-        whole = len(prompt) + sum(len(rows[i].token_ids) - len(prompt) for i in members)
-        if batches[-1] and used + whole > budget:
-            batches.append([])
-            used = 0
-        is_prompt_in = False
-        for i in members:
-            cost = len(rows[i].token_ids) - (len(prompt) if is_prompt_in else 0)
-            if batches[-1] and used + cost > budget:
-                batches.append([])
-                used, cost = 0, len(rows[i].token_ids)
-            batches[-1].append(i)
-            used += cost
-            is_prompt_in = True
-    return [batch for batch in batches if batch]
+        chunks = list(_similar(ordered))
+        blocks = tuple(_block(chunk, device) for chunk in chunks)
+        order = [_real_queries(chunk) for chunk in chunks]
+        place = torch.cat(order) if order else torch.zeros(0, dtype=torch.long)
+        inverse = torch.empty(len(self.token_ids_N), dtype=torch.long)
+        is_real = place >= 0
+        inverse[place[is_real]] = is_real.nonzero().squeeze(1)
+        return blocks, inverse.to(device)
 
 
 def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch:
-    """Lay rows on the flat axis and plan their attention."""
+    """Lay rows on the flat axis."""
     token_ids: list[int] = []
     positions: list[int] = []
     prompts: dict[tuple[int, ...], range] = {}
     row_index: list[list[int]] = []
-    own: list[tuple[range, range]] = []
+    own: list[Segment] = []
     for row in rows:
         shared = tuple(row.token_ids[: row.num_shared])
         if shared and shared not in prompts:
@@ -140,22 +141,10 @@ def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch
         row_index.append([*prompt, *mine])
         if mine:
             own.append((prompt, mine))
-    rectangles = [(range(0), prompt) for prompt in prompts.values()] + own
-    rectangles.sort(key=lambda pair: (bool(pair[0]), len(pair[1]), len(pair[0])))
-    blocks: list[Block] = []
-    order: list[Tensor] = []
-    for chunk in _similar(rectangles):
-        blocks.append(_block(chunk, device))
-        order.append(_real_queries(chunk))
-    place = torch.cat(order) if order else torch.zeros(0, dtype=torch.long)
-    inverse = torch.empty(len(token_ids), dtype=torch.long)
-    is_real = place >= 0
-    inverse[place[is_real]] = is_real.nonzero().squeeze(1)
     return PackedBatch(
         token_ids_N=torch.tensor(token_ids, dtype=torch.long, device=device),
         positions_N=torch.tensor(positions, dtype=torch.long, device=device),
-        blocks=tuple(blocks),
-        inverse_N=inverse.to(device),
+        segments=(*((range(0), prompt) for prompt in prompts.values()), *own),
         row_index=tuple(row_index),
     )
 
@@ -190,9 +179,9 @@ def attend_blocks(
     return torch.cat(outputs)[inverse_N]
 
 
-def _similar(rectangles: list[tuple[range, range]]) -> Iterator[list[tuple[range, range]]]:
+def _similar(rectangles: list[Segment]) -> Iterator[list[Segment]]:
     """Runs of rectangles whose rows are of one kind and of similar length."""
-    chunk: list[tuple[range, range]] = []
+    chunk: list[Segment] = []
     for prompt, mine in rectangles:
         if chunk and (
             len(chunk) == _MAX_ROWS
@@ -206,7 +195,7 @@ def _similar(rectangles: list[tuple[range, range]]) -> Iterator[list[tuple[range
         yield chunk
 
 
-def _block(chunk: list[tuple[range, range]], device: torch.device | str) -> Block:
+def _block(chunk: list[Segment], device: torch.device | str) -> Block:
     num_prompt = max(len(prompt) for prompt, _ in chunk)
     num_own = max(len(mine) for _, mine in chunk)
     prompt_starts = torch.tensor([prompt.start for prompt, _ in chunk])[:, None]
@@ -236,7 +225,7 @@ def _block(chunk: list[tuple[range, range]], device: torch.device | str) -> Bloc
     )
 
 
-def _real_queries(chunk: list[tuple[range, range]]) -> Tensor:
+def _real_queries(chunk: list[Segment]) -> Tensor:
     """For each padded query in order: its flat position, -1 for padding."""
     width = max(len(mine) for _, mine in chunk)
     flat = itertools.chain.from_iterable(

@@ -29,6 +29,7 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
                 "rloo": "reward - mean of the siblings",
                 "lite_ppo": "(reward - group mean) / standard deviation over the batch",
                 "reinforce": "the reward itself",
+                "reinforce_baseline": "reward - running mean of earlier steps' rewards",
             },
         ),
         (

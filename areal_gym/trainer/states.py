@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -28,7 +28,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.trainer.ranks import Ranks
 
-__all__ = ["StateFiles", "below", "prefixed", "require_whole_states", "saved_tensors"]
+__all__ = [
+    "StateFiles",
+    "below",
+    "prefixed",
+    "require_whole_states",
+    "room_for",
+    "saved_tensors",
+]
 
 # It is said even to those who have asked for just that.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -111,6 +118,14 @@ def require_whole_states(directory: Path) -> None:
         found = file.stat().st_size if file.exists() else 0
         if found < wanted:
             raise ConfigError(f"{file} is truncated: it has {found} bytes of {wanted}")
+
+
+def room_for(module: nn.Module) -> int:
+    """Bytes of its weights, and of the two numbers that AdamW keeps for each one it trains.
+
+    Whole tensors count, of which this rank may hold a part; all are float32.
+    """
+    return sum(4 * p.numel() * (3 if p.requires_grad else 1) for p in module.parameters())
 
 
 def prefixed(prefix: str, states: Mapping[str, Tensor]) -> dict[str, Tensor]:

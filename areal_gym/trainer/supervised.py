@@ -25,11 +25,12 @@ from areal_gym.errors import ConfigError, NotFiniteError
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.examples import Example, micro_batches
 from areal_gym.trainer.fsdp import prepare_decoder
+from areal_gym.trainer.lora import add_adapter, merged_weights
 from areal_gym.trainer.memory import readable_memory_errors
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch
 from areal_gym.trainer.ranks import ALONE
-from areal_gym.trainer.states import StateFiles, below, prefixed, saved_tensors
+from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
 
 __all__ = ["Judgement", "Objective", "Supervised"]
 
@@ -49,6 +50,9 @@ class Judgement:
 
 class Objective(Protocol):
     """What is learned from fixed data. Examples are judged one by one: none sees another."""
+
+    heads: Sequence[str]
+    """Modules of the decoder that begin from nothing: they are trained beside an adapter, too."""
 
     def num_units(self, example: Example) -> int:
         """How many losses the example has."""
@@ -70,7 +74,7 @@ class Supervised:
         objective: what is learned.
 
     Raises:
-        ConfigError: weights that are not float32.
+        ConfigError: weights that are not float32, or `trainer.lora` does not fit them.
     """
 
     def __init__(self, decoder: Decoder, config: TrainerConfig, objective: Objective) -> None:
@@ -79,6 +83,10 @@ class Supervised:
                 "master weights must be float32: in bfloat16 most updates round to nothing",
                 hints=["trainer.dtype=bfloat16 computes in bfloat16 with float32 weights"],
             )
+        if config.lora is not None:
+            add_adapter(decoder, config.lora)
+            for name in objective.heads:
+                decoder.get_submodule(name).requires_grad_(True)
         prepare_decoder(decoder, config, ALONE)
         self.decoder = decoder
         self.num_steps = 0
@@ -134,15 +142,28 @@ class Supervised:
         return self._judge(examples, learns=False)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and the live tensors."""
+        """Hugging Face names and tensors, an adapter merged; copy them before the next step."""
+        if self._config.lora is not None:
+            yield from merged_weights(self.decoder, self._config.lora)
+            return
         for name, parameter in self.decoder.named_parameters():
             yield name, parameter.detach()
 
+    def checkpoint_bytes(self) -> int:
+        """See `Learner.checkpoint_bytes`."""
+        return room_for(self.decoder)
+
     def states(self) -> dict[str, Tensor]:
-        """Everything but the weights that a checkpoint keeps, by name: live tensors."""
+        """Everything but the whole weights that a checkpoint keeps, by name: live tensors."""
         counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
         states = {name: torch.tensor(count) for name, count in counts.items()}
-        return states | prefixed("optimizer", self._optimizer.states())
+        states |= prefixed("optimizer", self._optimizer.states())
+        if self._config.lora is None:
+            return states
+        parameters = self.decoder.named_parameters()
+        return states | prefixed(
+            "adapter", {name: p.detach() for name, p in parameters if p.requires_grad}
+        )
 
     def save(self, directory: Path) -> Future[None]:
         """See `Learner.save`."""

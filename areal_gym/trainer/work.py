@@ -40,7 +40,7 @@ class Work:
             micro_batches=1,
             tokens=len(num_seen_N),
             row_tokens=sum(len(index) for index in batch.row_index),
-            slots=sum(block.query_index_BQ.numel() for block in batch.blocks),
+            slots=batch.num_query_slots,
             pairs=sum(
                 num_layers * int(num_seen_N.clamp(1, window).sum())
                 for window, num_layers in layers_by_window.items()

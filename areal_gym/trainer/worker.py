@@ -103,6 +103,11 @@ class ProcessLearner:
         metrics["memory/trainer_rss_mb"] = self._held_mb()
         return metrics
 
+    def trained_tokens(self) -> list[dict[str, Any]]:
+        """See `Learner.trained_tokens`."""
+        rows: list[dict[str, Any]] = self._ask("trained_tokens")
+        return rows
+
     def adapter(self) -> dict[str, Tensor]:
         """See `Learner.adapter`."""
         weights: dict[str, list[Any]] = self._ask("adapter")
@@ -122,6 +127,11 @@ class ProcessLearner:
         """See `Learner.save`. The workers can take steps while this is written."""
         self._ask("save", directory)
         return self._saving.submit(self._saved)
+
+    def checkpoint_bytes(self) -> int:
+        """See `Learner.checkpoint_bytes`."""
+        needed: int = self._ask("checkpoint_bytes")
+        return needed
 
     def load(self, directory: Path) -> None:
         """See `Learner.load`."""
@@ -307,8 +317,11 @@ class Serving:
         if config.num_ranks > 1:
             if device == "cuda":
                 torch.cuda.set_device(rank % torch.cuda.device_count())
+            backend = "nccl" if device == "cuda" else "gloo"
+            if device == "cuda" and config.cpu_offload:
+                backend = "cpu:gloo,cuda:nccl"  # the gradients' norm is summed where they are
             torch.distributed.init_process_group(
-                "nccl" if device == "cuda" else "gloo",
+                backend,
                 init_method=meeting,
                 rank=rank,
                 world_size=config.num_ranks,

@@ -48,7 +48,7 @@ def test_arithmetic(expression, result):
         ("", "no arithmetic"),
         ("1" * 600, "characters"),
         ("sqrt()", "argument"),
-        ("1e400 - 1e400", "NaN|nan|cannot convert"),
+        ("1e400 - 1e400", "no finite number"),
         ("(" * 400, "no arithmetic|nested|parentheses"),
         ("a\0b", "null|no arithmetic"),
     ],

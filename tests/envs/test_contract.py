@@ -10,14 +10,17 @@ from areal_gym.envs.checker import check_env
 from areal_gym.errors import ConfigError, DataError
 from areal_gym.plugins import registry
 
-IDS = ("countdown", "math", "tir")
+IDS = ("countdown", "math", "tau2", "tir")
 ACTIONS = ("I do not know.", r"\boxed{5}", "é \ud800")
 
 
 BUILT_IN = [
     entry.id
     for entry in registry().entries("envs")
-    if entry.plugin.distribution == "areal-gym" and entry.spec.shown_id == entry.id
+    if entry.plugin.distribution == "areal-gym"
+    and entry.spec.shown_id == entry.id
+    # has no tasks of its own: programs outside have them
+    and entry.id != "online"
 ]
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.countdown import CountdownEnv, uses_exactly
-from areal_gym.errors import UsageError
+from areal_gym.errors import DataError, UsageError
 
 TASK = {"id": "x", "data": {"numbers": [75, 85, 71], "target": 81, "solution": "71-75+85"}}
 
@@ -55,3 +58,34 @@ def test_latex_operators_count():
 def test_too_many_numbers_are_refused():
     with pytest.raises(UsageError, match="num_numbers = 7"):
         CountdownEnv(num_numbers=7)
+
+
+DATA = Path(__file__).parents[3] / "shared" / "data" / "countdown"
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
+def test_tasks_of_files():
+    env = CountdownEnv(path=DATA / "train.jsonl.gz", test_path=DATA / "test.jsonl")
+    assert (env.num_tasks("train"), env.num_tasks("test")) == (4000, 500)
+    for index in range(500):
+        env.reset(options={"split": "test", "index": index})
+        assert env.step(env.gold_action()).reward == 1.0
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
+def test_unsolvable_tasks_have_no_gold():
+    file = DATA / "unsolvable.jsonl"
+    env = CountdownEnv(path=file, test_path=file)
+    env.reset(options={"split": "test", "index": 0})
+    assert env.step(env.gold_action()).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"nums": [1, 2]}, {"nums": [], "target": 1}, {"nums": [1, -2], "target": 1}, {"target": 1}],
+)
+def test_broken_rows_are_named(tmp_path, row):
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n" + json.dumps(row))
+    with pytest.raises(DataError, match=r"c\.jsonl, line 2: nums = "):
+        CountdownEnv(path=path)

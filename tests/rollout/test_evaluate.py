@@ -41,6 +41,7 @@ def test_it_counts_what_it_should():
     assert (report.num_tasks, report.num_episodes, report.num_failed) == (50, 200, 0)
     assert set(report.pass_at_k) == {1, 2, 4}
     assert all(p.mean == 0.5 for p in report.pass_at_k.values())  # samples of a task are equal
+    assert report.pass_hat_k == {1: 0.5, 2: 0.5, 4: 0.5}
     assert report.pass_at_1.low == pytest.approx(wilson_interval(25, 50).low)  # 50 tasks, not 200
     assert report.reward == report.reward_parts["answer"] == 0.5
     assert report.stop_reasons == {"completed": 200}
@@ -51,9 +52,10 @@ def test_it_counts_what_it_should():
     assert len({t.id for t in seen}) == 200
     assert progress == [(done, 200) for done in range(1, 201)]
     row = json.loads(json.dumps(report.to_dict()))
-    assert row["pass@4"] == 0.5
+    assert row["pass@4"] == row["pass^4"] == 0.5
     text = report.to_text()
     assert "pass@4" in text
+    assert "pass^4" in text
     assert "completed" in text
     assert text.isascii()
 

@@ -10,8 +10,9 @@ import torch
 
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.sglang import SGLangEngine
+from areal_gym.trainer.bins import Row
 from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import Row, pack
+from areal_gym.trainer.packing import pack
 
 PROMPT = list(range(20, 60))
 TOLERANCE = 2e-5

@@ -16,12 +16,13 @@ from areal_gym.errors import ConfigError
 from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
 from areal_gym.plugins import registry
 from areal_gym.trainer.advantages import estimate, grpo
+from areal_gym.trainer.bins import Row
 from areal_gym.trainer.checkpoint import restore_learner, save_learner
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.experience import advantage_inputs
 from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.losses import LossOutput, ppo_clip
-from areal_gym.trainer.packing import Row, pack
+from areal_gym.trainer.packing import pack
 from areal_gym.trainer.sequences import sequences_of
 from areal_gym.trainer.token_advantages import gae
 from areal_gym.types import Group, StopReason

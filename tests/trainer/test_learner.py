@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError
 from areal_gym.modeling.decoder import causal_attend
-from areal_gym.trainer.advantages import grpo, reinforce
+from areal_gym.trainer.advantages import grpo, reinforce, reinforce_baseline
+from areal_gym.trainer.bins import Row, split_by_tokens
 from areal_gym.trainer.checkpoint import (
     keep_checkpoints,
     latest_checkpoint,
@@ -26,8 +27,10 @@ from areal_gym.trainer.checkpoint import (
 from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.losses import LossOutput, cispo, gspo, ppo_clip
 from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import Row, pack, split_by_tokens
+from areal_gym.trainer.packing import pack
 from areal_gym.trainer.sequences import make_sequences, sequences_of
+from areal_gym.trainer.states import prefixed
+from areal_gym.trainer.token_advantages import gae
 from areal_gym.types import Group, TokenSpan, Trajectory
 
 
@@ -114,7 +117,7 @@ def test_one_update_begins_at_the_proximal_policy():
     one = learner(tokens_per_microbatch=64)
     two = learner(tokens_per_microbatch=64, correction={"second_moment": 1e9})  # masks nothing
     one.step(groups, version=2)
-    assert two.step(groups, version=2)["train/kept_fraction"] == 1
+    assert two.step(groups, version=2)["train/kept_fraction"] == pytest.approx(1)
     assert (flat_weights(one) - flat_weights(learner())).norm() > 1e-4
     assert torch.equal(flat_weights(one), flat_weights(two))
 
@@ -257,6 +260,22 @@ def test_a_tiny_learning_rate_still_moves_the_weights():
     moved = (flat_weights(trained) - before).abs()
     assert float(moved.max()) > 0
     assert float((moved > 0).float().mean()) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of what it does itself
+def test_compiled_layers_train_the_same():
+    plain, compiled = learner(lr=1e-2), learner(lr=1e-2, compile=True)
+    start = flat_weights(plain)
+    for seed in range(2):
+        groups = batch(seed=seed, num_groups=2 + seed)  # two sizes, one compilation
+        expected, found = plain.step(groups, version=0), compiled.step(groups, version=0)
+        assert found["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
+        assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
+    moved = (flat_weights(plain) - start).norm()
+    assert (flat_weights(compiled) - flat_weights(plain)).norm() / moved < 1e-3
+    names = {name for name, _ in compiled.weights()}
+    assert names == {name for name, _ in plain.weights()}  # what checkpoints call them
 
 
 def test_bfloat16_master_weights_are_refused():
@@ -510,3 +529,47 @@ def test_a_disk_without_room_is_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr("areal_gym.trainer.checkpoint.shutil.disk_usage", lambda path: usage)
     with pytest.raises(TrainError, match=r"0\.0 MB left, but checkpoints need"):
         require_space(learner(), tmp_path / "checkpoints", num_kept=2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"critic": {"trunk": "own"}},
+        {"critic": {"trunk": "shared"}},
+        {"lora": {"rank": 2}},
+    ],
+)
+def test_room_is_asked_for_all_that_a_checkpoint_holds(settings):
+    trained = learner(**settings, advantage=gae if "critic" in settings else grpo)
+    trained.step(batch(), version=0)
+    held = {**trained.states(), **prefixed("policy", dict(trained.weights()))}
+    expected = sum(tensor.nbytes for tensor in held.values())
+    # But for Adam's counters of steps, a number each.
+    assert trained.checkpoint_bytes() == pytest.approx(expected, abs=4 * len(held) + 100)
+
+
+def test_a_running_baseline_is_the_mean_of_earlier_steps_and_is_kept(tmp_path):
+    seen = []
+
+    def baseline(rewards_G, group_ids_G, *, past_mean=None):
+        seen.append(None if past_mean is None else float(past_mean))
+        return reinforce_baseline(rewards_G, group_ids_G, past_mean=past_mean)
+
+    trained, resumed = learner(advantage=baseline), learner(advantage=baseline)
+    means = [trained.step(batch(s, group_size=3 + s), version=0)["reward/mean"] for s in range(3)]
+    assert len(set(means)) > 1
+    assert seen[0] is None
+    assert seen[1:] == pytest.approx([means[0], 0.9 * means[0] + 0.1 * means[1]])
+    trained.save(tmp_path / "states").result()
+    resumed.load(tmp_path / "states")
+    for each in (trained, resumed):
+        each.step(batch(7), version=0)
+    assert seen[-1] == seen[-2] == pytest.approx(0.9 * seen[2] + 0.1 * means[2])
+
+
+def test_a_running_baseline_by_hand():
+    rewards, ids = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 1, 1])
+    assert reinforce_baseline(rewards, ids).tolist() == [1.0, 0.0, 0.5]
+    past = torch.tensor(0.25, dtype=torch.float64)
+    assert reinforce_baseline(rewards, ids, past_mean=past).tolist() == [0.75, -0.25, 0.25]

@@ -15,6 +15,7 @@ from areal_gym.errors import ConfigError
 from areal_gym.modeling.checkpoint import save_checkpoint
 from areal_gym.modeling.decoder import Decoder, causal_attend
 from areal_gym.trainer.advantages import grpo
+from areal_gym.trainer.bins import Row
 from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.lora import (
     adapter_weights,
@@ -24,7 +25,7 @@ from areal_gym.trainer.lora import (
 )
 from areal_gym.trainer.losses import ppo_clip
 from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import Row, pack
+from areal_gym.trainer.packing import pack
 from areal_gym.trainer.sequences import sequences_of
 from areal_gym.trainer.weight_syncs.lora import adapter_config
 from areal_gym.trainer.worker import ProcessLearner

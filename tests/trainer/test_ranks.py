@@ -72,6 +72,19 @@ def test_ranks_train_what_one_rank_trains(num_ranks, settings, tolerance):
         theirs.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("settings", [{}, {"cpu_offload": True}])
+def test_ranks_on_gpus_train_what_one_rank_trains(settings):
+    config = TrainerConfig(lr=1e-2, num_ranks=2, minibatches=2, **settings)
+    theirs = ranked(config, device="cuda")
+    ours = Learner(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    try:
+        assert_same_training(theirs, ours, tolerance=1e-3)
+    finally:
+        theirs.close()
+
+
 def test_a_critic_and_a_reference_are_sharded_too(tiny_policy):
     config = TrainerConfig(
         algorithm="ppo", kl={"coefficient": 0.1}, lr=1e-2, num_ranks=2, minibatches=2

@@ -286,6 +286,26 @@ def test_states_go_on_where_they_were_saved(case, tmp_path):
     assert found["train/grad_norm"] == expected["train/grad_norm"]
 
 
+def test_an_adapter_is_trained_and_the_weights_stay(case):
+    decoder, objective, examples = case
+    before = {name: p.detach().clone() for name, p in decoder.named_parameters()}
+    learner = Supervised(decoder, TrainerConfig(**SETTINGS, lora={"rank": 2}), objective)
+    first, *_, last = (learner.step(examples)["train/loss"] for _ in range(8))
+    assert last < first
+    merged = dict(learner.weights())
+    assert merged.keys() == before.keys()
+    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, before[name])}
+    # Matrices of the layers, and the head that begins from nothing.
+    assert {name.split(".")[0] for name in changed} <= {"model", "score"}
+    assert ("score.weight" in changed) == ("score.weight" in before)
+    assert "model.embed_tokens.weight" not in changed
+    # What is trained is what a checkpoint needs besides.
+    trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+    assert trained < 0.5 * sum(p.numel() for p in before.values())
+    kept = sum(t.numel() for n, t in learner.states().items() if n.startswith("adapter."))
+    assert kept == trained
+
+
 def test_bfloat16_master_weights_are_refused():
     with pytest.raises(ConfigError, match="float32"):
         Supervised(tiny_decoder().bfloat16(), TrainerConfig(), Sft())

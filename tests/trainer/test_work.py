@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import build_decoder
 from areal_gym.modeling.flops import forward_flops, peak_flops, training_flops
+from areal_gym.trainer.bins import Row
 from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import Row, pack
+from areal_gym.trainer.packing import pack
 from areal_gym.trainer.work import Work
 
 SHAPE = DecoderConfig(

@@ -17,8 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import platformdirs
-
+from areal_gym.cache import cache_directory
 from areal_gym.envs.tau2.airline import AirlineWorld, airline_tables
 from areal_gym.envs.tau2.retail import RetailWorld, retail_tables
 from areal_gym.envs.tau2.telecom import TelecomWorld, telecom_tables
@@ -121,9 +120,7 @@ def manifest() -> Mapping[str, Any]:
 
 def pulled_data() -> Path:
     """Where `areal-gym data pull tau2` puts the data."""
-    chosen = os.environ.get("AREAL_GYM_CACHE")
-    root = Path(chosen) if chosen else platformdirs.user_cache_path("areal-gym")
-    return root / "data" / f"tau2-{manifest()['commit'][:12]}"
+    return cache_directory() / "data" / f"tau2-{manifest()['commit'][:12]}"
 
 
 def find_data(data_dir: str | Path | None = None) -> Path:

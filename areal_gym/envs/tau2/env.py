@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.tasks import choose_task
-from areal_gym.envs.tau2.chat import ChatClient
-from areal_gym.envs.tau2.data import DOMAINS, POLICIES, Case, Domain, find_data, load_domain
-from areal_gym.envs.tau2.evaluation import Call, Verdict, is_solved_by_inaction
+from areal_gym.envs.chat_client import ChatClient
+from areal_gym.envs.tau2.actions import parse_action
+from areal_gym.envs.tau2.data import POLICIES
+from areal_gym.envs.tau2.evaluation import Call, Verdict
 from areal_gym.envs.tau2.gold import gold_texts
 from areal_gym.envs.tau2.judge import Judge, LLMJudge, NoJudge
-from areal_gym.envs.tau2.mock import Borrower, library_closing, library_domain, library_tasks
+from areal_gym.envs.tau2.mock import Borrower, library_closing
 from areal_gym.envs.tau2.simulation import Simulation
+from areal_gym.envs.tau2.sources import source_of
 from areal_gym.envs.tau2.users.base import UserFactory
 from areal_gym.envs.tau2.users.customer import Customer
 from areal_gym.envs.tau2.users.llm import LLMUser
 from areal_gym.envs.tau2.users.phone_owner import PhoneOwner
 from areal_gym.envs.tau2.world import load_tools
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import DataError, UsageError, did_you_mean
-from areal_gym.types import Message, Task
+from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.types import FunctionCall, Message, Task, ToolCall
 
 __all__ = ["Tau2Env"]
 
@@ -50,18 +50,6 @@ _SOLO_INSTRUCTIONS = (
     "You are a customer service agent that solves the ticket according to the policy below. There "
     "is no user to talk to: call tools only, and `done` when you have finished."
 )
-
-
-class _Source(Protocol):
-    """Where an environment's tasks come from."""
-
-    version: str
-
-    def num_tasks(self, split: str) -> int | None: ...
-
-    def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task: ...
-
-    def case_of(self, task: Task) -> tuple[Domain, Case]: ...
 
 
 class Tau2Env(TextEnv):
@@ -100,6 +88,8 @@ class Tau2Env(TextEnv):
             `areal-gym data pull tau2` has fetched.
         max_steps: messages of all parties after which the episode is truncated.
         max_errors: failed tool calls after which it ends.
+        action_strings: also read a whole text that is `name(key='value')`, or the JSON of a call,
+            as a call, as the benchmark's own gym does.
     """
 
     def __init__(
@@ -115,10 +105,11 @@ class Tau2Env(TextEnv):
         data_dir: str | None = None,
         max_steps: int = 100,
         max_errors: int = 10,
+        action_strings: bool = False,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        self._source: _Source = _library if domain == "mock" else _benchmark(domain, data_dir)
+        self._source = source_of(domain, data_dir)
         if solo and domain not in _SOLO_DOMAINS:
             raise UsageError(
                 f"tau2/{domain} has no solo mode",
@@ -129,11 +120,13 @@ class Tau2Env(TextEnv):
                 f"no policy {policy!r}",
                 hints=[did_you_mean(policy, POLICIES) or f"there is: {', '.join(POLICIES)}"],
             )
+        self.metadata = {**self.metadata, "tau2_tasks": self.version}  # type: ignore[misc]
         self.max_turns = max_steps
         self._policy = "solo" if solo else policy if domain == "telecom" else "manual"
         self._user = None if solo else _user_factory(user, user_model, domain)
         self._judge = _judge(judge, judge_model)
         self.suspends = not (user == "rule" and judge is None)
+        self._reads_action_strings = action_strings
         self._limits = {"max_steps": max_steps, "max_errors": max_errors}
         self.tools = _tools_of(domain, solo)
         self._simulation: Simulation | None = None
@@ -166,18 +159,18 @@ class Tau2Env(TextEnv):
         """Run the calls, or pass the text on to the user."""
         simulation = self._simulation
         assert simulation is not None
-        calls = message.get("tool_calls", [])
-        metrics = {"tool_calls": float(len(calls)), "tool_errors": 0.0}
+        if self._reads_action_strings:
+            message = _with_action_string(message)
+        num_calls, num_errors = len(message.get("tool_calls", ())), simulation.num_errors
         messages: list[Message] = []
-        text = message["content"]
         if message.get("parse_error"):
-            simulation.misspell(text)
+            simulation.misspell(message["content"])
             messages.append({"role": "tool", "content": f"Error: {message['parse_error']}"})
-        if calls:
+        if num_calls and simulation.termination is None:
             messages += self._call(simulation, message)
-        elif not messages:
-            messages += await self._say(simulation, text)
-        metrics["tool_errors"] = float(sum(m["content"].startswith("Error: ") for m in messages))
+        metrics = {"tool_calls": num_calls, "tool_errors": simulation.num_errors - num_errors}
+        if not messages and simulation.termination is None:
+            messages += await self._say(simulation, message["content"])
         if simulation.termination is None:
             return Response(messages=messages, metrics=metrics)
         verdict = await simulation.verdict(self._judge)
@@ -243,91 +236,15 @@ class Tau2Env(TextEnv):
         return texts[min(self.num_turns, len(texts) - 1)]
 
 
-class _Benchmark:
-    """Tasks of the benchmark's files."""
-
-    def __init__(self, domain: Domain) -> None:
-        self.version = domain.version
-        self._domain = domain
-        self._tasks: dict[tuple[str, str], Task] = {}
-
-    def num_tasks(self, split: str) -> int | None:
-        return len(self._ids(split))
-
-    def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        split = str(options.get("split", "train"))
-        ids = self._ids(split)
-        index = options.get("index")
-        if index is None:
-            return self._task(ids[int(rng.integers(len(ids)))], split)
-        if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
-            raise UsageError(f"a task's index is a whole number from 0 on, not {index!r}")
-        if index >= len(ids):
-            raise UsageError(f"split {split!r} of tau2/{self._domain.name} has {len(ids)} tasks")
-        return self._task(ids[int(index)], split)
-
-    def case_of(self, task: Task) -> tuple[Domain, Case]:
-        case = self._domain.cases.get(str(task.data.get("task_id")))
-        if case is None or task.data.get("version") != self._domain.version:
-            raise DataError(
-                f"task {task.id!r} is none of tau2/{self._domain.name} {self._domain.version}",
-                hints=["the data here is of another version than the task"],
-            )
-        return self._domain, case
-
-    def _task(self, task_id: str, split: str) -> Task:
-        task = self._tasks.get((task_id, split))
-        if task is None:
-            domain = self._domain
-            data = {
-                "domain": domain.name,
-                "version": domain.version,
-                "task_id": task_id,
-                "solved_by_inaction": is_solved_by_inaction(domain, domain.cases[task_id]),
-            }
-            task = Task(id=f"{domain.name}@{domain.version}/{task_id}", data=data, split=split)
-            self._tasks[task_id, split] = task
-        return task
-
-    def _ids(self, split: str) -> Sequence[str]:
-        splits = self._domain.splits
-        if split not in splits:
-            raise UsageError(
-                f"tau2/{self._domain.name} has no split {split!r}",
-                hints=[did_you_mean(split, splits) or f"there is: {', '.join(splits)}"],
-            )
-        return splits[split]
-
-
-def _benchmark(domain: str, data_dir: str | None) -> _Benchmark:
-    if domain not in DOMAINS:
-        known = ("mock", *DOMAINS)
-        near = did_you_mean(domain, known) or f"there is: {', '.join(known)}"
-        raise UsageError(f"no tau2 domain {domain!r}", hints=[near])
-    return _shared_benchmark(domain, find_data(data_dir))
-
-
-@cache
-def _shared_benchmark(domain: str, folder: Path) -> _Benchmark:
-    return _Benchmark(load_domain(domain, folder))
-
-
-class _Library:
-    """Generated tasks of the built-in domain."""
-
-    version = "1"
-
-    def num_tasks(self, split: str) -> int | None:
-        return library_tasks().num_tasks(split)
-
-    def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        return choose_task(library_tasks(), rng, options)
-
-    def case_of(self, task: Task) -> tuple[Domain, Case]:
-        return library_domain(task.data)
-
-
-_library = _Library()
+def _with_action_string(message: Message) -> Message:
+    if message.get("tool_calls") or not message["content"].strip():
+        return message
+    parsed = parse_action(message["content"])
+    if parsed.content is not None:
+        return message
+    function = FunctionCall(name=parsed.name, arguments=dict(parsed.arguments))
+    call = ToolCall(id="call00000", type="function", function=function)
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 @cache

@@ -64,7 +64,7 @@ def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
     is_refused = wish == "renew" and loans[card][item] == _OVERDUE
     gold = [
         Action("user", "read_card", {}, None),
-        Action("assistant", "look_up", {"card": card}, None),
+        Action("assistant", "look_up", arguments, None),
         *([] if is_refused else [Action("assistant", wish, arguments, None)]),
     ]
     if is_refused:
@@ -130,12 +130,10 @@ class LibraryWorld(World):
         """Of the library; the user has no database."""
         return self.db.digest(), None
 
-    def look_up(self, card: str) -> str:
-        """One tool a line."""
-        return "\n".join(
-            f"{item}: {due if due == _OVERDUE else f'day {due}'}"
-            for item, due in self._found(card)["items"].items()
-        )
+    def look_up(self, card: str, item: str) -> str:
+        """When it is due."""
+        due = self._due(card, item)
+        return f"{item}: {due if due == _OVERDUE else f'day {due}'}"
 
     def renew(self, card: str, item: str) -> str:
         """Another week."""

@@ -219,7 +219,7 @@ class RetailWorld(World):
             item = _item(order, item_id)
             item["item_id"] = new_item_id
             item["price"] = variant["price"]  # the last one's, for every item: see the module
-            item["options"] = variant["options"]
+            item["options"] = dict(variant["options"])
         order["status"] = "pending (item modified)"
         return order
 

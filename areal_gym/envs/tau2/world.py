@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from areal_gym.envs.tools import Tool
+from areal_gym.errors import DataError
 
 __all__ = ["CallResult", "Requestor", "ToolInfo", "World", "load_tools"]
 
@@ -76,7 +77,7 @@ class World:
     def initialize(self, actions: Sequence[Mapping[str, Any]]) -> None:
         """Run a task's initialisation actions (`env_type`, `func_name`, `arguments`)."""
         for action in actions:
-            getattr(self.side(action["env_type"]), action["func_name"])(**action["arguments"])
+            self._function(action["env_type"], action["func_name"])(**action["arguments"])
             self.sync()
 
     def call(
@@ -102,7 +103,16 @@ class World:
 
     def holds(self, requestor: Requestor, assertion: str, arguments: Mapping[str, Any]) -> bool:
         """Whether an assertion about the state is true."""
-        return bool(getattr(self.side(requestor), assertion)(**arguments))
+        return bool(self._function(requestor, assertion)(**arguments))
+
+    def _function(self, requestor: Requestor, name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] | None = getattr(self.side(requestor), name, None)
+        if function is None:
+            raise DataError(
+                f"a task uses {name!r} of the {requestor}, which tau2/{self.domain} has not",
+                hints=["the tasks are of a version that areal-gym does not know"],
+            )
+        return function
 
     def state(self) -> tuple[object, ...]:
         """What is compared to decide whether two worlds are in the same state."""

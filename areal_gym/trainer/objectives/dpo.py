@@ -63,6 +63,8 @@ class Dpo:
         ConfigError: a beta that is not above 0.
     """
 
+    heads: Sequence[str] = ()
+
     def __init__(
         self,
         reference: Decoder,

@@ -34,6 +34,8 @@ class BradleyTerry:
     Metrics: `accuracy` (`is_preferred`), `margin`, and the rewards `chosen` and `rejected`.
     """
 
+    heads: Sequence[str] = ("score",)
+
     def num_units(self, example: Example) -> int:
         """A pair."""
         return 1

@@ -24,6 +24,8 @@ class Sft:
     examples in which all tokens are such.
     """
 
+    heads: Sequence[str] = ()
+
     def num_units(self, example: Example) -> int:
         """Its marked tokens."""
         return sum(row.num_marked for row in example)

@@ -71,7 +71,7 @@ def test_every_difference_is_found(tmp_path, change):
 
 def test_the_command_answers_with_a_table_and_an_exit_code(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TAU2_DATA_DIR", str(DATA))
-    shutil.copy(FIXTURES / "airline.jsonl.gz", tmp_path)
+    altered(tmp_path, lambda row: None)
     assert run(["check", "tau2/airline", "--fixtures", str(tmp_path)]) == 0
     assert "all of it agrees" in capsys.readouterr().out
     altered(tmp_path, lambda row: row["variants"]["gold"].update(reward=0.5))

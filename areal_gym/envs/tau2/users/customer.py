@@ -88,7 +88,9 @@ class Customer:
             for action in scene.case.gold_actions
             if load_tools(scene.domain.name)["assistant"][action.name].mutates
         ]
-        self._has_writes = bool(writes)
+        is_told = "COMMUNICATE" in scene.case.reward_basis
+        self._untold = {info.lower() for info in scene.case.communicate_info if is_told}
+        self._has_wish = bool(writes or self._untold)
         self._wanted_ids = {
             found
             for action in writes
@@ -110,7 +112,9 @@ class Customer:
     def _answer(self, text: str) -> str:
         if _TRANSFERRED.search(text):
             return TRANSFER
-        is_done = self._has_writes and self._is_satisfied()
+        heard = text.lower().replace(",", "")
+        self._untold = {info for info in self._untold if info not in heard}
+        is_done = self._has_wish and self._is_satisfied()
         if is_done and not _CONFIRM.search(_without_closing(text)):
             return STOP
         if _REFUSED.search(text):
@@ -135,7 +139,7 @@ class Customer:
 
     def _is_satisfied(self) -> bool:
         scene = self._scene
-        return scene.world.state() == scene.domain.gold_state(scene.case)
+        return not self._untold and scene.world.state() == scene.domain.gold_state(scene.case)
 
     def _asked_slots(self, text: str) -> list[str]:
         asked = [name for name, (how, _) in _SLOTS.items() if re.search(how, text, re.IGNORECASE)]

@@ -10,8 +10,10 @@ from typing import Any
 
 from areal_gym.errors import EnvError
 
-__all__ = ["ChatClient"]
+__all__ = ["FIRST_WAIT_S", "ChatClient"]
 
+FIRST_WAIT_S = 0.5
+"""Before the second try; doubled for each one after it."""
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 
@@ -24,7 +26,7 @@ class ChatClient:
         temperature: 0 is greedy.
         max_tokens: of an answer.
         timeout_s: of one try.
-        num_tries: before it is given up; the waits between them double from half a second.
+        num_tries: before it is given up; the waits between them double.
 
     The key, where the server wants one, is taken from OPENAI_API_KEY.
     """
@@ -68,7 +70,7 @@ class ChatClient:
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             for number in range(self._num_tries):
                 if number:
-                    await asyncio.sleep(0.5 * 2 ** (number - 1))
+                    await asyncio.sleep(FIRST_WAIT_S * 2 ** (number - 1))
                 try:
                     async with session.post(self._url, json=body) as response:
                         text = await response.text()

@@ -1,0 +1,173 @@
+"""`mix`: several environments in one run, each with a share of the tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.tasks import asked_for
+from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.plugins import registry
+from areal_gym.types import Message, Task
+
+__all__ = ["MixedEnv"]
+
+_KEYS = ("id", "weight", "kwargs", "name")
+
+
+class MixedEnv(TextEnv):
+    """Tasks of several environments; each is played by the environment that it comes from.
+
+    Task: of one of the environments, drawn by weight. With an index, they take turns in
+        proportion to their weights, and what has no more tasks is passed over.
+    Tools, observation, action, reward, episode end, metrics: of that environment.
+    Splits: theirs.
+    Data: theirs. History: v0.
+
+    On the command line: `areal-gym train --env tir:0.7 --env math:0.3`.
+
+    Args:
+        envs: of each its `id`, its `weight` [1], its arguments `kwargs` and, when an id occurs
+            twice, a `name`, by which results are told apart.
+    """
+
+    def __init__(
+        self, *, envs: Sequence[Mapping[str, Any]], render_mode: str | None = None
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        if not envs:
+            raise UsageError(
+                "a mix of no environments", hints=["envs=[{id: tir, weight: 0.7}, ...]"]
+            )
+        self._envs: dict[str, TextEnv] = {}
+        self._weights: list[float] = []
+        for given in envs:
+            name, weight = _checked(given, self._envs)
+            made: TextEnv = registry().make("envs", given["id"], **given.get("kwargs", {}))
+            self._envs[name] = made
+            self._weights.append(weight)
+        self.suspends = any(env.suspends for env in self._envs.values())
+        self._name = next(iter(self._envs))
+
+    @property
+    def playing(self) -> TextEnv:
+        """The environment of the running episode: as if it had been reset to the task itself."""
+        return self._envs[self._name]
+
+    @property
+    def played_id(self) -> str:
+        """The name of the environment of the running episode."""
+        return self._name
+
+    def num_tasks(self, split: str) -> int | None:
+        """All tasks together; None when one of the environments has no end of them."""
+        counts = [env.num_tasks(split) for env in self._envs.values()]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        """A task of an environment drawn by weight, or the one that `options` names.
+
+        Raises:
+            UsageError: there is no such split or index.
+        """
+        split, index = asked_for(options)
+        if index is None:
+            shares = np.array(self._weights) / sum(self._weights)
+            number = int(rng.choice(len(shares), p=shares))
+        else:
+            number, index = self._turns.at(index, split)
+            options = {**options, "index": index}
+        name = list(self._envs)[number]
+        task = self._envs[name].sample_task(rng, options)
+        data = {"env": name, "task": task.to_dict()}
+        return Task(id=f"{name}/{task.id}", data=data, split=task.split)
+
+    def first_messages(self, task: Task) -> Sequence[Message]:
+        """Those of the task's own environment, which is reset to it."""
+        self._name = task.data["env"]
+        env = self.playing
+        seed = int(self.np_random.integers(2**31))
+        _, info = env.reset(seed=seed, options={"task": dict(task.data["task"])})
+        self.tools, self.tool_dialect, self.max_turns = env.tools, env.tool_dialect, env.max_turns
+        messages: Sequence[Message] = info["messages"]
+        return messages
+
+    async def respond(self, message: Message) -> Response:
+        """What the task's own environment answers."""
+        step = await self.playing.astep(message)
+        return Response(
+            messages=step.info["messages"],
+            reward=step.reward,
+            reward_parts=step.info.get("reward_parts", {}),
+            is_terminated=step.terminated,
+            is_truncated=step.truncated and step.info.get("truncated_by") == "env",
+            metrics=step.info.get("metrics", {}),
+        )
+
+    async def aclose(self) -> None:
+        """Release what the environments hold."""
+        for env in self._envs.values():
+            await env.aclose()
+
+    def gold_action(self) -> str:
+        """The gold policy of the task's own environment."""
+        return self.playing.gold_action()
+
+    def noop_action(self) -> str:
+        """The noop policy of the task's own environment."""
+        return self.playing.noop_action()
+
+    @cached_property
+    def _turns(self) -> _Turns:
+        return _Turns(list(self._envs.values()), self._weights)
+
+
+def _checked(given: Mapping[str, Any], others: Mapping[str, TextEnv]) -> tuple[str, float]:
+    """Name and weight."""
+    wrong = [key for key in given if key not in _KEYS]
+    if wrong or "id" not in given:
+        near = did_you_mean(wrong[0], _KEYS) if wrong else None
+        raise UsageError(
+            f"an environment of a mix is {dict(given)!r}",
+            hints=[*filter(None, [near]), f"keys: {', '.join(_KEYS)}"],
+        )
+    name, weight = str(given.get("name", given["id"])), given.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        raise UsageError(f"the weight of {name} is {weight!r}; a number above 0 is needed")
+    if name in others:
+        raise UsageError(
+            f"{name} is in the mix twice", hints=["give the second a name: {id: ..., name: ...}"]
+        )
+    return name, float(weight)
+
+
+class _Turns:
+    """Whose turn it is at an index, and which of its own tasks that is."""
+
+    def __init__(self, envs: Sequence[TextEnv], weights: Sequence[float]) -> None:
+        self._envs, self._weights = envs, weights
+        self._turns: dict[str, list[tuple[int, int]]] = {}
+        self._counts: dict[str, list[int]] = {}
+
+    def at(self, index: int, split: str) -> tuple[int, int]:
+        """The number of the environment, and the index of its task.
+
+        Raises:
+            UsageError: there are not that many tasks.
+        """
+        turns = self._turns.setdefault(split, [])
+        counts = self._counts.setdefault(split, [0] * len(self._envs))
+        while len(turns) <= index:
+            limits = [env.num_tasks(split) for env in self._envs]
+            left = [n for n, limit in enumerate(limits) if limit is None or counts[n] < limit]
+            if not left:
+                raise UsageError(f"index {index} of split {split!r}: there are {len(turns)} tasks")
+            # Who has had the fewest for its weight.
+            number = min(left, key=lambda n: ((counts[n] + 1) / self._weights[n], n))
+            turns.append((number, counts[number]))
+            counts[number] += 1
+        return turns[index]

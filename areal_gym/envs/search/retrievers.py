@@ -1,0 +1,162 @@
+"""Who answers queries. A retriever of your own is a plugin: `register_retrievers`.
+
+A retriever's class is made once for all episodes of a process, with the corpus' path and the
+arguments that the settings give (`env.kwargs.retriever_kwargs`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal_gym.envs.search.bm25 import MemoryIndex
+from areal_gym.envs.search.corpus import Hit, Passage
+from areal_gym.errors import ConfigError, EnvError
+
+__all__ = ["Bm25Retriever", "HttpRetriever", "Retriever"]
+
+
+class Retriever(Protocol):
+    """Finds passages. One object serves many concurrent episodes."""
+
+    async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """For each query, the `k` best passages, best first.
+
+        Raises:
+            EnvError: it failed, and no query is to blame: the episode ends, and counts nowhere.
+        """
+        ...
+
+    async def get(self, id: str) -> Passage | None:
+        """The passage of that id; None when there is none.
+
+        Raises:
+            EnvError: it failed.
+        """
+        ...
+
+
+class Bm25Retriever:
+    """BM25 over a local index (tantivy); over the built-in corpus, in memory.
+
+    Args:
+        corpus: a file of passages; None is the built-in corpus.
+        index: the index' directory; by default in the cache.
+
+    Raises:
+        ConfigError: there is a corpus, and tantivy is not installed.
+        DataError: the corpus is broken, or the index is of another one.
+    """
+
+    def __init__(self, corpus: Path | None, *, index: str | Path | None = None) -> None:
+        if corpus is None:
+            self.index: Any = _world_index()
+        else:
+            from areal_gym.envs.search.tantivy import open_index
+
+            self.index = open_index(corpus, None if index is None else Path(index))
+
+    async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """See `Retriever.search`."""
+        return [self.index.search(query, k) for query in queries]
+
+    async def get(self, id: str) -> Passage | None:
+        """See `Retriever.get`."""
+        found: Passage | None = self.index.get(id)
+        return found
+
+
+@cache
+def _world_index() -> MemoryIndex:
+    from areal_gym.envs.search.world import world
+
+    return MemoryIndex(world().passages)
+
+
+class HttpRetriever:
+    """A server: `POST URL` with {"queries": [...], "topk": k, "return_scores": true}.
+
+    It answers {"result": [[{"document": {"id": ..., "contents": "title\\ntext"}, "score": ...}]]},
+    as Search-R1's server does; a document may have `title` and `text` instead. Passages are
+    opened from what was found: such servers have no route for that.
+
+    Args:
+        corpus: not used; the server has its own.
+        url: of the route, such as `http://host:8000/retrieve`.
+        timeout_s: of one request.
+        max_retries: how often a failed request is made again, after 0.2 s, then 0.4 s, ...
+        max_kept: passages that are remembered for `get`.
+    """
+
+    def __init__(
+        self,
+        corpus: Path | None,
+        *,
+        url: str,
+        timeout_s: float = 10.0,
+        max_retries: int = 2,
+        max_kept: int = 10_000,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"retriever_kwargs.url = {url!r} is no URL of http")
+        self.url = url
+        self.num_retries = 0
+        """Requests that were made again."""
+        self._timeout_s, self._max_retries, self._max_kept = timeout_s, max_retries, max_kept
+        self._kept: dict[str, Passage] = {}
+
+    async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """See `Retriever.search`."""
+        body = {"queries": list(queries), "topk": k, "return_scores": True}
+        for attempt in range(1 + self._max_retries):
+            try:
+                answer = await self._post(body)
+                found = [[_hit(item) for item in hits][:k] for hits in answer["result"]]
+                if len(found) != len(queries):
+                    raise ValueError(f"{len(found)} results for {len(queries)} queries")
+                break
+            except Exception as error:  # of the network, of the server, of its answer
+                if attempt == self._max_retries:
+                    raise EnvError(
+                        f"the retriever {self.url} failed {1 + attempt} times: "
+                        f"{type(error).__name__}: {error}",
+                        hints=["is it running? curl -X POST it with that body"],
+                    ) from error
+                self.num_retries += 1
+                await asyncio.sleep(0.2 * 2**attempt)
+        for hits in found:
+            for hit in hits:
+                self._kept[hit.passage.id] = hit.passage
+        while len(self._kept) > self._max_kept:
+            del self._kept[next(iter(self._kept))]
+        return found
+
+    async def get(self, id: str) -> Passage | None:
+        """See `Retriever.get`."""
+        return self._kept.get(id)
+
+    async def _post(self, body: Mapping[str, Any]) -> Any:
+        import aiohttp
+
+        # A session lives and dies with one request: no loop is ever left with an open one.
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(self.url, json=body) as response,
+        ):
+            response.raise_for_status()
+            return await response.json(content_type=None)
+
+
+def _hit(item: Any) -> Hit:
+    document = item.get("document", item)
+    if "contents" in document:
+        title, _, text = document["contents"].partition("\n")
+        title = title.strip('" ')
+    else:
+        title, text = document.get("title", ""), document["text"]
+    passage = Passage(str(document.get("id", title)), str(title), str(text))
+    return Hit(passage, float(item.get("score", 0.0)))

@@ -1,0 +1,134 @@
+"""Where the environments' tasks come from: the benchmark's files, or the built-in generator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from areal_gym.envs.tasks import choose_task
+from areal_gym.envs.tau2.data import DOMAINS, Case, Domain, find_data, load_domain
+from areal_gym.envs.tau2.evaluation import is_solved_by_inaction
+from areal_gym.envs.tau2.mock import library_domain, library_tasks
+from areal_gym.errors import DataError, UsageError, did_you_mean
+from areal_gym.types import Task
+
+__all__ = ["Source", "source_of"]
+
+
+class Source(Protocol):
+    """Where an environment's tasks come from."""
+
+    version: str
+    """Of the tasks; changes when scores stop being comparable."""
+
+    def num_tasks(self, split: str) -> int | None:
+        """How many the split has; None for a generator."""
+        ...
+
+    def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        """The task that `options` names by `split` and `index`, or a random one."""
+        ...
+
+    def case_of(self, task: Task) -> tuple[Domain, Case]:
+        """The domain's data and the task in full.
+
+        Raises:
+            DataError: it is no task of this version of the data.
+        """
+        ...
+
+
+class _Benchmark:
+    """Tasks of the benchmark's files."""
+
+    def __init__(self, domain: Domain) -> None:
+        self.version = domain.version
+        self._domain = domain
+        self._tasks: dict[tuple[str, str], Task] = {}
+
+    def num_tasks(self, split: str) -> int | None:
+        return len(self._ids(split))
+
+    def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        split = str(options.get("split", "train"))
+        ids = self._ids(split)
+        index = options.get("index")
+        if index is None:
+            return self._task(ids[int(rng.integers(len(ids)))], split)
+        if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
+            raise UsageError(f"a task's index is a whole number from 0 on, not {index!r}")
+        if index >= len(ids):
+            raise UsageError(f"split {split!r} of tau2/{self._domain.name} has {len(ids)} tasks")
+        return self._task(ids[int(index)], split)
+
+    def case_of(self, task: Task) -> tuple[Domain, Case]:
+        case = self._domain.cases.get(str(task.data.get("task_id")))
+        if case is None or task.data.get("version") != self._domain.version:
+            raise DataError(
+                f"task {task.id!r} is none of tau2/{self._domain.name} {self._domain.version}",
+                hints=["the data here is of another version than the task"],
+            )
+        return self._domain, case
+
+    def _task(self, task_id: str, split: str) -> Task:
+        task = self._tasks.get((task_id, split))
+        if task is None:
+            domain = self._domain
+            data = {
+                "domain": domain.name,
+                "version": domain.version,
+                "task_id": task_id,
+                "solved_by_inaction": is_solved_by_inaction(domain, domain.cases[task_id]),
+            }
+            task = Task(id=f"{domain.name}@{domain.version}/{task_id}", data=data, split=split)
+            self._tasks[task_id, split] = task
+        return task
+
+    def _ids(self, split: str) -> Sequence[str]:
+        splits = self._domain.splits
+        if split not in splits:
+            raise UsageError(
+                f"tau2/{self._domain.name} has no split {split!r}",
+                hints=[did_you_mean(split, splits) or f"there is: {', '.join(splits)}"],
+            )
+        return splits[split]
+
+
+class _Library:
+    """Generated tasks of the built-in domain."""
+
+    version = "1"
+
+    def num_tasks(self, split: str) -> int | None:
+        return library_tasks().num_tasks(split)
+
+    def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        return choose_task(library_tasks(), rng, options)
+
+    def case_of(self, task: Task) -> tuple[Domain, Case]:
+        return library_domain(task.data)
+
+
+@cache
+def _shared_benchmark(domain: str, folder: Path) -> _Benchmark:
+    return _Benchmark(load_domain(domain, folder))
+
+
+def source_of(domain: str, data_dir: str | None = None) -> Source:
+    """The tasks of a domain; those of the benchmark are shared by all environments.
+
+    Raises:
+        UsageError: no such domain.
+        DataError: the benchmark's data is not here, or broken.
+    """
+    if domain == "mock":
+        return _Library()
+    if domain not in DOMAINS:
+        known = ("mock", *DOMAINS)
+        near = did_you_mean(domain, known) or f"there is: {', '.join(known)}"
+        raise UsageError(f"no tau2 domain {domain!r}", hints=[near])
+    return _shared_benchmark(domain, find_data(data_dir))

@@ -1,0 +1,211 @@
+"""A file of trajectories, read without its tokens.
+
+Nine tenths of a line are token ids and log-probabilities. They come last (`Trajectory.to_dict`), so
+a line is read up to them: 10,000 trajectories are listed in half a second, and any one of them is
+found by its place in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_gym.errors import DataError
+
+__all__ = ["Head", "TrainedFile", "TrajectoryFile", "step_of"]
+
+# A quote inside of a JSON string has a backslash before it: these are keys and nothing else.
+_SPANS = b', "spans": ['
+_ADVANTAGES = b', "advantages": ['
+
+_PREVIEW = 120
+"""Characters of a trajectory's last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where a trajectory lies, and all of it but its tokens."""
+
+    offset: int
+    num_bytes: int
+    """Of the whole line."""
+    num_head_bytes: int
+    """Of the line up to its tokens."""
+    summary: Mapping[str, Any]
+    """One row of a list; see `TrajectoryFile.COLUMNS`."""
+
+
+class TrajectoryFile:
+    """One of the files in `trajectories/`, indexed. Such files appear whole and never grow.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: a line is no trajectory.
+    """
+
+    COLUMNS = (
+        "id",
+        "group",
+        "task",
+        "env",
+        "reward",
+        "stop",
+        "turns",
+        "tokens",
+        "staleness",
+        "forks",
+        "engine_s",
+        "env_s",
+        "error",
+        "preview",
+    )
+    """What `Head.summary` has: `tokens` were sampled by the policy; `staleness` is that of the
+    oldest token, null where nothing is trained (evaluations); `preview` is how the last message of
+    the assistant ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.step = step_of(path)
+        self.heads: Sequence[Head] = list(self._index())
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def read(self, place: int) -> dict[str, Any]:
+        """The whole trajectory at `place`, as JSON says it."""
+        head = self.heads[place]
+        with self.path.open("rb") as stream:
+            stream.seek(head.offset)
+            return _parsed(stream.read(head.num_bytes), self.path, place)
+
+    def read_head(self, place: int) -> dict[str, Any]:
+        """The same without `spans`."""
+        head = self.heads[place]
+        with self.path.open("rb") as stream:
+            stream.seek(head.offset)
+            return _parsed(stream.read(head.num_head_bytes) + b"}", self.path, place)
+
+    def search(self, text: str) -> list[int]:
+        """Places of the trajectories that hold `text`, in any case, outside of their tokens."""
+        needle = json.dumps(text, ensure_ascii=False)[1:-1].lower()
+        found = []
+        with self.path.open("rb") as stream:
+            for place, head in enumerate(self.heads):
+                stream.seek(head.offset)
+                raw = stream.read(head.num_head_bytes)
+                if needle in raw.decode("utf-8", "replace").lower():
+                    found.append(place)
+        return found
+
+    def _index(self) -> Iterator[Head]:
+        offset = 0
+        with self.path.open("rb") as stream:
+            for place, line in enumerate(stream):
+                if line.endswith(b"\n"):
+                    num_head_bytes, row = _head_of(line, self.path, place)
+                    yield Head(offset, len(line), num_head_bytes, _summary(row, self.step))
+                offset += len(line)
+
+
+class TrainedFile:
+    """What training made of the trajectories of a step: one of the files in `trained/`.
+
+    Args:
+        path: the file; one that does not exist says nothing of any trajectory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.advantages: dict[int, float] = {}
+        """Mean advantage by the trajectory's place."""
+        self._lines: dict[int, list[tuple[int, int]]] = {}
+        if path.exists():
+            self._index()
+
+    def read(self, place: int) -> dict[str, list[float]] | None:
+        """`advantages` and `logprobs` of the sampled tokens of one trajectory, in their order."""
+        if place not in self._lines:
+            return None
+        found: dict[str, list[float]] = {"advantages": [], "logprobs": []}
+        with self.path.open("rb") as stream:
+            for offset, num_bytes in self._lines[place]:
+                stream.seek(offset)
+                row = _parsed(stream.read(num_bytes), self.path, place)
+                for name, values in found.items():
+                    values += row[name]
+        return found
+
+    def _index(self) -> None:
+        offset = 0
+        with self.path.open("rb") as stream:
+            for number, line in enumerate(stream):
+                head = _parsed(line[: line.find(_ADVANTAGES)] + b"}", self.path, number)
+                place = head["trajectory"]
+                self._lines.setdefault(place, []).append((offset, len(line)))
+                # Of one that has forked, the first branch stands for all.
+                self.advantages.setdefault(place, head["advantage"])
+                offset += len(line)
+
+
+def step_of(path: Path) -> int | None:
+    """The training step that a file of trajectories belongs to; None for an evaluation."""
+    number = path.stem.removeprefix("step-")
+    return int(number) if number.isdigit() else None
+
+
+def _head_of(line: bytes, path: Path, place: int) -> tuple[int, dict[str, Any]]:
+    """How many bytes come before the tokens, and what they say.
+
+    Raises:
+        DataError: the line is no trajectory.
+    """
+    end = line.rfind(_SPANS)
+    if end < 0:
+        raise DataError(f"{path}, line {place + 1} is no trajectory: it has no spans")
+    return end, _parsed(line[:end] + b"}", path, place)
+
+
+def _parsed(raw: bytes, path: Path, place: int) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(raw.decode("utf-8", "surrogatepass"))
+    except ValueError as error:
+        raise DataError(f"{path}, line {place + 1} is no JSON: {error}") from None
+    return row
+
+
+def _summary(row: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    versions = row.get("policy_versions") or []
+    turns = row["turns"]
+    return {
+        "id": row["id"],
+        "group": row["group_id"],
+        "task": row["task"]["id"],
+        "env": row["env_id"],
+        "reward": row["reward"],
+        "stop": row["stop_reason"],
+        "turns": len(turns),
+        "tokens": row.get("num_policy_tokens"),
+        "staleness": None if step is None or not versions else step - 1 - min(versions),
+        "forks": row["num_forks"],
+        "engine_s": round(sum(turn["engine_s"] for turn in turns), 4),
+        "env_s": round(sum(turn["env_s"] for turn in turns), 4),
+        "error": row["error"],
+        "preview": _preview(row["messages"]),
+    }
+
+
+def _preview(messages: Sequence[Mapping[str, Any]]) -> str:
+    for message in reversed(messages):
+        if message["role"] == "assistant":
+            text = message.get("content") or ""
+            for call in message.get("tool_calls") or ():
+                function = call["function"]
+                text += f" {function['name']}({json.dumps(function['arguments'])})"
+            words = " ".join(text[-400:].split())
+            return words if len(words) <= _PREVIEW else "…" + words[-_PREVIEW:]
+    return ""

@@ -1,0 +1,55 @@
+"""One trajectory in full: its dialogue, and its tokens with all that is recorded of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from areal_gym.errors import UnknownIdError
+from areal_gym.viewer.catalog import Run
+
+__all__ = ["detail", "rows", "token_ids"]
+
+
+def rows(run: Run, file: str, start: int = 0, limit: int = 5_000) -> dict[str, Any]:
+    """A page of a file's trajectories, as columns: a list of ten thousand rows is small then.
+
+    Beside the columns of `TrajectoryFile`, `advantage` is the mean over the trajectory's tokens.
+    """
+    found = run.file(file)
+    heads = found.heads[start : start + limit]
+    columns = {name: [head.summary[name] for head in heads] for name in found.COLUMNS}
+    advantages = run.trained(file).advantages
+    places = range(start, start + len(heads))
+    columns["advantage"] = [advantages.get(place) for place in places]
+    return {"total": len(found), "start": start, "columns": columns}
+
+
+def detail(run: Run, file: str, place: int, *, has_texts: bool = True) -> dict[str, Any]:
+    """The trajectory at `place`.
+
+    Returns:
+        Its line, with shorter numbers, and `place`; `trained`, the advantages and
+        log-probabilities of its sampled tokens in their order, or null; `texts` of its token ids.
+
+    Raises:
+        UnknownIdError: the file is shorter.
+    """
+    found = run.file(file)
+    if not 0 <= place < len(found):
+        raise UnknownIdError(f"{file} of {run.name} holds {len(found)} trajectories")
+    row = found.read(place)
+    for span in row["spans"]:
+        for name in ("logprobs", "teacher_logprobs"):
+            if span.get(name) is not None:
+                span[name] = [round(value, 5) for value in span[name]]
+    row["trained"] = run.trained(file).read(place)
+    row["place"] = place
+    if has_texts:
+        row["texts"] = run.vocabulary.texts(token_ids(row["spans"]))
+    return row
+
+
+def token_ids(spans: Sequence[dict[str, Any]]) -> Iterable[int]:
+    """All ids of a trajectory."""
+    return (token_id for span in spans for token_id in span["token_ids"])

@@ -1,0 +1,105 @@
+"""The viewer as one HTML file, data and all: it opens anywhere, without a server or a network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from areal_gym.rundir import write_atomic
+from areal_gym.viewer.catalog import Catalog, Run
+from areal_gym.viewer.details import detail, rows, token_ids
+
+__all__ = ["export"]
+
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
+
+
+def export(catalog: Catalog, file: Path) -> int:
+    """Write the page with all runs of the catalog; returns its size in bytes.
+
+    Trajectories are packed file by file, and unpacked by the browser when somebody looks at them.
+    """
+    static = resources.files("areal_gym.viewer").joinpath("static")
+    chunks: list[str] = []
+    runs = [_packed(run, chunks) for run in catalog.runs()]
+    script = _bundled()
+    style = static.joinpath("style.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    look = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'sha256-{look}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    page = "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            '<title>areal-gym</title><link rel="icon" href="data:,">',
+            f"<style>{style}</style></head><body>",
+            f'<script type="application/json" id="data">{_inert({"runs": runs})}</script>',
+            *chunks,
+            f'<script type="module">{script}</script>',
+            "</body></html>\n",
+        ]
+    )
+    raw = page.encode("utf-8", "replace")
+    write_atomic(file.absolute(), raw)
+    return len(raw)
+
+
+def _packed(run: Run, chunks: list[str]) -> dict[str, Any]:
+    names: dict[str, str] = {}
+    lists: dict[str, Any] = {}
+    ids: set[int] = set()
+    for name in run.file_names():
+        file = run.file(name)
+        details = [detail(run, name, place, has_texts=False) for place in range(len(file))]
+        for trajectory in details:
+            ids.update(token_ids(trajectory["spans"]))
+        names[name] = f"chunk-{len(chunks)}"
+        lists[name] = rows(run, name, limit=len(file))
+        text = json.dumps(details, ensure_ascii=False, separators=(",", ":"))
+        packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)
+        data = base64.b64encode(packed).decode()
+        chunks.append(f'<script type="text/plain" id="{names[name]}">{data}</script>')
+    return {
+        "about": run.about(),
+        "curves": run.curves(),
+        "rows": lists,
+        "chunks": names,
+        "texts": run.vocabulary.texts(ids),
+    }
+
+
+def _inert(value: Any) -> str:
+    """JSON inside of a script element: nothing in it ends the element."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    return text.replace("<", "\\u003c")
+
+
+def _bundled() -> str:
+    """All modules in one, each after those that it imports; their names do not clash."""
+    static = resources.files("areal_gym.viewer").joinpath("static")
+    done: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in done:
+            return
+        text = static.joinpath(f"{name}.js").read_text(encoding="utf-8")
+        done[name] = ""
+        for other in _IMPORT.findall(text):
+            add(other)
+        del done[name]
+        done[name] = re.sub(r"^export ", "", _IMPORT.sub("", text), flags=re.MULTILINE)
+
+    add("app")
+    return "\n".join(done.values())

@@ -1,0 +1,138 @@
+// Curves of one run, or of several in the same axes.
+import { h, fill, number, seconds } from "./dom.js";
+import { go } from "./route.js";
+import { source } from "./source.js";
+import { Chart, ChartBoard } from "./charts.js";
+
+const share = (value) => `${number(value * 100)}%`;
+
+/** Cards: [title, hint, [[metric, label], ...], options]; a metric ending in * means all of them. */
+const CARDS = [
+  ["Reward", "mean of the batch; held-out accuracy with its 95% interval", [["reward/mean", "batch"]], { floor: 0, hasHeldout: true }],
+  ["pass@k", "share of tasks solved by at least one of k", [["reward/pass@*", ""]], { format: share, floor: 0, ceiling: 1 }],
+  ["Groups", "solved by all members, or by none: neither teaches anything", [["reward/solve_all", "all solve"], ["reward/solve_none", "none solves"]], { format: share, floor: 0, ceiling: 1 }],
+  ["KL", "from the policy that sampled, and from the reference", [["train/approx_kl", "sampler"], ["train/kl_reference", "reference"], ["train/kl_teacher", "teacher"]], { floor: 0, least: 1e-5 }],
+  ["Clipped", "share of tokens whose loss is the clipped one", [["train/clip_fraction", "clipped"], ["train/corrected_fraction", "corrected"]], { format: share, floor: 0, least: 0.01 }],
+  ["Entropy", "mean entropy of the sampled tokens' distributions, in nats", [["train/entropy", "nats"]], { floor: 0 }],
+  ["Staleness", "versions that a token lags behind", [["rollout/staleness_mean", "mean"], ["rollout/staleness_max", "max"]], { floor: 0, least: 1 }],
+  ["Gradient norm", "before it is clipped", [["train/grad_norm", "norm"]], { floor: 0 }],
+  ["Loss", "what is minimised", [["train/loss", "loss"], ["train/critic_loss", "critic"]], {}],
+  ["Time of a step", "where its wall time went", [["time/wait_s", "wait"], ["time/train_s", "train"], ["time/publish_s", "publish"]], { isStacked: true, format: seconds, floor: 0 }],
+  ["Overlap", "of generation and training; 100% hides the shorter one entirely", [["time/overlap_efficiency", "overlap"], ["time/share_engine", "episodes wait for the engine"]], { format: share, floor: 0, ceiling: 1 }],
+  ["Throughput", "tokens a second, sampled and trained on", [["rollout/tokens_per_s", "whole step"], ["rollout/generated_tokens_per_s", "sampled"]], { floor: 0 }],
+  ["Length", "tokens sampled per trajectory", [["rollout/policy_tokens_mean", "mean"], ["rollout/policy_tokens_max", "max"]], { floor: 0 }],
+  ["Turns", "engine calls per episode", [["rollout/turns", "turns"], ["env/tool_calls", "tool calls"], ["env/tool_errors", "tool errors"]], { floor: 0 }],
+  ["Ends", "what ended the episodes", [["rollout/stop/*", ""]], { isStacked: true, format: share, floor: 0, ceiling: 1 }],
+  ["Failures", "episodes lost so far, by where", [["rollout/failures/*", ""], ["rollout/stale_groups", "stale groups"]], { floor: 0, isQuiet: true }],
+];
+
+/** Curves of `names` (of one run: as lines of metrics; of several: as lines of runs). */
+export async function curvesPage(main, names) {
+  const board = new ChartBoard((step) => openStep(step));
+  const grid = h("div.charts");
+  const others = h("div.charts");
+  const filter = h("input", { type: "search", placeholder: "name of a metric", "aria-label": "name of a metric", oninput: () => drawOthers() });
+  const rest = h("details.rest", { ontoggle: () => drawOthers() }, h("summary", {}, "All metrics"), filter, others);
+  const smoothing = h("select", { "aria-label": "smoothing", onchange: () => board.smooth(Number(smoothing.value)) },
+    h("option", { value: "0" }, "no smoothing"), h("option", { value: "0.7" }, "smooth"), h("option", { value: "0.93" }, "very smooth"));
+  const hint = names.length > 1 ? null : h("span.hint", {}, "click a point to see its trajectories");
+  fill(main, h("div.page", {}, h("div.bar", {}, h("span.spring"), hint, smoothing), grid, rest));
+
+  let runs = [], charts = new Map(), extra = new Map();
+
+  async function openStep(step) {
+    if (names.length > 1) return;
+    const file = `step-${String(step).padStart(6, "0")}`;
+    const about = await source.about(names[0]);
+    if (about.files.includes(file)) go(["run", names[0], "trajectories", file]);
+  }
+
+  async function load() {
+    runs = await Promise.all(names.map(async (name, i) => {
+      const after = runs[i]?.curves.step.at(-1) || 0;
+      const fresh = await source.curves(name, source.isLive ? after : 0);
+      const curves = runs[i] && source.isLive ? joined(runs[i].curves, fresh) : fresh;
+      return { name, curves, about: await source.about(name) };
+    }));
+    for (const card of CARDS) place(grid, charts, card);
+    for (const [name, chart] of extra) chart.update(seriesOf(runs, [[name, ""]], {}));
+    if (!charts.size) fill(grid, h("p.empty", {}, "No step is done yet; this page follows the run."));
+  }
+
+  function place(where, known, [title, hint, metrics, options]) {
+    const series = seriesOf(runs, metrics, options);
+    if (!series.length) return;
+    if (options.isQuiet && series.every((line) => line.values.every((value) => !value))) return;
+    if (known.has(title)) { known.get(title).update(series); return; }
+    if (!known.size) fill(where);
+    const chart = new Chart({ title, hint, series, ...options, isStacked: options.isStacked && names.length === 1 });
+    known.set(title, chart);
+    where.append(board.add(chart));
+  }
+
+  function drawOthers() {
+    if (!rest.open) return;
+    const every = [...new Set(runs.flatMap((run) => Object.keys(run.curves.columns)))].sort();
+    const wanted = every.filter((name) => name.includes(filter.value.trim()));
+    for (const chart of extra.values()) chart.forget();
+    extra = new Map();
+    fill(others);
+    for (const name of wanted.slice(0, 150)) place(others, extra, [name, "see docs/metrics.md", [[name, ""]], {}]);
+    if (!extra.size) fill(others, h("p.empty", {}, "No metric of that name."));
+  }
+
+  await load();
+  return { tick: load, close: () => board.clear(), keys: {} };
+}
+
+function joined(old, fresh) {
+  if (!fresh.step.length) return old;
+  const columns = {};
+  for (const name of new Set([...Object.keys(old.columns), ...Object.keys(fresh.columns)])) {
+    columns[name] = [
+      ...(old.columns[name] || old.step.map(() => null)),
+      ...(fresh.columns[name] || fresh.step.map(() => null)),
+    ];
+  }
+  return { step: [...old.step, ...fresh.step], columns };
+}
+
+function seriesOf(runs, metrics, options) {
+  const lines = [];
+  runs.forEach((run, place) => {
+    const { step, columns } = run.curves;
+    for (const [metric, label] of metrics) {
+      for (const name of matching(columns, metric)) {
+        if (!columns[name].some((value) => typeof value === "number")) continue;
+        const words = label || (metric.endsWith("*") ? name.slice(metric.length - 1) : name.split("/").at(-1));
+        const isSolved = metric === "reward/pass@*" ? `pass@${words}` : words.replaceAll("_", " ");
+        lines.push({
+          name: runs.length > 1 ? run.name + (metrics.length > 1 || metric.endsWith("*") ? ` ${isSolved}` : "") : isSolved,
+          steps: step, values: columns[name],
+          color: runs.length > 1 ? place % 8 : lines.length % 8,
+          isDotted: runs.length > 1 && lines.some((line) => line.color === place % 8),
+        });
+      }
+    }
+    if (options.hasHeldout) lines.push(...heldout(run, runs.length > 1 ? place % 8 : 1, runs.length > 1));
+  });
+  return lines;
+}
+
+function matching(columns, metric) {
+  if (!metric.endsWith("*")) return columns[metric] ? [metric] : [];
+  return Object.keys(columns).filter((name) => name.startsWith(metric.slice(0, -1)))
+    .sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+}
+
+function heldout(run, color, isOneOfMany) {
+  const rows = run.about.evaluations.filter((row) => row.sampled);
+  if (!rows.length) return [];
+  return [{
+    name: isOneOfMany ? `${run.name} held out` : "held out", color, areDots: true,
+    steps: rows.map((row) => row.step),
+    values: rows.map((row) => row.sampled["pass@1"]),
+    low: rows.map((row) => row.sampled["pass@1_low"]),
+    high: rows.map((row) => row.sampled["pass@1_high"]),
+  }];
+}

@@ -1,0 +1,98 @@
+// Where data comes from: the server, or what an exported page carries in itself.
+
+class Server {
+  isLive = true;
+
+  runs() { return ask("/api/runs"); }
+  about(run) { return ask(`/api/runs/${encodeURIComponent(run)}`); }
+  pulse(run) { return ask(`/api/runs/${encodeURIComponent(run)}/pulse`); }
+  curves(run, after = 0) { return ask(`/api/runs/${encodeURIComponent(run)}/curves?after=${after}`); }
+  rows(run, file, start) { return ask(`${this.#file(run, file)}?start=${start}&limit=5000`); }
+  search(run, file, text) { return ask(`${this.#file(run, file)}/search?q=${encodeURIComponent(text)}`); }
+  detail(run, file, place) { return ask(`${this.#file(run, file)}/${place}`); }
+
+  #file(run, file) {
+    return `/api/runs/${encodeURIComponent(run)}/${encodeURIComponent(file)}`;
+  }
+}
+
+async function ask(path) {
+  let answer;
+  try {
+    answer = await fetch(path);
+  } catch {
+    throw new Error("the viewer's server does not answer: has `areal-gym view` ended?");
+  }
+  const isJson = (answer.headers.get("content-type") || "").includes("json");
+  const found = isJson ? await answer.json() : { error: await answer.text() };
+  if (!answer.ok) throw new Error([found.error, ...(found.hints || [])].join("\n"));
+  return found;
+}
+
+class Exported {
+  isLive = false;
+  #data;
+  #chunks = new Map();
+
+  constructor(text) { this.#data = JSON.parse(text); }
+
+  async runs() { return this.#data.runs.map((run) => run.about.card); }
+  async about(run) { return this.#run(run).about; }
+  async curves(run) { return this.#run(run).curves; }
+  async rows(run, file) { return this.#run(run).rows[file]; }
+
+  async search(run, file, text) {
+    const needle = text.toLowerCase();
+    const found = [];
+    (await this.#chunk(run, file)).forEach((row, place) => {
+      const { spans, texts, trained, ...head } = row;
+      if (JSON.stringify(head).toLowerCase().includes(JSON.stringify(needle).slice(1, -1))) found.push(place);
+    });
+    return found;
+  }
+
+  async detail(run, file, place) {
+    const row = (await this.#chunk(run, file))[place];
+    if (!row) throw new Error(`${file} holds no trajectory ${place} here`);
+    return { ...row, texts: this.#run(run).texts };
+  }
+
+  #run(name) {
+    const found = this.#data.runs.find((run) => run.about.card.name === name);
+    if (!found) throw new Error(`no run ${name} in this file`);
+    return found;
+  }
+
+  #chunk(run, file) {
+    const id = this.#run(run).chunks[file];
+    if (!this.#chunks.has(id)) this.#chunks.set(id, unpacked(document.getElementById(id).textContent));
+    return this.#chunks.get(id);
+  }
+}
+
+async function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+const inlined = document.getElementById("data");
+
+/** The one source of this page. */
+export const source = inlined ? new Exported(inlined.textContent) : new Server();
+
+/** All rows of a file, as columns; called after each page of them with what there is so far. */
+export async function allRows(run, file, onPage) {
+  let all = null;
+  for (;;) {
+    const page = await source.rows(run, file, all ? all.length : 0);
+    if (all === null) all = { ...page.columns, length: page.columns.id.length };
+    else {
+      for (const name of Object.keys(page.columns)) all[name] = all[name].concat(page.columns[name]);
+      all.length += page.columns.id.length;
+    }
+    const isWhole = all.length >= page.total || page.columns.id.length === 0;
+    onPage(all, isWhole);
+    if (isWhole) return all;
+  }
+}

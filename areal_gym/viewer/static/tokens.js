@@ -1,0 +1,149 @@
+// The exact tokens that the engine saw and sampled, tinted by what is recorded of them.
+import { h, fill, number, signed, shown } from "./dom.js";
+
+const TINTS = [
+  ["origin", "who wrote it"],
+  ["log-probability", "when it was sampled: the darker, the less likely"],
+  ["ratio", "trainer against sampler: blue more likely now, red less"],
+  ["advantage", "green was encouraged, red discouraged"],
+  ["version", "of the weights that sampled it"],
+  ["teacher", "teacher against sampler"],
+];
+const BLOCK = 400;
+
+let chosen = "origin";
+
+/** Draw the tokens. */
+export function tokensTab(body, trajectory) {
+  const tokens = tokensOf(trajectory);
+  const readout = h("div.readout", {}, "point at a token");
+  const legend = h("span.legend");
+  const text = h("div.token-text", {
+    onpointerover: (event) => {
+      const place = event.target.closest("[data-t]")?.dataset.t;
+      if (place !== undefined) fill(readout, described(tokens[place]));
+    },
+    onclick: (event) => {
+      text.querySelector(".picked")?.classList.remove("picked");
+      const element = event.target.closest("[data-t]");
+      element?.classList.add("picked");
+      if (element) fill(readout, described(tokens[element.dataset.t]));
+    },
+  });
+  const known = TINTS.filter(([name]) => isKnown(name, tokens));
+  if (!known.some(([name]) => name === chosen)) chosen = "origin";
+  const select = h("select", { "aria-label": "tint by", onchange: () => { chosen = select.value; draw(); } },
+    known.map(([name]) => h("option", { value: name, selected: name === chosen }, name)));
+
+  function draw() {
+    const tint = tintBy(chosen, tokens);
+    fill(legend, TINTS.find(([name]) => name === chosen)[1], " ", tint.keys);
+    const blocks = [];
+    let branch = null;
+    for (let start = 0; start < tokens.length; start += BLOCK) {
+      const block = h("span.block");
+      for (const token of tokens.slice(start, start + BLOCK)) {
+        if (token.branch !== branch) {
+          if (branch !== null) block.append(h("div.fork", {}, `branch ${token.branch}: the history was rewritten`));
+          branch = token.branch;
+        }
+        block.append(tokenMark(token, tint));
+      }
+      blocks.push(block);
+    }
+    fill(text, blocks);
+  }
+
+  const isReadable = Object.keys(trajectory.texts || {}).length > 0;
+  fill(body,
+    h("div.bar.sticky", {}, h("label", {}, "tint ", select), legend, readout),
+    isReadable ? null : h("p.hint", {}, "No tokenizer is recorded with this run, so ids are shown."),
+    text);
+  draw();
+}
+
+function tokensOf(trajectory) {
+  const { texts = {}, trained } = trajectory;
+  const tokens = [];
+  let sampled = 0;
+  for (const span of trajectory.spans) {
+    span.token_ids.forEach((id, i) => {
+      const isSampled = span.origin === "policy";
+      const now = isSampled && trained ? trained.logprobs[sampled] : undefined;
+      const old = span.logprobs ? span.logprobs[i] : undefined;
+      tokens.push({
+        place: tokens.length, id, text: texts[id], origin: span.origin, turn: span.turn, branch: span.branch,
+        version: span.policy_version, logprob: old, now,
+        gap: now === undefined || old === undefined ? undefined : now - old,
+        advantage: isSampled && trained ? trained.advantages[sampled] : undefined,
+        teacher: span.teacher_logprobs ? span.teacher_logprobs[i] - old : undefined,
+      });
+      if (isSampled) sampled++;
+    });
+  }
+  return tokens;
+}
+
+function isKnown(name, tokens) {
+  const key = { "log-probability": "logprob", ratio: "gap", advantage: "advantage", teacher: "teacher", version: "logprob" }[name];
+  return !key || tokens.some((token) => token[key] !== undefined);
+}
+
+function tintBy(name, tokens) {
+  if (name === "origin") {
+    const kinds = ["prompt", "policy", "env"].filter((kind) => tokens.some((token) => token.origin === kind));
+    return { of: (token) => ({ kind: token.origin }), keys: kinds.map((kind) => h(`i.swatch.${kind}`, {}, kind)) };
+  }
+  if (name === "version") {
+    const versions = [...new Set(tokens.filter((t) => t.version !== null).map((t) => t.version))].sort((a, b) => a - b);
+    return {
+      of: (token) => (token.version === null ? {} : { kind: `v${versions.indexOf(token.version) % 6}` }),
+      keys: versions.map((version, i) => h(`i.swatch.v${i % 6}`, {}, String(version))),
+    };
+  }
+  if (name === "log-probability") {
+    return { of: (token) => ({ kind: "unlikely", strength: token.logprob === undefined ? 0 : Math.min(1, -token.logprob / 4) }), keys: [] };
+  }
+  const key = name === "ratio" ? "gap" : name;
+  const largest = Math.max(1e-9, ...tokens.map((token) => Math.abs(token[key] || 0)));
+  const scale = name === "ratio" || name === "teacher" ? Math.max(0.05, Math.min(1, largest)) : largest;
+  const [plus, minus] = name === "advantage" ? ["up", "down"] : ["more", "less"];
+  return {
+    of: (token) => ({ kind: token[key] >= 0 ? plus : minus, strength: Math.min(1, Math.abs(token[key] || 0) / scale) }),
+    keys: [h(`i.swatch.${plus}`, {}, name === "ratio" ? `×${number(Math.exp(scale))}` : signed(scale)),
+      h(`i.swatch.${minus}`, {}, name === "ratio" ? `×${number(Math.exp(-scale))}` : signed(-scale))],
+  };
+}
+
+function tokenMark(token, tint) {
+  const { kind, strength } = tint.of(token);
+  const mark = h(`span.t${kind ? `.${kind}` : ""}`, { "data-t": String(token.place) });
+  if (strength !== undefined) mark.style.setProperty("--strength", `${(strength * 100).toFixed(1)}%`);
+  if (token.text === undefined) {
+    mark.classList.add("number");
+    mark.textContent = String(token.id);
+    return mark;
+  }
+  // A line's end is seen, and ends the line.
+  token.text.split(/(\n)/).forEach((part) => {
+    if (part === "\n") mark.append(h("span.eol", {}, "↵"), "\n");
+    else mark.append(...shown(part));
+  });
+  if (token.text === "") mark.append(h("span.eol", {}, "∅"));
+  return mark;
+}
+
+function described(token) {
+  const fields = [
+    ["", `#${token.place}`], ["id", String(token.id)],
+    ["text", token.text === undefined ? "unknown" : JSON.stringify(token.text)],
+    ["", token.origin], ["turn", String(token.turn + 1)],
+    token.version === null ? null : ["version", String(token.version)],
+    token.logprob === undefined ? null : ["log p", number(token.logprob, 4)],
+    token.logprob === undefined ? null : ["p", number(Math.exp(token.logprob), 3)],
+    token.gap === undefined ? null : ["ratio", number(Math.exp(token.gap), 4)],
+    token.advantage === undefined ? null : ["advantage", signed(token.advantage)],
+    token.teacher === undefined ? null : ["teacher − sampler", signed(token.teacher)],
+  ];
+  return fields.filter(Boolean).map(([name, value]) => h("span", {}, name ? h("small", {}, `${name} `) : null, shown(value)));
+}

@@ -1,0 +1,62 @@
+"""What token ids say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Self
+
+from areal_gym.rundir import RunDir
+
+__all__ = ["Vocabulary"]
+
+_WORD = "\N{LOWER ONE EIGHTH BLOCK}"
+"""SentencePiece's mark of a space."""
+
+
+class Vocabulary:
+    """Texts of single tokens.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`, or None: then nothing can be read.
+    """
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    @classmethod
+    def find(cls, run: RunDir, model: Path) -> Self:
+        """That of the run itself, else of one of its checkpoints, else of the model's directory."""
+        from tokenizers import Tokenizer
+
+        checkpoints = sorted(run.checkpoints_dir.glob("step-*"), reverse=True)
+        for file in (
+            run.tokenizer_file,
+            *(path / "tokenizer.json" for path in (*checkpoints, model)),
+        ):
+            if file.is_file():
+                return cls(Tokenizer.from_file(str(file)))
+        return cls()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._tokenizer is not None
+
+    def texts(self, token_ids: Iterable[int]) -> dict[str, str]:
+        """Text by id (a string, as JSON has it). A part of a character is its bytes' name."""
+        if self._tokenizer is None:
+            return {}
+        return {str(id): self._text(id) for id in set(token_ids)}
+
+    def _text(self, token_id: int) -> str:
+        if token_id not in self._texts:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            piece = self._tokenizer.id_to_token(token_id) or ""
+            if "\N{REPLACEMENT CHARACTER}" in text:
+                text = piece
+            elif piece.startswith(_WORD) and not text.startswith(" "):
+                text = " " + text  # decoders strip what begins a text
+            self._texts[token_id] = text
+        return self._texts[token_id]

@@ -1,0 +1,342 @@
+"""Agents that are functions of a client, the Agents SDK's, or programs, in whole episodes."""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import agents
+import pytest
+from processes import is_running
+from small import CALL, Sums
+
+from areal_gym.agents.base import Agent
+from areal_gym.agents.black_box import AnthropicFunctionAgent, OpenAIFunctionAgent
+from areal_gym.agents.loading import load_function
+from areal_gym.agents.openai_agents import OpenAIAgentsAgent
+from areal_gym.agents.plugin import register_agents
+from areal_gym.agents.program import ProgramAgent
+from areal_gym.engines.base import SamplingParams
+from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
+from areal_gym.errors import ConfigError, EngineError
+from areal_gym.rollout.episode import play_episode
+from areal_gym.types import StopReason
+
+RENDERER = byte_renderer()
+OPTIONS = {"split": "train", "index": 3}
+
+
+def play(agent, replies, *, env=None, timeout_s=20.0, max_new_tokens=500, engine=None):
+    engine = engine or ScriptedEngine(replies)
+    return asyncio.run(
+        play_episode(
+            env or Sums(),
+            agent,
+            engine,
+            RENDERER,
+            options=OPTIONS,
+            timeout_s=timeout_s,
+            params=SamplingParams(max_new_tokens=max_new_tokens),
+        )
+    )
+
+
+async def solve(client, task):
+    reply = await client.chat.completions.create(model="gpt-4o", messages=task.messages)
+    return reply.choices[0].message.content
+
+
+async def with_tools(client, task):
+    messages = task.messages
+    while True:
+        reply = await client.chat.completions.create(
+            model="gpt-4o", messages=messages, tools=task.tools
+        )
+        message = reply.choices[0].message
+        if not message.tool_calls:
+            return message.content
+        messages = [*messages, message]
+        for call in message.tool_calls:
+            content = await task.call_tool(call.id)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+
+
+def plain(client, task):
+    reply = client.chat.completions.create(model="gpt-4o", messages=task.messages)
+    task.wait(task.reply(reply.choices[0].message.content))
+
+
+async def with_claude(client, task):
+    reply = await client.messages.create(model="claude", max_tokens=99, messages=task.messages)
+    return reply.content[0].text
+
+
+def test_all_are_registered_and_can_be_made():
+    ids = {spec.id for spec in register_agents()}
+    expected = {"anthropic", "chat", "human", "online", "openai", "openai_agents", "program"}
+    assert ids == expected
+    for agent in (OpenAIFunctionAgent(solve), OpenAIAgentsAgent(), ProgramAgent("true")):
+        assert isinstance(agent, Agent)
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        OpenAIFunctionAgent(solve),
+        OpenAIFunctionAgent(plain),
+        AnthropicFunctionAgent(with_claude),
+        OpenAIAgentsAgent(),
+        OpenAIAgentsAgent(api="responses"),
+    ],
+    ids=["openai", "openai-blocking", "anthropic", "sdk-chat", "sdk-responses"],
+)
+def test_an_answer_is_graded_by_the_environment(agent):
+    trajectory = play(agent, ["It is 10."])
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    assert trajectory.reward == 1.0
+    assert trajectory.reward_parts == {"answer": 1.0}
+    assert trajectory.messages[-1]["content"] == "It is 10."
+    assert bytes(trajectory.spans[-1].token_ids[:-1]) == b"It is 10."
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [OpenAIFunctionAgent(with_tools), OpenAIAgentsAgent(), OpenAIAgentsAgent(api="responses")],
+)
+def test_tools_of_the_environment_run_in_it_once_for_all_calls_of_a_message(agent):
+    trajectory = play(agent, [f"Let me see. {CALL}{CALL}", "It is 10."])
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    assert trajectory.metrics == {"calls": 2}  # both, and as one message
+    assert [turn.reward for turn in trajectory.turns] == [0.25, 1.0]
+    assert len(trajectory.branches) == 1
+    assert "7" in bytes(i for i in trajectory.spans[2].token_ids if i < 256).decode()
+
+
+def test_what_a_function_returns_is_text_reward_or_nothing():
+    async def number(client, task):
+        await solve(client, task)
+        return 0.5
+
+    async def nothing(client, task):
+        answer = await solve(client, task)
+        assert await task.reply(answer) == ()
+
+    async def nonsense(client, task):
+        await solve(client, task)
+        return {"reward": 1}
+
+    async def not_a_number(client, task):
+        await solve(client, task)
+        return float("nan")
+
+    async def silent(client, task):
+        return "10"
+
+    assert play(OpenAIFunctionAgent(number), ["Hm."]).reward == 0.5
+    assert play(OpenAIFunctionAgent(nothing), ["10"]).reward == 1.0
+    for function in (nonsense, not_a_number, silent):
+        trajectory = play(OpenAIFunctionAgent(function), ["10"])
+        assert trajectory.stop_reason is StopReason.AGENT_ERROR
+
+
+def test_an_agent_that_raises_is_an_agent_error_and_no_reward():
+    async def broken(client, task):
+        await solve(client, task)
+        raise RuntimeError("oh")
+
+    trajectory = play(OpenAIFunctionAgent(broken), ["10"])
+    assert trajectory.stop_reason is StopReason.AGENT_ERROR
+    assert "oh" in trajectory.error
+    assert len(trajectory.turns) == 1
+
+
+def test_what_fails_behind_the_gateway_is_not_the_agent_s_fault():
+    class Broken(ScriptedEngine):
+        async def generate(self, prompt_ids, params, *, session=None):
+            raise EngineError("no server is left")
+
+    trajectory = play(OpenAIFunctionAgent(solve, max_retries=0), [], engine=Broken([]))
+    assert trajectory.stop_reason is StopReason.ENGINE_ERROR
+    assert "no server is left" in trajectory.error
+
+
+def test_a_full_context_is_a_truncation_that_is_kept():  # trap 16
+    async def chatter(client, task):
+        messages = task.messages
+        while True:
+            reply = await client.chat.completions.create(model="x", messages=messages)
+            messages += [reply.choices[0].message, {"role": "user", "content": "And then?"}]
+
+    engine = ScriptedEngine(lambda question: "word " * 10, max_context=400)
+    trajectory = play(OpenAIFunctionAgent(chatter), [], engine=engine)
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert trajectory.error is None
+    assert len(trajectory.turns) >= 2
+    assert len(trajectory.token_ids) <= 400
+
+
+def test_an_agent_that_never_ends_meets_a_limit():
+    async def endless(client, task):
+        while True:
+            await client.chat.completions.create(model="x", messages=task.messages)
+
+    async def sleepy(client, task):
+        await asyncio.sleep(1000)
+
+    trajectory = play(OpenAIFunctionAgent(endless, max_calls=7), lambda question: "Hm.")
+    assert trajectory.stop_reason is StopReason.MAX_TURNS  # turns
+    assert len(trajectory.turns) == 7
+    trajectory = play(OpenAIFunctionAgent(sleepy), [], timeout_s=0.3)
+    assert trajectory.stop_reason is StopReason.TIMEOUT  # wall time
+    trajectory = play(OpenAIAgentsAgent(max_turns=3), lambda question: CALL)
+    assert trajectory.stop_reason is StopReason.MAX_TURNS
+    assert len(trajectory.turns) == 3
+
+
+def test_a_slow_answer_is_not_cut_by_a_timeout_of_ours_or_the_client_s():  # trap 17
+    engine = ScriptedEngine(["10"], latency_s=1.0)
+    agent = OpenAIFunctionAgent(solve)
+    assert play(agent, [], engine=engine).reward == 1.0
+
+    async def timeouts(client, task):
+        assert client.timeout is None
+        return await solve(client, task)
+
+    assert play(OpenAIFunctionAgent(timeouts), ["10"]).reward == 1.0
+
+
+def test_the_policy_s_mistakes_are_told_or_end_the_episode():
+    """A call of a tool that there is not is the policy's mistake, not the agent's failure."""
+    unknown = '<tool_call>{"name": "nothing", "arguments": {}}</tool_call>'
+    trajectory = play(OpenAIAgentsAgent(), [unknown])
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.reward == 0.0
+
+
+def test_several_agents_and_handoffs_are_one_trajectory_with_a_branch_each():
+    def build(tools):
+        solver = agents.Agent(name="Solver", instructions="Add with the tool.", tools=tools)
+        return agents.Agent(name="Triage", instructions="Hand over.", handoffs=[solver])
+
+    hand_over = '<tool_call>{"name": "transfer_to_solver", "arguments": {}}</tool_call>'
+
+    def reply(question):
+        if "Hand over." in question.text:
+            return hand_over
+        return CALL if "It is" not in question.text and '"a": 3' not in question.text else "10"
+
+    trajectory = play(OpenAIAgentsAgent(build), reply)
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    assert len(trajectory.branches) == 2  # the solver has other instructions
+    assert [len({s.turn for s in branch}) for branch in trajectory.branches] == [1, 2]
+    assert trajectory.reward == 1.25
+    assert trajectory.metrics == {"calls": 1}  # handing over is no tool of the environment
+
+
+def test_an_agent_as_a_tool_of_another():
+    def build(tools):
+        helper = agents.Agent(name="Helper", instructions="You help.", tools=tools)
+        ask = helper.as_tool(tool_name="ask_helper", tool_description="Ask.")
+        return agents.Agent(name="Boss", instructions="You lead.", tools=[ask])
+
+    asking = '<tool_call>{"name": "ask_helper", "arguments": {"input": "3+4?"}}</tool_call>'
+
+    def reply(question):
+        if "You help." in question.text:
+            return "7"
+        return "10" if "<|im_start|>tool" in question.text else asking + asking
+
+    trajectory = play(OpenAIAgentsAgent(build), reply)
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    assert trajectory.reward == 1.0
+    turns = sorted(len({s.turn for s in branch}) for branch in trajectory.branches)
+    assert turns == [1, 1, 2]  # two helpers at once, and the boss before and after
+
+
+def test_functions_are_found_by_name_or_file(tmp_path):
+    assert load_function("json:dumps") is json.dumps
+    file = tmp_path / "mine.py"
+    file.write_text("def solve(client, task):\n    return 1\n")
+    assert load_function(f"{file}:solve")(None, None) == 1
+    for path, said in (
+        ("json:dump_all", "did you mean"),
+        ("nothing_there:x", "nothing_there"),
+        (f"{tmp_path}/no.py:x", "no file"),
+        ("solve", "names no function"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_function(path)
+        assert said in str(caught.value) + " ".join(caught.value.hints)
+
+
+# ---- programs ----------------------------------------------------------------------------------
+
+ASK = """
+import json, os, sys, urllib.request
+def post(route, body):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + route,
+        json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    return json.load(urllib.request.urlopen(request))
+given = json.load(sys.stdin)
+messages = given["messages"]
+assert os.environ["AREAL_GYM_PROMPT"] == messages[-1]["content"]
+assert given["tools"][0]["function"]["name"] == "add"
+"""
+PRINT = (
+    ASK
+    + """
+reply = post("/chat/completions", {"messages": messages})
+print(reply["choices"][0]["message"]["content"])
+"""
+)
+POST = (
+    ASK
+    + """
+reply = post("/chat/completions", {"messages": messages, "tools": given["tools"]})
+message = reply["choices"][0]["message"]
+said = post("/rl/tool", {"call_id": message["tool_calls"][0]["id"]})["content"]
+assert said == "7"
+tool = {"role": "tool", "content": said, "tool_call_id": message["tool_calls"][0]["id"]}
+reply = post("/chat/completions", {"messages": [*messages, message, tool], "tools": given["tools"]})
+end = post("/rl/answer", {"content": reply["choices"][0]["message"]["content"]})
+assert end == {"messages": [], "is_over": True}
+"""
+)
+
+
+@pytest.mark.parametrize(("code", "replies"), [(PRINT, ["10"]), (POST, [CALL, "10"])])
+def test_a_program_prints_or_posts_its_answer(code, replies):
+    trajectory = play(ProgramAgent([sys.executable, "-c", code]), replies)
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    assert trajectory.turns[-1].reward == 1.0
+
+
+def test_a_program_that_fails_says_why():
+    agent = ProgramAgent([sys.executable, "-c", PRINT + "sys.exit('no luck')"])
+    trajectory = play(agent, ["10"])
+    assert trajectory.stop_reason is StopReason.AGENT_ERROR
+    assert "ended with code 1: no luck" in trajectory.error
+    trajectory = play(ProgramAgent("/nothing/there"), ["10"])
+    assert trajectory.stop_reason is StopReason.AGENT_ERROR
+    assert "does not start" in trajectory.error
+
+
+def test_a_program_and_all_it_has_started_ends_with_its_episode(tmp_path):
+    file = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        f"open({str(file)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(1000)\n"
+    )
+    trajectory = play(ProgramAgent([sys.executable, "-c", code]), [], timeout_s=3.0)
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    child = int(Path(file).read_text())
+    deadline = time.monotonic() + 5
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(child)

@@ -1,0 +1,101 @@
+"""256 programs at once stream through the gateway: no token is lost, no two sessions mix."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+import torch
+from gates import Told
+
+from areal_gym.capture import Recorder
+from areal_gym.engines.base import SamplingParams
+from areal_gym.engines.embedded import EmbeddedEngine
+from areal_gym.gateway.server import Gateway
+from areal_gym.rendering import Renderer
+
+NUM = 256
+
+
+async def told(http, session, messages):
+    """The text of a streamed answer, as it was told."""
+    body = {
+        "messages": messages,
+        "stream": True,
+        "logprobs": True,
+        "stream_options": {"include_usage": True},
+    }
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    url = f"{session.base_url}/chat/completions"
+    text, num_logprobs, usage = "", 0, None
+    async with http.post(url, json=body, headers=headers) as answer:
+        assert answer.status == 200
+        async for line in answer.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                text += choice["delta"].get("content") or ""
+                text += choice["delta"].get("reasoning_content") or ""
+                if choice["logprobs"]:
+                    num_logprobs += len(choice["logprobs"]["content"])
+    return text, num_logprobs, usage
+
+
+@pytest.mark.slow
+def test_256_secrets(tiny_policy):
+    torch.set_num_threads(1)
+    renderer = Renderer.from_checkpoint(tiny_policy)
+
+    async def play(http, gateway, engine, number):
+        params = SamplingParams(max_new_tokens=12)
+        recorder = Recorder(engine, renderer, params, seed=number)
+        session = gateway.open_session(recorder, host=Told(recorder))
+        secret = f"Secret {number}."
+        messages = [{"role": "user", "content": secret}]
+        answers = []
+        for turn in range(2):
+            text, num_logprobs, usage = await told(http, session, messages)
+            assert num_logprobs == usage["completion_tokens"]
+            answers.append(text)
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": f"Turn {turn} of {number}."},
+            ]
+        outcome = recorder.outcome()
+        session.close()
+        recorder.release()
+        return secret, answers, outcome
+
+    async def run():
+        engine = EmbeddedEngine.from_checkpoint(tiny_policy, num_slots=64, max_context=256)
+        await engine.start()
+        gateway = Gateway()
+        await gateway.start()
+        try:
+            connector = aiohttp.TCPConnector(limit=0)
+            async with aiohttp.ClientSession(connector=connector) as http:
+                found = await asyncio.gather(
+                    *(play(http, gateway, engine, number) for number in range(NUM))
+                )
+            return found, gateway, engine.stats.generated
+        finally:
+            await gateway.aclose()
+            await engine.aclose()
+
+    found, gateway, num_generated = asyncio.run(run())
+    assert gateway.sessions == {}
+    num_recorded = 0
+    for secret, answers, outcome in found:
+        policy = [span for span in outcome["spans"] if span.origin == "policy"]
+        num_recorded += sum(map(len, policy))
+        prompt = renderer.decode(outcome["spans"][0].token_ids)
+        assert secret in prompt
+        assert prompt.count("Secret") == 1
+        assert len(outcome["turns"]) == 2
+        for turn, text in enumerate(answers):  # what was told is what was sampled
+            ids = [i for span in policy if span.turn == turn for i in span.token_ids]
+            message = renderer.parse(renderer.decode(ids), "plain")
+            assert text == message.get("reasoning_content", "") + message["content"]
+    assert num_recorded == num_generated  # no token was sampled that nobody has

@@ -1,0 +1,86 @@
+"""What is shown while an answer is sampled is never taken back; at the end nothing is missing."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from areal_gym.dialects import DIALECTS
+from areal_gym.engines.scripted import ByteTokenizer, byte_renderer
+from areal_gym.gateway.reading import Reader, deltas_of
+
+RENDERER = byte_renderer()
+PIECES = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        "<tool_call>",
+        "<tool",
+        "[TOOL_CALLS]",
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+        "```python\nx\n```\n",
+        '{"name": "f", "parameters": {}}',
+        "\n",
+        "  ",
+        "é🙂",
+        "END",
+        "words and words",
+    ]
+)
+
+
+@given(
+    pieces=st.lists(PIECES, max_size=8),
+    dialect=st.sampled_from(sorted(DIALECTS)),
+    stops=st.lists(st.sampled_from(["END", "words", "é"]), max_size=2),
+    step=st.integers(1, 7),
+)
+@example(pieces=["é🙂", "<tool", "words"], dialect="hermes", stops=[], step=1)
+def test_what_is_shown_is_the_answer(pieces, dialect, stops, step):
+    text = "".join(pieces)
+    ids = [*text.encode(), ByteTokenizer.eos_token_id]
+    reader = Reader(RENDERER, dialect, stops)
+    shown = {"content": "", "reasoning_content": ""}
+    num_taken = len(ids)
+    for start in range(0, len(ids), step):
+        taken = reader.hear(ids[start : start + step])
+        for kind, new in reader.news():
+            assert new
+            shown[kind] += new
+        if taken is not None:
+            num_taken = start + taken
+            break
+    places = [text.find(stop) for stop in stops if stop in text]
+    if places:
+        assert reader.stop is not None
+        assert reader.text == text[: min(places)]
+        # Sampling ended with the token that completes the stop string: trap 34.
+        assert bytes(ids[:num_taken]).decode().endswith(reader.stop)
+    message = RENDERER.parse(reader.text if reader.stop else text, dialect)
+    before = dict(shown)
+    for kind, new in reader.rest(message):
+        shown[kind] += new
+    whole = dict(deltas_of(message))
+    said = whole.get("content", "")
+    # A closing tag without an opening one makes a thought of what was said before; who would know.
+    opens = (reader.text if reader.stop else text).lstrip().startswith("<think>")
+    if opens or "</think>" not in text:
+        assert shown["content"] == said
+        assert shown["reasoning_content"] == whole.get("reasoning_content", "")
+        assert said.startswith(before["content"])
+
+
+@pytest.mark.parametrize("dialect", [None, "plain"])
+def test_plain_text_is_shown_letter_by_letter(dialect):
+    reader = Reader(RENDERER, dialect)
+    shown = []
+    for byte in "Größe 🙂!".encode():
+        assert reader.hear([byte]) is None
+        shown += [text for _, text in reader.news()]
+    assert shown == list("Größe 🙂!")
+
+
+def test_raw_text_has_no_thoughts():
+    reader = Reader(RENDERER, None)
+    reader.hear(list(b"<think>a</think>b"))
+    assert reader.news() == [("content", "<think>a</think>b")]

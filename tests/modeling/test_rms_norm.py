@@ -1,0 +1,34 @@
+"""The normalisation's own backward pass, against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from areal_gym.modeling.rms_norm import rms_norm
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (3, 2, 16), (1, 4)])
+def test_values_and_gradients_are_those_of_torch(shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape, requires_grad=True)
+    weight = torch.randn(shape[-1], requires_grad=True)
+    gradient = torch.randn(shape)
+    found, expected = rms_norm(x, weight, 1e-3), F.rms_norm(x, shape[-1:], weight, 1e-3)
+    torch.testing.assert_close(found, expected)
+    assert type(found.grad_fn) is not type(expected.grad_fn)
+    ours, theirs = (torch.autograd.grad(out, (x, weight), gradient) for out in (found, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_of_zeros_has_a_finite_gradient():
+    x = torch.zeros(2, 4, requires_grad=True)
+    rms_norm(x, torch.ones(4), 1e-6).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_bfloat16_beside_float32_weights_stays_bfloat16():
+    x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
+    assert rms_norm(x, torch.ones(8, requires_grad=True), 1e-6).dtype == torch.bfloat16

@@ -1,0 +1,368 @@
+"""The page in a real browser: what people see, press and are safe from."""
+
+import base64
+import contextlib
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from tokenizers import Tokenizer
+from viewed_runs import add_step, make_run, sampled, trajectory
+
+from areal_gym.rundir import RunDir
+from areal_gym.types import StopReason, Task, TokenSpan
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = os.environ.get("AREAL_GYM_CHROMIUM") or shutil.which("chromium")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium here: apt-get install chromium, or AREAL_GYM_CHROMIUM"
+)
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+WAIT_MS = 20_000
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page that fails its test when it complains."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(WAIT_MS)
+    opened = context.new_page()
+    complaints = []
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("console", lambda said: complaints.append(said.text))
+    yield opened
+    context.close()
+    assert complaints == []
+
+
+@contextlib.contextmanager
+def viewing(*paths):
+    """The address of an `areal-gym view`."""
+    command = [sys.executable, "-m", "areal_gym", "view", *map(str, paths)]
+    with subprocess.Popen(
+        [*command, "--no-browser", "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            text = ""
+            while not text.endswith("}\n"):
+                line = process.stdout.readline()
+                assert line, "the viewer has ended"
+                text += line
+            yield json.loads(text)["url"]
+        finally:
+            process.terminate()
+
+
+def until(page, expression):
+    """Wait until it is true; playwright's own way is what the page's policy forbids."""
+    deadline_s = time.monotonic() + WAIT_MS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline_s, expression
+        page.wait_for_timeout(30)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs, which no test changes, and the address of their viewer."""
+    root = tmp_path_factory.mktemp("viewed")
+    make_run(root / "first")
+    make_run(root / "second", num_steps=2, seed=7)
+    with viewing(root) as url:
+        yield root, url
+
+
+def places(page):
+    """The rows in sight, from top to bottom, by their place in the file."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll(".space .row[data-place]")]
+        .sort((a, b) => a.getBoundingClientRect().top - b.getBoundingClientRect().top)
+        .map((row) => Number(row.dataset.place))"""
+    )
+
+
+def test_from_the_list_of_runs_to_a_trajectory_by_keys_alone(page, runs):
+    page.goto(runs[1])
+    page.wait_for_selector(".run.current")
+    assert page.locator(".run").count() == 2
+    page.keyboard.press("?")
+    assert page.locator("dialog.help").is_visible()
+    page.keyboard.press("Escape")
+    while "first" not in page.locator(".run.current").inner_text():
+        page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".chart path.line")
+    assert "Reward" in page.locator(".charts").first.inner_text()
+    page.keyboard.press("t")
+    page.wait_for_selector(".space .row")
+    page.keyboard.press("j")
+    page.wait_for_selector(".right .message")
+    page.keyboard.press("j")
+    until(page, "document.querySelector('.right b.id').textContent === 'g0000-1'")
+    page.keyboard.press("2")
+    page.wait_for_selector(".token-text .t")
+    assert page.url.endswith("#/run/first/trajectories/latest/1/tokens")
+    page.keyboard.press("[")
+    until(page, "document.querySelector('.steps').value === 'step-000002'")
+
+
+def test_curves_show_the_numbers_of_the_step_that_is_pointed_at_and_open_it(page, runs):
+    page.goto(runs[1] + "#/run/first/curves")
+    chart = page.locator(".chart").first
+    page.wait_for_selector(".chart path.line")
+    box = chart.locator(".plot").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 12, box["y"] + 60)
+    page.wait_for_selector(".legend .at")
+    assert {at.inner_text() for at in page.locator(".legend .at").all()} == {"step 3"}
+    assert "0.35" in chart.locator(".legend").inner_text()
+    page.mouse.click(box["x"] + box["width"] - 12, box["y"] + 60)
+    page.wait_for_selector(".space .row")
+    assert "trajectories/step-000003" in page.url
+
+
+def test_rows_are_sorted_filtered_and_searched(page, runs):
+    page.goto(runs[1] + "#/run/first/trajectories/step-000001?flat=1")
+    page.wait_for_selector(".space .row")
+    assert places(page) == list(range(16))
+    page.click(".head [data-key=reward]")
+    until(page, "document.querySelector('[data-key=reward]').dataset.sorted === 'down'")
+    rewards = [trajectory(place).reward for place in places(page)]
+    assert rewards == sorted(rewards, reverse=True)
+    assert 0 < sum(rewards) < 16
+    page.keyboard.press("/")
+    page.keyboard.type("reward<1 stop:max_turns")
+    until(page, "document.querySelector('.count').textContent.includes('of')")
+    expected = [i for i in range(16) if i % 7 == 3 and not trajectory(i).reward]
+    assert places(page) == expected
+    assert "q=reward%3C1+stop%3Amax_turns" in page.url
+    page.fill(".filter", "much is 11 +")
+    page.wait_for_selector("[data-place='11']")
+    assert places(page) == [11]
+    page.fill(".filter", "")
+    until(page, "document.querySelectorAll('.space .row[data-place]').length === 16")
+    page.click(".chip:has-text('max_turns')")
+    until(page, "document.querySelectorAll('.space .row[data-place]').length === 2")
+    assert sorted(places(page)) == [3, 10]
+
+
+def test_siblings_stand_in_groups_that_fold(page, runs):
+    page.goto(runs[1] + "#/run/first/trajectories/step-000001")
+    page.wait_for_selector(".row.group")
+    assert page.locator(".row.group").count() == 4
+    page.locator(".row.group").first.click()
+    until(page, "document.querySelectorAll('.space .row[data-place]').length === 12")
+    assert 0 not in places(page)
+    page.goto(runs[1] + "#/run/first/trajectories/step-000001/5/siblings")
+    page.wait_for_selector(".column.current")
+    assert page.locator(".column").count() == 4
+    assert "g0001-1" in page.locator(".column.current").inner_text()
+
+
+def test_tokens_are_tinted_by_what_is_recorded_of_them(page, runs):
+    page.goto(runs[1] + "#/run/first/trajectories/step-000002/1/tokens")
+    page.wait_for_selector(".token-text .t")
+    kinds = page.evaluate(
+        "[...document.querySelectorAll('.token-text .t')].map(t => t.classList[1])"
+    )
+    assert kinds == ["prompt"] * 3 + ["policy"] * 3 + ["env"] * 2 + ["policy"] * 3
+    page.select_option("[aria-label='tint by']", "ratio")
+    assert page.locator(".token-text .t.more").count() == 6
+    page.locator(".token-text .t").nth(4).click()
+    readout = page.locator(".readout").inner_text()
+    one = trajectory(1, 2)
+    assert f"id {one.token_ids[4]}" in readout
+    assert "ratio 1.105" in readout
+    page.select_option("[aria-label='tint by']", "advantage")
+    assert page.locator(f".token-text .t.{'up' if one.reward else 'down'}").count() >= 6
+    page.keyboard.press("Escape")
+    page.goto(runs[1] + "#/run/first/trajectories/step-000002/1/timeline")
+    page.wait_for_selector(".bar-of.tool")
+    assert "200 ms" in page.locator(".timeline").inner_text()
+
+
+def test_runs_are_compared(page, runs):
+    page.goto(runs[1])
+    page.wait_for_selector(".run")
+    for name in ("first", "second"):
+        page.check(f"[aria-label='compare {name}']")
+    page.click("a.button")
+    page.wait_for_selector(".differences")
+    rows = page.locator(".differences tr").all_inner_texts()
+    assert any(row.split() == ["seed", "0", "7"] for row in rows)
+    page.wait_for_selector(".chart path.line.c1")
+
+
+def test_a_run_that_goes_on_is_followed(page, tmp_path):
+    make_run(tmp_path / "live", num_steps=1, is_finished=False)
+    with viewing(tmp_path / "live") as url:
+        with RunDir.open(tmp_path / "live", "resume") as run:
+            page.goto(url + "#/run/live/trajectories/latest")
+            page.wait_for_selector(".state.running")
+            until(page, "document.querySelector('.steps').value === 'step-000001'")
+            add_step(run, 2, [trajectory(i, 2) for i in range(24)])
+            until(page, "document.querySelector('.steps').value === 'step-000002'")
+            until(page, "document.querySelector('.count').textContent === '24'")
+            page.keyboard.press("c")
+            page.wait_for_selector(".chart path.line")
+            add_step(run, 3, [trajectory(i, 3) for i in range(4)])
+            until(page, "document.querySelector('.progress').textContent.includes('3')")
+            run.save_summary({"num_steps": 3})
+        page.wait_for_selector(".state.finished")
+
+
+def hostile_trajectory(place):
+    return trajectory(
+        place,
+        id=f"g0000-{place}{HOSTILE}",
+        task=Task(id=f"train/{HOSTILE}", data={"answer": HOSTILE, HOSTILE: "1"}),
+        env_id=HOSTILE,
+        messages=(
+            {"role": "user", "content": HOSTILE},
+            {"role": "assistant", "content": "a\u202egnp.exe\u2066b \x1b[31m " + HOSTILE},
+            {"role": "tool", "name": HOSTILE, "content": "x" * 1_000_000 + "END"},
+            {"role": HOSTILE, "content": "</script></textarea>" + HOSTILE},
+        ),
+        stop_reason=StopReason.ENV_ERROR,
+        error=HOSTILE,
+        metrics={HOSTILE: 1.0},
+    )
+
+
+@pytest.fixture
+def hostile_run(tmp_path):
+    path = tmp_path / "hostile"
+    make_run(path, num_steps=1, num_trajectories=1, is_finished=False)
+    with RunDir.open(path, "resume") as run:
+        add_step(run, 2, [hostile_trajectory(i) for i in range(4)])
+    return path
+
+
+def look_at_hostile(page):
+    page.wait_for_selector(".right .message")
+    shown = page.locator(".body").inner_text()
+    assert HOSTILE in shown
+    assert "U+202E" in shown
+    assert "U+001B" in shown
+    assert "\u202e" not in shown
+    assert "END" not in shown
+    page.click(".more:has-text('1,000,003')")
+    until(page, "document.querySelector('.body').textContent.includes('END')")
+    for key in "2345":
+        page.keyboard.press(key)
+        page.wait_for_timeout(150)
+    assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    assert "owned" not in page.title()
+
+
+def test_hostile_texts_are_texts(page, hostile_run):
+    with viewing(hostile_run) as url:
+        page.goto(url + "#/run/hostile/trajectories/step-000002/1")
+        look_at_hostile(page)
+        page.keyboard.press("s")
+        page.wait_for_selector(".pairs")
+
+
+def export(*paths, out):
+    command = [sys.executable, "-m", "areal_gym", "view", *map(str, paths), "--export", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return out.as_uri()
+
+
+def test_an_exported_page_opens_from_a_file_and_asks_nobody(page, runs, hostile_run, tmp_path):
+    address = export(runs[0], hostile_run, out=tmp_path / "page.html")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(address)
+    page.wait_for_selector(".run")
+    assert page.locator(".run").count() == 3
+    page.goto(address + "#/run/first/curves")
+    page.wait_for_selector(".chart path.line")
+    page.goto(address + "#/run/first/trajectories/step-000002/1/tokens")
+    page.wait_for_selector(".token-text .t")
+    page.fill(".filter", "much is 11 +")
+    until(page, "document.querySelectorAll('.space .row[data-place]').length === 1")
+    page.goto(address + "#/run/hostile/trajectories/step-000002/1")
+    look_at_hostile(page)
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+
+
+def test_ten_thousand_trajectories_open_at_once_and_only_what_is_seen_is_drawn(page, tmp_path):
+    path = tmp_path / "large"
+    make_run(path, num_steps=1, num_trajectories=10_000)
+    with viewing(path) as url:
+        page.goto(url)
+        page.wait_for_selector(".run")
+        start_s = time.perf_counter()
+        page.goto(url + "#/run/large/trajectories/step-000001")
+        until(page, "document.querySelector('.count')?.textContent === '10,000'")
+        print(f"10,000 trajectories in {time.perf_counter() - start_s:.2f} s")
+        assert page.locator(".space .row").count() < 120
+        page.evaluate("document.querySelector('.scroller').scrollTop = 1e9")
+        page.wait_for_selector("[data-place='9999']")
+        assert page.locator(".space .row").count() < 120
+        page.fill(".filter", "how much is 9876 +")
+        page.wait_for_selector("[data-place='9876']")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_a_telephone(browser, runs, scheme):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    page = context.new_page()
+    for place in (
+        "",
+        "#/run/first/curves",
+        "#/run/first/settings",
+        "#/run/first/trajectories/step-000001",
+        *(f"#/run/first/trajectories/step-000001/1/{tab}" for tab in ("tokens", "siblings", "raw")),
+        "#/compare?runs=first,second",
+    ):
+        page.goto(runs[1] + place)
+        page.wait_for_selector("main > *")
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+        assert page.evaluate("document.querySelector('main').scrollWidth") <= 390, place
+    context.close()
+
+
+def test_a_tokenizer_makes_texts_of_ids(page, tmp_path, tiny_policy):
+    path = tmp_path / "texts"
+    make_run(path, num_steps=1, num_trajectories=2, is_finished=False)
+    with RunDir.open(path, "resume") as run:
+        run.save_tokenizer(tiny_policy)
+        ids = tuple(Tokenizer.from_file(str(run.tokenizer_file)).encode("1+2=3\nyes").ids)
+        spans = (
+            TokenSpan(origin="prompt", token_ids=ids),
+            sampled(random.Random(0), 4, 0, 0),
+        )
+        add_step(run, 2, [trajectory(0, spans=spans)])
+    with viewing(path) as url:
+        page.goto(url + "#/run/texts/trajectories/step-000002/0/tokens")
+        page.wait_for_selector(".token-text .t.prompt")
+        text = "".join(page.locator(".t.prompt").all_text_contents())
+        assert re.sub("↵", "", text) == "1+2=3\nyes"
+
+
+def test_chunks_of_an_export_are_compressed(runs, tmp_path):
+    export(runs[0], out=tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    chunk = re.search(r'id="chunk-0">([^<]+)<', text)[1]
+    first = json.loads(gzip.decompress(base64.b64decode(chunk)))
+    assert first[0]["id"] == "g0000-0"
