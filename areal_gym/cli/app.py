@@ -52,6 +52,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "train": ("train:train_command", "Improve a policy in an environment."),
         "eval": ("eval:eval_command", "Measure a policy on held-out tasks."),
         "serve": ("serve:serve_command", "Put a policy behind OpenAI's and Anthropic's APIs."),
+        "serve-env": ("serve_env:serve_env_command", "Let other machines play in an environment."),
         "replay": ("replay:replay_command", "Train again from a run's record, without any engine."),
     },
 }
