@@ -19,12 +19,9 @@ SETTINGS = {
     "provenance",
     "learning_curve",
     "objectives",
-<<<<<<< HEAD
     "report",
     "trajectory_files",
-=======
     "online",
->>>>>>> main
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
@@ -65,10 +62,11 @@ MAY_IMPORT = {
     "starter": BELOW_RUN,
     "distributed": BELOW_RUN,
     "run": BELOW_RUN | {"distributed"},
+    "viewer": LOW,
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
-    "viewer": LOW,
-    "cli": LOW | {"run", "scaffold", "viewer", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
+    "cli": LOW
+    | {"run", "scaffold", "viewer", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
     # The public API names everything, and imports it on first use.
     "": BELOW_RUN | {"_gymnasium"},
     # Contracts that plugin authors run in their tests.
