@@ -194,7 +194,10 @@ def test_what_a_run_appends_is_read_and_what_it_takes_back_forgotten(tmp_path):
 
 
 def test_a_file_is_listed_without_its_tokens_and_read_with_them(tmp_path):
-    tricky = ({"role": "user", "content": ', "spans": [{}]'}, {"role": "assistant", "content": "ok"})
+    tricky = (
+        {"role": "user", "content": ', "spans": [{}]'},
+        {"role": "assistant", "content": "ok"},
+    )
     wanted = [
         trajectory(0, task=trajectory(0).task.__class__(id="t", data={"spans": [1, 2]})),
         trajectory(1, messages=tricky),
