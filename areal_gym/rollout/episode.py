@@ -108,7 +108,7 @@ async def play_episode(
     try:
         async with asyncio.timeout(timeout_s) as played.deadline:
             with played.at(EnvError, "reset"):
-                _, info = env.reset(seed=seed, options=options)
+                _, info = await env.areset(seed=seed, options=options)
             played.first_messages = info["messages"]
             with played.at(AgentError, "play"):
                 await played.let(agent)
