@@ -48,6 +48,7 @@ MAY_IMPORT = {
     **{name: LOW for name in SETTINGS},
     "modeling": LOW,
     "scaffold": {"errors"},
+    "serving": LOW | {"envs.base", "envs.tools"},
     "loggers": LOW,
     "sandbox": LOW,
     # The sandbox package itself: its shared pool, looked up on first use.
@@ -65,7 +66,7 @@ MAY_IMPORT = {
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
     "cli": LOW
-    | {"run", "scaffold", "envs.base", "envs.checker", "envs.registration", "envs.tau2"}
+    | {"run", "scaffold", "serving", "envs.base", "envs.checker", "envs.registration", "envs.tau2"}
     | {"envs.contamination", "viewer"},
     "viewer": LOW,
     # Episodes outside of training, by whatever policy.

@@ -128,6 +128,9 @@ class TextEnv(gymnasium.Env[str, str]):
         """
         raise NotImplementedError(f"{type(self).__name__}.respond")
 
+    async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
+        """Await what the next episode needs from afar, before all else; seldom overridden."""
+
     def num_tasks(self, split: str) -> int | None:
         """How many distinct tasks `options={"index": i}` can name; None when there is no end."""
         return None
@@ -229,8 +232,26 @@ class TextEnv(gymnasium.Env[str, str]):
             UsageError: the options name no task.
             EnvError: the environment's own code failed.
         """
-        super().reset(seed=seed)
+        if type(self).prepare is not TextEnv.prepare:
+            return run_on_kept_loop(self.areset(seed=seed, options=options))
+        return self._reset(seed, options or {})
+
+    @final
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        """Start an episode of an environment that awaits something first. See `reset`."""
         options = options or {}
+        try:
+            await self.prepare(seed, options)
+        except GymError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{type(self).__name__}.prepare failed: {error!r}") from error
+        return self._reset(seed, options)
+
+    def _reset(self, seed: int | None, options: Mapping[str, Any]) -> tuple[str, Info]:
+        super().reset(seed=seed)
         given = options.get("task")
         try:
             if given is None:
