@@ -4,7 +4,6 @@ import copy
 import json
 
 import pytest
-from small_shop import shop_case, shop_domain
 from tau2_data import DATA, FIXTURES, needs_data, needs_fixtures
 
 import areal_gym
@@ -107,22 +106,15 @@ def test_texts_in_the_data_are_found(tmp_path):
     ]
 
 
-def test_a_user_that_is_a_language_model_reads_them_too(tmp_path):
-    from dataclasses import replace
-
-    from areal_gym.envs.chat_client import ChatClient
-    from areal_gym.envs.tau2.users.base import Scene
-    from areal_gym.envs.tau2.users.llm import LLMUser
-
-    case = shop_case()
-    tools = read_tools(written(tmp_path, rows_of("telecom")), "telecom")
-    domain = replace(shop_domain(case), tools=tools)
-    scene = Scene(domain=domain, case=case, world=domain.make_world())
-    user = LLMUser(scene, ChatClient("http://127.0.0.1:9", model="none"))
-    texts = [schema["function"]["description"] for schema in user._tools]
-    assert texts == [
-        info.tool.description.upper() for info in load_tools("telecom")["user"].values()
-    ]
+def test_a_file_tells_both_sides(tmp_path):
+    ours = load_tools("telecom")
+    given = read_tools(written(tmp_path, rows_of("telecom")), "telecom")
+    for side, tools in given.items():
+        for name, info in tools.items():
+            old = ours[side][name]
+            assert info.schema["function"]["description"] == old.tool.description.upper()
+            assert (info.kind, info.mutates) == (old.kind, old.mutates)
+    assert len(given["user"]) == 30
 
 
 @pytest.mark.parametrize(
