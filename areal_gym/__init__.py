@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         UnknownIdError,
         UsageError,
     )
+    from areal_gym.playing import Rollouts, rollout
     from areal_gym.plugins import registry
     from areal_gym.rundir import RunDir
     from areal_gym.types import Group, Message, StopReason, Task, TokenSpan, Trajectory, Turn
@@ -49,6 +50,7 @@ __all__ = [
     "GymError",
     "Message",
     "Response",
+    "Rollouts",
     "RunConfig",
     "RunDir",
     "SamplingParams",
@@ -67,6 +69,7 @@ __all__ = [
     "load_config",
     "make",
     "registry",
+    "rollout",
     "tool",
 ]
 
@@ -85,6 +88,7 @@ _HOMES = {
         "UnknownIdError",
         "UsageError",
     ),
+    "areal_gym.playing": ("Rollouts",),
     "areal_gym.plugins": ("registry",),
     "areal_gym.rundir": ("RunDir",),
     "areal_gym.types": (
@@ -112,10 +116,13 @@ def make(id: str, **kwargs: Any) -> TextEnv:
     from areal_gym.plugins import registry
 
     env: TextEnv = registry().make("envs", id, **kwargs)
+    env.made_by = lambda: make(id, **kwargs)
     return env
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("playing", "rollout"):  # packages; the second can be called
+        return import_module(f"areal_gym.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'areal_gym' has no attribute {name!r}")

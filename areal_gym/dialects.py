@@ -111,6 +111,8 @@ def write_call(name: str, arguments: dict[str, Any], dialect: str = DEFAULT_DIAL
         if name != "python" or set(arguments) != {"code"}:
             raise ConfigError(f"in the dialect 'fenced' only python is called, not {name!r}")
         return f"```python\n{arguments['code']}\n```"
+    if dialect == "plain":
+        raise ConfigError("in the dialect 'plain' nothing is called")
     if dialect == "mistral":
         return f"{_TOOL_CALLS}{name}{_ARGS}{json.dumps(arguments, ensure_ascii=False)}"
     key = "parameters" if dialect == "llama" else "arguments"

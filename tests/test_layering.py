@@ -19,9 +19,9 @@ SETTINGS = {
     "provenance",
     "learning_curve",
     "objectives",
+    "online",
     "report",
     "trajectory_files",
-    "online",
 }
 LOW = GROUND | SETTINGS | {"plugins"}
 BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
@@ -48,6 +48,7 @@ MAY_IMPORT = {
     **{name: LOW for name in SETTINGS},
     "modeling": LOW,
     "scaffold": {"errors"},
+    "serving": LOW | {"envs.base", "envs.tools"},
     "loggers": LOW,
     "sandbox": LOW,
     # The sandbox package itself: its shared pool, looked up on first use.
@@ -62,13 +63,16 @@ MAY_IMPORT = {
     "starter": BELOW_RUN,
     "distributed": BELOW_RUN,
     "run": BELOW_RUN | {"distributed"},
-    "viewer": LOW,
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
     "cli": LOW
-    | {"run", "scaffold", "viewer", "envs.base", "envs.checker", "envs.registration", "envs.tau2"},
+    | {"run", "scaffold", "serving", "envs.base", "envs.checker", "envs.registration", "envs.tau2"}
+    | {"envs.contamination", "viewer"},
+    "viewer": LOW,
+    # Episodes outside of training, by whatever policy.
+    "playing": BELOW_RUN,
     # The public API names everything, and imports it on first use.
-    "": BELOW_RUN | {"_gymnasium"},
+    "": BELOW_RUN | {"_gymnasium", "playing"},
     # Contracts that plugin authors run in their tests.
     "testing": LOW | {"trainer"},
     "_gymnasium": {"envs.registration"},

@@ -19,7 +19,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 from areal_gym.capture.raw import RawText
@@ -200,17 +199,20 @@ class Recorder:
     def outcome(self) -> dict[str, Any]:
         """Spans, turns and messages, as fields of a trajectory.
 
-        Branches that went on at the same time come one after the other, and turns are numbered in
-        that order.
+        Branches come one after the other, in the order in which they ended, and turns are numbered
+        in that order. So the branch that brings the episode to its end is the last one, and what
+        it earns counts, discounted, for all who worked towards it.
         """
         order: Sequence[int] = range(len(self.turns))
         spans = self._spans
         if len(self._branches) > 1:
-            order = sorted(order, key=lambda turn: self.turns[turn].branch)
+            ended = {turn.branch: index for index, turn in enumerate(self.turns)}
+            rank = {branch: i for i, branch in enumerate(sorted(ended, key=ended.__getitem__))}
+            order = sorted(order, key=lambda turn: rank[self.turns[turn].branch])
             place = {turn: index for index, turn in enumerate(order)}
             spans = [
-                replace(span, turn=place[span.turn])
-                for span in sorted(spans, key=attrgetter("branch"))
+                replace(span, turn=place[span.turn], branch=rank[span.branch])
+                for span in sorted(spans, key=lambda span: rank[span.branch])
             ]
         return {
             "spans": tuple(spans),

@@ -39,7 +39,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "doctor": ("doctor:doctor_command", "What of this machine can be used, what is missing."),
     },
     "Get": {
-        "data": ("data:data_command", "Data that environments use: areal-gym data pull tau2."),
+        "data": (
+            "data:data_command",
+            "Tasks of an environment: show, check for contamination, pull.",
+        ),
     },
     "Try": {
         "play": ("play:play_command", "You are the policy."),
@@ -50,6 +53,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "train": ("train:train_command", "Improve a policy in an environment."),
         "eval": ("eval:eval_command", "Measure a policy on held-out tasks."),
         "serve": ("serve:serve_command", "Put a policy behind OpenAI's and Anthropic's APIs."),
+        "serve-env": ("serve_env:serve_env_command", "Let other machines play in an environment."),
         "replay": ("replay:replay_command", "Train again from a run's record, without any engine."),
     },
 }

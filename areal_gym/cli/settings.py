@@ -73,6 +73,8 @@ def env_flags(env: Sequence[str]) -> dict[str, Any]:
 
 def _weighed(text: str) -> dict[str, Any]:
     id, _, weight = text.rpartition(":")
+    if "://" in id and ":" not in id.partition("://")[2]:  # a port: remote:http://HOST:PORT
+        return {"id": text}
     try:
         return {"id": id, "weight": float(weight)} if id else {"id": text}
     except ValueError:  # of an adapter: reasoning_gym:leg_counting

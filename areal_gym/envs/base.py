@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
@@ -94,6 +94,9 @@ class TextEnv(gymnasium.Env[str, str]):
     has_gold: bool = True
     """Set to False where nobody knows a perfect policy (somebody else's game, say)."""
 
+    made_by: Callable[[], TextEnv] | None = None
+    """Makes another instance like this one; known of those that `areal_gym.make` has made."""
+
     def __init__(self, *, render_mode: str | None = None) -> None:
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
@@ -124,6 +127,9 @@ class TextEnv(gymnasium.Env[str, str]):
         Any exception but `ToolError` ends the episode as a failure of the environment.
         """
         raise NotImplementedError(f"{type(self).__name__}.respond")
+
+    async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
+        """Await what the next episode needs from afar, before all else; seldom overridden."""
 
     def num_tasks(self, split: str) -> int | None:
         """How many distinct tasks `options={"index": i}` can name; None when there is no end."""
@@ -226,8 +232,26 @@ class TextEnv(gymnasium.Env[str, str]):
             UsageError: the options name no task.
             EnvError: the environment's own code failed.
         """
-        super().reset(seed=seed)
+        if type(self).prepare is not TextEnv.prepare:
+            return run_on_kept_loop(self.areset(seed=seed, options=options))
+        return self._reset(seed, options or {})
+
+    @final
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        """Start an episode of an environment that awaits something first. See `reset`."""
         options = options or {}
+        try:
+            await self.prepare(seed, options)
+        except GymError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{type(self).__name__}.prepare failed: {error!r}") from error
+        return self._reset(seed, options)
+
+    def _reset(self, seed: int | None, options: Mapping[str, Any]) -> tuple[str, Info]:
+        super().reset(seed=seed)
         given = options.get("task")
         try:
             if given is None:

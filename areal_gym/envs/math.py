@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from areal_gym.envs.arithmetic import (
     canonical,
@@ -127,6 +128,8 @@ class MathEnv(AnswerEnv):
         question_field: the rows' key of the question ["question"].
         answer_field: the rows' key of the answer ["answer"].
         skip_broken: leave rows out that have no question or no answer.
+        where: only rows whose fields have these values: {"subject": "Algebra"}, {"level": [1, 2]},
+            {"level": {"max": 3}}.
         max_turns: how many answers may be given.
         discount: what each wrong answer leaves of the reward.
 
@@ -145,6 +148,7 @@ class MathEnv(AnswerEnv):
         question_field: str | None = None,
         answer_field: str | None = None,
         skip_broken: bool = False,
+        where: Mapping[str, Any] | None = None,
         max_turns: int = 1,
         discount: float = 0.5,
         render_mode: str | None = None,
@@ -158,6 +162,7 @@ class MathEnv(AnswerEnv):
             question_field=question_field,
             answer_field=answer_field,
             skip_broken=skip_broken,
+            where=where,
             render_mode=render_mode,
         )
         self.suspends = not self._is_generated  # algebra is done by workers

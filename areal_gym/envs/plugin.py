@@ -90,6 +90,7 @@ def register_envs() -> Iterable[EnvSpec]:
         summary="arithmetic with a Python sandbox",
         tags=("math", "tools", "multi-turn", "generated"),
     )
+    yield from _adapters()
 
 
 @hookimpl
@@ -104,4 +105,15 @@ def register_retrievers() -> Iterable[RetrieverSpec]:
         id="http",
         entry_point="areal_gym.envs.search.retrievers:HttpRetriever",
         summary="a server, asked as Search-R1 asks",
+    )
+
+
+def _adapters() -> Iterable[EnvSpec]:
+    """Environments of others; each stands for all that a name after a colon can mean."""
+    yield EnvSpec(
+        id="remote",
+        entry_point="areal_gym.serving.client:RemoteEnv",
+        summary="an environment that areal-gym serve-env serves there",
+        tags=("adapter",),
+        argument="url",
     )

@@ -7,19 +7,20 @@ AnswerEnv       the same for mathematics: an answer in `\boxed{}`, graded on the
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from areal_gym.envs.arithmetic import LEVELS
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.grading import agrees, extract_answer, is_same_number
-from areal_gym.envs.rows import SourceRow, read_file, read_hub, text_field
+from areal_gym.envs.rows import SourceRow, read_file, read_hub, row_filter, text_field
 from areal_gym.envs.tasks import Draft, RowTasks, TaskSource, choose_task, key_of_text
 from areal_gym.errors import DataError, UsageError
 from areal_gym.types import Message, Task
@@ -98,19 +99,22 @@ class AnswerEnv(QuestionEnv):
         question_field: str | None,
         answer_field: str | None,
         skip_broken: bool,
+        where: Mapping[str, Any] | None,
         render_mode: str | None,
     ) -> None:
+        if where and path is None and dataset is None:
+            raise UsageError("where filters the rows of a file or a data set; there is neither")
         if path is not None and dataset is not None:
             raise UsageError("path and dataset are two sources of questions; give one of them")
         if test_path is not None and path is None:
             raise UsageError("test_path goes with path: they are the two splits")
         self._is_generated = path is None and dataset is None
-        fields = (question_field, answer_field)
+        chosen = _Chosen(question_field, answer_field, skip_broken, json.dumps(where or {}))
         tasks: TaskSource
         if dataset is not None:
-            tasks = _dataset_tasks(dataset, fields, skip_broken, os.environ.get(DATA_DIR_VARIABLE))
+            tasks = _dataset_tasks(dataset, chosen, os.environ.get(DATA_DIR_VARIABLE))
         elif path is not None:
-            tasks = _question_file(Path(path), test_path and Path(test_path), fields, skip_broken)
+            tasks = _question_file(Path(path), test_path and Path(test_path), chosen)
         else:
             tasks = generated(level)
         super().__init__(
@@ -154,15 +158,23 @@ def file_tasks(
     make_draft: Callable[[SourceRow], Draft],
     *,
     skip_broken: bool = False,
+    where: Mapping[str, Any] | None = None,
 ) -> RowTasks:
-    """The tasks of a file, or of two: see `RowTasks`.
+    """The tasks of a file, or of two: see `RowTasks`; `where` filters rows (see `row_filter`).
 
     Raises:
         DataError: a file is missing or has a broken row.
         NothingToDoError: there are no rows.
     """
     test = None if test_path is None else read_file(test_path)
-    return RowTasks(str(path), read_file(path), make_draft, test=test, skip_broken=skip_broken)
+    return RowTasks(
+        str(path),
+        read_file(path),
+        make_draft,
+        test=test,
+        skip_broken=skip_broken,
+        is_meant=row_filter(where),
+    )
 
 
 def hub_tasks(
@@ -171,6 +183,7 @@ def hub_tasks(
     make_draft: Callable[[SourceRow], Draft],
     *,
     skip_broken: bool = False,
+    where: Mapping[str, Any] | None = None,
 ) -> RowTasks:
     """The tasks of a data set on the Hugging Face hub; its split "test" (or "validation") is held
     out, and a tenth of "train" where there is neither.
@@ -183,7 +196,12 @@ def hub_tasks(
     if "train" not in splits and test is None:
         raise DataError(f"{name} has no split train or test, but {', '.join(splits)}")
     return RowTasks(
-        name, splits.get("train", iter(())), make_draft, test=test, skip_broken=skip_broken
+        name,
+        splits.get("train", iter(())),
+        make_draft,
+        test=test,
+        skip_broken=skip_broken,
+        is_meant=row_filter(where),
     )
 
 
@@ -217,32 +235,44 @@ _KNOWN = {
 }
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
-Fields = tuple[str | None, str | None]
+
+class _Chosen(NamedTuple):
+    """Which rows, and what of them; hashable."""
+
+    question_field: str | None
+    answer_field: str | None
+    skip_broken: bool
+    where: str
+    """JSON."""
+
+    def rows(self) -> dict[str, Any]:
+        """As arguments of `file_tasks` and `hub_tasks`."""
+        return {"skip_broken": self.skip_broken, "where": json.loads(self.where)}
 
 
 @cache  # a thousand environments of one run read their data once
-def _question_file(
-    path: Path, test_path: Path | None, fields: Fields, skip_broken: bool
-) -> RowTasks:
-    return file_tasks(path, test_path, _drafts(*fields), skip_broken=skip_broken)
+def _question_file(path: Path, test_path: Path | None, chosen: _Chosen) -> RowTasks:
+    make_draft = _drafts(chosen.question_field, chosen.answer_field)
+    return file_tasks(path, test_path, make_draft, **chosen.rows())
 
 
 @cache
-def _dataset_tasks(
-    dataset: str, fields: Fields, skip_broken: bool, data_dir: str | None
-) -> RowTasks:
+def _dataset_tasks(dataset: str, chosen: _Chosen, data_dir: str | None) -> RowTasks:
     """`gsm8k` and `math500` from the data directory or the hub; others, `NAME` or `NAME:SUBSET`,
     from the hub."""
     known = _KNOWN.get(dataset)
     if known is None:
         name, _, subset = dataset.partition(":")
-        return hub_tasks(name, subset or None, _drafts(*fields), skip_broken=skip_broken)
-    make_draft = _drafts(fields[0] or known.question, fields[1] or known.answer)
+        make_draft = _drafts(chosen.question_field, chosen.answer_field)
+        return hub_tasks(name, subset or None, make_draft, **chosen.rows())
+    make_draft = _drafts(
+        chosen.question_field or known.question, chosen.answer_field or known.answer
+    )
     if data_dir is None:
-        return hub_tasks(known.hub, known.subset, make_draft, skip_broken=skip_broken)
+        return hub_tasks(known.hub, known.subset, make_draft, **chosen.rows())
     train, test = (_find(Path(data_dir), stem) for stem in (known.train, known.test))
     # Public files are as they are: `data show` says how many of their rows are left out.
-    return file_tasks(train, test, make_draft, skip_broken=True)
+    return file_tasks(train, test, make_draft, **{**chosen.rows(), "skip_broken": True})
 
 
 def _find(directory: Path, stem: str) -> Path:

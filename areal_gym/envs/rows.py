@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal_gym.errors import ConfigError, DataError, did_you_mean
+from areal_gym.errors import ConfigError, DataError, UsageError, did_you_mean
 
-__all__ = ["SourceRow", "read_file", "read_hub", "text_field"]
+__all__ = ["SourceRow", "read_file", "read_hub", "row_filter", "text_field"]
 
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
 _BY_DATASETS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
@@ -141,6 +141,39 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"cannot read {path}: {reason}") from None
+
+
+def row_filter(where: Mapping[str, Any] | None) -> Callable[[SourceRow], bool]:
+    """Which rows are meant: of each field its value, a list of values, or {"min": ..., "max": ...}.
+
+    Example: `row_filter({"subject": "Algebra", "level": {"max": 3}})`
+
+    Raises:
+        UsageError: a condition is none.
+    """
+    conditions = dict(where or {})
+    for name, wanted in conditions.items():
+        if isinstance(wanted, Mapping) and (not wanted or not {"min", "max"} >= set(wanted)):
+            raise UsageError(
+                f"where {name} = {dict(wanted)!r}", hints=["a range has a min, a max, or both"]
+            )
+
+    def is_meant(row: SourceRow) -> bool:
+        for name in conditions:
+            if name not in row.data:
+                near = did_you_mean(name, row.data) or f"it has: {', '.join(row.data)}"
+                raise DataError(f"{row.where}: no field {name!r} to filter by", hints=[near])
+        return all(_fits(row.data[name], wanted) for name, wanted in conditions.items())
+
+    return is_meant
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Mapping):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return bool(wanted.get("min", value) <= value <= wanted.get("max", value))
+    return value in wanted if isinstance(wanted, list | tuple) else bool(value == wanted)
 
 
 def text_field(row: SourceRow, name: str) -> str:

@@ -193,6 +193,7 @@ class RowTasks:
         test: held-out rows.
         skip_broken: leave out rows of which no task can be made; they are counted in
             `num_skipped`.
+        is_meant: which rows; the others are counted in `num_filtered`.
 
     Raises:
         DataError: a row is broken; the message names file and line.
@@ -207,9 +208,12 @@ class RowTasks:
         *,
         test: Iterable[SourceRow] | None = None,
         skip_broken: bool = False,
+        is_meant: Callable[[SourceRow], bool] | None = None,
     ) -> None:
         self.name = name
         self.num_skipped = 0
+        self.num_filtered = 0
+        self._is_meant = is_meant
         self.num_contaminated = 0
         """Training rows that were left out because the test split asks the same."""
         self._make_draft = make_draft
@@ -224,7 +228,8 @@ class RowTasks:
             self.num_contaminated = len(found) - len(kept)
             by_split = {"train": kept, "test": held_out}
         if not any(by_split.values()):
-            raise NothingToDoError(f"{name} has no rows")
+            filtered = f" left after {self.num_filtered} were filtered" if self.num_filtered else ""
+            raise NothingToDoError(f"{name} has no rows{filtered}")
         self._tasks = {
             split: [Task(id=row.id, data=row.data, split=split) for row in _distinct(rows)]
             for split, rows in by_split.items()
@@ -255,6 +260,9 @@ class RowTasks:
     def _read(self, rows: Iterable[SourceRow]) -> list[_Row]:
         found = []
         for row in rows:
+            if self._is_meant is not None and not self._is_meant(row):
+                self.num_filtered += 1
+                continue
             try:
                 draft = self._make_draft(row)
             except DataError:

@@ -120,7 +120,7 @@ class TirEnv(AnswerEnv):
             ```python); by default as the model's own chat template writes them.
         sandbox: where the code runs: the id of a sandbox, which episodes of one event loop share,
             or an object.
-        path: questions of a file instead of generated ones; with the next five, see `math`.
+        path: questions of a file instead of generated ones; with the next six, see `math`.
     """
 
     suspends = True
@@ -142,6 +142,7 @@ class TirEnv(AnswerEnv):
         question_field: str | None = None,
         answer_field: str | None = None,
         skip_broken: bool = False,
+        where: Mapping[str, Any] | None = None,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(
@@ -153,6 +154,7 @@ class TirEnv(AnswerEnv):
             question_field=question_field,
             answer_field=answer_field,
             skip_broken=skip_broken,
+            where=where,
             render_mode=render_mode,
         )
         self.max_turns = max_turns

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from areal_gym.gateway.server import Gateway
 
-__all__ = ["shared_gateway", "use_address"]
+__all__ = ["gateway_at", "shared_gateway"]
 
 
 @dataclass(slots=True)
@@ -27,16 +28,26 @@ class _Kept:
 _shared: dict[asyncio.AbstractEventLoop, _Kept] = {}
 
 
-def use_address(host: str, port: int, *, control_key: str | None = None) -> None:
-    """Where the running loop's gateway will listen, should anybody need it."""
+@asynccontextmanager
+async def gateway_at(
+    host: str, port: int, *, control_key: str | None = None
+) -> AsyncIterator[None]:
+    """Where the running loop's gateway listens, should anybody need it; closed at the end."""
     kept = _of_this_loop()
     kept.host, kept.port, kept.control_key = host, port, control_key
+    try:
+        yield
+    finally:
+        gateway, kept.gateway = kept.gateway, None
+        if gateway is not None:
+            await gateway.aclose()
 
 
 async def shared_gateway() -> Gateway:
     """The gateway of the running loop, started on first use.
 
-    It is closed when the loop shuts down its asynchronous generators, as `asyncio.run` does.
+    It is closed at the end of `gateway_at`; without that, when the loop shuts down its asynchronous
+    generators, as `asyncio.run` does.
 
     Raises:
         InfrastructureError: it cannot listen where it should.

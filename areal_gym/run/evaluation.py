@@ -11,7 +11,7 @@ from typing import Any
 from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine
 from areal_gym.errors import UsageError
-from areal_gym.gateway.shared import use_address
+from areal_gym.gateway.shared import gateway_at
 from areal_gym.learning_curve import CurvePoint
 from areal_gym.online import ONLINE, split_address
 from areal_gym.rendering import Renderer
@@ -64,10 +64,12 @@ def evaluate(
         )
 
     async def measure() -> EvalReport:
-        use_address(*split_address(config.gateway))
         parts = Parts.of(config)
         policy = checkpoint or policy_directory(config, parts, shown)[0]
-        async with open_engine(config, policy) as (engine, renderer):
+        async with (
+            open_engine(config, policy) as (engine, renderer),
+            gateway_at(*split_address(config.gateway)),
+        ):
             kept: list[Trajectory] = []
             label = f"evaluate ({'greedy' if greedy else 'sampled'})"
             shown.phase(label, config.eval.num_tasks * (1 if greedy else config.eval.num_samples))

@@ -6,16 +6,17 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from areal_gym.config import RunConfig
 from areal_gym.errors import UsageError
-from areal_gym.gateway.shared import shared_gateway, use_address
+from areal_gym.gateway.shared import gateway_at, shared_gateway
 from areal_gym.online import ONLINE, split_address
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.parts import Parts, open_engine, policy_directory
-from areal_gym.rundir import RunDir, write_atomic
+from areal_gym.rundir import RunDir
 
 __all__ = ["open_gateway", "serve"]
 
@@ -23,25 +24,37 @@ CONTROL_KEY, API_KEY = "AREAL_GYM_CONTROL_KEY", "AREAL_GYM_API_KEY"
 """Variables of the environment that hold secrets; without them, secrets are made up."""
 
 
-async def open_gateway(config: RunConfig, directory: RunDir, display: Display) -> None:
-    """Say where the run's gateway listens; that of an online run listens from now on.
+@asynccontextmanager
+async def open_gateway(
+    config: RunConfig, directory: RunDir, display: Display
+) -> AsyncIterator[None]:
+    """Say where the run's gateway listens; that of an online run listens at once.
 
     `gateway.json` of the run directory then tells programs where it is and with which control key.
     A resumed run has the same key, and with a fixed port the same address.
     """
+    address = split_address(config.gateway)
     if config.env.id != ONLINE:
-        use_address(*split_address(config.gateway))
+        async with gateway_at(*address):
+            yield
         return
     file = directory.path / "gateway.json"
     known = json.loads(file.read_text())["control_key"] if file.exists() else None
     key = os.environ.get(CONTROL_KEY) or known or f"agc-{secrets.token_urlsafe(24)}"
-    use_address(*split_address(config.gateway), control_key=key)
-    gateway = await shared_gateway()
-    file.touch(mode=0o600)
-    content = {"base_url": f"{gateway.url}/v1", "control_key": key}
-    write_atomic(file, json.dumps(content).encode())
-    file.chmod(0o600)
-    display.say(f"gateway: {gateway.url}/v1; the control key is in {file}")
+    async with gateway_at(*address, control_key=key):
+        gateway = await shared_gateway()
+        _write_secret(file, {"base_url": f"{gateway.url}/v1", "control_key": key})
+        display.say(f"gateway: {gateway.url}/v1; the control key is in {file}")
+        yield
+
+
+def _write_secret(file: Path, content: dict[str, str]) -> None:
+    """A JSON file that nobody else may read, not even while it is written."""
+    draft = file.with_suffix(".draft")
+    draft.unlink(missing_ok=True)
+    with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
+        json.dump(content, stream)
+    draft.replace(file)
 
 
 def serve(
@@ -73,8 +86,11 @@ def serve(
                 )
             parts = Parts.of(config)
         policy = checkpoint or policy_directory(config, parts, shown)[0]
-        use_address(*split_address(config.gateway), control_key=os.environ.get(CONTROL_KEY))
-        async with open_engine(config, policy) as (engine, renderer):
+        key = os.environ.get(CONTROL_KEY)
+        async with (
+            open_engine(config, policy) as (engine, renderer),
+            gateway_at(*split_address(config.gateway), control_key=key),
+        ):
             gateway = await shared_gateway()
             session = gateway.serve_policy(
                 engine, renderer, api_key=os.environ.get(API_KEY) or None

@@ -52,7 +52,7 @@ async def measure_gap(
     async def sample(index: int) -> TokenSequence:
         seed = derive_seed(config.seed, _PROBE, index)
         env = parts.make_env()
-        _, info = env.reset(seed=seed, options={"split": "train"})
+        _, info = await env.areset(seed=seed, options={"split": "train"})
         schemas = [tool.schema() for tool in env.tools]
         prompt = renderer.first_ids(info["messages"], schemas)
         await env.aclose()

@@ -151,6 +151,7 @@ class _Training:
         parts = Parts.of(config)
         loggers = Loggers(make_loggers(config), display.say)
         self._announce(directory, used)
+        self._warn_of_contamination(parts)
         policy, warm_start = policy_directory(config, parts, display)
         if is_resumed:
             require_same_start(directory, policy)
@@ -191,7 +192,7 @@ class _Training:
                 await weight_sync.publish(weights_for(weight_sync, learner), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
-            await open_gateway(config, directory, display)
+            await stack.enter_async_context(open_gateway(config, directory, display))
             player = await stack.enter_async_context(
                 open_workers(config, parts, policy, engine, cluster)
             )
@@ -385,6 +386,23 @@ class _Training:
             if journal is not None:
                 journal.close()
         return time.perf_counter() - start_s
+
+    def _warn_of_contamination(self, parts: Parts) -> None:
+        """Say so when what is measured on is learned from; splits without end are kept apart."""
+        from areal_gym.envs.contamination import find_contamination
+
+        split, env = self.config.eval.split, parts.make_env()
+        if split == "train":
+            self.display.say("warning: eval.split = train: what is learned from is measured on")
+        elif all(env.num_tasks(name) is not None for name in ("train", split)):
+            found = find_contamination(env, heldout=split)
+            if found.overlaps:
+                self.display.say(
+                    f"warning: {len(found.overlaps)} of {found.num_heldout:,} questions in split "
+                    f"{split!r} are learned from as well, {found.num_same} of them word for word "
+                    f"(areal-gym data check {self.config.env.id})"
+                )
+        env.close()
 
     def _announce(self, directory: RunDir, used: Iterable[Any]) -> None:
         config = self.config

@@ -5,17 +5,21 @@ import math
 from itertools import pairwise
 
 import openai
+import torch
 from gates import CALL, Slow, gate, post, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import RecordingEngine
 
 from areal_gym.capture import Conversations, Recorder
+from areal_gym.config import TrainerConfig
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import EngineError
-from areal_gym.trainer.sequences import make_sequences
-from areal_gym.types import StopReason, Task, Trajectory
+from areal_gym.trainer.experience import advantage_inputs
+from areal_gym.trainer.sequences import make_sequences, sequences_of
+from areal_gym.trainer.token_advantages import gae
+from areal_gym.types import Group, StopReason, Task, Trajectory
 
 HI = {"role": "user", "content": "Hi."}
 MORE = {"role": "user", "content": "More."}
@@ -89,11 +93,12 @@ def test_a_rewritten_history_forks_and_every_token_is_trained_once():
 
     trajectory, engine = asyncio.run(run())
     assert len(trajectory.branches) == 4
-    assert [len({s.turn for s in branch}) for branch in trajectory.branches] == [3, 1, 1, 1]
-    forked = trajectory.branches[1]
+    # In the order in which they ended.
+    assert [len({s.turn for s in branch}) for branch in trajectory.branches] == [1, 3, 1, 1]
+    forked, plain = trajectory.branches[:2]
     assert forked[0].origin == "prompt"  # begins with ids that are trained on elsewhere
-    sampled_first = trajectory.branches[0][1].token_ids
-    start = len(trajectory.branches[0][0])
+    sampled_first = plain[1].token_ids
+    start = len(plain[0])
     assert forked[0].token_ids[start : start + len(sampled_first)] == sampled_first
     check_branches(trajectory, engine)
 
@@ -255,6 +260,47 @@ def test_sub_agents_and_parallel_calls_have_branches_of_their_own():
     for before, after in pairwise(trajectory.branches):
         assert max(s.turn for s in before) < min(s.turn for s in after)
     check_branches(trajectory, engine)
+
+
+def test_what_an_episode_earns_counts_for_all_who_worked_towards_it():  # trap 8
+    """A boss asks two helpers at once and gets the reward, also where turns are discounted."""
+
+    async def run():
+        async with gate() as (gateway, _):
+            engine = ScriptedEngine(lambda question: "word")
+            session = recorded(gateway, engine)
+
+            async def ask(*messages):
+                _, answer, _ = await post(session, "/chat/completions", {"messages": messages})
+                return answer["choices"][0]["message"]
+
+            plan = await ask(HI)
+            helpers = [{"role": "system", "content": f"Helper {i}."} for i in range(2)]
+            await asyncio.gather(*(ask(helper, HI) for helper in helpers))
+            await ask(HI, plan, MORE)
+            session.give_reward(1.0)
+            return trajectory_of(session.recorder)
+
+    trajectory = asyncio.run(run())
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 0.0, 1.0]
+    rows = make_sequences(trajectory)
+    assert [len(set(row.turn_ids)) for row in rows] == [1, 1, 2]  # helpers, then the boss
+    inputs = advantage_inputs(rows, TrainerConfig(), 10)
+    returns_T = gae(
+        inputs.rewards_G,
+        inputs.group_ids_G,
+        rewards_T=inputs.rewards_T,
+        trajectory_ids_T=inputs.trajectory_ids_T,
+        turn_ids_T=inputs.turn_ids_T,
+        values_T=torch.zeros_like(inputs.rewards_T),
+        discount=0.5,
+        unit="turn",
+    ).advantages_T
+    by_turn = [float(returns_T[inputs.turn_ids_T == turn][0]) for turn in range(4)]
+    assert by_turn == [0.125, 0.25, 0.5, 1.0]
+    # Estimators per trajectory give all tokens of all branches one advantage.
+    group = Group(id="g", task=trajectory.task, trajectories=(trajectory, trajectory))
+    assert {row.trajectory_id for row in sequences_of([group])} == {0, 1}
 
 
 def test_what_follows_a_stop_string_is_not_trained_on():  # trap 34

@@ -30,6 +30,7 @@ SMALL = [
 RUNS = {
     "synchronous": ["env.id=tir", "steps=2"],
     "asynchronous": ["env.id=tir", "steps=4", "rollout.max_staleness=2"],
+    "mixed": ["env.id=mix", "steps=1", "eval.num_tasks=4", "rollout.batch_groups=8"],
     # Whatever an algorithm can add: corrections, a reference, shaped rewards, a critic, a gate.
     "m2po": [
         "env.id=shaped",

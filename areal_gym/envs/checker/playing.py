@@ -44,7 +44,7 @@ def play(
 
 async def play_async(env: TextEnv, policy: Policy, seed: int) -> list[StepResult]:
     """Play one episode among others, and release what it held."""
-    env.reset(seed=seed)
+    await env.areset(seed=seed)
     steps: list[StepResult] = []
     while not _is_over(steps):
         steps.append(await env.astep(policy(env)))

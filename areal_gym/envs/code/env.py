@@ -49,7 +49,7 @@ class CodeEnv(QuestionEnv):
     Data: generated; or yours. History: v0.
 
     Args:
-        level: 1 (an expression) to 3 (filter, map and reduce a list).
+        level: 1 (two steps on a number) to 3 (filter, map and reduce a list).
         path: a file of tasks instead of generated ones.
         test_path: a file of held-out tasks; without it a tenth of `path` is held out.
         skip_broken: leave broken rows out.

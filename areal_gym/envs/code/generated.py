@@ -73,28 +73,28 @@ def code_tasks(level: int) -> GeneratedTasks:
 
 def _draft(rng: random.Random, level: int) -> Draft:
     name = rng.choice(_NAMES)
+    first, second = (rng.choice(_maps(rng.randint(2, 60))) for _ in range(2))
     if level == 1:
-        part = rng.choice(_maps(rng.randint(2, 60)))
-        words = f"takes a number x and returns it {part.words}"
-        solution = f"def {name}(x):\n    return {part.source}"
+        words = f"takes a number x and returns it {first.words}, then {second.words}"
+        solution = f"def {name}(x):\n    x = {first.source}\n    return {second.source}"
         inputs: list[Any] = rng.sample(range(100), _NUM_TESTS)
-        return _made(name, words, solution, inputs, part.function)
-    chosen = rng.choice(_conditions(rng.randint(2, 20)))
+        return _made(name, words, solution, inputs, lambda x: second.function(first.function(x)))
     result = rng.choice(_RESULTS)
-    mapped = rng.choice(_maps(rng.randint(2, 20))) if level == 3 else None
-    words = f"takes a list of numbers and returns {result.words} of those {chosen.words}"
-    source = "x"
-    if mapped is not None:
-        words += f", each {mapped.words}"
-        source = mapped.source
+    chosen = rng.choice(_conditions(rng.randint(2, 20))) if level == 3 else None
+    those = "all of them" if chosen is None else f"those {chosen.words}"
+    words = (
+        f"takes a list of numbers and returns {result.words} of {those}, "
+        f"each {first.words}, then {second.words}"
+    )
+    kept = "numbers" if chosen is None else f"[x for x in numbers if {chosen.source}]"
     solution = (
-        f"def {name}(numbers):\n    values = [{source} for x in numbers if {chosen.source}]\n"
-        f"    return {result.source}"
+        f"def {name}(numbers):\n    values = [{first.source} for x in {kept}]\n"
+        f"    values = [{second.source} for x in values]\n    return {result.source}"
     )
 
     def function(numbers: list[int]) -> Any:
-        kept = [x for x in numbers if chosen.function(x)]
-        return result.function([mapped.function(x) for x in kept] if mapped else kept)
+        kept = [x for x in numbers if chosen is None or chosen.function(x)]
+        return result.function([second.function(first.function(x)) for x in kept])
 
     inputs = [[rng.randint(0, 40) for _ in range(rng.randint(1, 8))] for _ in range(_NUM_TESTS - 1)]
     return _made(name, words, solution, [[], *inputs], function)

@@ -51,8 +51,7 @@ class SearchEnv(QuestionEnv):
     Data: generated; or yours. History: v0.
 
     Args:
-        hops: of the built-in questions, how many passages they take (1 to 3); None is all. Also
-            which questions of a file, where its rows say.
+        hops: of the built-in questions, how many passages they take (1 to 3); None is all.
         corpus: a file of passages ({"id", "title", "text"}); None is the built-in world.
         questions: a file of questions ({"question", "answers", "support"}) about the corpus.
         test_questions: a file of held-out questions.
@@ -69,6 +68,8 @@ class SearchEnv(QuestionEnv):
         citations: which share of the reward is for citing the supporting passages.
         tool_dialect: how calls are written; by default as the model's own chat template does.
         skip_broken: leave rows out that have no question or no answer.
+        where: only questions of a file whose fields have these values: {"hops": 2},
+            {"type": ["bridge", "comparison"]}, {"hops": {"min": 2}}.
 
     Raises:
         ConfigError: the retriever needs a package that is not installed.
@@ -98,6 +99,7 @@ class SearchEnv(QuestionEnv):
         citations: float = 0.0,
         tool_dialect: str | None = None,
         skip_broken: bool = False,
+        where: Mapping[str, Any] | None = None,
         render_mode: str | None = None,
     ) -> None:
         if (corpus is not None and questions is None) or (
@@ -113,7 +115,9 @@ class SearchEnv(QuestionEnv):
             tasks = _world_tasks(chosen)
         else:
             test = None if test_questions is None else Path(test_questions)
-            tasks = _question_tasks(Path(questions), test, skip_broken)
+            tasks = _question_tasks(
+                Path(questions), test, skip_broken, json.dumps(dict(where or {}))
+            )
         super().__init__(tasks, render_mode=render_mode)
         self.max_turns = max_turns
         self.max_tool_calls = max_tool_calls
@@ -286,8 +290,8 @@ def _world_tasks(hops: tuple[int, ...] | None) -> RowTasks:
 
 
 @cache
-def _question_tasks(path: Path, test_path: Path | None, skip_broken: bool) -> RowTasks:
-    return file_tasks(path, test_path, _draft, skip_broken=skip_broken)
+def _question_tasks(path: Path, test_path: Path | None, skip_broken: bool, where: str) -> RowTasks:
+    return file_tasks(path, test_path, _draft, skip_broken=skip_broken, where=json.loads(where))
 
 
 def _draft(row: SourceRow) -> Draft:

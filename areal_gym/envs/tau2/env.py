@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.tau2.actions import parse_action
-from areal_gym.envs.tau2.chat import ChatClient
 from areal_gym.envs.tau2.data import POLICIES
 from areal_gym.envs.tau2.evaluation import Call, Verdict
-from areal_gym.envs.tau2.gold import gold_texts
+from areal_gym.envs.tau2.gold import gold_text
 from areal_gym.envs.tau2.judge import Judge, LLMJudge, NoJudge
 from areal_gym.envs.tau2.mock import Borrower, library_closing
 from areal_gym.envs.tau2.simulation import Simulation
@@ -228,12 +228,12 @@ class Tau2Env(TextEnv):
         simulation = self._simulation
         assert simulation is not None
         is_mock = simulation.domain.name == "mock"
-        texts = gold_texts(
+        return gold_text(
             simulation.case,
+            self.num_turns,
             is_solo=simulation.is_solo,
             closing=library_closing(self.task.data) if is_mock else None,
         )
-        return texts[min(self.num_turns, len(texts) - 1)]
 
 
 def _with_action_string(message: Message) -> Message:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from areal_gym.envs.tau2.chat import ChatClient
+from areal_gym.envs.chat_client import ChatClient
 from areal_gym.errors import EnvError
 
 __all__ = ["Judge", "LLMJudge", "NoJudge"]

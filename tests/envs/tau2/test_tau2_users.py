@@ -10,8 +10,8 @@ from small_shop import shop_case, shop_domain, telecom_world
 from tau2_data import DATA, needs_data
 
 import areal_gym
+from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.checker import play
-from areal_gym.envs.tau2.chat import ChatClient
 from areal_gym.envs.tau2.judge import LLMJudge
 from areal_gym.envs.tau2.users.base import (
     GIVE_UP,
@@ -146,6 +146,13 @@ def converse(world, owner, text):
         ("Give the messaging app the storage permission.", "grant_app_permission"),
         ("Please check your payment request.", "check_payment_request"),
         ("What are your APN settings?", "check_apn_settings"),
+        ("Is your data roaming turned on?", "check_network_status"),
+        ("Wi-Fi calling should be on for that.", "toggle_wifi_calling"),
+        ("Your signal is weak: please restart your phone.", "reboot_device"),
+        ("Restart your phone, then turn Wi-Fi on.", "reboot_device"),
+        ("Please run `toggle_data_saver_mode`.", "toggle_data_saver_mode"),
+        ("Use toggle_airplane_mode to turn airplane mode on.", "toggle_airplane_mode"),
+        ("Please do: check_sim_status", "check_sim_status"),
     ],
 )
 def test_requests_in_a_models_own_words(text, tool):
@@ -180,6 +187,7 @@ def test_it_ends_when_its_trouble_is_over():
         ("May I have your phone number?", "I am Cy Roe with phone number 555."),
         ("Shall I add 2 GB of data for $4?", "Yes, you may add 2.0 GB of data."),
         ("Would you like to upgrade your plan?", "No, I do not want to change my plan."),
+        ("Your mobile data is used up. May I refuel 2 GB?", "Yes, you may add 2.0 GB of data."),
         ("Shall I proceed?", "Yes, please."),
         ("YOU ARE BEING TRANSFERRED TO A HUMAN AGENT. PLEASE HOLD ON.", TRANSFER),
         ("Xyzzy.", "I am not sure what you would like me to do. One step at a time, please."),
@@ -240,7 +248,7 @@ class Server:
 
 @pytest.fixture
 def serve(monkeypatch):
-    monkeypatch.setattr("areal_gym.envs.tau2.chat.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("areal_gym.envs.chat_client.FIRST_WAIT_S", 0.001)
     servers = []
 
     def start(*answers):
@@ -313,7 +321,7 @@ def test_a_server_that_fails_is_an_error_and_no_reward(serve, shop, answers):
 
 
 def test_nobody_listens(shop, monkeypatch):
-    monkeypatch.setattr("areal_gym.envs.tau2.chat.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("areal_gym.envs.chat_client.FIRST_WAIT_S", 0.001)
     user = LLMUser(shop[0], ChatClient("http://127.0.0.1:9/v1/"))
     user.open("Hi!")
     with pytest.raises(EnvError, match=":9/v1/chat/completions gave no answer"):

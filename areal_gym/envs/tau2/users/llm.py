@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_gym.envs.tau2.chat import ChatClient
+from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.tau2.users.base import Scene, UserTurn, opening_of
 from areal_gym.envs.tau2.world import CallResult, load_tools
 from areal_gym.errors import EnvError

@@ -1,0 +1,106 @@
+"""Is what is measured on in what is learned from? Questions in common, or nearly so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from areal_gym.envs.base import TextEnv
+from areal_gym.envs.tasks import key_of_text
+
+__all__ = ["Contamination", "Overlap", "find_contamination"]
+
+_SHINGLE = 8
+"""Words in a row that two different questions seldom share."""
+_MAX_TASKS = 20_000
+_NUM_GENERATED = 1_000
+"""Tasks of a split without end that are looked at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """A held-out task, and a training task that asks the same, or nearly."""
+
+    heldout_id: str
+    train_id: str
+    similarity: float
+    """1: the same words; else the share of the held-out question's eight-word passages that the
+    training question has, too."""
+    question: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contamination:
+    """What two splits have in common."""
+
+    num_train: int
+    """Tasks that were looked at."""
+    num_heldout: int
+    overlaps: Sequence[Overlap]
+
+    @property
+    def num_same(self) -> int:
+        """Held-out questions that training asks word for word."""
+        return sum(overlap.similarity == 1 for overlap in self.overlaps)
+
+
+def find_contamination(
+    env: TextEnv, *, train: str = "train", heldout: str = "test", threshold: float = 0.8
+) -> Contamination:
+    """Compare the questions of two splits: the last message that opens an episode.
+
+    Of each held-out task, the most similar training task is reported if it is as similar as
+    `threshold`. Up to 20,000 tasks of a split are looked at, or 1,000 where it has no end.
+
+    Raises:
+        UsageError: there is no such split.
+    """
+    learned = list(_questions(env, train))
+    measured = list(_questions(env, heldout))
+    same = {key_of_text(text): id for id, text in reversed(learned)}
+    by_shingle: dict[int, list[int]] = {}
+    for number, (_, text) in enumerate(learned):
+        for shingle in _shingles(text):
+            by_shingle.setdefault(shingle, []).append(number)
+    overlaps = []
+    for id, text in measured:
+        twin = same.get(key_of_text(text))
+        if twin is not None:
+            overlaps.append(_overlap(id, twin, 1.0, text))
+        elif found := _nearest(_shingles(text), by_shingle, threshold):
+            number, similarity = found
+            # Rewordings may have all the passages, and are not the same.
+            overlaps.append(_overlap(id, learned[number][0], min(similarity, 0.999), text))
+    return Contamination(
+        num_train=len(learned), num_heldout=len(measured), overlaps=tuple(overlaps)
+    )
+
+
+def _overlap(heldout_id: str, train_id: str, similarity: float, question: str) -> Overlap:
+    return Overlap(
+        heldout_id=heldout_id, train_id=train_id, similarity=similarity, question=question
+    )
+
+
+def _questions(env: TextEnv, split: str) -> Iterable[tuple[str, str]]:
+    limit = env.num_tasks(split)
+    for index in range(_NUM_GENERATED if limit is None else min(limit, _MAX_TASKS)):
+        text, info = env.reset(seed=0, options={"split": split, "index": index})
+        yield info["task_id"], text
+
+
+def _shingles(text: str) -> set[int]:
+    words = key_of_text(text).split()
+    return {hash(tuple(words[i : i + _SHINGLE])) for i in range(len(words) - _SHINGLE + 1)}
+
+
+def _nearest(
+    shingles: set[int], by_shingle: Mapping[int, Sequence[int]], threshold: float
+) -> tuple[int, float] | None:
+    counts = Counter(number for shingle in shingles for number in by_shingle.get(shingle, ()))
+    if not counts:
+        return None
+    number, count = min(counts.items(), key=lambda item: (-item[1], item[0]))
+    similarity = count / len(shingles)
+    return (number, similarity) if similarity >= threshold else None

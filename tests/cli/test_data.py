@@ -1,0 +1,86 @@
+"""`areal-gym data show` and `data check`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from areal_gym.cli import app
+
+
+def run(capsys, *argv):
+    code = app.run(["data", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def questions(path, texts):
+    rows = ({"question": text, "answer": str(n)} for n, text in enumerate(texts))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_tasks_are_shown_as_a_table(capsys):
+    code, out, err = run(capsys, "show", "countdown", "-n", "3", "num_numbers=3")
+    assert code == 0
+    header, *lines = out.splitlines()
+    assert header.split() == ["index", "task", "asked", "data"]
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+    assert all("Use each of" in line and "solution=" in line for line in lines)
+    assert "train: generated without end" in err
+
+
+def test_tasks_are_shown_whole_as_json(capsys):
+    code, out, _ = run(
+        capsys, "show", "math", "--split", "test", "--first", "4", "-n", "2", "--json"
+    )
+    shown = json.loads(out)
+    assert code == 0
+    assert [task["index"] for task in shown["tasks"]] == [4, 5]
+    assert shown["tasks"][0]["split"] == "test"
+    assert shown["tasks"][0]["messages"][1]["content"] == shown["tasks"][0]["data"]["question"]
+    assert shown["num_tasks"] == {"train": None, "test": None}
+
+
+def test_what_was_left_out_is_said(capsys, tmp_path):
+    train = questions(tmp_path / "train.jsonl", ["a?", "b?", "c?"])
+    with train.open("a") as file:
+        file.write('{"question": "d?", "answer": null}\n')
+    test = questions(tmp_path / "test.jsonl", ["A?"])
+    settings = [f"path={train}", f"test_path={test}"]
+    code, _, err = run(capsys, "show", "math", *settings)
+    assert code == 2
+    assert "train.jsonl, line 4" in err
+    code, out, err = run(capsys, "show", "math", *settings, "skip_broken=true")
+    assert code == 0
+    assert len(out.splitlines()) == 3
+    assert "train: 2 tasks" in err
+    assert "1 broken rows were left out" in err
+    assert "1 training rows were left out: the test split asks the same" in err
+
+
+@pytest.mark.parametrize(("train", "code"), [("other", 0), ("same", 1)])
+def test_contamination_is_an_exit_code(capsys, tmp_path, train, code):
+    words = "one two three four five six seven eight nine ten eleven twelve"
+    heldout = questions(tmp_path / "h.jsonl", [f"{words} what?"])
+    text = f"{words} what!" if train == "same" else "something else"
+    learned = questions(tmp_path / "t.jsonl", [text])
+    got, out, err = run(capsys, "check", "math", f"path={learned}", f"test_path={heldout}")
+    assert got == code
+    assert f"{code} of 1 questions in test are in train" in err
+    assert ("0.83" in out) == bool(code)
+    got, out, _ = run(capsys, "check", "math", f"path={learned}", f"test_path={heldout}", "--json")
+    assert got == code
+    assert len(json.loads(out)["overlaps"]) == code
+
+
+def test_mistakes_are_explained(capsys):
+    code, _, err = run(capsys, "show", "mtah")
+    assert code == 2
+    assert "did you mean 'math'?" in err
+    code, _, err = run(capsys, "show", "math", "levle=2")
+    assert code == 2
+    assert "did you mean 'level'?" in err
+    code, _, err = run(capsys, "show", "math", "--split", "tset")
+    assert code == 2

@@ -1,0 +1,120 @@
+"""Training and evaluating in an environment that another process serves: as at home."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from areal_gym.cli.app import run
+from areal_gym.modeling.checkpoint import load_checkpoint
+
+SMALL = [
+    *("--steps", "2", "--plain", "deterministic=true", "engine.max_context=256"),
+    *("rollout.batch_groups=2", "rollout.group_size=2", "rollout.max_new_tokens=8"),
+    *("eval.num_tasks=4", "trainer.advantage=reinforce"),
+]
+
+
+@contextmanager
+def served(*argv):
+    """`areal-gym serve-env`, as people start it; gives what it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "areal_gym", "serve-env", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield {**json.loads(line), "process": process}
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert "Traceback" not in err, err
+        assert process.returncode in (130, -signal.SIGKILL)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trajectories(directory):
+    found = [row for path in sorted((directory / "trajectories").iterdir()) for row in rows(path)]
+    for row in found:
+        row.pop("env_id")
+        for turn in row["turns"]:
+            del turn["engine_s"], turn["env_s"]
+    return sorted(found, key=lambda row: row["id"])
+
+
+def weights(directory):
+    (newest,) = sorted((directory / "checkpoints").glob("step-*2"))
+    return load_checkpoint(newest).state_dict()
+
+
+def test_a_run_over_http_is_the_run_at_home(tiny_policy, tmp_path):
+    with served("tir", "level=1") as server:
+        there, here = tmp_path / "there", tmp_path / "here"
+        for out, env in ((there, f"remote:{server['url']}"), (here, "tir")):
+            level = [] if "remote" in env else ["env.kwargs.level=1"]
+            policy = f"engine.model={tiny_policy}"
+            assert run(["train", "--env", env, "--out", str(out), *SMALL, policy, *level]) == 0
+        assert trajectories(there) == trajectories(here)
+        ours, theirs = weights(here), weights(there)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_evaluation_over_http_is_the_one_at_home(tiny_policy, tmp_path, capsys):
+    with served("countdown", "num_numbers=3") as server:
+        reports = []
+        for env, settings in (
+            (f"remote:{server['url']}", []),
+            ("countdown", ["env.kwargs.num_numbers=3"]),
+        ):
+            argv = ["eval", "--env", env, "--checkpoint", str(tiny_policy), "-n", "6", "--json"]
+            code = run([*argv, "rollout.max_new_tokens=8", "engine.max_context=256", *settings])
+            report = json.loads(capsys.readouterr().out)
+            assert code == 0
+            assert report.pop("env") == env
+            reports.append({k: v for k, v in report.items() if not k.endswith("_s")})
+        assert reports[0] == reports[1]
+        assert reports[0]["num_tasks"] == 6
+
+
+def test_a_server_that_dies_stops_the_run_and_says_why(tiny_policy, tmp_path, capsys):
+    with served("countdown") as server:
+        url = server["url"]
+        server["process"].kill()
+        server["process"].wait()
+        argv = ["train", "--env", f"remote:{url}", "--out", str(tmp_path / "run"), *SMALL]
+        assert run([*argv, f"engine.model={tiny_policy}"]) == 3
+        told = capsys.readouterr().err
+        assert f"cannot reach the environment at {url}" in told
+        assert "areal-gym serve-env" in told
+
+
+def test_what_cannot_be_served_is_said_at_once(capsys):
+    assert run(["serve-env", "tri"]) == 2
+    assert "did you mean 'tir'" in capsys.readouterr().err
+    assert run(["serve-env", "tir", "level=9"]) == 2
+    assert run(["play", "remote:http://127.0.0.1:1"]) == 3
+    assert "cannot reach the environment at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_beyond_this_machine_it_makes_up_a_token():
+    with served("countdown", "--host", "0.0.0.0") as server:
+        assert len(server["token"]) >= 32
+    with served("countdown") as server:
+        assert server["token"] is None
+
+
+pytestmark = pytest.mark.slow
