@@ -245,8 +245,9 @@ def _examples(run: RunDir) -> list[tuple[str, Mapping[str, Any]]]:
     if not files:
         return []
     file = TrajectoryFile(max(files))
-    order = sorted(range(len(file)), key=lambda place: -file.heads[place].summary["reward"])
-    best, worst = _apart(file, order), _apart(file, order[::-1])
+    rows = [head.summary for head in file.page()]
+    order = sorted(range(len(rows)), key=lambda place: -rows[place]["reward"])
+    best, worst = _apart(rows, order), _apart(rows, order[::-1])
     worst = [place for place in worst if place not in best]
     return [
         *(("best", file.read_head(place)) for place in best),
@@ -254,10 +255,10 @@ def _examples(run: RunDir) -> list[tuple[str, Mapping[str, Any]]]:
     ]
 
 
-def _apart(file: TrajectoryFile, order: Sequence[int]) -> list[int]:
+def _apart(rows: Sequence[Mapping[str, Any]], order: Sequence[int]) -> list[int]:
     chosen: dict[str, int] = {}
     for place in order:
-        chosen.setdefault(file.heads[place].summary["group"], place)
+        chosen.setdefault(rows[place]["group"], place)
     return list(chosen.values())[:_EXAMPLES]
 
 

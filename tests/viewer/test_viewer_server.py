@@ -77,7 +77,8 @@ def test_everything_is_there_to_be_read(root):
     assert curves["step"] == [2, 3]
     assert curves["columns"]["reward/mean"] == [0.3, 0.35]
     page = read(app, "/api/runs/one/step-000002?start=4&limit=2")
-    assert page["total"] == 16
+    assert not page["is_last"]
+    assert len(read(app, "/api/runs/one/step-000002")["columns"]["id"]) == 16
     assert page["columns"]["id"] == ["g0001-0", "g0001-1"]
     assert page["columns"]["staleness"] == [0, 1]
     assert set(page["columns"]["advantage"]) <= {0.5, -0.5}
@@ -169,7 +170,7 @@ def test_half_a_character_that_a_policy_sampled_is_no_failure(tmp_path):
     with RunDir.open(path, "resume") as run:
         add_step(run, 2, [trajectory(0, messages=messages)])
     app = server.make_app(Catalog([path]))
-    assert read(app, "/api/runs/torn/step-000002")["total"] == 1
+    assert read(app, "/api/runs/torn/step-000002")["is_last"]
     assert read(app, "/api/runs/torn/step-000002/0")["messages"][0]["content"] == "?"
 
 
@@ -205,8 +206,8 @@ def test_a_file_is_listed_without_its_tokens_and_read_with_them(tmp_path):
     ]
     file = TrajectoryFile(RunDir(tmp_path).save_trajectories(wanted, name=3))
     assert file.step == 3
-    assert [head.summary["id"] for head in file.heads] == [one.id for one in wanted]
-    assert [head.summary["tokens"] for head in file.heads] == [6, 6, 6]
+    assert [head.summary["id"] for head in file.page()] == [one.id for one in wanted]
+    assert [head.summary["tokens"] for head in file.page()] == [6, 6, 6]
     for place, one in enumerate(wanted):
         assert type(one).from_dict(file.read(place)) == one
         assert "spans" not in file.read_head(place)
@@ -216,7 +217,7 @@ def test_a_file_is_listed_without_its_tokens_and_read_with_them(tmp_path):
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "step-000001.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"step-000001.*line 1 is no trajectory"):
-        TrajectoryFile(tmp_path / "step-000001.jsonl")
+        TrajectoryFile(tmp_path / "step-000001.jsonl").page()
 
 
 def test_branches_of_one_trajectory_are_read_as_one(tmp_path):
@@ -224,7 +225,7 @@ def test_branches_of_one_trajectory_are_read_as_one(tmp_path):
     other = {**row, "advantages": [0.25], "logprobs": [-3.0]}
     RunDir(tmp_path).save_trained([row, other], step=1)
     found = TrainedFile(RunDir(tmp_path).trained_dir / "step-000001.jsonl")
-    assert found.advantages == {4: 0.5}
+    assert [found.advantage(place) for place in (3, 4, 5)] == [None, 0.5, None]
     assert found.read(4) == {"advantages": [0.5, 0.5, 0.25], "logprobs": [-1.0, -2.0, -3.0]}
     assert found.read(0) is None
 
@@ -235,7 +236,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
     catalog = Catalog([tmp_path / "a", tmp_path / "b"])
     assert [run.name for run in catalog.runs()] == ["run", "run~2"]
     assert catalog.run("run~2").path == tmp_path / "b" / "run"
-    assert rows(catalog.run("run"), "step-000001")["total"] == 1
+    assert rows(catalog.run("run"), "step-000001")["is_last"]
     assert detail(catalog.run("run~2"), "step-000001", 0)["id"] == "g0000-0"
 
 
