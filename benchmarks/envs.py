@@ -7,6 +7,9 @@ Five-turn tool episodes with a scripted policy, everything in one process and on
 
 and `tir` with its real sandbox, a fresh interpreter per call or one per episode. CPU time is that
 of this process; the sandbox's processes are its children and show in the wall time only.
+
+With `--gold`: every built-in environment, played by its own gold policy, with 1, 64 and 1,024
+episodes in flight, and the resident memory that this adds.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
+import areal_gym
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tir import TirEnv, python_call, tir_tasks
 from areal_gym.envs.tools import tool
+from areal_gym.metrics import rss_mb
 from areal_gym.rollout.episode import play_episode
 
 NUM_TURNS = 5
@@ -97,10 +103,42 @@ async def tir(num_episodes: int, num_in_flight: int, *, stateful: bool) -> None:
     await asyncio.gather(*(play_on() for _ in range(num_in_flight)))
 
 
+async def gold(num_episodes: int, num_in_flight: int, *, env_id: str) -> None:
+    seeds = iter(range(num_episodes))
+    envs = [areal_gym.make(env_id) for _ in range(num_in_flight)]
+
+    async def play_on(env: TextEnv) -> None:
+        for seed in seeds:
+            env.reset(seed=seed)
+            is_over = False
+            while not is_over:
+                result = await env.astep(env.gold_action())
+                is_over = result.terminated or result.truncated
+        await env.aclose()
+
+    await asyncio.gather(*map(play_on, envs))
+
+
+def measure_gold(num_episodes: int) -> list[dict[str, Any]]:
+    rows = []
+    for env_id in ("math", "countdown", "code", "search", "tir", "tau2/mock", "mix"):
+        for num_in_flight in (1, 64, 1024):
+            before_mb = rss_mb()
+            num = max(num_episodes, num_in_flight)
+            run = partial(gold, env_id=env_id)
+            rows.append(measure(env_id, run, num, num_in_flight, num_runs=1))
+            rows[-1]["added_mb"] = rss_mb() - before_mb
+    return rows
+
+
 def measure(
-    name: str, run: Callable[[int, int], Awaitable[None]], num_episodes: int, num_in_flight: int
+    name: str,
+    run: Callable[[int, int], Awaitable[None]],
+    num_episodes: int,
+    num_in_flight: int,
+    num_runs: int = 3,
 ) -> dict[str, Any]:
-    """The best of three runs, after a short one to warm up."""
+    """The best of the runs, each after a short one to warm up."""
 
     async def timed() -> tuple[float, float]:
         await run(min(64, num_episodes), min(64, num_in_flight))
@@ -108,7 +146,7 @@ def measure(
         await run(num_episodes, num_in_flight)
         return time.perf_counter() - wall, time.process_time() - cpu
 
-    runs = [asyncio.run(timed()) for _ in range(3)]
+    runs = [asyncio.run(timed()) for _ in range(num_runs)]
     wall_s, cpu_s = min(run[0] for run in runs), min(run[1] for run in runs)
     return {
         "name": name,
@@ -123,7 +161,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--episodes", type=int, default=4096, help="of the in-memory environment")
+    parser.add_argument("--gold", action="store_true", help="every environment's gold policy")
     arguments = parser.parse_args()
+    if arguments.gold:
+        rows = measure_gold(min(arguments.episodes, 512))
+        if arguments.json:
+            print(json.dumps({"benchmark": "envs, gold", "rows": rows}))
+            return
+        print(f"{'':12}{'in flight':>10}{'episodes/s':>12}{'CPU ms each':>13}{'added MB':>10}")
+        for row in rows:
+            print(
+                f"{row['name']:12}{row['num_in_flight']:10}{row['episodes_per_s']:12,.0f}"
+                f"{row['cpu_ms_per_episode']:13.3f}{row['added_mb']:10.1f}"
+            )
+        return
     num = arguments.episodes
     rows = [measure("bare", bare, num, k) for k in (64, 1024)]
     rows += [measure("recorded", recorded, num, k) for k in (64, 1024)]
