@@ -229,7 +229,8 @@ class RunDir:
             number = path.stem.removeprefix("step-")
             if number.isdigit() and int(number) > step:
                 _remove(path)
-        self.summary_file.unlink(missing_ok=True)
+        for file in (self.summary_file, self.report_file):
+            file.unlink(missing_ok=True)
 
     # ---- reading -----------------------------------------------------------------------------
 

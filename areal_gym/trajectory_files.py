@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from areal_gym.errors import DataError
+from areal_gym.errors import DataError, UnknownIdError
 
 __all__ = ["Head", "TrainedFile", "TrajectoryFile", "step_of"]
 
@@ -39,13 +41,12 @@ class Head:
 
 
 class TrajectoryFile:
-    """One of the files in `trajectories/`, indexed. Such files appear whole and never grow.
+    """One of the files in `trajectories/`, indexed as far as somebody has looked.
+
+    Such files appear whole and never grow. Several threads may look.
 
     Args:
         path: the file.
-
-    Raises:
-        DataError: a line is no trajectory.
     """
 
     COLUMNS = (
@@ -71,21 +72,38 @@ class TrajectoryFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.step = step_of(path)
-        self.heads: Sequence[Head] = list(self._index())
+        self._heads: list[Head] = []
+        self._rest = self._index()
+        self._lock = Lock()
 
-    def __len__(self) -> int:
-        return len(self.heads)
+    def page(self, start: int = 0, limit: int | None = None) -> Sequence[Head]:
+        """Some trajectories, in order; all from `start` on without a limit.
+
+        Raises:
+            DataError: a line is no trajectory.
+        """
+        end = None if limit is None else start + limit
+        with self._lock:
+            self._heads += islice(
+                self._rest, None if end is None else max(0, end - len(self._heads))
+            )
+            return self._heads[start:end]
 
     def read(self, place: int) -> dict[str, Any]:
-        """The whole trajectory at `place`, as JSON says it."""
-        head = self.heads[place]
+        """The whole trajectory at `place`, as JSON says it.
+
+        Raises:
+            UnknownIdError: the file is shorter.
+            DataError: a line is no trajectory.
+        """
+        head = self._head(place)
         with self.path.open("rb") as stream:
             stream.seek(head.offset)
             return _parsed(stream.read(head.num_bytes), self.path, place)
 
     def read_head(self, place: int) -> dict[str, Any]:
         """The same without `spans`."""
-        head = self.heads[place]
+        head = self._head(place)
         with self.path.open("rb") as stream:
             stream.seek(head.offset)
             return _parsed(stream.read(head.num_head_bytes) + b"}", self.path, place)
@@ -95,12 +113,18 @@ class TrajectoryFile:
         needle = json.dumps(text, ensure_ascii=False)[1:-1].lower()
         found = []
         with self.path.open("rb") as stream:
-            for place, head in enumerate(self.heads):
+            for place, head in enumerate(self.page()):
                 stream.seek(head.offset)
                 raw = stream.read(head.num_head_bytes)
                 if needle in raw.decode("utf-8", "replace").lower():
                     found.append(place)
         return found
+
+    def _head(self, place: int) -> Head:
+        found = self.page(place, 1) if place >= 0 else ()
+        if not found:
+            raise UnknownIdError(f"{self.path.stem} holds no trajectory {place}")
+        return found[0]
 
     def _index(self) -> Iterator[Head]:
         offset = 0
@@ -117,18 +141,26 @@ class TrainedFile:
 
     Args:
         path: the file; one that does not exist says nothing of any trajectory.
+
+    Raises:
+        DataError: a line is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.advantages: dict[int, float] = {}
-        """Mean advantage by the trajectory's place."""
+        self._advantages: dict[int, float] = {}
         self._lines: dict[int, list[tuple[int, int]]] = {}
-        if path.exists():
-            self._index()
+        self._rest = self._index()
+        self._lock = Lock()
+
+    def advantage(self, place: int) -> float | None:
+        """Mean over the tokens of the trajectory at `place`; the first branch stands for all."""
+        self._look_for(place)
+        return self._advantages.get(place)
 
     def read(self, place: int) -> dict[str, list[float]] | None:
         """`advantages` and `logprobs` of the sampled tokens of one trajectory, in their order."""
+        self._look_for(place)
         if place not in self._lines:
             return None
         found: dict[str, list[float]] = {"advantages": [], "logprobs": []}
@@ -140,16 +172,26 @@ class TrainedFile:
                     values += row[name]
         return found
 
-    def _index(self) -> None:
+    def _look_for(self, place: int) -> None:
+        """Go on until a later trajectory begins: they stand in order."""
+        with self._lock:
+            if place + 1 not in self._advantages:
+                for other in self._rest:
+                    if other > place:
+                        break
+
+    def _index(self) -> Iterator[int]:
+        if not self.path.exists():
+            return
         offset = 0
         with self.path.open("rb") as stream:
             for number, line in enumerate(stream):
                 head = _parsed(line[: line.find(_ADVANTAGES)] + b"}", self.path, number)
-                place = head["trajectory"]
+                place: int = head["trajectory"]
                 self._lines.setdefault(place, []).append((offset, len(line)))
-                # Of one that has forked, the first branch stands for all.
-                self.advantages.setdefault(place, head["advantage"])
+                self._advantages.setdefault(place, head["advantage"])
                 offset += len(line)
+                yield place
 
 
 def step_of(path: Path) -> int | None:

@@ -6,7 +6,7 @@ Three cases, as a trainer meets them: 64 new tokens each; variable lengths with 
 tool environment of three turns. Lengths are forced, so that every step does the same work. Each
 case runs in a process of its own, so that its peak memory is its own. The figures of TRL 1.16's
 GRPOTrainer were measured elsewhere, on a loaded machine: read the ratios as an order of
-magnitude, and the CPU seconds as what this machine needs.
+magnitude, and the CPU seconds as what this machine needs. `trl_step.py` runs TRL itself.
 """
 
 from __future__ import annotations

@@ -313,11 +313,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=list(MODELS), help="one model")
+    parser.add_argument("--case", choices=list(CASES), action="append", help="some cases")
     parser.add_argument("--micro-batches", type=int, default=1, help="of TRL")
     arguments = parser.parse_args()
     rows = []
     for name in [arguments.only] if arguments.only else list(MODELS):
-        for case in CASES:
+        for case in arguments.case or CASES:
             rows.append(
                 compare(name, case, arguments.venv, arguments.repeats, arguments.micro_batches)
             )

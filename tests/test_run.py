@@ -21,6 +21,7 @@ from areal_gym.modeling.decoder import build_decoder
 from areal_gym.run import evaluate, train
 from areal_gym.rundir import RunDir
 from areal_gym.starter.tokenizer import build_tokenizer, save_tokenizer
+from areal_gym.trajectory_files import TrainedFile
 
 SMALL = [
     "rollout.group_size=4",
@@ -81,6 +82,12 @@ def test_a_run_leaves_a_whole_directory(policy, tmp_path, env):
     # Which of them run snippets depends on what the policy writes; tir's sandbox is asked for late.
     assert all(report["level"] for report in run.read_provenance()["sandboxes"])
     assert run.learning_curve_file.read_bytes().startswith(b"\x89PNG")
+    assert "</html>" in run.report_file.read_text()
+    assert run.tokenizer_file.read_bytes() == (policy / "tokenizer.json").read_bytes()
+    for file in sorted(run.trajectories_dir.glob("step-*.jsonl")):
+        told = TrainedFile(run.trained_dir / file.name)
+        for place, trajectory in enumerate(run.read_trajectories(file.stem)):
+            assert len(told.read(place)["logprobs"]) == trajectory.num_policy_tokens
     used = json.loads(run.plugins_file.read_text())["used"]
     assert {"embedded", "chat", env} <= {entry["id"] for entry in used}
     assert all(entry["distribution"] == "areal-gym" for entry in used)

@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_gym.agents.base import Access, Episode
 from areal_gym.agents.clients import OnePerLoop
-from areal_gym.agents.loading import load_function
+from areal_gym.agents.loading import Named
 from areal_gym.errors import AgentError
 from areal_gym.types import Message
 
@@ -65,7 +65,7 @@ class _FunctionAgent:
     ) -> None:
         self._max_calls = max_calls
         self._max_retries = max_retries
-        self._function = load_function(function) if isinstance(function, str) else function
+        self._named = Named(function)
         self._clients = OnePerLoop()
 
     async def play(self, episode: Episode) -> None:
@@ -76,11 +76,12 @@ class _FunctionAgent:
         """
         access = await episode.access(max_calls=self._max_calls)
         task = AgentTask(episode)
-        if inspect.iscoroutinefunction(self._function):
-            answer = await self._function(self._client(access), task)
+        function = self._named.function
+        if inspect.iscoroutinefunction(function):
+            answer = await function(self._client(access), task)
         else:
             with self._blocking_client(access) as client:
-                answer = await asyncio.to_thread(self._function, client, task)
+                answer = await asyncio.to_thread(function, client, task)
         if answer is None or isinstance(answer, str):
             await episode.finish(answer)
         elif isinstance(answer, bool | int | float):

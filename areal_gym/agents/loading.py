@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,25 @@ from typing import Any
 
 from areal_gym.errors import ConfigError, did_you_mean
 
-__all__ = ["load_function"]
+__all__ = ["Named", "load_function"]
+
+
+class Named:
+    """A function, or the path of one; by its path it travels to other processes.
+
+    Raises:
+        ConfigError: as `load_function`.
+    """
+
+    def __init__(self, given: str | Callable[..., Any]) -> None:
+        if isinstance(given, str) and _is_file(given.rpartition(":")[0]):
+            file, _, name = given.rpartition(":")
+            given = f"{Path(file).absolute()}:{name}"
+        self._given = given
+        self.function = load_function(given) if isinstance(given, str) else given
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Named, (self._given,))
 
 
 def load_function(path: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from areal_gym.agents.base import Episode
 from areal_gym.agents.clients import OnePerLoop
-from areal_gym.agents.loading import load_function
+from areal_gym.agents.loading import Named
 from areal_gym.envs.tools import Tool
 
 __all__ = ["OpenAIAgentsAgent", "sdk_tools"]
@@ -34,7 +34,7 @@ class OpenAIAgentsAgent:
         max_calls: int = 256,
     ) -> None:
         self._max_calls = max_calls
-        self._build = load_function(build) if isinstance(build, str) else build
+        self._build = None if build is None else Named(build)
         self._max_turns = max_turns
         self._api = api
         self._clients = OnePerLoop()
@@ -54,7 +54,7 @@ class OpenAIAgentsAgent:
         asked = [m for m in episode.first_messages if m["role"] != "system"]
         tools = sdk_tools(episode)
         if self._build is not None:
-            agent = self._build(tools)
+            agent = self._build.function(tools)
         else:
             agent = agents.Agent(
                 name="agent", instructions="\n\n".join(system) or None, tools=tools

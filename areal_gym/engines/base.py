@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ __all__ = [
     "StreamingEngine",
     "WeightServer",
     "stream_from",
+    "stream_in_chunks",
 ]
 
 
@@ -139,6 +140,38 @@ async def stream_from(
         versions=whole.versions,
         finish_reason=whole.finish_reason,
     )
+
+
+async def stream_in_chunks(
+    engine: Engine,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    session: str | None,
+    chunk_tokens: int,
+) -> AsyncGenerator[Piece, None]:
+    """A stream made of short generations, each going on where the one before has ended.
+
+    For engines that keep the caches of a session, so that going on costs next to nothing, and that
+    sample a token by seed and position. Whatever `generate` promises (retries, versions, weights
+    that are published meanwhile) holds for each chunk.
+    """
+    token_ids = list(prompt_ids)
+    left = min(params.max_new_tokens, engine.max_context - len(token_ids))
+    finish_reason = None
+    while finish_reason is None:
+        chunk = replace(params, max_new_tokens=min(left, chunk_tokens))
+        part = await engine.generate(token_ids, chunk, session=session)
+        token_ids += part.token_ids
+        left -= len(part.token_ids)
+        if part.finish_reason is not FinishReason.LENGTH or left <= 0:
+            finish_reason = part.finish_reason
+        yield Piece(
+            token_ids=part.token_ids,
+            logprobs=part.logprobs,
+            versions=part.versions,
+            finish_reason=finish_reason,
+        )
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_gym.capture import ContextFullError
-from areal_gym.errors import AgentError, EngineError, UsageError
+from areal_gym.errors import AgentError, EngineError, EpisodeError, UsageError
 
 __all__ = ["ApiError", "as_api_error"]
 
@@ -80,5 +80,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, f"the policy could not be sampled: {error}", code="engine_error")
         case UsageError() | AgentError():
             return ApiError(400, str(error))
+        case EpisodeError():
+            return ApiError(503, f"the episode has failed: {error}", code="episode_error")
         case _:
             return ApiError(500, f"a bug of the gateway: {error!r}", code="internal_error")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_gym.dialects import DEFAULT_DIALECT, END_THINK, parse_assistant
 from areal_gym.errors import ConfigError
@@ -33,6 +33,7 @@ from areal_gym.types import Message
 
 __all__ = ["Renderer"]
 
+_T = TypeVar("_T")
 _CACHE_SIZE = 4096
 _CACHED_TEXT = 512
 
@@ -183,7 +184,8 @@ class Renderer:
         has_system = any(message["role"] == "system" for message in first)
         key = (has_system, self._key_of(tools), reply_shape(reply))
         if key not in self._obstacles:
-            self._obstacles[key] = proof.find_obstacle(self, has_system, tools, reply_shape(reply))
+            found = proof.find_obstacle(self, has_system, tools, reply_shape(reply))
+            _remember(self._obstacles, key, found)
         return self._obstacles[key]
 
     def remarks(self, first: Sequence[Message], tools: ToolSchemas = ()) -> list[str]:
@@ -290,7 +292,7 @@ class Renderer:
         if key not in self._lists_tools:
             first = proof.first_messages(has_system)
             listed = self.template.render(first, tools)
-            self._lists_tools[key] = listed != self.template.render(first)
+            _remember(self._lists_tools, key, listed != self.template.render(first))
         return self._lists_tools[key]
 
 
@@ -311,7 +313,7 @@ def _cache_key(messages: Sequence[Message]) -> object | None:
     return tuple(parts)
 
 
-def _remember(cache: dict[object, tuple[int, ...]], key: object, ids: tuple[int, ...]) -> None:
+def _remember(cache: dict[object, _T], key: object, found: _T) -> None:
     if len(cache) >= _CACHE_SIZE:
         cache.clear()
-    cache[key] = ids
+    cache[key] = found

@@ -40,7 +40,7 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.rendering import Dialogue, Renderer
-from areal_gym.types import FinishReason, Message, StopReason, Task, Trajectory
+from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from areal_gym.gateway.session import Session
@@ -217,8 +217,12 @@ class _Played:
         message = None if self._session is None else self._session.message_with(call_id)
         if message is None:
             raise AgentError(f"the policy has not made a call {call_id!r}")
+        names = {tool.name for tool in self.env.tools}
+        calls = [call for call in message["tool_calls"] if call["function"]["name"] in names]
+        if all(call["id"] != call_id for call in calls):
+            raise AgentError(f"the environment has no such tool as the call {call_id!r} names")
         if id(message) not in self._tool_runs:
-            self._tool_runs[id(message)] = asyncio.create_task(self._run_tools(message))
+            self._tool_runs[id(message)] = asyncio.create_task(self._run_tools(message, calls))
         results = await asyncio.shield(self._tool_runs[id(message)])
         return results.get(call_id, "the episode is over")
 
@@ -236,6 +240,8 @@ class _Played:
         reward: float | None = None,
         is_truncated: bool = False,
     ) -> None:
+        if self.error is not None:
+            raise self.error
         limit = None if self._session is None else self._session.limit
         if not self.recorder.turns and limit is None:
             raise AgentError("the agent has finished, and has not asked the policy")
@@ -297,10 +303,8 @@ class _Played:
             self.stop_reason = StopReason.MAX_TURNS if by_turns else StopReason.TRUNCATED
         return result
 
-    async def _run_tools(self, message: Message) -> dict[str, str]:
-        """Hand a message with calls to the environment, once; what each of its calls gave."""
-        names = {tool.name for tool in self.env.tools}
-        calls = [call for call in message["tool_calls"] if call["function"]["name"] in names]
+    async def _run_tools(self, message: Message, calls: list[ToolCall]) -> dict[str, str]:
+        """Hand a message with its calls to the environment, once; what each of them gave."""
         async with self._acting:
             if self.is_over:
                 return {}
@@ -344,7 +348,7 @@ class _Played:
                 isinstance(error, EpisodeError) and not isinstance(error, AgentError)
             ):
                 raise
-            if session.limit is not None:
+            if session.limit is not None and self.error is None:
                 self.stop_reason = session.limit
                 raise _EpisodeOver from error
             if session.trouble is not None:

@@ -17,6 +17,7 @@ from areal_gym.errors import ConfigError
 from areal_gym.learning_curve import draw_supervised_curve
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
+from areal_gym.report import keep_report
 from areal_gym.run.data import load_examples
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.loggers import Loggers
@@ -242,6 +243,7 @@ def _conclude(
         display.say(f"  {name:<20}{before[name]:>8.3f}{after[name]:>8.3f}")
     display.say(f"training {train_s:.0f} s for {config.steps} steps")
     display.say(f"curve:     {directory.learning_curve_file}")
+    display.say(f"report:    {keep_report(directory)}")
     display.say(
         f"{'model' if config.objective == 'rm' else 'policy'}:    {directory.path / checkpoint}"
     )

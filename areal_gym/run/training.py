@@ -22,6 +22,7 @@ from areal_gym.objectives import SUPERVISED
 from areal_gym.online import ONLINE
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
+from areal_gym.report import keep_report
 from areal_gym.rollout.batch_metrics import batch_metrics
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.player import Player
@@ -443,6 +444,7 @@ class _Training:
             f"for {summary['num_steps']} steps"
         )
         display.say(f"curve:     {directory.learning_curve_file}")
+        display.say(f"report:    {keep_report(directory)}")
         display.say(f"policy:    {directory.path / summary['checkpoint']}")
         if summary["best_checkpoint"] not in (None, summary["checkpoint"]):
             where = directory.checkpoints_dir / "best"

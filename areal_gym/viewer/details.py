@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from areal_gym.errors import UnknownIdError
 from areal_gym.viewer.catalog import Run
 
 __all__ = ["detail", "rows", "token_ids"]
 
 
-def rows(run: Run, file: str, start: int = 0, limit: int = 5_000) -> dict[str, Any]:
+def rows(run: Run, file: str, start: int = 0, limit: int | None = None) -> dict[str, Any]:
     """A page of a file's trajectories, as columns: a list of ten thousand rows is small then.
 
     Beside the columns of `TrajectoryFile`, `advantage` is the mean over the trajectory's tokens.
+    `is_last` says that no more can follow.
     """
-    found = run.file(file)
-    heads = found.heads[start : start + limit]
+    found, trained = run.file(file), run.trained(file)
+    heads = found.page(start, limit)
     columns = {name: [head.summary[name] for head in heads] for name in found.COLUMNS}
-    advantages = run.trained(file).advantages
-    places = range(start, start + len(heads))
-    columns["advantage"] = [advantages.get(place) for place in places]
-    return {"total": len(found), "start": start, "columns": columns}
+    columns["advantage"] = [trained.advantage(start + i) for i in range(len(heads))]
+    return {"columns": columns, "is_last": limit is None or len(heads) < limit}
 
 
 def detail(run: Run, file: str, place: int, *, has_texts: bool = True) -> dict[str, Any]:
@@ -35,10 +33,7 @@ def detail(run: Run, file: str, place: int, *, has_texts: bool = True) -> dict[s
     Raises:
         UnknownIdError: the file is shorter.
     """
-    found = run.file(file)
-    if not 0 <= place < len(found):
-        raise UnknownIdError(f"{file} of {run.name} holds {len(found)} trajectories")
-    row = found.read(place)
+    row = run.file(file).read(place)
     for span in row["spans"]:
         for name in ("logprobs", "teacher_logprobs"):
             if span.get(name) is not None:

@@ -61,12 +61,12 @@ def _packed(run: Run, chunks: list[str]) -> dict[str, Any]:
     lists: dict[str, Any] = {}
     ids: set[int] = set()
     for name in run.file_names():
-        file = run.file(name)
-        details = [detail(run, name, place, has_texts=False) for place in range(len(file))]
+        num = len(run.file(name).page())
+        details = [detail(run, name, place, has_texts=False) for place in range(num)]
         for trajectory in details:
             ids.update(token_ids(trajectory["spans"]))
         names[name] = f"chunk-{len(chunks)}"
-        lists[name] = rows(run, name, limit=len(file))
+        lists[name] = rows(run, name)
         text = json.dumps(details, ensure_ascii=False, separators=(",", ":"))
         packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)
         data = base64.b64encode(packed).decode()

@@ -1,7 +1,9 @@
 """Agents that are functions of a client, the Agents SDK's, or programs, in whole episodes."""
 
 import asyncio
+import io
 import json
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -13,13 +15,15 @@ from small import CALL, Sums
 
 from areal_gym.agents.base import Agent
 from areal_gym.agents.black_box import AnthropicFunctionAgent, OpenAIFunctionAgent
+from areal_gym.agents.human import HumanAgent
 from areal_gym.agents.loading import load_function
 from areal_gym.agents.openai_agents import OpenAIAgentsAgent
 from areal_gym.agents.plugin import register_agents
 from areal_gym.agents.program import ProgramAgent
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
-from areal_gym.errors import ConfigError, EngineError
+from areal_gym.envs.tools import tool
+from areal_gym.errors import AgentError, ConfigError, EngineError
 from areal_gym.rollout.episode import play_episode
 from areal_gym.types import StopReason
 
@@ -161,6 +165,49 @@ def test_what_fails_behind_the_gateway_is_not_the_agent_s_fault():
     assert "no server is left" in trajectory.error
 
 
+def test_an_environment_that_fails_behind_a_tool_is_its_own_fault():
+    @tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        raise OSError("the disk is full")
+
+    class Broken(Sums):
+        tools = (add,)
+
+    async def stubborn(client, task):
+        """Goes on whatever a tool says."""
+        try:
+            return await with_tools(client, task)
+        except Exception:
+            return "10"
+
+    for agent in (
+        OpenAIAgentsAgent(),
+        OpenAIFunctionAgent(with_tools),
+        OpenAIFunctionAgent(stubborn),
+    ):
+        trajectory = play(agent, [CALL, "It is 10."], env=Broken())
+        assert trajectory.stop_reason is StopReason.ENV_ERROR
+        assert "the disk is full" in trajectory.error
+
+
+def test_calls_that_the_environment_does_not_know_are_not_its_business():
+    async def confused(client, task):
+        reply = await client.chat.completions.create(
+            model="x", messages=task.messages, tools=[{**task.tools[0], "function": {"name": "f"}}]
+        )
+        call = reply.choices[0].message.tool_calls[0]
+        for call_id in (call.id, "call99999"):
+            with pytest.raises(AgentError):
+                await task.call_tool(call_id)
+        return "10"
+
+    other = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    trajectory = play(OpenAIFunctionAgent(confused), [other])
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    assert trajectory.metrics == {}
+
+
 def test_a_full_context_is_a_truncation_that_is_kept():  # trap 16
     async def chatter(client, task):
         messages = task.messages
@@ -268,6 +315,44 @@ def test_functions_are_found_by_name_or_file(tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_function(path)
         assert said in str(caught.value) + " ".join(caught.value.hints)
+
+
+def test_agents_travel_to_other_processes(tmp_path, monkeypatch):
+    (tmp_path / "theirs.py").write_text("def solve(client, task):\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    found = pickle.dumps((OpenAIFunctionAgent("theirs.py:solve"), OpenAIAgentsAgent(build)))
+    monkeypatch.chdir("/")
+    agent, _ = pickle.loads(found)
+    assert agent._named.function(None, None) == 1
+
+
+def build(tools):
+    return agents.Agent(name="One", tools=tools)
+
+
+def test_time_in_which_somebody_thinks_does_not_count():
+    class Thinking:
+        async def play(self, episode):
+            with episode.idle():
+                await asyncio.sleep(0.6)
+            await episode.act(await episode.ask(episode.first_messages))
+            await asyncio.sleep(self.after_s)
+
+    agent = Thinking()
+    agent.after_s = 0.0
+    assert play(agent, ["10"], timeout_s=0.4).stop_reason is StopReason.COMPLETED
+    agent.after_s = 0.6
+    assert play(agent, ["10"], timeout_s=0.4).stop_reason is StopReason.TIMEOUT
+
+
+def test_a_person_remarks_and_lets_pass(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Add 7.\n\n"))
+    trajectory = play(HumanAgent(), ["It is 9.", "It is 10."])
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    assert trajectory.reward == 1.0
+    said = [message["content"] for message in trajectory.messages]
+    assert said == ["What is 3 + 7?", "It is 9.", "Add 7.", "It is 10."]
+    assert "[end] reward 1" in capsys.readouterr().err
 
 
 # ---- programs ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import re
 import shlex
 from pathlib import Path
 
+import click
 import pytest
 
 from areal_gym.cli.app import app, run
@@ -83,6 +84,8 @@ def test_command(command, tiny_policy, tmp_path, capsys, monkeypatch):
     context = app.make_context("areal-gym", [], resilient_parsing=True, obj=Options())
     loaded = app.get_command(context, name)
     assert loaded is not None, f"no command {name!r}"
+    if isinstance(loaded, click.Group):  # data show, data pull
+        loaded, words = loaded.commands[words[1]], words[1:]
     known = [option for p in loaded.params for option in (*p.opts, *p.secondary_opts)]
     used = [word.partition("=")[0] for word in words[1:] if word.startswith("-")]
     assert set(used) <= {*known, "--help", "-h"}

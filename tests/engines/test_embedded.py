@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from contextlib import aclosing
 
 import pytest
 import torch
@@ -355,6 +356,55 @@ def test_stop_tokens_end_a_turn_and_are_part_of_it():
     assert found.finish_reason is FinishReason.STOP
     assert found.token_ids[-1] < 30
     assert all(token >= 30 for token in found.token_ids[:-1])
+
+
+def test_a_stream_is_the_whole_answer_token_by_token():
+    async def play(engine: EmbeddedEngine):
+        params = SamplingParams(max_new_tokens=40, stop_token_ids=(5, 6, 7), seed=3)
+        whole = await engine.generate([1, 2, 3], params)
+        beside = asyncio.create_task(engine.generate([4, 5], SamplingParams(max_new_tokens=60)))
+        pieces = [piece async for piece in engine.stream([1, 2, 3], params, session="s")]
+        again = await engine.generate(
+            [1, 2, 3, *whole.token_ids, 9], SamplingParams(max_new_tokens=3), session="s"
+        )
+        await beside
+        assert sum((piece.token_ids for piece in pieces), ()) == whole.token_ids
+        assert sum((piece.logprobs for piece in pieces), ()) == pytest.approx(
+            whole.logprobs, abs=1e-4
+        )
+        assert sum((piece.versions for piece in pieces), ()) == whole.versions
+        assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1].finish_reason is whole.finish_reason
+        assert len(again.token_ids) == 3
+        with pytest.raises(EngineError, match="0 tokens"):
+            await anext(engine.stream([], params))
+        return len(pieces)
+
+    assert run(play) > 3
+
+
+def test_who_stops_listening_frees_the_row():
+    async def play(engine: EmbeddedEngine):
+        params = SamplingParams(max_new_tokens=100)
+        for _ in range(3 * 8):  # more than there are rows
+            async with aclosing(engine.stream([1, 2, 3], params)) as pieces:
+                async for _ in pieces:
+                    break
+        return await engine.generate([1, 2], SamplingParams(max_new_tokens=2))
+
+    assert len(run(play).token_ids) == 2
+
+
+def test_a_stream_ends_with_its_engine():
+    async def play(engine: EmbeddedEngine):
+        stream = engine.stream([1, 2, 3], SamplingParams(max_new_tokens=100))
+        await anext(stream)
+        await engine.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            async for _ in stream:
+                pass
+
+    run(play)
 
 
 def test_the_context_limits_a_turn():

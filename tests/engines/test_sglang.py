@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import aclosing
 
 import pytest
 from aiohttp import web
@@ -19,7 +20,7 @@ from sglang_servers import (
 )
 
 from areal_gym.config import EngineConfig
-from areal_gym.engines.base import RemoteEngine
+from areal_gym.engines.base import RemoteEngine, SamplingParams, StreamingEngine
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
@@ -42,6 +43,38 @@ def test_it_samples_as_an_engine_does():
             assert stopped.token_ids == (3, 4, 5)
             assert stopped.finish_reason is FinishReason.STOP
             assert (engine.stats.num_calls, engine.stats.num_tokens) == (2, 23)
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_is_the_whole_answer_in_pieces():
+    async def scenario():
+        async with serving(fake()) as engine:
+            assert isinstance(engine, StreamingEngine)
+            for params in (
+                SamplingParams(max_new_tokens=50),
+                SamplingParams(max_new_tokens=50, stop_token_ids=(9, 40)),
+                SamplingParams(max_new_tokens=32),
+            ):
+                whole = await engine.generate([1, 2], params)
+                stream = engine.stream([1, 2], params, session="s")
+                pieces = [piece async for piece in stream]
+                assert sum((piece.token_ids for piece in pieces), ()) == whole.token_ids
+                assert sum((piece.versions for piece in pieces), ()) == whole.versions
+                assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
+                assert pieces[-1].finish_reason is whole.finish_reason
+                assert len(pieces) == -(-len(whole.token_ids) // 16)
+
+    asyncio.run(scenario())
+
+
+def test_who_stops_listening_stops_the_sampling():
+    async def scenario():
+        async with serving(fake()) as engine:
+            async with aclosing(engine.stream([1, 2], SamplingParams(max_new_tokens=500))) as it:
+                async for _ in it:
+                    break
+            assert engine.stats.num_tokens == 16
 
     asyncio.run(scenario())
 

@@ -6,11 +6,12 @@ import json
 import aiohttp
 import pytest
 import torch
-from gates import Told
+from gates import Told, post
 
 from areal_gym.capture import Recorder
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
+from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.gateway.server import Gateway
 from areal_gym.rendering import Renderer
 
@@ -41,6 +42,44 @@ async def told(http, session, messages):
                 if choice["logprobs"]:
                     num_logprobs += len(choice["logprobs"]["content"])
     return text, num_logprobs, usage
+
+
+def test_who_serves_for_long_remembers_little():
+    """The one key of `serve`: what is kept for going on with old dialogues has a bound."""
+    live = set()
+
+    class Counting(ScriptedEngine):
+        async def generate(self, prompt_ids, params, *, session=None):
+            live.add(session)
+            return await super().generate(prompt_ids, params, session=session)
+
+        def release(self, session):
+            live.discard(session)
+            super().release(session)
+
+    async def run():
+        gateway = Gateway()
+        await gateway.start()
+        engine = Counting(lambda question: f"Answer {question.turn}.")
+        recorder = Recorder(engine, byte_renderer(), SamplingParams(), keeps=False)
+        session = gateway.open_session(recorder, is_training=False, max_points=8)
+        sizes = []
+        for number in range(40):
+            messages = [{"role": "user", "content": f"Dialogue {number}."}]
+            for _ in range(3):
+                _, answer, _ = await post(session, "/chat/completions", {"messages": messages})
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": "On."}]
+            await post(session, "/completions", {"prompt": f"Text {number}"})
+            sizes.append(len(live))
+        assert recorder.outcome()["turns"] == ()
+        session.close()
+        recorder.release()
+        await gateway.aclose()
+        return sizes
+
+    sizes = asyncio.run(run())
+    assert max(sizes) <= 8 + 8
+    assert live == set()
 
 
 @pytest.mark.slow

@@ -122,6 +122,28 @@ def test_one_update_begins_at_the_proximal_policy():
     assert torch.equal(flat_weights(one), flat_weights(two))
 
 
+def test_what_training_made_of_each_token_is_told_for_those_who_look_later():
+    trained = learner(lr=1e-2, minibatches=2)
+    assert trained.trained_tokens() == []
+    groups = batch(0, num_groups=4)
+    rows = sequences_of(tuple(groups))
+    before = [score.tolist() for score in trained.score(rows)]
+    trained.step(groups, 0)
+    told = trained.trained_tokens()
+    assert [row["trajectory"] for row in told] == [row.trajectory_id for row in rows]
+    # The first half was updated with the weights as they were, the second one with later ones.
+    for row, logprobs in zip(told[: len(rows) // 2], before, strict=False):
+        assert row["logprobs"] == pytest.approx(logprobs, abs=2e-5)
+    assert told[-1]["logprobs"] != pytest.approx(before[-1], abs=2e-5)
+    for row in told:
+        assert len(row["advantages"]) == len(row["logprobs"])
+        assert row["advantages"] == [pytest.approx(row["advantage"], abs=1e-5)] * len(
+            row["logprobs"]
+        )
+    mean = sum(row["advantage"] for row in told) / len(told)
+    assert mean == pytest.approx(0, abs=1e-4)
+
+
 def test_divergence_is_told_by_staleness():
     groups = batch(num_groups=2, version=3) + batch(seed=1, num_groups=2, version=1)
     metrics = learner().step(groups, version=3)

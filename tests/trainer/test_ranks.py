@@ -68,6 +68,10 @@ def test_ranks_train_what_one_rank_trains(num_ranks, settings, tolerance):
         rows = sequences_of(tuple(batch(7)))
         for found, expected in zip(theirs.score(rows), ours.score(rows), strict=True):
             torch.testing.assert_close(found, expected, atol=10 * tolerance, rtol=tolerance)
+        for told, known in zip(theirs.trained_tokens(), ours.trained_tokens(), strict=True):
+            assert told["trajectory"] == known["trajectory"]
+            for name in ("advantages", "logprobs"):
+                assert told[name] == pytest.approx(known[name], abs=20 * tolerance)
     finally:
         theirs.close()
 

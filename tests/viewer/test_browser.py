@@ -184,7 +184,7 @@ def test_tokens_are_tinted_by_what_is_recorded_of_them(page, runs):
     )
     assert kinds == ["prompt"] * 3 + ["policy"] * 3 + ["env"] * 2 + ["policy"] * 3
     page.select_option("[aria-label='tint by']", "ratio")
-    assert page.locator(".token-text .t.more").count() == 6
+    assert page.locator(".token-text .t.likelier").count() == 6
     page.locator(".token-text .t").nth(4).click()
     readout = page.locator(".readout").inner_text()
     one = trajectory(1, 2)

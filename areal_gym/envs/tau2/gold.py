@@ -9,7 +9,7 @@ from typing import Any
 from areal_gym.envs.tau2.data import Action, Case
 from areal_gym.envs.tau2.users.phone_owner import REQUESTS
 
-__all__ = ["gold_texts"]
+__all__ = ["gold_text"]
 
 _REQUESTS = {**REQUESTS, "read_card": "What is your card number?"}
 _ASKING = "Is everything working now?"
@@ -17,21 +17,23 @@ _TRANSFERRING = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT. PLEASE HOLD ON."
 _CLOSING = "I am sorry, but I cannot do more than that. Is there anything else I can help you with?"
 
 
-def gold_texts(case: Case, *, is_solo: bool, closing: str | None = None) -> list[str]:
-    """The assistant's messages in order; the last one may have to be said again.
+def gold_text(case: Case, number: int, *, is_solo: bool, closing: str | None = None) -> str:
+    """The assistant's message of that number; the last one may have to be said again.
 
     In solo mode the assistant calls the user's tools itself, and `done` at the end.
 
     Args:
         case: the task.
+        number: of messages before it.
         is_solo: nobody is there to be asked.
         closing: the last text; by default one that tells what has to be communicated.
     """
-    texts = [_text(action, is_solo) for action in case.gold_actions]
+    if number < len(case.gold_actions):
+        return _text(case.gold_actions[number], is_solo)
     told = " ".join(f"{info}." for info in case.communicate_info)
     if is_solo:
-        return [*texts, f"{closing or told}\n{_tool_call('done', {})}".strip()]
-    return [*texts, closing or f"{told} {_closing_of(case)}".strip()]
+        return f"{closing or told}\n{_tool_call('done', {})}".strip()
+    return closing or f"{told} {_closing_of(case)}".strip()
 
 
 def _closing_of(case: Case) -> str:

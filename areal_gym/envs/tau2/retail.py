@@ -86,15 +86,12 @@ class RetailWorld(World):
 
     def find_user_id_by_name_zip(self, first_name: str, last_name: str, zip: str) -> str:
         """Case does not matter in the names."""
-        wanted = (first_name.lower(), last_name.lower(), zip)
+        wanted = (first_name.lower(), last_name.lower())
         for user in self.db.records("users"):
-            name = user["name"]
-            if (
-                name["first_name"].lower(),
-                name["last_name"].lower(),
-                user["address"]["zip"],
-            ) == wanted:
-                return str(user["user_id"])
+            if user["address"]["zip"] == zip:
+                name = user["name"]
+                if (name["first_name"].lower(), name["last_name"].lower()) == wanted:
+                    return str(user["user_id"])
         raise ValueError("User not found")
 
     def get_order_details(self, order_id: str) -> Record:

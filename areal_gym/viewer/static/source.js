@@ -7,7 +7,7 @@ class Server {
   about(run) { return ask(`/api/runs/${encodeURIComponent(run)}`); }
   pulse(run) { return ask(`/api/runs/${encodeURIComponent(run)}/pulse`); }
   curves(run, after = 0) { return ask(`/api/runs/${encodeURIComponent(run)}/curves?after=${after}`); }
-  rows(run, file, start) { return ask(`${this.#file(run, file)}?start=${start}&limit=5000`); }
+  rows(run, file, start, limit) { return ask(`${this.#file(run, file)}?start=${start}&limit=${limit}`); }
   search(run, file, text) { return ask(`${this.#file(run, file)}/search?q=${encodeURIComponent(text)}`); }
   detail(run, file, place) { return ask(`${this.#file(run, file)}/${place}`); }
 
@@ -85,14 +85,13 @@ export const source = inlined ? new Exported(inlined.textContent) : new Server()
 export async function allRows(run, file, onPage) {
   let all = null;
   for (;;) {
-    const page = await source.rows(run, file, all ? all.length : 0);
+    const page = await source.rows(run, file, all ? all.length : 0, all ? 5000 : 500); // soon, then the rest
     if (all === null) all = { ...page.columns, length: page.columns.id.length };
     else {
       for (const name of Object.keys(page.columns)) all[name] = all[name].concat(page.columns[name]);
       all.length += page.columns.id.length;
     }
-    const isWhole = all.length >= page.total || page.columns.id.length === 0;
-    onPage(all, isWhole);
-    if (isWhole) return all;
+    onPage(all, page.is_last);
+    if (page.is_last) return all;
   }
 }

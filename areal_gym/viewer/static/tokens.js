@@ -11,10 +11,8 @@ const TINTS = [
 ];
 const BLOCK = 400;
 
-let chosen = "origin";
-
-/** Draw the tokens. */
-export function tokensTab(body, trajectory) {
+/** Draw the tokens, tinted as the address says. */
+export function tokensTab(body, trajectory, { query, onQuery }) {
   const tokens = tokensOf(trajectory);
   const readout = h("div.readout", {}, "point at a token");
   const legend = h("span.legend");
@@ -31,8 +29,8 @@ export function tokensTab(body, trajectory) {
     },
   });
   const known = TINTS.filter(([name]) => isKnown(name, tokens));
-  if (!known.some(([name]) => name === chosen)) chosen = "origin";
-  const select = h("select", { "aria-label": "tint by", onchange: () => { chosen = select.value; draw(); } },
+  const chosen = known.some(([name]) => name === query.tint) ? query.tint : "origin";
+  const select = h("select", { "aria-label": "tint by", onchange: () => onQuery({ tint: select.value === "origin" ? "" : select.value }) },
     known.map(([name]) => h("option", { value: name, selected: name === chosen }, name)));
 
   function draw() {
@@ -107,7 +105,7 @@ function tintBy(name, tokens) {
   const key = name === "ratio" ? "gap" : name;
   const largest = Math.max(1e-9, ...tokens.map((token) => Math.abs(token[key] || 0)));
   const scale = name === "ratio" || name === "teacher" ? Math.max(0.05, Math.min(1, largest)) : largest;
-  const [plus, minus] = name === "advantage" ? ["up", "down"] : ["more", "less"];
+  const [plus, minus] = name === "advantage" ? ["up", "down"] : ["likelier", "rarer"];
   return {
     of: (token) => ({ kind: token[key] >= 0 ? plus : minus, strength: Math.min(1, Math.abs(token[key] || 0) / scale) }),
     keys: [h(`i.swatch.${plus}`, {}, name === "ratio" ? `×${number(Math.exp(scale))}` : signed(scale)),

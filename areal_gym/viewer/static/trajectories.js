@@ -9,7 +9,7 @@ import { TABS, TrajectoryView } from "./trajectory.js";
 /** The page of one run. */
 export async function trajectoriesPage(main, run) {
   const list = new TrajectoryList({ onOpen: (place) => open(place), onSort: sortBy, onFold: () => show() });
-  const view = new TrajectoryView((tab) => open(state.place, tab), (place) => open(place), () => open(null));
+  const view = new TrajectoryView((tab) => open(state.place, tab), (place) => open(place), () => open(null), setQuery);
   const steps = h("select.steps", { "aria-label": "step", onchange: () => toFile(steps.value) });
   const older = h("button.icon", { title: "earlier step  [", onclick: () => toStep(-1) }, "‹");
   const newer = h("button.icon", { title: "later step  ]", onclick: () => toStep(1) }, "›");
@@ -46,10 +46,11 @@ export async function trajectoriesPage(main, run) {
       return;
     }
     if (document.activeElement !== filter) filter.value = state.query.q || "";
-    if (shownFile !== file) await load();
-    await show();
     page.classList.toggle("is-open", state.place !== null);
     page.classList.toggle("is-broad", state.place !== null && state.tab === "siblings");
+    view.expect(run, file, state.place);
+    if (shownFile !== file) await load();
+    await show();
     list.select(state.place);
     await view.open(run, file, state.place, state.tab, rows, state.query);
   }
@@ -58,6 +59,7 @@ export async function trajectoriesPage(main, run) {
     const wanted = file;
     shownFile = wanted;
     isReading = true;
+    fill(count, "reading …");
     let isFirst = true;
     await allRows(run, wanted, (columns, isWhole) => {
       if (file !== wanted) return;

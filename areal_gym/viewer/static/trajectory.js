@@ -13,28 +13,36 @@ const DRAW = { messages: messagesTab, tokens: tokensTab, timeline: timelineTab, 
 /** The right half of the page. */
 export class TrajectoryView {
   #key = null;
+  #reading = null;
   #trajectory = null;
 
-  constructor(onTab, onOpen, onClose) {
-    Object.assign(this, { onTab, onOpen, onClose });
+  constructor(onTab, onOpen, onClose, onQuery) {
+    Object.assign(this, { onTab, onOpen, onClose, onQuery });
     this.element = h("section.right", { "aria-label": "trajectory" });
     this.#empty();
   }
 
-  /** Show the trajectory at `place` of a file; nothing when it is null. */
-  async open(run, file, place, tab, rows, query) {
-    if (place === null) {
-      this.#key = null;
+  /** Begin to read the trajectory at `place` of a file; null is none. */
+  expect(run, file, place) {
+    const key = place === null ? null : `${run}\n${file}\n${place}`;
+    if (key === this.#key && key !== null) return;
+    this.#key = key;
+    if (key === null) {
       this.#empty();
       return;
     }
-    const key = `${run}\n${file}\n${place}`;
-    if (this.#key !== key) {
-      this.#key = key;
-      const found = await source.detail(run, file, place);
-      if (this.#key !== key) return; // somebody was quicker
-      this.#trajectory = found;
-    }
+    this.#reading = source.detail(run, file, place);
+    this.#reading.catch(() => {}); // whoever opens it hears of it
+  }
+
+  /** Show the trajectory at `place` of a file; nothing when it is null. */
+  async open(run, file, place, tab, rows, query) {
+    this.expect(run, file, place);
+    if (place === null) return;
+    const key = this.#key;
+    const found = await this.#reading;
+    if (this.#key !== key) return; // somebody was quicker
+    this.#trajectory = found;
     this.#draw({ run, file, tab: DRAW[tab] ? tab : "messages", rows, query });
   }
 
@@ -42,7 +50,7 @@ export class TrajectoryView {
     fill(this.element, h("p.empty", {}, "Choose a trajectory: click one, or press ", h("kbd", {}, "j"), "."));
   }
 
-  #draw({ run, file, tab, rows }) {
+  #draw({ run, file, tab, rows, query }) {
     const trajectory = this.#trajectory;
     const row = rows[trajectory.place] || {};
     const tabs = TABS.map((name, i) => h(`button.tab${name === tab ? ".on" : ""}`, {
@@ -58,7 +66,7 @@ export class TrajectoryView {
       h("nav.tabs", {}, tabs), body);
     body.scrollTop = 0;
     DRAW[tab](body, trajectory, {
-      rows, onOpen: this.onOpen, load: (place) => source.detail(run, file, place),
+      rows, query, onOpen: this.onOpen, onQuery: this.onQuery, load: (place) => source.detail(run, file, place),
     });
   }
 }

@@ -23,6 +23,7 @@ from areal_gym.envs.tau2.users.base import (
 from areal_gym.envs.tau2.users.customer import Customer
 from areal_gym.envs.tau2.users.llm import LLMUser
 from areal_gym.envs.tau2.users.phone_owner import REQUESTS, PhoneOwner
+from areal_gym.envs.tau2.world import load_tools
 from areal_gym.errors import EnvError
 
 
@@ -146,6 +147,13 @@ def converse(world, owner, text):
         ("Give the messaging app the storage permission.", "grant_app_permission"),
         ("Please check your payment request.", "check_payment_request"),
         ("What are your APN settings?", "check_apn_settings"),
+        ("Is your data roaming turned on?", "check_network_status"),
+        ("Wi-Fi calling should be on for that.", "toggle_wifi_calling"),
+        ("Your signal is weak: please restart your phone.", "reboot_device"),
+        ("Restart your phone, then turn Wi-Fi on.", "reboot_device"),
+        ("Please run `toggle_data_saver_mode`.", "toggle_data_saver_mode"),
+        ("Use toggle_airplane_mode to turn airplane mode on.", "toggle_airplane_mode"),
+        ("Please do: check_sim_status", "check_sim_status"),
     ],
 )
 def test_requests_in_a_models_own_words(text, tool):
@@ -180,6 +188,7 @@ def test_it_ends_when_its_trouble_is_over():
         ("May I have your phone number?", "I am Cy Roe with phone number 555."),
         ("Shall I add 2 GB of data for $4?", "Yes, you may add 2.0 GB of data."),
         ("Would you like to upgrade your plan?", "No, I do not want to change my plan."),
+        ("Your mobile data is used up. May I refuel 2 GB?", "Yes, you may add 2.0 GB of data."),
         ("Shall I proceed?", "Yes, please."),
         ("YOU ARE BEING TRANSFERRED TO A HUMAN AGENT. PLEASE HOLD ON.", TRANSFER),
         ("Xyzzy.", "I am not sure what you would like me to do. One step at a time, please."),
@@ -278,14 +287,17 @@ def test_a_model_may_use_the_phone(serve):
     server = serve({"role": "assistant", "content": None, "tool_calls": [call]}, "It is off.")
     world = telecom_world()
     case = shop_case()
-    telecom = dataclasses.replace(shop_domain(case), name="telecom")
+    tools = load_tools("telecom")
+    texts = [info.schema for info in tools["user"].values()]
+    telecom = dataclasses.replace(shop_domain(case), name="telecom", tools=tools)
     user = LLMUser(Scene(domain=telecom, case=case, world=world), ChatClient(server.url))
     user.open("Hi!")
     turn = asyncio.run(user.respond("Turn data off."))
     assert turn.calls == [("toggle_data", {})]
     result = world.call("user", *turn.calls[0])
     assert asyncio.run(user.respond([result])).text == "It is off."
-    assert len(server.asked[0]["tools"]) == 30
+    assert server.asked[0]["tools"] == texts
+    assert len(texts) == 30
     assert server.asked[1]["messages"][-1] == {
         "role": "tool",
         "tool_call_id": "c1",

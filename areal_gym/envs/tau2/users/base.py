@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from areal_gym.envs.tau2.world import CallResult, World
@@ -90,6 +91,7 @@ _FIRST_PERSON = (
 )
 
 
+@lru_cache(maxsize=4096)
 def in_first_person(text: str) -> str:
     """ "You want your money" -> "I want my money"."""
     for pattern, replacement in _FIRST_PERSON:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from areal_gym.envs.tau2.users.base import (
@@ -170,7 +171,8 @@ class Customer:
         return self._unsaid.pop(scores.index(max(scores)))
 
 
-def _slots_of(text: str) -> dict[str, list[str]]:
+@lru_cache(maxsize=1024)
+def _slots_of(text: str) -> Mapping[str, list[str]]:
     slots = {
         name: list(dict.fromkeys(re.findall(pattern, text)))
         for name, (_, pattern) in _SLOTS.items()

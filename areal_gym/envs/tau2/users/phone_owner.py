@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from areal_gym.envs.tau2.users.base import (
@@ -69,7 +70,7 @@ def _switch(words: str, tool: str, state: str) -> list[_Wish]:
     verbs = r"(?:turn|switch|toggle|put|set|disable|enable|activate|deactivate)"
     return [
         _wish(rf"\b{verbs}\b[^.?!]*?{words}", tool, state),
-        _wish(rf"{words}[^.?!]*?\b(?:turned|switched|set|be) (?:on|off)", tool, state),
+        _wish(rf"{words}[^.?!]*?\b(?:to|should|must) be (?:\w+ )?(?:on|off)\b", tool, state),
     ]
 
 
@@ -175,10 +176,13 @@ class PhoneOwner:
     def _listen(self, text: str) -> UserTurn:
         if _TRANSFERRED.search(text):
             return UserTurn(TRANSFER)
-        for wish in _WISHES:
-            found = wish.pattern.search(text)
-            if found is None:
-                continue
+        if "?" in text and _OFFERS_PLAN.search(text):
+            return UserTurn("No, I do not want to change my plan.")
+        if "?" in text and _OFFERS_DATA.search(text):
+            return UserTurn("Yes, you may add 2.0 GB of data.")
+        recognised = _recognise(text)
+        if recognised is not None:
+            wish, found = recognised
             if wish.state is None:
                 return self._call(wish.tool, wish.arguments(found))
             return self._switch(wish, found[0] + text[found.end() :])
@@ -193,10 +197,6 @@ class PhoneOwner:
         return UserTurn("I am not sure what you would like me to do. One step at a time, please.")
 
     def _answer(self, text: str) -> str | None:
-        if _OFFERS_PLAN.search(text):
-            return "No, I do not want to change my plan."
-        if _OFFERS_DATA.search(text):
-            return "Yes, you may add 2.0 GB of data."
         if _WHO.search(text) or _WHERE.search(text):
             return self._known
         return "Yes, please." if _CONFIRM.search(text) else None
@@ -212,6 +212,32 @@ class PhoneOwner:
     def _call(self, tool: str, arguments: Mapping[str, Any] | None = None) -> UserTurn:
         self._called = tool
         return UserTurn(calls=[(tool, arguments or {})])
+
+
+def _recognise(text: str) -> tuple[_Wish, re.Match[str]] | None:
+    """The first thing that is to be done; if none, the first that is to be looked at."""
+    tools = load_tools("telecom")["user"]
+    named = _named_tools() if "_" in text else ()
+    matches = [(wish, wish.pattern.search(text)) for wish in (*_WISHES, *named)]
+    return min(
+        ((wish, found) for wish, found in matches if found is not None),
+        key=lambda pair: (
+            not tools[pair[0].tool].mutates,
+            pair[0] in named,  # "turn it off" says more than "toggle_it"
+            pair[1].start(),
+        ),
+        default=None,
+    )
+
+
+@cache
+def _named_tools() -> Sequence[_Wish]:
+    """Assistants read the tools' names in their policy, and may say them."""
+    return [
+        _wish(rf"\b{name}\b", name)
+        for name, info in load_tools("telecom")["user"].items()
+        if not info.tool.parameters.get("required")
+    ]
 
 
 def _success_test(scene: Scene) -> tuple[str, Callable[[str], bool]]:

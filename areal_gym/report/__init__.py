@@ -1,0 +1,46 @@
+"""A run on one page, for people who have neither the run directory nor areal-gym."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal_gym.report.content import Report, collect
+from areal_gym.report.html import as_html
+from areal_gym.report.markdown import as_markdown, sheet
+from areal_gym.rundir import RunDir, write_atomic
+
+__all__ = ["Report", "collect", "keep_report", "write_report"]
+
+
+def write_report(run: RunDir, file: Path) -> list[Path]:
+    """Write the page, in Markdown when `file` ends in .md and in HTML otherwise.
+
+    Returns:
+        The files that were written: Markdown has its curves in a picture beside it.
+
+    Raises:
+        NothingToDoError: there is no run.
+    """
+    report = collect(run)
+    if file.suffix != ".md":
+        write_atomic(file, as_html(report))
+        return [file]
+    picture = file.with_suffix(".svg")
+    write_atomic(picture, sheet(report))
+    write_atomic(file, as_markdown(report, picture.name))
+    return [file, picture]
+
+
+def keep_report(run: RunDir) -> Path | str:
+    """Write `report.html` into the run directory.
+
+    Returns:
+        Where it is, or why it is not: a run that has trained for days does not fail for want of a
+        page about it.
+    """
+    try:
+        return write_report(run, run.report_file)[0]
+    except Exception as error:
+        problem = f"none: {type(error).__name__}: {error}"
+        run.append_log(f"report: {problem}")
+        return problem

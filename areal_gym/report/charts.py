@@ -1,0 +1,107 @@
+"""Charts as SVG: small, without a script, in the colours of the page around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import TypeGuard
+
+from areal_gym.report.content import Chart, Line, number
+
+__all__ = ["COLORS", "HEIGHT", "WIDTH", "draw"]
+
+WIDTH, HEIGHT = 340, 190
+COLORS = ("#4a80d6", "#d2742c", "#3b9c68", "#b85aa0", "#9a8722", "#2b9aa3")
+"""Seen on white and on black."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 44, 22
+
+
+def draw(chart: Chart, *, ink: str = "currentColor", x: int = 0, y: int = 0) -> str:
+    """An `svg` element of WIDTH by HEIGHT.
+
+    Args:
+        chart: the lines.
+        ink: colour of texts and axes.
+        x: where it stands in a larger picture.
+        y: where it stands in a larger picture.
+    """
+    values = [v for line in chart.lines for v in line.values if _is_number(v)]
+    steps = [step for line in chart.lines for step in line.steps]
+    ticks = _ticks(min([0.0, *values]), max(values))
+    low, high = min([0.0, *values]), max(max(values), ticks[-1])
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+
+    def across(step: float) -> float:
+        return _LEFT + (step - first) / (last - first) * (WIDTH - _LEFT - _RIGHT)
+
+    def up(value: float) -> float:
+        return HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _BOTTOM - _TOP)
+
+    unit = f" ({chart.unit})" if chart.unit else ""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" x="{x}" y="{y}" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'width="{WIDTH}" height="{HEIGHT}" role="img" font-family="sans-serif" font-size="11" '
+        f'fill="{ink}"><title>{escape(chart.title)}</title>',
+        f'<text x="4" y="14" font-size="12" font-weight="600">{escape(chart.title)}'
+        f'<tspan font-weight="400" fill-opacity="0.6">{escape(unit)}</tspan></text>',
+    ]
+    for value in ticks:
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{up(value):.1f}" y2="{up(value):.1f}" '
+            f'stroke="{ink}" stroke-opacity="0.13"/>'
+            f'<text x="{_LEFT - 6}" y="{up(value) + 3.5:.1f}" text-anchor="end" '
+            f'fill-opacity="0.6" font-size="10">{number(value)}</text>'
+        )
+    for step, anchor in ((first, "start"), (max(steps), "end")):
+        parts.append(
+            f'<text x="{across(step):.1f}" y="{HEIGHT - 7}" text-anchor="{anchor}" '
+            f'fill-opacity="0.6" font-size="10">{step}</text>'
+        )
+    place = 4.0
+    for i, line in enumerate(chart.lines):
+        color = COLORS[i % len(COLORS)]
+        text = f"{line.name} {number(_newest(line))}"
+        parts += [
+            f'<rect x="{place:.0f}" y="25" width="10" height="3" fill="{color}"/>',
+            f'<text x="{place + 14:.0f}" y="30" fill-opacity="0.8">{escape(text)}</text>',
+            *_marks(line, color, across, up),
+        ]
+        place += 26 + 6.2 * len(text)
+    return "".join([*parts, "</svg>"])
+
+
+def _marks(
+    line: Line, color: str, across: Callable[[float], float], up: Callable[[float], float]
+) -> list[str]:
+    """The line, broken where a value is missing, or its dots."""
+    points = [
+        (across(step), up(value)) if _is_number(value) else None
+        for step, value in zip(line.steps, line.values, strict=True)
+    ]
+    if line.are_dots or len(points) == 1:
+        return [
+            f'<circle cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="2.6" fill="{color}"/>' for p in points if p
+        ]
+    path, is_pen_up = [], True
+    for point in points:
+        if point is not None:
+            path.append(f"{'M' if is_pen_up else 'L'}{point[0]:.1f},{point[1]:.1f}")
+        is_pen_up = point is None
+    return [f'<path d="{"".join(path)}" fill="none" stroke="{color}" stroke-width="1.5"/>']
+
+
+def _newest(line: Line) -> float | None:
+    return next((value for value in reversed(line.values) if _is_number(value)), None)
+
+
+def _ticks(low: float, high: float) -> Sequence[float]:
+    rough = (high - low or 1.0) / 3
+    power = 10.0 ** math.floor(math.log10(rough))
+    size = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9)
+    return [float(f"{i * size:.12g}") for i in range(first, max(last, first + 1) + 1)]
+
+
+def _is_number(value: float | None) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)

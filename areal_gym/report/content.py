@@ -1,0 +1,286 @@
+"""What a report says: numbers, curves and examples, read from a run directory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_gym.errors import NothingToDoError
+from areal_gym.rundir import RunDir
+from areal_gym.trajectory_files import TrajectoryFile, step_of
+
+__all__ = ["Chart", "Line", "Report", "collect", "number", "visible"]
+
+_EXAMPLES = 2
+"""Best ones, and as many of the worst."""
+
+_CHARTS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    ("Reward", "", {"reward/mean": "batch"}),
+    ("pass@k", "share of tasks", {"reward/pass@*": "pass@"}),
+    ("Loss", "", {"train/loss": "loss"}),
+    ("Accuracy", "share", {"train/accuracy": "batch"}),
+    ("KL", "nats", {"train/approx_kl": "sampler", "train/kl_reference": "reference"}),
+    ("Entropy", "nats", {"train/entropy": "entropy"}),
+    ("Clipped", "share of tokens", {"train/clip_fraction": "clipped"}),
+    ("Gradient norm", "", {"train/grad_norm": "norm"}),
+    ("Staleness", "versions", {"rollout/staleness_mean": "mean", "rollout/staleness_max": "max"}),
+    (
+        "Length",
+        "tokens",
+        {"rollout/policy_tokens_mean": "mean", "rollout/policy_tokens_max": "max"},
+    ),
+    (
+        "Time of a step",
+        "s",
+        {"time/step_s": "all", "time/wait_s": "wait", "time/train_s": "train"},
+    ),
+    (
+        "Throughput",
+        "tokens/s",
+        {"rollout/tokens_per_s": "step", "rollout/generated_tokens_per_s": "sampled"},
+    ),
+)
+"""Title, unit and metrics with their labels; `*` stands for anything."""
+
+# Where something lies on somebody's machine is nobody else's business; its own name may be.
+_PATH = re.compile(r"(?:file:/+|~/|(?<![\w.:/])/)(?:[^\s/'\",:]+/)+([^\s/'\",:]+)")
+
+# Controls, marks of direction, and what has no width: they would change what a text seems to say.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
+    "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One line of a chart; values that are None leave a gap."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float | None]
+    are_dots: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Lines in common axes."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All that a report says."""
+
+    title: str
+    lead: str
+    """One sentence."""
+    facts: Mapping[str, str]
+    """The outcome."""
+    evaluations: Sequence[Mapping[str, Any]]
+    """Held-out tasks: step, sampled (with its 95% interval), greedy."""
+    charts: Sequence[Chart]
+    changed: Mapping[str, str]
+    """Settings that are not the defaults."""
+    settings: Mapping[str, str]
+    examples: Sequence[tuple[str, Mapping[str, Any]]]
+    """What it is an example of, and a trajectory without its tokens."""
+    used: Sequence[Mapping[str, Any]]
+    """Plugins: kind, id, summary, distribution, version."""
+    environment: Mapping[str, str]
+
+
+def collect(run: RunDir) -> Report:
+    """Read what there is to say.
+
+    Raises:
+        NothingToDoError: there is no run.
+    """
+    if not run.config_file.is_file():
+        raise NothingToDoError(f"{run.path} holds no run", hints=["all runs: areal-gym list runs"])
+    rows = run.read_metrics()
+    summary = run.read_summary() or {}
+    evaluations = [_evaluation(row) for row in run.read_evaluations()]
+    settings = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+    provenance = run.read_provenance()
+    done = max((int(row["step"]) for row in rows), default=0)
+    flat = {name: _shown(value) for name, value in _flat(settings)}
+    env = flat.get("env.id", "?")
+    method = flat.get("trainer.algorithm", "")
+    objective = flat.get("objective", "rl")
+    return Report(
+        title=run.path.absolute().name,
+        lead=f"{method if objective == 'rl' else objective} in {env}, "
+        f"{done} of {flat.get('steps', '?')} steps" + ("" if summary else ", not finished"),
+        facts=_facts(rows, evaluations, summary),
+        evaluations=evaluations,
+        charts=list(_charts(rows, evaluations)),
+        changed=_changed(settings, flat),
+        settings=flat,
+        examples=_examples(run),
+        used=provenance.get("used", []),
+        environment={
+            name: _shown(value)
+            for name, value in _flat({k: v for k, v in provenance.items() if k != "used"})
+        },
+    )
+
+
+def number(value: object) -> str:
+    """A number for people."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–" if value is None else str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "–"
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def visible(text: str) -> str:
+    """The text, with the names of what could not be seen in it."""
+    return _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
+
+
+def _facts(
+    rows: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        for name in ("sampled", "greedy", "accuracy", "loss"):
+            if last.get(name) is not None:
+                facts[f"held out, {name}"] = f"{number(first.get(name))} → {number(last[name])}"
+    if best := (summary.get("warm_start") or {}).get("best_demonstrator"):
+        facts["best demonstrator"] = number(best)
+    if rows:
+        first, last = rows[0], rows[-1]
+        for name, key in (("reward of the batch", "reward/mean"), ("entropy", "train/entropy")):
+            if last.get(key) is not None:
+                facts[name] = f"{number(first.get(key))} → {number(last[key])}"
+        step_s = [row["time/step_s"] for row in rows if row.get("time/step_s") is not None]
+        if step_s:
+            facts["time of a step"] = f"{number(sum(step_s) / len(step_s))} s"
+        limits = [row["limited_by"] for row in rows if row.get("limited_by")]
+        if limits:
+            facts["limited by"] = max(sorted(set(limits)), key=limits.count)
+    for name, key in (("training", "train_s"), ("warm start", "warm_start_s")):
+        if summary.get(key):
+            facts[name] = f"{number(summary[key])} s"
+    if summary.get("checkpoint"):
+        facts["policy"] = str(summary["checkpoint"])
+    return facts
+
+
+def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+    if "heldout" in row:
+        return {"step": row["step"], **row["heldout"]}
+    sampled, greedy = row["sampled"], row["greedy"]
+    return {
+        "step": row["step"],
+        "sampled": sampled["pass@1"],
+        "low": sampled["pass@1_low"],
+        "high": sampled["pass@1_high"],
+        "greedy": greedy["pass@1"],
+    }
+
+
+def _charts(
+    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]
+) -> Iterator[Chart]:
+    names = sorted({name for row in rows for name in row}, key=lambda n: (len(n), n))
+    steps = [int(row["step"]) for row in rows]
+    for title, unit, metrics in _CHARTS:
+        lines = []
+        for metric, label in metrics.items():
+            stem = metric.removesuffix("*")
+            for name in names:
+                if name == metric or (stem != metric and name.startswith(stem)):
+                    values = [row.get(name) for row in rows]
+                    lines.append(Line(name=label + name[len(stem) :], steps=steps, values=values))
+        dots = {"Reward": "sampled", "Accuracy": "accuracy", "Loss": "loss"}.get(title, "")
+        if any(dots in row for row in evaluations):
+            marks = [row.get(dots) for row in evaluations]
+            at = [row["step"] for row in evaluations]
+            lines.append(Line(name="held out", steps=at, values=marks, are_dots=True))
+        if any(value for line in lines for value in line.values):  # not those that are all zero
+            yield Chart(title=title, unit=unit, lines=lines)
+
+
+def _changed(settings: Mapping[str, Any], flat: Mapping[str, str]) -> dict[str, str]:
+    from pydantic import ValidationError
+
+    from areal_gym.config import RunConfig
+
+    try:
+        defaults = RunConfig.model_validate(
+            {
+                "objective": settings["objective"],
+                "trainer": {"algorithm": settings["trainer"]["algorithm"]},
+            }
+        )
+    except (ValidationError, KeyError, TypeError, ValueError):  # of another version
+        return dict(flat)
+    usual = {name: _shown(value) for name, value in _flat(defaults.model_dump(mode="json"))}
+    named = ("env.id", "trainer.algorithm", "engine.model", "steps", "seed")
+    return {
+        name: value for name, value in flat.items() if name in named or usual.get(name) != value
+    }
+
+
+def _examples(run: RunDir) -> list[tuple[str, Mapping[str, Any]]]:
+    """The best and the worst of the newest step, from groups apart where there are enough."""
+    files = [path for path in run.trajectories_dir.glob("step-*.jsonl") if step_of(path)]
+    if not files:
+        return []
+    file = TrajectoryFile(max(files))
+    rows = [head.summary for head in file.page()]
+    order = sorted(range(len(rows)), key=lambda place: -rows[place]["reward"])
+    best, worst = _apart(rows, order), _apart(rows, order[::-1])
+    worst = [place for place in worst if place not in best]
+    return [
+        *(("best", file.read_head(place)) for place in best),
+        *(("worst", file.read_head(place)) for place in worst),
+    ]
+
+
+def _apart(rows: Sequence[Mapping[str, Any]], order: Sequence[int]) -> list[int]:
+    chosen: dict[str, int] = {}
+    for place in order:
+        chosen.setdefault(rows[place]["group"], place)
+    return list(chosen.values())[:_EXAMPLES]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for place, item in enumerate(value):
+            yield from _flat(item, f"{prefix}.{place}")
+    else:
+        yield prefix, value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) or "–"
+    if value is None or value == {}:
+        return "–"
+    if isinstance(value, float):
+        return number(value)
+    text = str(value)
+    if Path(text).is_absolute() or text.startswith("~"):
+        return f"…/{Path(text).name}"
+    return _PATH.sub(r"…/\1", text)

@@ -1,0 +1,164 @@
+"""A report as one HTML file: no script, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from areal_gym.report.charts import draw
+from areal_gym.report.content import Report, number, visible
+
+__all__ = ["as_html"]
+
+_FOLD = 1_500
+"""Characters of a message that are seen at first; of those beyond 20 times as many none are."""
+
+_STYLE = """
+:root { --paper: #fff; --ink: #1c1e22; --soft: #666b73; --line: #e5e5e1; --sunk: #f4f4f2;
+  --accent: #2d5fb4; --good: #25784a; --bad: #b3412d; color-scheme: light dark; }
+@media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #dcdfe4; --soft: #979da7;
+  --line: #2d3138; --sunk: #1f2227; --accent: #86aef0; --good: #6cc592; --bad: #ec8a76; } }
+body { margin: 0 auto; max-width: 1080px; padding: 28px 20px 60px; background: var(--paper);
+  color: var(--ink); font: 14px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans",
+  sans-serif; font-variant-numeric: tabular-nums; }
+h1 { font-size: 22px; margin: 0; letter-spacing: -0.01em; overflow-wrap: anywhere; }
+h2 { font-size: 15px; margin: 34px 0 8px; }
+.lead { color: var(--soft); margin: 2px 0 18px; }
+.facts { display: flex; flex-wrap: wrap; gap: 10px 34px; }
+.facts div { display: flex; flex-direction: column; }
+.facts b { font-size: 17px; font-weight: 600; }
+.facts span, small { color: var(--soft); font-size: 12px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr));
+  gap: 18px 14px; }
+.charts svg { width: 100%; height: auto; max-width: 420px; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; font-weight: 400; padding: 3px 16px 3px 0; vertical-align: top;
+  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+th { color: var(--soft); white-space: nowrap; width: 1%; }
+thead th { width: auto; }
+summary { cursor: pointer; color: var(--soft); margin: 8px 0; }
+.examples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr));
+  gap: 18px; align-items: start; }
+article { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; min-width: 0; }
+article header { margin-bottom: 8px; }
+.best b { color: var(--good); } .worst b { color: var(--bad); }
+.message { border-left: 2px solid var(--line); padding-left: 10px; margin: 8px 0; }
+.assistant { border-color: var(--accent); } .message small { display: block; }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: inherit;
+  unicode-bidi: isolate; }
+.call, .tool pre { font: 12px/1.5 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; }
+.call { background: var(--sunk); border-radius: 5px; padding: 4px 8px; }
+footer { color: var(--soft); margin-top: 40px; font-size: 12px; }
+"""
+
+
+def as_html(report: Report) -> str:
+    """The page."""
+    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'"
+    charts = "".join(f"<div>{draw(chart)}</div>" for chart in report.charts)
+    body = [
+        f"<h1>{_text(report.title)}</h1>",
+        f'<p class="lead">{_text(report.lead)}</p>',
+        '<div class="facts">',
+        *(f"<div><span>{_text(n)}</span><b>{_text(v)}</b></div>" for n, v in report.facts.items()),
+        "</div>",
+        _section("Curves", f'<div class="charts">{charts}</div>' if charts else ""),
+        _section("Held-out tasks", _evaluations(report.evaluations)),
+        _section(
+            "Examples from the newest step",
+            f'<div class="examples">{_examples(report.examples)}</div>' if report.examples else "",
+        ),
+        _section(
+            "Settings",
+            _pairs(report.changed)
+            + f"<details><summary>all {len(report.settings)}</summary>"
+            + f"{_pairs(report.settings)}</details>",
+        ),
+        _section("Made of", _used(report.used)),
+        _section("Environment", _pairs(report.environment)),
+    ]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{_text(report.title)}</title><style>{_STYLE}</style></head><body>",
+            *body,
+            "<footer>areal-gym report</footer></body></html>",
+            "",
+        ]
+    )
+
+
+def _text(value: object) -> str:
+    return escape(visible(str(value)))
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{title}</h2>{body}</section>" if body else ""
+
+
+def _pairs(pairs: Mapping[str, str]) -> str:
+    rows = (f"<tr><th>{_text(n)}</th><td>{_text(v)}</td></tr>" for n, v in pairs.items())
+    return f"<table>{''.join(rows)}</table>" if pairs else ""
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    names = list(rows[0])
+    head = "".join(f"<th>{_text(name)}</th>" for name in names)
+    lines = (
+        "<tr>" + "".join(f"<td>{_text(number(row.get(n)))}</td>" for n in names) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead>{''.join(lines)}</table>"
+
+
+def _used(used: Iterable[Mapping[str, Any]]) -> str:
+    rows = (
+        f"<tr><th>{_text(entry['kind'])}</th><td>{_text(entry['id'])} "
+        f"<small>{_text(entry['summary'])}</small></td>"
+        f"<td>{_text(entry['distribution'])} {_text(entry['version'])}</td></tr>"
+        for entry in used
+    )
+    return f"<table>{table}</table>" if (table := "".join(rows)) else ""
+
+
+def _examples(examples: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    return "".join(
+        f'<article class="{kind}"><header><b>{_text(number(row["reward"]))}</b> {kind}, '
+        f"{_text(row['stop_reason'])}, {_text(row['task']['id'])}</header>"
+        + "".join(map(_message, row["messages"]))
+        + "</article>"
+        for kind, row in examples
+    )
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    role = message["role"]
+    kind = role if role in ("assistant", "tool") else "other"
+    calls = "".join(
+        f'<div class="call">{_text(call["function"]["name"])}'
+        f"({_text(json.dumps(call['function']['arguments'], ensure_ascii=False)[:_FOLD])})</div>"
+        for call in message.get("tool_calls") or ()
+    )
+    body = _folded(message.get("content") or "")
+    return f'<div class="message {kind}"><small>{_text(role)}</small>{body}{calls}</div>'
+
+
+def _folded(text: str) -> str:
+    if len(text) <= _FOLD:
+        return f"<pre>{_text(text)}</pre>" if text else ""
+    rest = text[_FOLD : 20 * _FOLD]
+    more = "" if len(text) <= 20 * _FOLD else f" (of {len(text):,})"
+    return (
+        f"<pre>{_text(text[:_FOLD])}</pre><details><summary>{len(rest):,} more characters{more}"
+        f"</summary><pre>{_text(rest)}</pre></details>"
+    )
