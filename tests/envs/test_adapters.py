@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import threading
 from contextlib import contextmanager
 
@@ -158,11 +159,15 @@ def test_datasets_that_are_none_are_said():
 @pytest.mark.slow
 def test_it_trains_on_the_embedded_engine(tiny_policy, tmp_path, capsys):
     needs("reasoning_gym")
+    # The problems are longer than what the tiny policy is made for.
+    policy = shutil.copytree(tiny_policy, tmp_path / "policy")
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
     small = ("rollout.batch_groups=2", "rollout.group_size=2", "rollout.max_new_tokens=8")
     code = run(
         [
             *("train", "--env", "reasoning_gym:leg_counting", "--steps", "1", "--plain"),
-            *("--out", str(tmp_path / "run"), f"engine.model={tiny_policy}", "eval.num_tasks=4"),
+            *("--out", str(tmp_path / "run"), f"engine.model={policy}", "eval.num_tasks=4"),
             *("engine.max_context=2048", *small),
         ]
     )
