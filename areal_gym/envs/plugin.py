@@ -110,6 +110,45 @@ def register_retrievers() -> Iterable[RetrieverSpec]:
 
 def _adapters() -> Iterable[EnvSpec]:
     """Environments of others; each stands for all that a name after a colon can mean."""
+    for id, place, argument, summary, requires in (
+        (
+            "gymnasium",
+            "gymnasium:GymnasiumEnv",
+            "name",
+            "an environment of Gymnasium, in words",
+            (),
+        ),
+        (
+            "reasoning_gym",
+            "reasoning_gym:ReasoningGymEnv",
+            "dataset",
+            "generated problems: leg_counting and a hundred more kinds",
+            ("reasoning_gym",),
+        ),
+        (
+            "textarena",
+            "textarena:TextArenaEnv",
+            "game",
+            "a game of TextArena for one player",
+            ("textarena",),
+        ),
+        (
+            "openenv",
+            "openenv:OpenEnvEnv",
+            "url",
+            "an environment behind an OpenEnv server",
+            ("openenv",),
+        ),
+    ):
+        yield EnvSpec(
+            id=id,
+            entry_point=f"areal_gym.envs.adapters.{place}",
+            summary=summary,
+            tags=("adapter",),
+            argument=argument,
+            requires=requires,
+            extra=id.replace("_", "-") if requires else "",
+        )
     yield EnvSpec(
         id="remote",
         entry_point="areal_gym.serving.client:RemoteEnv",

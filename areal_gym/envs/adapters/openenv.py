@@ -1,0 +1,154 @@
+"""`openenv:URL`: an environment that a server of OpenEnv offers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_gym.envs.adapters.seeds import SeedTasks
+from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.tasks import choose_task
+from areal_gym.errors import EnvError, UsageError
+from areal_gym.types import Message, Task
+
+__all__ = ["OpenEnvEnv"]
+
+_UNSEEN = ("done", "reward", "metadata")
+"""Fields of an observation that are not for the policy."""
+
+
+class OpenEnvEnv(TextEnv):
+    """An environment behind an OpenEnv server, in a session for each episode.
+
+    Task: the server's own, reset with a seed (which servers may ignore).
+    Tools: none.
+    Observation: the server's one text, or all its fields as JSON.
+    Action: an assistant message: the value of `action_field`, or without one a JSON object.
+    Reward: the server's own, turn by turn. No gold policy is known.
+    Episode end: the server's own; truncated after `max_turns`.
+    Splits: `train` and `test`, endless, of different seeds.
+    Failures: a server that is not reached, or fails, is an error of the environment.
+    Metrics: `invalid_actions`, messages that are no JSON object where one is needed.
+
+    Args:
+        url: of the server, such as http://127.0.0.1:8000.
+        action_field: which field of the action the policy's text is.
+        instruction: what the policy is told before all else.
+        max_turns: assistant messages after which the episode is truncated.
+        timeout_s: how long one answer may take.
+    """
+
+    has_gold = False
+    suspends = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        action_field: str | None = None,
+        instruction: str = "",
+        max_turns: int = 20,
+        timeout_s: float = 300.0,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        if not url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise UsageError(
+                f"{url!r} is no address of a server", hints=["such as openenv:http://HOST:PORT"]
+            )
+        self.url = url.rstrip("/")
+        self.max_turns = max_turns
+        self._action_field = action_field
+        self._instruction = instruction
+        self._timeout_s = timeout_s
+        self._client: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._first = ""
+        self._next: Task | None = None
+
+    async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
+        """Open a session, and reset it with the task's seed."""
+        given = options.get("task")
+        if given is None:
+            rng = self.np_random if seed is None else np.random.default_rng(seed)
+            self._next = choose_task(SeedTasks(), rng, options)
+        elif isinstance(given, Task):
+            self._next = given
+        else:
+            try:
+                self._next = Task(**given)
+            except TypeError as error:
+                raise UsageError(f"options['task'] is no task: {error}") from None
+        await self.aclose()
+        from openenv.core import GenericEnvClient
+
+        self._loop = asyncio.get_running_loop()
+        self._client = GenericEnvClient(self.url, message_timeout_s=self._timeout_s)
+        result = await self._ask(self._client.reset(seed=self._next.data["seed"]))
+        self._first = self._seen(result.observation)
+
+    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        """The seed with which the session was reset."""
+        assert self._next is not None
+        return self._next
+
+    def first_messages(self, task: Task) -> Sequence[Message]:
+        """The instruction, if there is one, and what the server showed."""
+        messages: list[Message] = [{"role": "user", "content": self._first}]
+        if self._instruction:
+            messages.insert(0, {"role": "system", "content": self._instruction})
+        return messages
+
+    async def respond(self, message: Message) -> Response:
+        """Take the step over there."""
+        action = self._action(message["content"])
+        if action is None:
+            told = "An action is a JSON object here; that was none."
+            return Response(
+                messages=[{"role": "user", "content": told}], metrics={"invalid_actions": 1}
+            )
+        result = await self._ask(self._client.step(action))
+        return Response(
+            messages=[{"role": "user", "content": self._seen(result.observation)}],
+            reward=float(result.reward or 0.0),
+            is_terminated=bool(result.done),
+            metrics={"invalid_actions": 0},
+        )
+
+    async def aclose(self) -> None:
+        """End the session."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        # Whatever goes wrong now, the episode is over.
+        with contextlib.suppress(Exception):
+            if self._loop is asyncio.get_running_loop():
+                await client.close()
+            elif self._loop is not None and not self._loop.is_closed():
+                asyncio.run_coroutine_threadsafe(client.close(), self._loop)
+
+    def _action(self, text: str) -> dict[str, Any] | None:
+        if self._action_field is not None:
+            return {self._action_field: text}
+        try:
+            action = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        return action if isinstance(action, dict) else None
+
+    def _seen(self, observation: Mapping[str, Any]) -> str:
+        shown = {name: value for name, value in observation.items() if name not in _UNSEEN}
+        if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
+            return text
+        return json.dumps(shown)
+
+    async def _ask(self, asked: Any) -> Any:
+        try:
+            return await asked
+        except Exception as error:  # the library's own, its socket's and the server's
+            raise EnvError(f"the OpenEnv server at {self.url} failed: {error}") from error

@@ -1,0 +1,72 @@
+"""reasoning_gym's datasets and graders, apart from the rest: workers import this and no more."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from areal_gym.errors import UnknownIdError, UsageError, did_you_mean
+
+__all__ = ["NUM_INDEXES", "is_plain", "open_dataset", "score"]
+
+NUM_INDEXES = 2**30
+"""Problems are made from their index, so there is no end of them."""
+
+
+@cache
+def open_dataset(name: str, settings: str) -> Any:
+    """The dataset of that name.
+
+    Args:
+        name: one of reasoning_gym's.
+        settings: arguments of the dataset, as JSON.
+
+    Raises:
+        UnknownIdError: there is none.
+        UsageError: it takes no such arguments.
+    """
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        near = did_you_mean(name, DATASETS)
+        raise UnknownIdError(
+            f"reasoning_gym has no dataset {name!r}",
+            hints=[
+                *([near] if near else []),
+                f"there are {len(DATASETS)}: {', '.join(sorted(DATASETS))}",
+            ],
+        )
+    try:
+        return reasoning_gym.create_dataset(name, size=NUM_INDEXES, seed=0, **json.loads(settings))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UsageError(f"reasoning_gym cannot make {name!r}: {error}") from error
+
+
+def score(
+    name: str, settings: str, index: int, question: str, answer: str
+) -> tuple[float, int] | None:
+    """What the dataset's grader gives, between 0 and 1, and how often it could not read the answer;
+    None where the dataset's problem of that index is another one.
+
+    Some graders raise at what is no answer of the right form. Where the right answer is graded
+    well, that is the answer's fault, and earns nothing.
+    """
+    dataset = open_dataset(name, settings)
+    entry = dataset[index]
+    if entry["question"] != question:
+        return None
+    try:
+        return min(1.0, max(0.0, float(dataset.score_answer(answer, entry)))), 0
+    except Exception:
+        if entry["answer"] is not None:
+            dataset.score_answer(entry["answer"], entry)
+        return 0.0, 1
+
+
+def is_plain(dataset: Any) -> bool:
+    """Whether the dataset grades by comparing texts, and by nothing of its own."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    return type(dataset).score_answer is ProceduralDataset.score_answer

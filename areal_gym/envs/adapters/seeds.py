@@ -1,0 +1,28 @@
+"""Tasks that are nothing but a seed: what other libraries' environments are reset with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from areal_gym.types import Task
+
+__all__ = ["SeedTasks"]
+
+_MOST = 2**30
+
+
+class SeedTasks:
+    """Even seeds train, odd ones test; `task.data` holds the `seed`."""
+
+    def num_tasks(self, split: str) -> int | None:
+        """Endless."""
+        return None
+
+    def draw(self, rng: np.random.Generator, split: str) -> Task:
+        """A random seed of the split."""
+        return self.at(int(rng.integers(_MOST)), split)
+
+    def at(self, index: int, split: str) -> Task:
+        """The seed of that index."""
+        seed = 2 * index + (split == "test")
+        return Task(id=f"{split}/{seed}", data={"seed": seed}, split=split)

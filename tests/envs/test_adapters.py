@@ -1,0 +1,318 @@
+"""Environments of other libraries, with the real packages, where they are installed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import threading
+from contextlib import contextmanager
+
+import gymnasium
+import numpy as np
+import pytest
+
+import areal_gym
+from areal_gym.cli.app import run
+from areal_gym.envs.checker import check_env, play
+from areal_gym.errors import EnvError, UnknownIdError, UsageError
+from areal_gym.plugins import registry
+
+
+def broken(env_id, **settings):
+    results = check_env(env_id, num_tasks=4, num_concurrent=64, **settings)
+    return [result for result in results if not result.is_ok]
+
+
+def needs(package):
+    return pytest.importorskip(package, reason=f"needs {package}, which is not installed")
+
+
+# ---- ids with a colon ----------------------------------------------------------------------------
+
+
+def test_a_name_after_a_colon_is_an_argument():
+    entry = registry().get("envs", "gymnasium:FrozenLake-v1")
+    assert entry.id == "gymnasium:FrozenLake-v1"
+    assert dict(entry.spec.kwargs) == {"name": "FrozenLake-v1"}
+    assert registry().get("envs", "remote:http://host:80").spec.kwargs["url"] == "http://host:80"
+    for wrong in ("gymnasium:", "tir:x", "gymnasia:FrozenLake-v1"):
+        with pytest.raises(UnknownIdError) as caught:
+            registry().get("envs", wrong)
+        assert any("did you mean" in hint for hint in caught.value.hints)
+
+
+def test_lists_show_what_comes_after_the_colon(capsys):
+    assert run(["list", "envs"]) == 0
+    out = capsys.readouterr().out
+    for shown in ("gymnasium:<name>", "reasoning_gym:<dataset>", "remote:<url>"):
+        assert shown in out
+
+
+# ---- gymnasium -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["FrozenLake-v1", "Blackjack-v1"])
+def test_gymnasium_environments_keep_the_contract(name):
+    assert broken(f"gymnasium:{name}") == []
+
+
+def test_frozen_lake_is_played_in_words():
+    env = areal_gym.make("gymnasium:FrozenLake-v1", make={"is_slippery": False})
+    observation, info = env.reset(seed=0)
+    assert observation == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert "one of: left, down, right, up" in info["messages"][0]["content"]
+    steps = [env.step(text) for text in ("down", "I go down, not up: 1", "Right!", "right", "DOWN")]
+    assert steps[0].observation.endswith("SFFF\n[F]HFH\nFFFH\nHFFG")
+    assert [step.info["metrics"]["invalid_actions"] for step in steps] == [0] * 5
+    last = env.step("right")
+    assert (last.reward, last.terminated) == (1.0, True)
+    env.reset(seed=0)
+    step = env.step("I do not know.")
+    assert step.observation.startswith(
+        "There is no action in that. Choose one of: 0, 1, 2, 3, left"
+    )
+    assert step.info["metrics"] == {"invalid_actions": 1}
+
+
+def test_our_reward_is_that_of_the_environment_itself():
+    ours = areal_gym.make("gymnasium:FrozenLake-v1")
+    theirs = gymnasium.make("FrozenLake-v1")
+    rng = random.Random(3)
+    for seed in range(20):
+        _, info = ours.reset(seed=seed, options={"index": seed})
+        theirs.reset(seed=info["task"]["data"]["seed"])
+        while True:
+            action = rng.randrange(4)
+            _, reward, *ends, _ = theirs.step(action)
+            step = ours.step(str(action))
+            assert (step.reward, step.terminated) == (reward, ends[0])
+            if any(ends) or step.truncated:
+                break
+
+
+def test_one_of_our_own_comes_back_as_it_is():
+    env = areal_gym.make("gymnasium:areal_gym/countdown-v0")
+    env.reset(seed=1)
+    assert env.step("5").terminated
+
+
+def test_what_gymnasium_cannot_make_is_said():
+    with pytest.raises(UnknownIdError) as caught:
+        areal_gym.make("gymnasium:FrozenLak-v1")
+    assert "FrozenLake-v1" in caught.value.hints[0]
+    with pytest.raises(UsageError, match="cannot make 'FrozenLake-v1'"):
+        areal_gym.make("gymnasium:FrozenLake-v1", make={"size": 3})
+    with pytest.raises(UsageError, match="neither texts nor a choice"):
+        areal_gym.make("gymnasium:Pendulum-v1")
+    with pytest.raises(UsageError, match="has 4 actions, not 1"):
+        areal_gym.make("gymnasium:FrozenLake-v1", actions=["up"])
+
+
+# ---- reasoning_gym -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", ["leg_counting", "chain_sum", "graph_color"])
+def test_reasoning_gym_keeps_the_contract(dataset):
+    needs("reasoning_gym")
+    assert broken(f"reasoning_gym:{dataset}") == []
+
+
+def test_reasoning_gym_grades_as_it_does_by_itself():
+    reasoning_gym = needs("reasoning_gym")
+    env = areal_gym.make("reasoning_gym:leg_counting", config={"max_animals": 4})
+    _, info = env.reset(seed=3)
+    data = info["task"]["data"]
+    theirs = reasoning_gym.create_dataset("leg_counting", size=2**30, seed=0, max_animals=4)
+    entry = theirs[data["index"]]
+    assert (entry["question"], entry["answer"]) == (data["question"], data["answer"])
+    for text in (data["answer"], f"about {data['answer']}", "five", ""):
+        env.reset(options={"task": info["task"]})
+        step = env.step(f"Hm. <answer>1</answer> No: <answer> {text} </answer>")
+        assert step.reward == theirs.score_answer(text, entry)
+        assert step.info["reward_parts"]["format"] == 1.0
+
+
+def test_graders_of_their_own_are_asked_apart():
+    needs("reasoning_gym")
+    env = areal_gym.make("reasoning_gym:prime_factorization")
+    (step,) = play(env, lambda e: e.gold_action(), seed=1)
+    assert step.reward == 1.0
+    (step,) = play(env, lambda e: "I do not know.", seed=1)
+    assert (step.reward, step.info["metrics"]) == (0.0, {"grader_errors": 1})
+    task = {**env.task.to_dict(), "data": {**env.task.to_dict()["data"], "question": "Else?"}}
+    env.reset(options={"task": task})
+    with pytest.raises(EnvError, match="another one in this version"):
+        env.step("5")
+
+
+def test_datasets_that_are_none_are_said():
+    needs("reasoning_gym")
+    with pytest.raises(UnknownIdError) as caught:
+        areal_gym.make("reasoning_gym:leg_counter")
+    assert "'leg_counting'" in caught.value.hints[0]
+    with pytest.raises(UsageError, match="cannot make 'leg_counting'"):
+        areal_gym.make("reasoning_gym:leg_counting", config={"legs": 3})
+
+
+@pytest.mark.slow
+def test_it_trains_on_the_embedded_engine(tiny_policy, tmp_path, capsys):
+    needs("reasoning_gym")
+    # The problems are longer than what the tiny policy is made for.
+    policy = shutil.copytree(tiny_policy, tmp_path / "policy")
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    small = ("rollout.batch_groups=2", "rollout.group_size=2", "rollout.max_new_tokens=8")
+    code = run(
+        [
+            *("train", "--env", "reasoning_gym:leg_counting", "--steps", "1", "--plain"),
+            *("--out", str(tmp_path / "run"), f"engine.model={policy}", "eval.num_tasks=4"),
+            *("engine.max_context=2048", *small),
+        ]
+    )
+    assert code == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["num_steps"] == 1
+
+
+# ---- textarena -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("game", ["TowerOfHanoi-v0", "GuessTheNumber-v0"])
+def test_textarena_keeps_the_contract(game):
+    needs("textarena")
+    assert broken(f"textarena:{game}") == []
+
+
+def test_a_game_is_won():
+    needs("textarena")
+    env = areal_gym.make("textarena:TowerOfHanoi-v0")
+    observation, _ = env.reset(seed=0)
+    assert "Tower of Hanoi with 3 disks" in observation
+    moves = ("A C", "A B", "C B", "A C", "B A", "B C", "A C")
+    steps = [env.step(f"I move [{move}].") for move in moves]
+    assert [step.terminated for step in steps] == [False] * 6 + [True]
+    assert steps[-1].reward == 1.0
+    assert "Tower of Hanoi with 3 disks" not in steps[0].observation, "only what is new is told"
+
+
+def test_a_number_is_found_by_halving():
+    needs("textarena")
+    env = areal_gym.make("textarena:GuessTheNumber-v0")
+    for seed in range(5):
+        env.reset(seed=seed)
+        low, high, step = 1, 20, None
+        while step is None or not (step.terminated or step.truncated):
+            guess = (low + high) // 2
+            step = env.step(f"[{guess}]")
+            if "higher" in step.observation:
+                low = guess + 1
+            else:
+                high = guess - 1
+        assert step.reward == 1.0
+
+
+def test_games_leave_the_global_generators_alone():
+    needs("textarena")
+    areal_gym.make("textarena:GuessTheNumber-v0").reset(seed=1)
+    before = random.getstate(), np.random.get_state()[1].tobytes()
+    play(areal_gym.make("textarena:GuessTheNumber-v0"), lambda e: "[7]", seed=1)
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
+
+
+def test_games_for_several_are_refused():
+    needs("textarena")
+    with pytest.raises(UsageError, match="no game for one player"):
+        areal_gym.make("textarena:TicTacToe-v0")
+    with pytest.raises(UnknownIdError):
+        areal_gym.make("textarena:Tower")
+
+
+# ---- openenv -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def openenv_server():
+    """A real OpenEnv server on a thread: guess a number between 0 and 99."""
+    import socket
+
+    import uvicorn
+    from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+    class Guess(Action):
+        text: str
+
+    class Hint(Observation):
+        hint: str
+
+    class Guessing(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def __init__(self):
+            super().__init__()
+            self._state = State()
+
+        def reset(self, seed=None, episode_id=None, **kwargs):
+            self.number = random.Random(seed).randrange(100)
+            return Hint(hint="Guess a number from 0 to 99.")
+
+        def step(self, action, timeout_s=None, **kwargs):
+            if action.text == "fail":
+                raise RuntimeError("over there")
+            if not action.text.isdecimal():
+                return Hint(hint="A number!", reward=0.0)
+            guess = int(action.text)
+            if guess == self.number:
+                return Hint(hint="Yes.", reward=1.0, done=True)
+            return Hint(hint="higher" if guess < self.number else "lower", reward=0.0)
+
+        @property
+        def state(self):
+            return self._state
+
+    app = create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=128)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_openenv_server_is_played():
+    needs("openenv")
+    with openenv_server() as url:
+        env = areal_gym.make(f"openenv:{url}", action_field="text")
+        rewards = []
+        for seed in range(3):
+            observation, info = env.reset(seed=seed)
+            assert observation == "Guess a number from 0 to 99."
+            number = random.Random(info["task"]["data"]["seed"]).randrange(100)
+            assert env.step("x").observation == "A number!"
+            assert env.step("0" if number else "1").observation in ("higher", "lower")
+            step = env.step(str(number))
+            rewards.append((step.reward, step.terminated))
+        assert rewards == [(1.0, True)] * 3
+        env.reset(seed=0)
+        with pytest.raises(EnvError, match="the OpenEnv server at"):
+            env.step("fail")
+        env.close()
+
+        plain = areal_gym.make(f"openenv:{url}")
+        plain.reset(seed=0)
+        assert plain.step("5").observation.startswith("An action is a JSON object")
+        assert plain.step('{"text": "x"}').observation == "A number!"
+        plain.close()
+
+
+def test_an_openenv_server_that_is_not_there_is_an_error_of_the_environment():
+    needs("openenv")
+    with pytest.raises(EnvError, match="the OpenEnv server at http://127"):
+        areal_gym.make("openenv:http://127.0.0.1:1").reset(seed=0)
+    with pytest.raises(UsageError, match="no address of a server"):
+        areal_gym.make("openenv:nowhere")
