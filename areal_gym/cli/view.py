@@ -37,7 +37,6 @@ def view_command(
     RUN is a run's directory, or one that holds several; without any: runs/. With --export, the
     page is written to one file that opens anywhere, also without a network.
     """
-    _require_viewer()
     from areal_gym.viewer import Catalog, export
 
     catalog = Catalog(runs or (Path("runs"),))
@@ -50,6 +49,7 @@ def view_command(
             print_data(f"{file}: {num_bytes / 1e6:.1f} MB")
         return
 
+    _require_server()
     from areal_gym.viewer.server import is_loopback, listen, make_app, serve
 
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
@@ -68,7 +68,7 @@ def view_command(
         asyncio.run(serve(make_app(catalog, token=token), listener))
 
 
-def _require_viewer() -> None:
+def _require_server() -> None:
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

@@ -42,7 +42,7 @@ export async function trajectoriesPage(main, run) {
     file = state.file === "latest" ? latest(about.files) : state.file;
     drawSteps();
     if (file === null) {
-      fill(list.space, h("p.empty", {}, "No trajectories yet; this page follows the run."));
+      fill(list.space, h("p.empty", {}, about.card.status === "running" ? "No trajectories yet; this page follows the run." : "This run keeps no trajectories."));
       return;
     }
     if (document.activeElement !== filter) filter.value = state.query.q || "";
