@@ -80,7 +80,7 @@ class Gateway:
         port: int = 0,
         control_key: str | None = None,
         max_body_bytes: int = 16 * 2**20,
-        max_calls_at_once: int = 4096,
+        max_calls_at_once: int = 16_384,
     ) -> None:
         self.control_key = control_key or f"agc-{secrets.token_urlsafe(24)}"
         self.is_paused = False

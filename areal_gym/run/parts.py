@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from areal_gym.agents.base import Agent
-from areal_gym.config import EngineConfig, PluginConfig, RunConfig
+from areal_gym.config import AgentConfig, EngineConfig, PluginConfig, RunConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
@@ -80,7 +80,7 @@ class Parts:
         parts = cls(
             env_class=env.load(),
             env_kwargs={**getattr(env.spec, "kwargs", {}), **config.env.kwargs},
-            agent=found.load("agents", config.agent.id)(**config.agent.kwargs),
+            agent=_make("agents", config.agent, "agent.kwargs"),
         )
         parts.make_env().close()  # a wrong argument is found before anything has been waited for
         return parts
@@ -278,7 +278,7 @@ def make_curriculum(config: RunConfig) -> Curriculum | None:
     return None if settings is None else _make("curricula", settings, "rollout.curriculum")
 
 
-def _make(kind: Kind, settings: PluginConfig, key: str) -> Any:
+def _make(kind: Kind, settings: PluginConfig | AgentConfig, key: str) -> Any:
     try:
         return registry().load(kind, settings.id)(**settings.kwargs)
     except TypeError as error:

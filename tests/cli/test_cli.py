@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from areal_gym.cli.app import COMMANDS, run
 from areal_gym.cli.output import render_error
@@ -22,6 +23,7 @@ from areal_gym.errors import (
 )
 from areal_gym.plugins import KINDS
 from areal_gym.rundir import RunDir
+from areal_gym.version import __version__
 
 HEAVY = {"torch", "transformers", "datasets", "gymnasium", "pydantic", "numpy", "rich", "sympy"}
 
@@ -526,3 +528,23 @@ def test_eval_of_a_run_without_a_checkpoint(cli, tmp_path):
     code, _, err = cli("eval", "--run", "mine")
     assert code == 5
     assert "areal-gym train --resume --out mine" in err
+
+
+def test_several_environments_are_a_mix(cli):
+    flags = ["--env", "tir:0.7", "--env", "math:0.3"]
+    code, out, _ = cli("train", *flags, "--dry-run")
+    assert code == 0
+    settings = yaml.safe_load(out)
+    assert settings["env"] == {
+        "id": "mix",
+        "kwargs": {"envs": [{"id": "tir", "weight": 0.7}, {"id": "math", "weight": 0.3}]},
+    }
+    assert {line for line in out.splitlines() if line.startswith("# environment:")} == {
+        f"# environment: {name}, from areal-gym {__version__}" for name in ("mix", "tir", "math")
+    }
+    code, _, err = cli("train", "--env", "tir:0.7", "--dry-run")
+    assert code == 2
+    assert "one environment with a weight" in err
+    code, _, err = cli("train", "--env", "tir", "--env", "mtah", "--dry-run")
+    assert code == 2
+    assert "did you mean 'math'?" in err

@@ -47,6 +47,7 @@ EQUAL = {
         (r"\frac{\pi}{6}", r"\pi/6"), (r"\sin(90^\circ - x)", r"\cos x"),
     ],
     "names": [
+        (r"f^{-1}(x) = \frac{x-1}{2}", r"\frac{x-1}{2}"), (r"\angle A = 30^\circ", "30"),
         ("x = 5", "5"), ("k=1/3", r"\frac{1}{3}"), ("f(x) = 2x + 3", "2x+3"),
         ("y = 3x - 1", "3x-1"), (r"x \in [-2, 7]", "[-2,7]"), ("x = 2 + 3 = 5", "5"),
         (r"\theta = \pi/3", r"\frac{\pi}{3}"), ("AB = 12", "12"), (r"(x, y) = (1, 2)", "(1,2)"),
@@ -84,6 +85,8 @@ EQUAL = {
         (r"\langle 1, 2 \rangle", "(1,2)"), (r"(7, 225^\circ)", "(7,225)"),
     ],
     "intervals": [
+        (r"\{x \mid x > 2\}", r"(2, \infty)"),
+        (r"x \le -1 \text{ or } x \ge 3", r"(-\infty,-1]\cup[3,\infty)"),
         (r"(3,\infty) \cup (-\infty, 2)", r"(-\infty,2) \cup (3,\infty)"),
         ("[0.5, 1)", r"[\frac12,1)"), ("x > 5", r"(5, \infty)"), (r"x \le -2", r"(-\infty, -2]"),
         (r"-2 \le x < 7", "[-2, 7)"), (r"x \in [-2,7]", r"-2 \leq x \leq 7"), ("3 < t", "t > 3"),
@@ -91,6 +94,7 @@ EQUAL = {
         ("(2, +∞)", r"(2, \infty)"),
     ],
     "matrices": [
+        (r"(1, 2)", r"\begin{pmatrix}1\\2\end{pmatrix}"),
         (r"\begin{pmatrix}-1\\2\end{pmatrix}", r"\begin{pmatrix} -1 \\ 2 \end{pmatrix}"),
         (
             r"\begin{bmatrix} 0.5 & 1 \\ 0 & 2 \end{bmatrix}",
@@ -135,6 +139,9 @@ EQUAL = {
         ("3:1", "3 : 1"), ("12:30", "12:30"),
     ],
     "texts that end in an answer": [
+        ("<answer> 42 </answer>", "42"), ("**42**", "42"), ("So x = 42.", "42"),
+        ("The correct option is C.", "C"), ("the answer is 42 because 6*7=42", "42"),
+        (r"\text{The answer is } 42", "42"), ("The answer is **42**.", "42"),
         (r"so \boxed{4} at first, but $\boxed{5}$.", "5"),
         (r"<think>\boxed{1}</think> \boxed{2}", "2"), ("She sells 4*2=8.\n#### 8", "8"),
         ("The answer is 7.", "7"), ("Answer: 25", "25"), ("**Answer:** 3.5", "3.5"),

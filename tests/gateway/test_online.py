@@ -230,3 +230,9 @@ def test_a_policy_is_served_alone(tiny_policy):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors.decode()
+
+
+def test_an_agent_without_its_arguments_is_a_mistake_in_the_settings(tiny_policy, tmp_path):
+    config = load_config(None, ["agent.id=openai", "env.id=math", f"engine.model={tiny_policy}"])
+    with pytest.raises(ConfigError, match="the arguments of 'openai' do not fit"):
+        train(config, run_dir=tmp_path / "run")

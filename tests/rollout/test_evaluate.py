@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small import CALL, Sums
 
+import areal_gym
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import EngineError, FailureBudgetError, NothingToDoError, UsageError
@@ -156,3 +157,25 @@ def test_intervals_know_what_is_independent():
         wilson_interval(50, 100)
     )
     assert math.isnan(pass_at_k_interval([(1, 1)], 2, num_samples=2).mean)
+
+
+def test_a_mix_is_reported_for_each_of_its_environments():
+    def make():
+        envs = [{"id": "math", "weight": 3}, {"id": "countdown", "weight": 1}]
+        return areal_gym.make("mix", envs=envs)
+
+    def right_for_countdown(question):
+        return "\\boxed{1+1}" if "Use each of" in question.text else "\\boxed{-99999}"
+
+    seen = []
+    report = measure(
+        right_for_countdown, make, num_tasks=40, success_reward=0.1, on_trajectory=seen.append
+    )
+    assert {t.env_id for t in seen} == {"math", "countdown"}
+    scores = {name: (s.num_tasks, s.pass_at_1.mean) for name, s in report.by_env.items()}
+    assert scores == {"countdown": (10, 1.0), "math": (30, 0.0)}
+    assert report.pass_at_1.mean == 0.25
+    row = json.loads(json.dumps(report.to_dict()))
+    assert row["by_env"]["countdown"]["pass@1"] == 1.0
+    assert "pass@1 in countdown" in report.to_text()
+    assert measure("10", num_tasks=2).by_env == {}

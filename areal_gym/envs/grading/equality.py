@@ -136,12 +136,11 @@ def _are_same_things(
     bases = _BASED.fullmatch(a), _BASED.fullmatch(b)
     if bases[0] or bases[1]:  # 52_8 is another number than 52_9; algebra would drop the base
         return None not in bases and len({base and base.groups() for base in bases}) == 1
-    for read in (read_matrix, read_collection):
-        left, right = read(a), read(b)
-        if left is not None and right is not None:
-            return _are_same_parts(left, right, compare)
-        if (left is None) != (right is None):
-            return False
+    left, right = (read_matrix(text) or read_collection(text) for text in (a, b))
+    if left is not None and right is not None:
+        return _are_same_parts(left, right, compare)
+    if left is not None or right is not None:
+        return False
     if any(map(_is_beyond_algebra, (a, b), numbers)):
         return False
     return compare(a, b)
@@ -151,7 +150,7 @@ def _are_same_things(
 
 _CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*[).]?|([A-Za-z])\s*[).:]")
 _CHOICE_AND_TEXT = re.compile(r"\(?([A-J])[).:]\s+\S.*")
-_BASED = re.compile(r"([0-9A-F]+)_\s*\{?\s*(\d+)\s*\}?")
+_BASED = re.compile(r"\(?([0-9A-F]+)\)?_\s*\{?\s*(\d+)\s*\}?")
 _TIGHT = re.compile(r"\s+|\\(?=[ ])")
 
 
@@ -217,10 +216,15 @@ def _unnamed(text: str) -> str:
 # ---- several things --------------------------------------------------------------------------
 
 
+_VECTOR = re.compile(r"m\[(?:1(?:, 1)+|\d+)\]")
+
+
 def _are_same_parts(a: Parts, b: Parts, compare: _Compare) -> bool:
     if len(a.items) != len(b.items) or len(a.items) > _MAX_PARTS:
         return False
     kinds = {a.brackets, b.brackets}
+    if "()" in kinds and any(map(_VECTOR.fullmatch, kinds)):  # a column is as good as a tuple
+        kinds = {"()"}
     # A list of three may stand in any brackets, and (4, 5) in none.
     if kinds == {"[]", "()"} and len(a.items) < 3:
         return False

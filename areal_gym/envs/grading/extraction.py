@@ -18,7 +18,15 @@ _MAX_BETWEEN = 60
 _MAX_PROSE = 2_000
 """Characters of prose that are searched for sentences and formulas."""
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
-_LEADS = re.compile(r"\banswers?(?:\s+(?:is|are)\b|[ \t]*\**[ \t]*[:=])[ \t]*:?", re.IGNORECASE)
+_TAGGED = re.compile(r"<answer>(.{0,2000}?)</answer>", re.DOTALL)
+_LEADS = re.compile(
+    r"\b(?:answers?|option|choice)(?:\s+(?:is|are)\b|[ \t]*\**[ \t]*[:=])[ \t]*:?",
+    re.IGNORECASE,
+)
+_REASON = re.compile(r",?\s(?:because|since|which)\s", re.IGNORECASE)
+_OPENING = re.compile(
+    r"^(?:so|thus|hence|then|therefore|finally|it's|it is)[,:]?\s+", re.IGNORECASE
+)
 # A full stop that ends a sentence: none of a decimal, none within mathematics.
 _SENTENCE_END = re.compile(r"(?<![.\d])\.(?=\s)|\d\.(?=\s+[A-Z])|(?<=[$)\]])\.(?=\s|$)")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(.+?)(?<!\\)\$", re.DOTALL)
@@ -34,8 +42,9 @@ def extract_answer(text: str) -> str | None:
     r"""The answer that a text gives, stripped; None when it gives none.
 
     Looked for after any `</think>`: the last closed `\boxed{...}` (several boxes side by side,
-    joined by commas or "and", are one list), else what follows the last `####`, else what
-    follows the last "the answer is" or "Answer:". Only the last 100,000 characters count.
+    joined by commas or "and", are one list), else the last `<answer>...</answer>`, else what
+    follows the last `####`, else what follows the last "the answer is" or "Answer:".
+    Only the last 100,000 characters count.
     """
     text = text[-_MAX_TEXT:].rpartition("</think>")[2]
     answer = _last_boxes(text)
@@ -59,15 +68,17 @@ def final_answer(text: str) -> str:
 
 
 def _announced(text: str) -> str | None:
-    found = _HASHES.findall(text)
-    if found:
-        return str(found[-1]).strip().removesuffix(".").strip()
+    for mark in (_TAGGED, _HASHES):
+        found = mark.findall(text)
+        if found:
+            return str(found[-1]).strip().removesuffix(".").strip()
     leads = list(_LEADS.finditer(text))
     return _first_sentence(text[leads[-1].end() :]) or None if leads else None
 
 
 def _end_of_prose(text: str) -> str:
-    """The last formula or number of a text in words; other texts as they are."""
+    """The last formula or number of a text in words; other texts without their opening word."""
+    text = _OPENING.sub("", text.strip("*# \t\r\n"))
     spans = list(_MATH.finditer(text))
     outside = _MATH.sub(" ", text)
     if len(spans) == 1 and not outside.strip(" .*"):
@@ -97,8 +108,9 @@ def _first_sentence(text: str) -> str:
         if not any(start < stop.end() - 1 < end - 1 for start, end in math):
             text = text[: stop.end() - 1]
             break
-    text = text.strip("* \t\r")
-    return text if text.endswith("..") else text.removesuffix(".")
+    text = _REASON.split(text, maxsplit=1)[0]
+    text = text if text.endswith("..") else text.removesuffix(".")
+    return text.strip("* \t\r").removeprefix("}").strip()  # \text{The answer is} 5
 
 
 def _last_boxes(text: str) -> str | None:

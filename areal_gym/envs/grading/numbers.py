@@ -51,13 +51,13 @@ _TIMES_POWER = re.compile(
     r"\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\s*\}?"
 )
 NAME = (
-    r"(?!\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac))\\?[A-Za-z]+(?:_\{?\w+\}?|'*)?"
+    r"(?!\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac))(?:m?\\angle\s*)?\\?[A-Za-z]+(?:\^\{-1\})?(?:_\{?\w+\}?|'*)?"
     r"(?:\s*\([A-Za-z, ]+\))?"
 )
 """A variable or `f(x)`: what may stand before "=" without being part of the answer."""
 _VARIABLE = re.compile(rf"{NAME}\s*(?:=|\\approx)\s*|\\approx\s*")
 _PERCENT = re.compile(r"\s*(?:%|percent(?:age)?|pct|per cent)$")
-_CURRENCY = re.compile(r"[$€£¥]|\\(?:pounds|euro)(?![a-zA-Z])|\b(?:USD|EUR|GBP)\b")
+_CURRENCY = re.compile(r"[$€£¥₹]|\bRs\.?\s|\\(?:pounds|euro)(?![a-zA-Z])|\b(?:USD|EUR|GBP)\b")
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _UNIT = re.compile(
     r"(?P<number>.*(?:[\d.)}]|\\pi))(?P<space> ?)(?P<unit>[A-Za-z]+(?:[ -][A-Za-z]+){0,3}\.?)"
@@ -80,6 +80,7 @@ _WORDS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     *("eleven", "twelve"),
 )
+_ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)$")
 _ABOUT = re.compile(r"^(?:about|approximately|approx\.?|roughly|exactly)\s+", re.IGNORECASE)
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"(?P<number>.*\d)\s*(?P<scale>{'|'.join(_SCALES)})s?\b(?P<rest>.*)")
@@ -106,7 +107,7 @@ def parse_tidy_number(text: str) -> Number | None:
         return Number(Fraction(_WORDS.index(text.lower())))
     variable = _VARIABLE.match(text)
     text = text[variable.end() :] if variable else text
-    text, num_percents = _PERCENT.subn("", text)
+    text, num_percents = _PERCENT.subn("", _ORDINAL.sub("", text))
     scale = Fraction(1)
     if scaled := _SCALE.fullmatch(text):
         text, scale = scaled["number"] + scaled["rest"], Fraction(_SCALES[scaled["scale"]])

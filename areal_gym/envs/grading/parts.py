@@ -43,9 +43,11 @@ def read_matrix(text: str) -> Parts | None:
 
 _RELATION = r"(<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z]))"
 _SYMBOL = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?)"
-_BETWEEN = re.compile(rf"([^<>]+?)\s*{_RELATION}\s*{_SYMBOL}\s*{_RELATION}\s*([^<>]+)")
-_BOUND = re.compile(rf"{_SYMBOL}\s*{_RELATION}\s*([^<>]+)")
+_SIDE = r"((?:(?!\\[lg]e(?![a-zA-Z]))[^<>])+?)"
+_BETWEEN = re.compile(rf"{_SIDE}\s*{_RELATION}\s*{_SYMBOL}\s*{_RELATION}\s*{_SIDE}")
+_BOUND = re.compile(rf"{_SYMBOL}\s*{_RELATION}\s*{_SIDE}")
 _BOUND_FIRST = re.compile(rf"([^<>A-Za-z]+?)\s*{_RELATION}\s*{_SYMBOL}")
+_BUILDER = re.compile(rf"\\\{{\s*{_SYMBOL}\s*(?:\\mid|:|\|)\s*(.*[<>]|.*\\[lg]e.*)(.*)\\\}}")
 _SIGNS = {"<": ("(", ")"), "\\le": ("[", "]"), ">": (")", "("), "\\ge": ("]", "[")}
 
 
@@ -76,6 +78,8 @@ _PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])|\+/?-(?!\d*\s*\\infty)")
 def read_collection(text: str) -> Parts | None:
     """The parts of an answer that is a list, a tuple, a set, an interval or a union of them."""
     text = text.strip()
+    if builder := _BUILDER.fullmatch(text):  # {x | x > 2}
+        text = (builder[1] + builder[2]).strip()
     if parse_tidy_number(text) is not None:  # 1,000
         return None
     text = _interval(text) if re.search(_RELATION, text) else text

@@ -21,7 +21,7 @@ from areal_gym.cache import cache_directory
 from areal_gym.envs.tau2.airline import AirlineWorld, airline_tables
 from areal_gym.envs.tau2.retail import RetailWorld, retail_tables
 from areal_gym.envs.tau2.telecom import TelecomWorld, telecom_tables
-from areal_gym.envs.tau2.world import Requestor, World
+from areal_gym.envs.tau2.world import Requestor, Tools, World, load_tools
 from areal_gym.errors import DataError
 
 __all__ = [
@@ -79,6 +79,8 @@ class Domain:
     version: str
     """Of the tasks: the benchmark's version, or the hash of an unknown tasks.json."""
     make_world: Callable[[], World]
+    tools: Tools
+    """As the models read them; what they do does not depend on their texts."""
     cases: Mapping[str, Case]
     splits: Mapping[str, Sequence[str]]
     """Split -> task ids."""
@@ -180,6 +182,7 @@ def _load(name: str, folder: Path) -> Domain:
         name=name,
         version=_version_of(f"tau2/domains/{name}/tasks.json", raw_tasks),
         make_world=_world_maker(name, files),
+        tools=load_tools(name),
         cases=cases,
         splits=_splits(files / "split_tasks.json", cases),
         policies=_policies(name, files),

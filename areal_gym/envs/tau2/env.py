@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +22,7 @@ from areal_gym.envs.tau2.users.base import UserFactory
 from areal_gym.envs.tau2.users.customer import Customer
 from areal_gym.envs.tau2.users.llm import LLMUser
 from areal_gym.envs.tau2.users.phone_owner import PhoneOwner
-from areal_gym.envs.tau2.world import load_tools
+from areal_gym.envs.tau2.world import Tools, load_tools
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import UsageError, did_you_mean
 from areal_gym.types import FunctionCall, Message, Task, ToolCall
@@ -43,12 +42,12 @@ _DONE = Tool(
     parameters={"type": "object", "properties": {}},
 )
 _INSTRUCTIONS = (
-    "You are a customer service agent that helps the user according to the policy below. In each "
-    "turn either send a message to the user or call tools, not both."
+    "You work in customer service, and the policy below binds you. Every message of yours is "
+    "either text for the customer or tool calls; text beside calls reaches nobody."
 )
 _SOLO_INSTRUCTIONS = (
-    "You are a customer service agent that solves the ticket according to the policy below. There "
-    "is no user to talk to: call tools only, and `done` when you have finished."
+    "You work in customer service on a ticket, and the policy below binds you. Nobody reads what "
+    "you write: work by tool calls alone, and call `done` at the end."
 )
 
 
@@ -71,7 +70,8 @@ class Tau2Env(TextEnv):
         library: `train` and `test`, endless.
     Metrics: `tool_calls`, `tool_errors`; at the end `db_match`, `nl_unjudged` (1: assertions in
         natural language stood in the verdict and nobody judged them), `solved_by_inaction` (1:
-        doing nothing would have been worth 1).
+        doing nothing would have been worth 1), `own_tool_texts` (1: the tools were described in
+        our words, 0: in those of a file).
     Data: tau2-bench, MIT, Copyright (c) 2025 Sierra Research; not contained, see docs/tau2.md. The
         id of a task names the version of the tasks: `retail@1.0.1/5`. History: v0.
 
@@ -86,6 +86,8 @@ class Tau2Env(TextEnv):
         solo: no user; the assistant has a ticket and the user's tools (telecom and mock).
         data_dir: the folder that holds `tau2/domains`; else TAU2_DATA_DIR, else what
             `areal-gym data pull tau2` has fetched.
+        tool_texts: a file whose descriptions of the tools replace ours, for results that are to
+            compare with the benchmark's; else the data's `tau2/tool_schemas.json`, if it is there.
         max_steps: messages of all parties after which the episode is truncated.
         max_errors: failed tool calls after which it ends.
         action_strings: also read a whole text that is `name(key='value')`, or the JSON of a call,
@@ -103,13 +105,14 @@ class Tau2Env(TextEnv):
         policy: str = "manual",
         solo: bool = False,
         data_dir: str | None = None,
+        tool_texts: str | None = None,
         max_steps: int = 100,
         max_errors: int = 10,
         action_strings: bool = False,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        self._source = source_of(domain, data_dir)
+        self._source = source_of(domain, data_dir, tool_texts)
         if solo and domain not in _SOLO_DOMAINS:
             raise UsageError(
                 f"tau2/{domain} has no solo mode",
@@ -120,7 +123,12 @@ class Tau2Env(TextEnv):
                 f"no policy {policy!r}",
                 hints=[did_you_mean(policy, POLICIES) or f"there is: {', '.join(POLICIES)}"],
             )
-        self.metadata = {**self.metadata, "tau2_tasks": self.version}  # type: ignore[misc]
+        self._has_own_texts = self._source.tools is load_tools(domain)
+        self.metadata = {  # type: ignore[misc]
+            **self.metadata,
+            "tau2_tasks": self.version,
+            "tau2_tool_texts": "own" if self._has_own_texts else "given",
+        }
         self.max_turns = max_steps
         self._policy = "solo" if solo else policy if domain == "telecom" else "manual"
         self._user = None if solo else _user_factory(user, user_model, domain)
@@ -128,7 +136,7 @@ class Tau2Env(TextEnv):
         self.suspends = not (user == "rule" and judge is None)
         self._reads_action_strings = action_strings
         self._limits = {"max_steps": max_steps, "max_errors": max_errors}
-        self.tools = _tools_of(domain, solo)
+        self.tools = _told_to_assistant(self._source.tools, solo)
         self._simulation: Simulation | None = None
 
     @property
@@ -179,7 +187,9 @@ class Tau2Env(TextEnv):
             reward_parts={name.lower(): part for name, part in (verdict.breakdown or {}).items()},
             is_terminated=simulation.termination != "max_steps",
             is_truncated=simulation.termination == "max_steps",
-            metrics=metrics | _metrics_of(verdict, self.task),
+            metrics=metrics
+            | _metrics_of(verdict, self.task)
+            | {"own_tool_texts": float(self._has_own_texts)},
         )
 
     def _call(self, simulation: Simulation, message: Message) -> list[Message]:
@@ -247,13 +257,11 @@ def _with_action_string(message: Message) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-@cache
-def _tools_of(domain: str, solo: bool) -> tuple[Tool, ...]:
-    tools = load_tools(domain)
-    names = [info.tool for info in tools["assistant"].values()]
+def _told_to_assistant(tools: Tools, solo: bool) -> tuple[Tool, ...]:
+    told = [info.tool for info in tools["assistant"].values()]
     if solo:
-        names += [info.tool for info in tools["user"].values()] + [_DONE]
-    return tuple(names)
+        told += [info.tool for info in tools["user"].values()] + [_DONE]
+    return tuple(told)
 
 
 def _metrics_of(verdict: Verdict, task: Task) -> dict[str, float]:

@@ -16,7 +16,7 @@ from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.envs.tau2.data import Action, Case, Domain
 from areal_gym.envs.tau2.database import Database, Record, Tables
 from areal_gym.envs.tau2.users.base import GIVE_UP, STOP, Scene, UserTurn
-from areal_gym.envs.tau2.world import CallResult, World
+from areal_gym.envs.tau2.world import CallResult, World, load_tools
 
 __all__ = ["Borrower", "LibraryWorld", "library_closing", "library_domain", "library_tasks"]
 
@@ -94,6 +94,7 @@ def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
         name="mock",
         version="1",
         make_world=lambda: LibraryWorld(tables, card),
+        tools=load_tools("mock"),
         cases={case.id: case},
         splits={},
         policies={"manual": _POLICY, "solo": _POLICY},

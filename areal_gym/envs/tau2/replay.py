@@ -20,6 +20,7 @@ from areal_gym.envs.tau2.data import DOMAINS, Case, Domain, load_domain
 from areal_gym.envs.tau2.evaluation import Call, Verdict
 from areal_gym.envs.tau2.simulation import Simulation
 from areal_gym.envs.tau2.telecom import TelecomWorld
+from areal_gym.envs.tau2.tool_texts import without_descriptions
 from areal_gym.envs.tau2.users.base import STOP, UserTurn
 from areal_gym.envs.tau2.users.scripted import ScriptedUser
 from areal_gym.envs.tau2.world import World, load_tools
@@ -129,12 +130,12 @@ def _compare_domain(agreement: Agreement, domain: Domain, row: Mapping[str, Any]
         agreement.compare("tool names", side, list(expected), list(tools[side]))
         for name, tool in expected.items():
             info = tools[side].get(name)
-            got = info and {
-                "type": info.kind,
-                "mutates_state": info.mutates,
-                "openai_schema": info.schema,
-            }
-            agreement.compare("tool schemas", name, {key: tool[key] for key in _TOOL_KEYS}, got)
+            agreement.compare(
+                "tool schemas (without descriptions)",
+                name,
+                _structure(tool["type"], tool["mutates_state"], tool["openai_schema"]),
+                info and _structure(info.kind, info.mutates, info.schema),
+            )
     policy = domain.policies["manual"]
     agreement.compare(
         "policies",
@@ -145,7 +146,9 @@ def _compare_domain(agreement: Agreement, domain: Domain, row: Mapping[str, Any]
     _compare_hashes(agreement, "fresh", row["fresh_hashes"], domain.make_world())
 
 
-_TOOL_KEYS = ("type", "mutates_state", "openai_schema")
+def _structure(kind: str, mutates: bool, schema: Mapping[str, Any]) -> str:
+    """As text, because the order counts, too: models read it."""
+    return json.dumps([kind, mutates, without_descriptions(schema)])
 
 
 # ---- tasks --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from areal_gym.envs.tasks import choose_task
 from areal_gym.envs.tau2.data import DOMAINS, Case, Domain, find_data, load_domain
 from areal_gym.envs.tau2.evaluation import is_solved_by_inaction
 from areal_gym.envs.tau2.mock import library_domain, library_tasks
+from areal_gym.envs.tau2.tool_texts import find_tool_texts, read_tools
+from areal_gym.envs.tau2.world import Tools, load_tools
 from areal_gym.errors import DataError, UsageError, did_you_mean
 from areal_gym.types import Task
 
@@ -24,6 +27,8 @@ class Source(Protocol):
 
     version: str
     """Of the tasks; changes when scores stop being comparable."""
+    tools: Tools
+    """As the models read them."""
 
     def num_tasks(self, split: str) -> int | None:
         """How many the split has; None for a generator."""
@@ -47,6 +52,7 @@ class _Benchmark:
 
     def __init__(self, domain: Domain) -> None:
         self.version = domain.version
+        self.tools = domain.tools
         self._domain = domain
         self._tasks: dict[tuple[str, str], Task] = {}
 
@@ -103,6 +109,9 @@ class _Library:
 
     version = "1"
 
+    def __init__(self) -> None:
+        self.tools = load_tools("mock")
+
     def num_tasks(self, split: str) -> int | None:
         return library_tasks().num_tasks(split)
 
@@ -114,21 +123,28 @@ class _Library:
 
 
 @cache
-def _shared_benchmark(domain: str, folder: Path) -> _Benchmark:
-    return _Benchmark(load_domain(domain, folder))
+def _shared_benchmark(domain: str, folder: Path, texts: Path | None) -> _Benchmark:
+    loaded = load_domain(domain, folder)
+    return _Benchmark(replace(loaded, tools=read_tools(texts, domain)) if texts else loaded)
 
 
-def source_of(domain: str, data_dir: str | None = None) -> Source:
+def source_of(domain: str, data_dir: str | None = None, tool_texts: str | None = None) -> Source:
     """The tasks of a domain; those of the benchmark are shared by all environments.
 
     Raises:
-        UsageError: no such domain.
-        DataError: the benchmark's data is not here, or broken.
+        UsageError: no such domain, or texts for the library's tools.
+        DataError: the benchmark's data or the file of texts is not here, or broken.
     """
     if domain == "mock":
+        if tool_texts:
+            raise UsageError(
+                "tau2/mock takes no tool_texts: its tools are not the benchmark's",
+                hints=[f"those of these are: {', '.join(DOMAINS)}"],
+            )
         return _Library()
     if domain not in DOMAINS:
         known = ("mock", *DOMAINS)
         near = did_you_mean(domain, known) or f"there is: {', '.join(known)}"
         raise UsageError(f"no tau2 domain {domain!r}", hints=[near])
-    return _shared_benchmark(domain, find_data(data_dir))
+    data = find_data(data_dir)
+    return _shared_benchmark(domain, data, find_tool_texts(tool_texts, data))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import DataError
 
-__all__ = ["CallResult", "Requestor", "ToolInfo", "World", "load_tools"]
+__all__ = ["CallResult", "Requestor", "ToolInfo", "Tools", "World", "load_tools"]
 
 Requestor = Literal["assistant", "user"]
 
@@ -24,7 +24,7 @@ class CallResult(NamedTuple):
 
 
 class ToolInfo(NamedTuple):
-    """A tool as the benchmark describes it."""
+    """A tool and what the benchmark knows of it."""
 
     tool: Tool
     kind: Literal["read", "write", "generic"]
@@ -32,29 +32,33 @@ class ToolInfo(NamedTuple):
     schema: Mapping[str, Any]
     """OpenAI's description of the function."""
 
-
-@cache
-def load_tools(domain: str) -> Mapping[Requestor, Mapping[str, ToolInfo]]:
-    """The tools of a domain, for either side, from `schemas/DOMAIN.json`."""
-    text = resources.files(__package__).joinpath("schemas", f"{domain}.json").read_text("utf-8")
-    return {
-        side: {name: _tool_info(row) for name, row in rows.items()}
-        for side, rows in json.loads(text).items()
-    }
-
-
-def _tool_info(row: Mapping[str, Any]) -> ToolInfo:
-    function = row["openai_schema"]["function"]
-    return ToolInfo(
-        tool=Tool(
+    @classmethod
+    def of(cls, schema: Mapping[str, Any], kind: Any, mutates: bool) -> ToolInfo:
+        """A tool that is described so."""
+        function = schema["function"]
+        tool = Tool(
             name=function["name"],
             description=function["description"],
             parameters=function["parameters"],
-        ),
-        kind=row["type"],
-        mutates=row["mutates_state"],
-        schema=row["openai_schema"],
-    )
+        )
+        return cls(tool, kind, mutates, schema)
+
+
+Tools = Mapping[Requestor, Mapping[str, ToolInfo]]
+"""Of a domain, for either side."""
+
+
+@cache
+def load_tools(domain: str) -> Tools:
+    """The tools of a domain in our own words, from `schemas/DOMAIN.json`."""
+    text = resources.files(__package__).joinpath("schemas", f"{domain}.json").read_text("utf-8")
+    return {
+        side: {
+            name: ToolInfo.of(row["openai_schema"], row["type"], row["mutates_state"])
+            for name, row in rows.items()
+        }
+        for side, rows in json.loads(text).items()
+    }
 
 
 class World:

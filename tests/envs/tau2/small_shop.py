@@ -6,6 +6,7 @@ from areal_gym.envs.tau2.airline import AirlineWorld, airline_tables
 from areal_gym.envs.tau2.data import Action, Case, Domain
 from areal_gym.envs.tau2.retail import RetailWorld, retail_tables
 from areal_gym.envs.tau2.telecom import TelecomWorld, telecom_tables
+from areal_gym.envs.tau2.world import load_tools
 
 ADDRESS = {
     "address1": "1 Elm Row",
@@ -272,6 +273,7 @@ def shop_domain(case):
         name="retail",
         version="test",
         make_world=lambda: RetailWorld(tables),
+        tools=load_tools("retail"),
         cases={case.id: case},
         splits={"train": (case.id,), "test": ()},
         policies={"manual": "Be kind."},

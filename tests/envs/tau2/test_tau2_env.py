@@ -220,6 +220,7 @@ def test_an_evaluation_names_the_version():
     assert report.to_text().startswith("Tau2Env test: 3 tasks of version 1.0.1 x 1")
     assert report.reward == 0.0
     assert report.metrics["solved_by_inaction"] > 0
+    assert report.metrics["own_tool_texts"] == 1.0
 
 
 @needs_data

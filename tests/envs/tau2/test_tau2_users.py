@@ -23,6 +23,7 @@ from areal_gym.envs.tau2.users.base import (
 from areal_gym.envs.tau2.users.customer import Customer
 from areal_gym.envs.tau2.users.llm import LLMUser
 from areal_gym.envs.tau2.users.phone_owner import REQUESTS, PhoneOwner
+from areal_gym.envs.tau2.world import load_tools
 from areal_gym.errors import EnvError
 
 
@@ -286,14 +287,17 @@ def test_a_model_may_use_the_phone(serve):
     server = serve({"role": "assistant", "content": None, "tool_calls": [call]}, "It is off.")
     world = telecom_world()
     case = shop_case()
-    telecom = dataclasses.replace(shop_domain(case), name="telecom")
+    tools = load_tools("telecom")
+    texts = [info.schema for info in tools["user"].values()]
+    telecom = dataclasses.replace(shop_domain(case), name="telecom", tools=tools)
     user = LLMUser(Scene(domain=telecom, case=case, world=world), ChatClient(server.url))
     user.open("Hi!")
     turn = asyncio.run(user.respond("Turn data off."))
     assert turn.calls == [("toggle_data", {})]
     result = world.call("user", *turn.calls[0])
     assert asyncio.run(user.respond([result])).text == "It is off."
-    assert len(server.asked[0]["tools"]) == 30
+    assert server.asked[0]["tools"] == texts
+    assert len(texts) == 30
     assert server.asked[1]["messages"][-1] == {
         "role": "tool",
         "tool_call_id": "c1",

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.tau2.users.base import Scene, UserTurn, opening_of
-from areal_gym.envs.tau2.world import CallResult, load_tools
+from areal_gym.envs.tau2.world import CallResult
 from areal_gym.errors import EnvError
 
 __all__ = ["LLMUser", "describe_scenario"]
@@ -26,7 +26,7 @@ class LLMUser:
         guidelines = scene.domain.guidelines.replace("<PERSONA_GUIDELINES>", "")
         self._client = client
         self._opening = opening_of(scene.case)
-        self._tools = [info.schema for info in load_tools(scene.domain.name)["user"].values()]
+        self._tools = [info.schema for info in scene.domain.tools["user"].values()]
         self._call_ids: list[str] = []
         self._history: list[Mapping[str, Any]] = [
             {
