@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sys
 import webbrowser
@@ -65,7 +66,8 @@ def view_command(
         talk(f"{len(names)} run{'' if len(names) == 1 else 's'}; Ctrl-C ends the viewer")
         if browser and not as_json:
             webbrowser.open(url)
-        asyncio.run(serve(make_app(catalog, token=token), listener))
+        with contextlib.suppress(KeyboardInterrupt):  # its proper end, which leaves nothing undone
+            asyncio.run(serve(make_app(catalog, token=token), listener))
 
 
 def _require_server() -> None:
