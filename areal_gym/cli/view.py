@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sys
 import webbrowser
@@ -37,7 +38,6 @@ def view_command(
     RUN is a run's directory, or one that holds several; without any: runs/. With --export, the
     page is written to one file that opens anywhere, also without a network.
     """
-    _require_viewer()
     from areal_gym.viewer import Catalog, export
 
     catalog = Catalog(runs or (Path("runs"),))
@@ -50,6 +50,7 @@ def view_command(
             print_data(f"{file}: {num_bytes / 1e6:.1f} MB")
         return
 
+    _require_server()
     from areal_gym.viewer.server import is_loopback, listen, make_app, serve
 
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
@@ -65,10 +66,11 @@ def view_command(
         talk(f"{len(names)} run{'' if len(names) == 1 else 's'}; Ctrl-C ends the viewer")
         if browser and not as_json:
             webbrowser.open(url)
-        asyncio.run(serve(make_app(catalog, token=token), listener))
+        with contextlib.suppress(KeyboardInterrupt):  # its proper end, which leaves nothing undone
+            asyncio.run(serve(make_app(catalog, token=token), listener))
 
 
-def _require_viewer() -> None:
+def _require_server() -> None:
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

@@ -449,6 +449,7 @@ class _Training:
         if summary["best_checkpoint"] not in (None, summary["checkpoint"]):
             where = directory.checkpoints_dir / "best"
             display.say(f"best:      {where} ({summary['best_checkpoint']})")
+        display.say(f"look:      areal-gym view {directory.path}")
         command = f"eval --env {summary['env']} --run {directory.path} -k 4"
         if summary["env"] == ONLINE:
             command = f"serve --run {directory.path}"

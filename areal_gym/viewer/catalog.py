@@ -79,7 +79,7 @@ class Run:
     @property
     def status(self) -> str:
         """Either "finished", "running" or "stopped"."""
-        if self.directory.is_finished:
+        if self.directory.is_finished or not self.directory.config_file.exists():
             return "finished"
         return "running" if self.directory.is_being_written else "stopped"
 
@@ -96,7 +96,7 @@ class Run:
             "env": _at(settings, "env", "id"),
             "objective": settings.get("objective"),
             "algorithm": _at(settings, "trainer", "algorithm"),
-            "model": Path(str(_at(settings, "engine", "model"))).name,
+            "model": Path(str(_at(settings, "engine", "model") or "")).name,
             "seed": settings.get("seed"),
             "step": self.step,
             "steps": settings.get("steps"),
@@ -234,8 +234,13 @@ def _run_directories(paths: Iterable[Path]) -> list[Path]:
     found = []
     for path in paths:
         inside = sorted(path.iterdir()) if path.is_dir() else []
-        found += [p for p in (path, *inside) if RunDir(p).config_file.is_file()]
+        found += [p for p in (path, *inside) if _is_run(RunDir(p))]
     return list(dict.fromkeys(found))
+
+
+def _is_run(run: RunDir) -> bool:
+    # An evaluation on its own keeps nothing but trajectories.
+    return run.config_file.is_file() or run.trajectories_dir.is_dir()
 
 
 def _at(value: Any, *keys: str) -> Any:

@@ -330,3 +330,17 @@ def test_tools_that_wait_are_awaited():
     env.tools = (add, slow)
     trajectory = play(env, ['<tool_call>{"name": "slow"}</tool_call>', "10"])
     assert trajectory.messages[2]["content"] == "done"
+
+
+def test_time_in_tools_is_told_apart_and_is_part_of_the_environments():
+    @tool
+    async def slow() -> str:
+        """Wait."""
+        await asyncio.sleep(0.02)
+        return "done"
+
+    env = Sums()
+    env.tools = (slow,)
+    called, answered = play(env, ['<tool_call>{"name": "slow"}</tool_call>', "10"]).turns
+    assert 0.02 <= called.tool_s <= called.env_s
+    assert answered.tool_s == 0 < answered.env_s

@@ -72,6 +72,14 @@ def viewing(*paths):
             process.terminate()
 
 
+@contextlib.contextmanager
+def viewed(page, *paths):
+    """The same for one page, which leaves before the server ends: it would ask on in vain."""
+    with viewing(*paths) as url:
+        yield url
+        page.goto("about:blank")
+
+
 def until(page, expression):
     """Wait until it is true; playwright's own way is what the page's policy forbids."""
     deadline_s = time.monotonic() + WAIT_MS / 1000
@@ -212,7 +220,7 @@ def test_runs_are_compared(page, runs):
 
 def test_a_run_that_goes_on_is_followed(page, tmp_path):
     make_run(tmp_path / "live", num_steps=1, is_finished=False)
-    with viewing(tmp_path / "live") as url:
+    with viewed(page, tmp_path / "live") as url:
         with RunDir.open(tmp_path / "live", "resume") as run:
             page.goto(url + "#/run/live/trajectories/latest")
             page.wait_for_selector(".state.running")
@@ -273,7 +281,7 @@ def look_at_hostile(page):
 
 
 def test_hostile_texts_are_texts(page, hostile_run):
-    with viewing(hostile_run) as url:
+    with viewed(page, hostile_run) as url:
         page.goto(url + "#/run/hostile/trajectories/step-000002/1")
         look_at_hostile(page)
         page.keyboard.press("s")
@@ -307,7 +315,7 @@ def test_an_exported_page_opens_from_a_file_and_asks_nobody(page, runs, hostile_
 def test_ten_thousand_trajectories_open_at_once_and_only_what_is_seen_is_drawn(page, tmp_path):
     path = tmp_path / "large"
     make_run(path, num_steps=1, num_trajectories=10_000)
-    with viewing(path) as url:
+    with viewed(page, path) as url:
         page.goto(url)
         page.wait_for_selector(".run")
         start_s = time.perf_counter()
@@ -353,7 +361,7 @@ def test_a_tokenizer_makes_texts_of_ids(page, tmp_path, tiny_policy):
             sampled(random.Random(0), 4, 0, 0),
         )
         add_step(run, 2, [trajectory(0, spans=spans)])
-    with viewing(path) as url:
+    with viewed(page, path) as url:
         page.goto(url + "#/run/texts/trajectories/step-000002/0/tokens")
         page.wait_for_selector(".token-text .t.prompt")
         text = "".join(page.locator(".t.prompt").all_text_contents())

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from viewed_runs import add_step, make_run, trajectory
@@ -257,7 +259,7 @@ def test_a_page_is_exported(root, tmp_path, capsys):
     assert "import {" not in text
 
 
-def test_the_address_with_its_token_is_printed_for_other_hosts(root):
+def test_other_hosts_get_an_address_with_a_token_and_ctrl_c_is_the_end(root):
     command = [sys.executable, "-m", "areal_gym", "view", str(root), "--host", "0.0.0.0"]
     with subprocess.Popen(
         [*command, "--port", "0", "--no-browser"],
@@ -268,5 +270,8 @@ def test_the_address_with_its_token_is_printed_for_other_hosts(root):
     ) as process:
         try:
             assert "/?token=" in process.stdout.readline()
+            time.sleep(0.5)  # the server takes the signal over when it has begun
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
         finally:
-            process.terminate()
+            process.kill()

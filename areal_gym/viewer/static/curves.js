@@ -8,7 +8,8 @@ const share = (value) => `${number(value * 100)}%`;
 
 /** Cards: [title, hint, [[metric, label], ...], options]; a metric ending in * means all of them. */
 const CARDS = [
-  ["Reward", "mean of the batch; held-out accuracy with its 95% interval", [["reward/mean", "batch"]], { floor: 0, hasHeldout: true }],
+  ["Reward", "mean of the batch; held-out accuracy with its 95% interval", [["reward/mean", "batch"]], { floor: 0, heldout: "pass@1" }],
+  ["Accuracy", "of the batch and on held-out examples", [["train/accuracy", "batch"]], { format: share, floor: 0, heldout: "accuracy" }],
   ["pass@k", "share of tasks solved by at least one of k", [["reward/pass@*", ""]], { format: share, floor: 0, ceiling: 1 }],
   ["Groups", "solved by all members, or by none: neither teaches anything", [["reward/solve_all", "all solve"], ["reward/solve_none", "none solves"]], { format: share, floor: 0, ceiling: 1 }],
   ["KL", "from the policy that sampled, and from the reference", [["train/approx_kl", "sampler"], ["train/kl_reference", "reference"], ["train/kl_teacher", "teacher"]], { floor: 0, least: 1e-5 }],
@@ -16,7 +17,7 @@ const CARDS = [
   ["Entropy", "mean entropy of the sampled tokens' distributions, in nats", [["train/entropy", "nats"]], { floor: 0 }],
   ["Staleness", "versions that a token lags behind", [["rollout/staleness_mean", "mean"], ["rollout/staleness_max", "max"]], { floor: 0, least: 1 }],
   ["Gradient norm", "before it is clipped", [["train/grad_norm", "norm"]], { floor: 0 }],
-  ["Loss", "what is minimised", [["train/loss", "loss"], ["train/critic_loss", "critic"]], {}],
+  ["Loss", "what is minimised", [["train/loss", "loss"], ["train/critic_loss", "critic"]], { heldout: "loss" }],
   ["Time of a step", "where its wall time went", [["time/wait_s", "wait"], ["time/train_s", "train"], ["time/publish_s", "publish"]], { isStacked: true, format: seconds, floor: 0 }],
   ["Overlap", "of generation and training; 100% hides the shorter one entirely", [["time/overlap_efficiency", "overlap"], ["time/share_engine", "episodes wait for the engine"]], { format: share, floor: 0, ceiling: 1 }],
   ["Throughput", "tokens a second, sampled and trained on", [["rollout/tokens_per_s", "whole step"], ["rollout/generated_tokens_per_s", "sampled"]], { floor: 0 }],
@@ -35,7 +36,7 @@ export async function curvesPage(main, names) {
   const rest = h("details.rest", { ontoggle: () => drawOthers() }, h("summary", {}, "All metrics"), filter, others);
   const smoothing = h("select", { "aria-label": "smoothing", onchange: () => board.smooth(Number(smoothing.value)) },
     h("option", { value: "0" }, "no smoothing"), h("option", { value: "0.7" }, "smooth"), h("option", { value: "0.93" }, "very smooth"));
-  const hint = names.length > 1 ? null : h("span.hint", {}, "click a point to see its trajectories");
+  const hint = names.length > 1 ? null : h("span.hint", { hidden: true }, "click a point to see its trajectories");
   fill(main, h("div.page", {}, h("div.bar", {}, h("span.spring"), hint, smoothing), grid, rest));
 
   let runs = [], charts = new Map(), extra = new Map();
@@ -49,13 +50,15 @@ export async function curvesPage(main, names) {
 
   async function load() {
     runs = await Promise.all(names.map(async (name, i) => {
-      const after = runs[i]?.curves.step.at(-1) || 0;
-      const fresh = await source.curves(name, source.isLive ? after : 0);
-      const curves = runs[i] && source.isLive ? joined(runs[i].curves, fresh) : fresh;
-      return { name, curves, about: await source.about(name) };
+      const about = await source.about(name);
+      const last = runs[i]?.curves.step.at(-1) || 0;
+      const after = about.card.step < last ? 0 : last; // a resumed run takes steps back
+      const fresh = await source.curves(name, after);
+      return { name, about, curves: after ? joined(runs[i].curves, fresh) : fresh };
     }));
     for (const card of CARDS) place(grid, charts, card);
     for (const [name, chart] of extra) chart.update(seriesOf(runs, [[name, ""]], {}));
+    if (hint) hint.hidden = !runs[0].about.files.some((name) => name.startsWith("step-"));
     if (!charts.size) fill(grid, h("p.empty", {}, "No step is done yet; this page follows the run."));
   }
 
@@ -114,7 +117,7 @@ function seriesOf(runs, metrics, options) {
         });
       }
     }
-    if (options.hasHeldout) lines.push(...heldout(run, runs.length > 1 ? place % 8 : 1, runs.length > 1));
+    if (options.heldout) lines.push(...heldout(run, options.heldout, runs.length > 1 ? place % 8 : 1, runs.length > 1));
   });
   return lines;
 }
@@ -125,14 +128,14 @@ function matching(columns, metric) {
     .sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
 }
 
-function heldout(run, color, isOneOfMany) {
-  const rows = run.about.evaluations.filter((row) => row.sampled);
+function heldout(run, name, color, isOneOfMany) {
+  const part = name === "pass@1" ? "sampled" : "heldout";
+  const rows = run.about.evaluations.filter((row) => typeof row[part]?.[name] === "number");
   if (!rows.length) return [];
+  const column = (key) => rows.map((row) => row[part][key]);
+  const interval = part === "sampled" ? { low: column("pass@1_low"), high: column("pass@1_high") } : {};
   return [{
     name: isOneOfMany ? `${run.name} held out` : "held out", color, areDots: true,
-    steps: rows.map((row) => row.step),
-    values: rows.map((row) => row.sampled["pass@1"]),
-    low: rows.map((row) => row.sampled["pass@1_low"]),
-    high: rows.map((row) => row.sampled["pass@1_high"]),
+    steps: rows.map((row) => row.step), values: column(name), ...interval,
   }];
 }

@@ -38,7 +38,7 @@ class Exported {
 
   async runs() { return this.#data.runs.map((run) => run.about.card); }
   async about(run) { return this.#run(run).about; }
-  async curves(run) { return this.#run(run).curves; }
+  async curves(run) { return this.#run(run).curves; } // all of them: nothing comes after
   async rows(run, file) { return this.#run(run).rows[file]; }
 
   async search(run, file, text) {

@@ -42,7 +42,7 @@ export async function trajectoriesPage(main, run) {
     file = state.file === "latest" ? latest(about.files) : state.file;
     drawSteps();
     if (file === null) {
-      fill(list.space, h("p.empty", {}, "No trajectories yet; this page follows the run."));
+      fill(list.space, h("p.empty", {}, about.card.status === "running" ? "No trajectories yet; this page follows the run." : "This run keeps no trajectories."));
       return;
     }
     if (document.activeElement !== filter) filter.value = state.query.q || "";
@@ -93,7 +93,7 @@ export async function trajectoriesPage(main, run) {
     const add = (term) => counts.set(term, (counts.get(term) || 0) + 1);
     for (const row of rows) {
       add(`stop:${row.stop}`);
-      add(`env:${row.env}`);
+      add(`env:${/\s/.test(row.env) ? `"${row.env.replaceAll('"', "")}"` : row.env}`);
       add(row.reward >= 1 - 1e-9 ? "is:solved" : "is:unsolved");
       if (row.staleness > 0) add("is:stale");
       if (row.error) add("is:failed");
@@ -104,7 +104,7 @@ export async function trajectoriesPage(main, run) {
     const order = ["is:solved", "is:unsolved", "is:mixed", "is:stale", "is:failed", "is:forked"];
     const rank = ([term]) => (order.indexOf(term) + order.length + 1) % (order.length + 1);
     useful.sort((a, b) => rank(b) - rank(a) === 0 ? b[1] - a[1] : rank(a) - rank(b));
-    fill(chips, useful.map(([term, n]) => h(`button.chip${line.split(/\s+/).includes(term) ? ".on" : ""}`, {
+    fill(chips, useful.map(([term, n]) => h(`button.chip${line.includes(term) ? ".on" : ""}`, {
       onclick: () => setQuery({ q: toggled(line, term) }),
     }, term.replace(/^is:/, "").replace(/^stop:|^env:/, ""), " ", h("small", {}, number(n)))));
   }
