@@ -29,8 +29,8 @@ import importlib.metadata
 import json
 import math
 import os
-import re
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
