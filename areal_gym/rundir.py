@@ -30,6 +30,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -383,7 +384,7 @@ def new_run_path(label: str, root: Path = Path("runs")) -> Path:
 
     `RunDir.open(path, "new")` takes it; `path.rmdir()` gives it back.
     """
-    stem = f"{label.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{re.sub('[/:]+', '-', label)}-{time.strftime('%Y%m%d-%H%M%S')}"
     with readable_disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         for suffix in ("", *(f"-{n}" for n in range(2, 10_000))):

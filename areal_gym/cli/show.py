@@ -42,6 +42,8 @@ def show_command(id: str, kind: str | None, as_json: bool) -> None:
 def _find(id: str, kind: str | None) -> Entry:
     if kind is not None:
         return registry().get(as_kind(kind), id)
+    if ":" in id:  # what an adapter stands for is in no list
+        return registry().get("envs", id)
     homes = [word for word in KINDS if any(e.id == id for e in registry().entries(word))]
     if not homes:
         known = {entry.id for word in KINDS for entry in registry().entries(word)}

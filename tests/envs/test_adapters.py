@@ -48,6 +48,11 @@ def test_lists_show_what_comes_after_the_colon(capsys):
     out = capsys.readouterr().out
     for shown in ("gymnasium:<name>", "reasoning_gym:<dataset>", "remote:<url>"):
         assert shown in out
+    assert run(["show", "gymnasium:FrozenLake-v1"]) == 0
+    out = capsys.readouterr().out
+    assert "[S]FFF" in out
+    assert run(["show", "gymnasium"]) == 0
+    assert "An environment of Gymnasium, in words." in capsys.readouterr().out
 
 
 # ---- gymnasium -----------------------------------------------------------------------------------
