@@ -1,9 +1,13 @@
 """What tests of several parts need."""
 
+import os
 import signal
 
 import pytest
 from hypothesis import settings
+
+# Nothing is fetched, and nobody waits for what is not there to be fetched.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 # A shell that starts us in the background makes us, and all we start, deaf to Ctrl-C, which is
 # what several tests send.

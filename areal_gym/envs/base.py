@@ -27,6 +27,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
 import gymnasium
 import numpy as np
+from gymnasium.utils import seeding
 
 from areal_gym.dialects import DEFAULT_DIALECT, parse_assistant
 from areal_gym.envs.loops import KeptLoop
@@ -97,6 +98,8 @@ class TextEnv(gymnasium.Env[str, str]):
     made_by: Callable[[], TextEnv] | None = None
     """Makes another instance like this one; known of those that `areal_gym.make` has made."""
 
+    _generator: np.random.Generator | None = None
+
     def __init__(self, *, render_mode: str | None = None) -> None:
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
@@ -109,6 +112,18 @@ class TextEnv(gymnasium.Env[str, str]):
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._is_over = True
+
+    @property
+    def _np_random(self) -> np.random.Generator | None:
+        """Gymnasium's generator, seeded as it seeds, but on first use: few episodes draw, and a
+        generator is a twentieth of a short one's time."""
+        if self._generator is None and self._np_random_seed not in (None, -1):
+            self._generator, _ = seeding.np_random(self._np_random_seed)
+        return self._generator
+
+    @_np_random.setter
+    def _np_random(self, generator: np.random.Generator | None) -> None:
+        self._generator = generator
 
     # ---- what an author writes -------------------------------------------------------------
 
@@ -251,7 +266,10 @@ class TextEnv(gymnasium.Env[str, str]):
         return self._reset(seed, options)
 
     def _reset(self, seed: int | None, options: Mapping[str, Any]) -> tuple[str, Info]:
-        super().reset(seed=seed)
+        if isinstance(seed, int) and seed >= 0:
+            self._np_random, self._np_random_seed = None, seed
+        else:
+            super().reset(seed=seed)
         given = options.get("task")
         try:
             if given is None:

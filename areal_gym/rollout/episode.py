@@ -111,7 +111,11 @@ async def play_episode(
                 _, info = await env.areset(seed=seed, options=options)
             played.first_messages = info["messages"]
             with played.at(AgentError, "play"):
-                await played.let(agent)
+                try:
+                    await agent.play(played)
+                except Exception as error:
+                    played.explain(error)
+                    raise
     except EpisodeError as error:
         played.fail(error)
     except _EpisodeOver:
@@ -336,24 +340,18 @@ class _Played:
         except UsageError:  # the very first reset failed
             return Task(id="unknown", data={})
 
-    async def let(self, agent: Agent) -> None:
-        """Let the agent play. Where it fails because the policy could not answer, that is why."""
-        try:
-            await agent.play(self)
-        except _EpisodeOver:
-            raise
-        except Exception as error:
-            session = self._session
-            if session is None or (
-                isinstance(error, EpisodeError) and not isinstance(error, AgentError)
-            ):
-                raise
-            if session.limit is not None and self.error is None:
-                self.stop_reason = session.limit
-                raise _EpisodeOver from error
-            if session.trouble is not None:
-                raise session.trouble from error
-            raise
+    def explain(self, error: Exception) -> None:
+        """Raise what made an agent fail that asks over HTTP: the policy could not answer it."""
+        session = self._session
+        if session is None or isinstance(error, _EpisodeOver):
+            return
+        if isinstance(error, EpisodeError) and not isinstance(error, AgentError):
+            return
+        if session.limit is not None and self.error is None:
+            self.stop_reason = session.limit
+            raise _EpisodeOver from error
+        if session.trouble is not None:
+            raise session.trouble from error
 
     def close(self) -> None:
         """Nobody asks any more."""
