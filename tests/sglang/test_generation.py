@@ -6,6 +6,7 @@ import pytest
 import torch
 from suite import PROMPT, TOLERANCE, ask, engine_over, gap, ours, turns_in_flight
 
+from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.errors import EngineError
 from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.trainer.weight_syncs.disk import DiskWeightSync
@@ -38,6 +39,24 @@ def test_log_probabilities_are_the_trainers(in_engine, temperature):
         assert gap(decoder, generation, temperature=temperature) < TOLERANCE
         assert generation.finish_reason is FinishReason.LENGTH
         assert set(generation.versions) == {0}
+
+    in_engine(test)
+
+
+def test_a_stream_is_the_turn_in_pieces(in_engine):
+    async def test(engine, decoder):
+        params = SamplingParams(max_new_tokens=40, temperature=0.0)
+        pieces = [piece async for piece in engine.stream(PROMPT, params, session="s")]
+        assert len(pieces) > 1
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        whole = Generation(
+            token_ids=tuple(i for piece in pieces for i in piece.token_ids),
+            logprobs=tuple(p for piece in pieces for p in piece.logprobs),
+            versions=tuple(v for piece in pieces for v in piece.versions),
+            finish_reason=pieces[-1].finish_reason,
+        )
+        assert whole.token_ids == (await ask(engine, 40, temperature=0.0)).token_ids
+        assert gap(decoder, whole) < TOLERANCE
 
     in_engine(test)
 
