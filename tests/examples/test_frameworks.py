@@ -20,11 +20,14 @@ from areal_gym.types import StopReason, Task
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(params=["langchain", "camel"])
+NEEDS = {"langchain": ["langchain.agents", "langchain_openai"], "camel": ["camel.agents"]}
+
+
+@pytest.fixture(params=list(NEEDS))
 def function(request):
-    pytest.importorskip(request.param, reason=f"needs {request.param}, which is no dependency")
-    if request.param == "langchain":
-        pytest.importorskip("langchain_openai", reason="needs langchain-openai")
+    for module in NEEDS[request.param]:
+        reason = f"{module} is no dependency, and not installed or not importable here"
+        pytest.importorskip(module, reason=reason, exc_type=ImportError)
     return f"{EXAMPLES}/{request.param}_agent.py:solve"
 
 
@@ -55,6 +58,15 @@ def test_the_environment_runs_the_tools(function):
     assert (len(trajectory.branches), len(trajectory.turns)) == (1, 2)
     (said,) = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
     assert said == "42"
+
+
+def test_two_calls_of_one_message_get_a_result_each(function):
+    both = call("python", "print(6*6)") + call("python", "print(6*8)")
+    trajectory = play(function, [both, "It is \\boxed{42}."])
+    assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
+    results = {m["tool_call_id"]: m["content"] for m in trajectory.messages if m["role"] == "tool"}
+    (calls,) = [m["tool_calls"] for m in trajectory.messages if m.get("tool_calls")]
+    assert [results[call["id"]] for call in calls] == ["36", "48"]
 
 
 def test_a_tool_that_there_is_not_is_the_policys_mistake(function):
