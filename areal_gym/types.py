@@ -381,9 +381,3 @@ class Group:
         """The oldest policy version that sampled a token of the group; None without tokens."""
         versions = [v for t in self.trajectories for v in t.policy_versions[:1]]
         return min(versions, default=None)
-
-    @property
-    def newest_version(self) -> int | None:
-        """The newest policy version that sampled a token of the group; None without tokens."""
-        versions = [v for t in self.trajectories for v in t.policy_versions[-1:]]
-        return max(versions, default=None)

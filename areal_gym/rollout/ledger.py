@@ -68,7 +68,7 @@ class Ledger:
         self._handed_out: deque[tuple[int, list[int]]] = deque()
         """Batches that may not have been trained on yet: for which step, and their groups."""
         if journal is not None:
-            self._take_over(journal, version)
+            self._take_over(journal)
 
     def room(self, version: int) -> int:
         """How many groups may still start while the engine serves `version`."""
@@ -137,21 +137,12 @@ class Ledger:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _take_over(self, journal: Journal, version: int) -> None:
-        """Go on with what an interrupted run has left.
-
-        A run that goes on from an older checkpoint (`--from-step`) has groups that were sampled by
-        weights which it does not know any more: they are played again.
-        """
+    def _take_over(self, journal: Journal) -> None:
         known = journal.take_known()
         end = max(known, default=-1) + 1
         unsettled = self._issuer.unsettled(end)
         told = {index: known[index] for index in unsettled if index in known}
-        over = {
-            index: it
-            for index, it in told.items()
-            if it.dropped or (it.group is not None and (it.group.newest_version or 0) <= version)
-        }
+        over = {index: it for index, it in told.items() if it.group is not None or it.dropped}
         options = {index: it.options for index, it in told.items()}
         self._issuer.resume(options, [index for index in unsettled if index not in over], end)
         for index, it in over.items():

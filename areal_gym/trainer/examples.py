@@ -11,7 +11,7 @@ import torch
 from areal_gym.trainer.bins import Row, best_fit
 from areal_gym.trainer.packing import PackedBatch, pack
 
-__all__ = ["Example", "TokenRow", "batch_of_step", "micro_batches"]
+__all__ = ["Example", "TokenRow", "batch_of_step", "micro_batches", "placed_micro_batches"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,17 +52,28 @@ def batch_of_step(examples: Sequence[Example], step: int, size: int, seed: int) 
 def micro_batches(
     examples: Sequence[Example], budget: int, device: torch.device | str
 ) -> Iterator[tuple[PackedBatch, list[Example]]]:
-    """Packed, at most `budget` tokens each; but never less than one whole example."""
+    """Packed, at most `budget` tokens each; but never less than one whole example.
+
+    They come in another order than the examples: see `placed_micro_batches`.
+    """
+    for batch, places in placed_micro_batches(examples, budget, device):
+        yield batch, [examples[place] for place in places]
+
+
+def placed_micro_batches(
+    examples: Sequence[Example], budget: int, device: torch.device | str
+) -> Iterator[tuple[PackedBatch, list[int]]]:
+    """As `micro_batches`, with the places of the examples in place of them."""
     costs = [
         sum(len(row.token_ids) for row in example) - sum(row.num_shared for row in example[1:])
         for example in examples
     ]
-    for part in best_fit(costs, budget):
-        yield _packed([examples[i] for i in part], device)
+    for places in best_fit(costs, budget):
+        yield _packed([examples[place] for place in places], device), places
 
 
-def _packed(part: list[Example], device: torch.device | str) -> tuple[PackedBatch, list[Example]]:
+def _packed(part: list[Example], device: torch.device | str) -> PackedBatch:
     rows = [
         Row(token_ids=row.token_ids, num_shared=row.num_shared) for rows in part for row in rows
     ]
-    return pack(rows, device), part
+    return pack(rows, device)

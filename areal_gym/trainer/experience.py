@@ -122,7 +122,8 @@ class MeansByLag:
 
     def add(self, versions_T: Tensor, values_T: Tensor) -> None:
         """Count these tokens in."""
-        lags_T = (self._version - versions_T.cpu()).clamp(max=self._MAX)
+        # After --from-step, the journal may have groups of weights that are still to come again.
+        lags_T = (self._version - versions_T.cpu()).clamp(0, self._MAX)
         self._sums.index_add_(0, lags_T, values_T.cpu().float())
         self._counts += lags_T.bincount(minlength=self._MAX + 1)
 

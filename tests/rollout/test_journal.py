@@ -198,25 +198,6 @@ def test_restored_groups_keep_the_bound(tmp_path):
     assert {v for g in batch for t in g for v in t.policy_versions} == {4}
 
 
-def test_groups_of_weights_that_were_given_up_are_played_again(tmp_path):
-    """As after `--from-step`: the journal knows more than the checkpoint."""
-
-    async def play(version, state):
-        engine = ScriptedEngine(["10"])
-        engine.policy_version = version
-        with Journal(tmp_path / "j") as journal:
-            async with runner_of(engine, journal, max_staleness=1, state=state) as runner:
-                batch = await runner.next_batch()
-                await asyncio.sleep(0.05)
-        return batch, runner.stats()
-
-    asyncio.run(play(2, {"next_group": 0, "unfinished": []}))
-    batch, stats = asyncio.run(play(1, {"next_group": 0, "unfinished": []}))
-    assert stats.num_groups_restored == 0
-    assert [g.id for g in batch] == ["g000000", "g000001", "g000002"]
-    assert {v for g in batch for t in g for v in t.policy_versions} == {1}
-
-
 def test_a_batch_that_was_handed_out_but_never_learned_from_is_not_lost(tmp_path):
     async def play(state):
         engine = ScriptedEngine(["10"])

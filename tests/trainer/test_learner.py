@@ -24,6 +24,7 @@ from areal_gym.trainer.checkpoint import (
     restore_learner,
     save_learner,
 )
+from areal_gym.trainer.experience import MeansByLag
 from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.losses import LossOutput, cispo, gspo, ppo_clip
 from areal_gym.trainer.objective import score_tokens
@@ -595,3 +596,10 @@ def test_a_running_baseline_by_hand():
     assert reinforce_baseline(rewards, ids).tolist() == [1.0, 0.0, 0.5]
     past = torch.tensor(0.25, dtype=torch.float64)
     assert reinforce_baseline(rewards, ids, past_mean=past).tolist() == [0.75, -0.25, 0.25]
+
+
+def test_tokens_of_weights_that_are_still_to_come_again_have_no_age():
+    """As `--from-step` leaves them in the journal: the run goes back, and they are there."""
+    means = MeansByLag(version=3)
+    means.add(torch.tensor([5, 3, 2]), torch.tensor([1.0, 2.0, 4.0]))
+    assert means.metrics("lag") == {"lag0": 1.5, "lag1": 4.0}

@@ -18,7 +18,7 @@ import torch
 
 from areal_gym.errors import EngineError, TrainError
 from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.examples import TokenRow, micro_batches
+from areal_gym.trainer.examples import TokenRow, placed_micro_batches
 from areal_gym.trainer.objective import score_tokens
 from areal_gym.trainer.sequences import make_sequences
 from areal_gym.types import Group, TokenSpan, Trajectory
@@ -77,13 +77,15 @@ class LocalTeacher:
     @torch.no_grad()
     def _score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
         device = next(self._decoder.parameters()).device
-        found: list[list[float]] = []
-        for batch, part in micro_batches([(row,) for row in rows], self._budget, device):
-            masks = [row.mask for (row,) in part]
+        found: dict[int, list[float]] = {}
+        examples = [(row,) for row in rows]
+        for batch, places in placed_micro_batches(examples, self._budget, device):
+            masks = [rows[place].mask for place in places]
             logprobs_T = score_tokens(self._decoder, batch, masks).logprobs
             lengths = [sum(mask) for mask in masks]
-            found += [values.tolist() for values in torch.split(logprobs_T, lengths)]
-        return found
+            parts = [values.tolist() for values in torch.split(logprobs_T, lengths)]
+            found.update(zip(places, parts, strict=True))
+        return [found[place] for place in range(len(rows))]
 
 
 class RemoteTeacher:

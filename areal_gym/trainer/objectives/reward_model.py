@@ -13,7 +13,7 @@ from areal_gym.modeling.reward_model import RewardModel, load_reward_model
 from areal_gym.rendering import Renderer
 from areal_gym.rendering.template import ToolSchemas
 from areal_gym.rendering.transcript import closing_ids, transcribe
-from areal_gym.trainer.examples import Example, TokenRow, micro_batches
+from areal_gym.trainer.examples import Example, TokenRow, placed_micro_batches
 from areal_gym.trainer.objectives.dpo import is_preferred
 from areal_gym.trainer.packing import PackedBatch
 from areal_gym.trainer.supervised import Judgement
@@ -95,11 +95,10 @@ class Grader:
         for messages in dialogues:
             ids = transcribe(self._renderer, messages, tools)[-1].token_ids + tail
             examples.append((TokenRow(token_ids=ids, mask=(False,) * len(ids)),))
-        return [
-            reward
-            for batch, _ in micro_batches(examples, _BUDGET, self._device)
-            for reward in _rewards(self._model, batch).tolist()
-        ]
+        found: dict[int, float] = {}
+        for batch, places in placed_micro_batches(examples, _BUDGET, self._device):
+            found.update(zip(places, _rewards(self._model, batch).tolist(), strict=True))
+        return [found[place] for place in range(len(examples))]
 
 
 def load(directory: Path | str, *, device: torch.device | str = "cpu") -> Grader:
