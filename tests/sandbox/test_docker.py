@@ -67,7 +67,12 @@ def test_what_is_active(runner, sandbox):
 
 def test_how_a_container_is_made(runner, sandbox, docker_client):
     runner.run(sandbox.report())
-    attributes = docker_client.containers.get(containers(docker_client, sandbox)[0].id).attrs
+    # The second worker's container may still be on its way up.
+    attributes = next(
+        container.attrs
+        for found in containers(docker_client, sandbox)
+        if (container := docker_client.containers.get(found.id)).attrs["State"]["Running"]
+    )
     host = attributes["HostConfig"]
     assert host["NetworkMode"] == "none"
     assert host["ReadonlyRootfs"] is True

@@ -142,6 +142,7 @@ def test_when_the_last_server_is_killed_the_error_says_how_to_start_one(kind, po
 
 def test_a_launched_server_that_is_killed_is_started_again(kind, policies, tmp_path):
     command, arguments = command_of(kind)
+    others = set(servers_below())  # the one that the other tests share
 
     async def play():
         options = {"command": command, "server_args": arguments, "log_dir": tmp_path}
@@ -150,7 +151,7 @@ def test_a_launched_server_that_is_killed_is_started_again(kind, policies, tmp_p
             decoder = load_checkpoint(policies[1])
             await sync.publish(decoder.state_dict().items(), 1)
             turns = await turns_in_flight(engine, 12, 400)
-            kill_servers()
+            kill_servers(besides=others)
             for generation in await asyncio.gather(*turns):
                 # The new process starts with version 0; it is given 1 before it serves.
                 assert gap(decoder, generation) < TOLERANCE
@@ -159,19 +160,22 @@ def test_a_launched_server_that_is_killed_is_started_again(kind, policies, tmp_p
             await sync.aclose()
 
     asyncio.run(play())
-    assert not descendants_with("model-path")
+    assert set(servers_below()) <= others
 
 
-def kill_servers():
-    """kill -9 for every server below us, without a word to who watches it."""
-    servers = [pid for pid in descendants_with("model-path") if "guard" not in command_line(pid)]
+def kill_servers(besides):
+    """kill -9 for every server below us but those, without a word to who watches it."""
+    servers = [
+        pid for pid in servers_below() if pid not in besides and "guard" not in command_line(pid)
+    ]
     assert servers
     for pid in servers:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def descendants_with(marker):
+def servers_below():
+    """The processes below this one that serve a model."""
     parents = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -184,7 +188,7 @@ def descendants_with(marker):
     while frontier:
         frontier = {pid for pid, parent in parents.items() if parent in frontier}
         found += frontier
-    return [pid for pid in found if marker in command_line(pid)]
+    return [pid for pid in found if "model-path" in command_line(pid)]
 
 
 def command_line(pid):
@@ -199,6 +203,7 @@ def command_line(pid):
 @pytest.mark.slow
 def test_a_run_that_starts_the_real_server_itself(policies, shaped_env, tmp_path):
     command, arguments = command_of("real")
+    others = set(servers_below())
     config = config_of(
         policies[0],
         f"engine.kwargs.command={command}",
@@ -210,7 +215,7 @@ def test_a_run_that_starts_the_real_server_itself(policies, shaped_env, tmp_path
     )
     train(config, run_dir=tmp_path / "run")
     assert [row["step"] for row in RunDir(tmp_path / "run").read_metrics()] == [1, 2, 3]
-    assert not descendants_with("model-path")
+    assert set(servers_below()) <= others
 
 
 def test_a_url_that_answers_html_is_no_server(policies, shaped_env, tmp_path):
