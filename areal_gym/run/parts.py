@@ -116,7 +116,7 @@ def policy_directory(
             raise ConfigError(
                 f"engine.model = {config.engine.model!r} is no checkpoint directory",
                 hints=[
-                    "it must hold config.json, tokenizer.json and, unless it is served, the weights",
+                    "it must hold config.json, tokenizer.json and, unless served, the weights",
                     "or let areal-gym build a small policy: engine.model=starter",
                 ],
             )
