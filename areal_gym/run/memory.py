@@ -151,12 +151,14 @@ def describe_memory(config: RunConfig) -> list[str]:
         (found.activations, f"activations of {config.trainer.tokens_per_microbatch:,} tokens"),
     ]
     listed = " + ".join(f"{_gb(size)} {name}" for size, name in parts if size)
+    num_ranks = config.trainer.num_ranks
+    each = "the trainer" if num_ranks == 1 else f"each of {num_ranks} ranks"
     return [
-        f"memory: a policy of {found.num_parameters / 1e9:.2f} billion parameters; each of "
-        f"{config.trainer.num_ranks} ranks {_gb(found.total)} GB = {listed}",
+        f"memory: a policy of {found.num_parameters / 1e9:.2f} billion parameters; {each} takes "
+        f"{_gb(found.total)} GB = {listed}",
         f"engine: {_gb(found.served)} GB weights in bfloat16, {found.cached / 1e3:.0f} kB of cache "
-        f"a token: at most {_gb(tokens * found.cached)} GB for {config.rollout.max_in_flight:,} in "
-        f"flight x {config.engine.max_context:,} tokens",
+        f"a token; {config.rollout.max_in_flight:,} in flight, all of {config.engine.max_context:,} "
+        f"tokens, would take {_gb(tokens * found.cached)} GB: who finds no room there waits",
     ]
 
 
