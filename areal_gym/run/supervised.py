@@ -6,14 +6,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from areal_gym.config import RunConfig
-from areal_gym.errors import ConfigError
 from areal_gym.learning_curve import draw_supervised_curve
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
@@ -23,9 +22,11 @@ from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.loggers import Loggers
 from areal_gym.run.parts import (
     Parts,
+    close_learner,
     hash_of_policy,
     make_loggers,
     policy_directory,
+    require_devices,
     require_same_start,
 )
 from areal_gym.rundir import RunDir, RunMode, write_atomic
@@ -61,14 +62,8 @@ def train_supervised(
     from areal_gym.trainer.examples import batch_of_step
 
     display = display or SilentDisplay()
-    if config.trainer.num_ranks > 1:
-        raise ConfigError(
-            f"trainer.num_ranks = {config.trainer.num_ranks} with objective = "
-            f"{config.objective!r}: it learns in one process so far",
-            hints=["trainer.num_ranks=1"],
-        )
     torch.set_num_threads(config.trainer.num_threads)
-    with RunDir.open(run_dir, mode) as directory:
+    with RunDir.open(run_dir, mode) as directory, ExitStack() as stack:
         display.say(
             f"areal-gym {__version__} | objective {config.objective} | model "
             f"{config.engine.model} | seed {config.seed} | run directory: {directory.path}"
@@ -89,6 +84,7 @@ def train_supervised(
             require_whole(found[1])
         done, source = found or (0, policy)
         learner = _make_learner(config, source, policy)
+        stack.callback(close_learner, learner)
         require_space(learner, directory.checkpoints_dir, config.trainer.keep_checkpoints)
         if found is not None:
             restore_learner(learner, source)
@@ -163,17 +159,23 @@ def _make_learner(config: RunConfig, source: Path, policy: Path) -> Any:
     from areal_gym.trainer.objectives.reward_model import BradleyTerry
     from areal_gym.trainer.objectives.sft import Sft
     from areal_gym.trainer.supervised import Objective, Supervised
+    from areal_gym.trainer.worker import ProcessSupervised
 
     trainer, device = config.trainer, pick_device(config.trainer.device)
     if trainer.lora is not None:  # what is in `source` has the adapter merged
         source = policy
-    if config.objective == "rm":
-        return Supervised(load_reward_model(source, device=device), trainer, BradleyTerry())
+    is_apart = trainer.num_ranks > 1 or trainer.runs_in == "process"
+    load = load_reward_model if config.objective == "rm" else load_checkpoint
+    decoder = load(source, device="cpu" if is_apart else device)
     objective: Objective = Sft()
-    if config.objective == "dpo":
-        reference = load_checkpoint(policy, device=device)
-        objective = Dpo(reference, kind=config.dpo.kind, beta=config.dpo.beta)
-    return Supervised(load_checkpoint(source, device=device), trainer, objective)
+    if config.objective == "rm":
+        objective = BradleyTerry()
+    elif config.objective == "dpo":
+        objective = Dpo(policy.absolute(), kind=config.dpo.kind, beta=config.dpo.beta)
+    if not is_apart:
+        return Supervised(decoder, trainer, objective=objective)
+    require_devices(device, trainer.num_ranks)
+    return ProcessSupervised(Supervised, decoder, trainer, device=device.type, objective=objective)
 
 
 @contextmanager
