@@ -170,9 +170,10 @@ class RunConfig(Settings):
                         f"cluster.{name} = {number} needs a Ray to place them: "
                         "cluster.address=local starts one here, cluster.address=auto joins one"
                     )
-        elif self.objective in SUPERVISED:
+        elif self.objective in SUPERVISED and (cluster.rollout_workers or cluster.servers):
             raise ValueError(
-                f"objective = {self.objective!r} does not use Ray: leave cluster.address at null"
+                f"objective = {self.objective!r} plays no episodes: leave cluster.rollout_workers "
+                "and cluster.servers at 0; trainer.num_ranks says how many ranks Ray places"
             )
         elif self.deterministic:
             raise ValueError(

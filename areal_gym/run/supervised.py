@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 
 from areal_gym.config import RunConfig
+from areal_gym.distributed.cluster import Cluster, open_cluster
 from areal_gym.learning_curve import draw_supervised_curve
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
@@ -29,6 +31,7 @@ from areal_gym.run.parts import (
     require_devices,
     require_same_start,
 )
+from areal_gym.run.restarts import play_on
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.version import __version__
 
@@ -50,6 +53,26 @@ def train_supervised(
     """
     import torch
 
+    torch.set_num_threads(config.trainer.num_threads)
+    shown = display or SilentDisplay()
+    with RunDir.open(run_dir, mode) as directory:
+        return play_on(
+            lambda is_resumed, from_step: _learn(config, directory, shown, is_resumed, from_step),
+            config,
+            directory,
+            shown,
+            is_resumed=mode == "resume",
+            from_step=from_step,
+        )
+
+
+def _learn(
+    config: RunConfig,
+    directory: RunDir,
+    display: Display,
+    is_resumed: bool,
+    from_step: int | None,
+) -> dict[str, Any]:
     from areal_gym.trainer.checkpoint import (
         checkpoint_of,
         keep_checkpoints,
@@ -61,9 +84,7 @@ def train_supervised(
     )
     from areal_gym.trainer.examples import batch_of_step
 
-    display = display or SilentDisplay()
-    torch.set_num_threads(config.trainer.num_threads)
-    with RunDir.open(run_dir, mode) as directory, ExitStack() as stack:
+    with ExitStack() as stack:
         display.say(
             f"areal-gym {__version__} | objective {config.objective} | model "
             f"{config.engine.model} | seed {config.seed} | run directory: {directory.path}"
@@ -71,19 +92,20 @@ def train_supervised(
         has_env = config.data.file is None or config.engine.model == "starter"
         parts = Parts.of(config) if has_env else None
         policy, warm_start = policy_directory(config, parts, display)
-        if mode == "resume":
+        if is_resumed:
             require_same_start(directory, policy)
         directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         used = (entry.to_dict() for entry in entries_used(config))
         directory.save_provenance(used, hash_of_policy(policy))
         learned, measured = load_examples(config, parts, Renderer.from_checkpoint(policy), display)
-        found = latest_checkpoint(directory.checkpoints_dir) if mode == "resume" else None
+        found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
         if from_step is not None:
             found = checkpoint_of(directory.checkpoints_dir, from_step)
         if found is not None:
             require_whole(found[1])
         done, source = found or (0, policy)
-        learner = _make_learner(config, source, policy)
+        cluster = stack.enter_context(_open_cluster(config))
+        learner = _make_learner(config, source, policy, cluster)
         stack.callback(close_learner, learner)
         require_space(learner, directory.checkpoints_dir, config.trainer.keep_checkpoints)
         if found is not None:
@@ -150,8 +172,21 @@ def train_supervised(
         return _conclude(config, directory, display, len(measured), warm_start, train_s, best)
 
 
-def _make_learner(config: RunConfig, source: Path, policy: Path) -> Any:
+@contextmanager
+def _open_cluster(config: RunConfig) -> Iterator[Cluster | None]:
+    """`open_cluster`, where no event loop runs."""
+    with asyncio.Runner() as runner:
+        opened = open_cluster(config)
+        cluster = runner.run(opened.__aenter__())
+        try:
+            yield cluster
+        finally:
+            runner.run(opened.__aexit__(None, None, None))
+
+
+def _make_learner(config: RunConfig, source: Path, policy: Path, cluster: Cluster | None) -> Any:
     """A learner with the weights in `source`, for a run that began with `policy`."""
+    from areal_gym.distributed.ranks import RaySupervised
     from areal_gym.modeling.checkpoint import load_checkpoint
     from areal_gym.modeling.device import pick_device
     from areal_gym.modeling.reward_model import load_reward_model
@@ -164,7 +199,8 @@ def _make_learner(config: RunConfig, source: Path, policy: Path) -> Any:
     trainer, device = config.trainer, pick_device(config.trainer.device)
     if trainer.lora is not None:  # what is in `source` has the adapter merged
         source = policy
-    is_apart = trainer.num_ranks > 1 or trainer.runs_in == "process"
+    is_placed = cluster is not None and trainer.runs_in != "thread"
+    is_apart = is_placed or trainer.num_ranks > 1 or trainer.runs_in == "process"
     load = load_reward_model if config.objective == "rm" else load_checkpoint
     decoder = load(source, device="cpu" if is_apart else device)
     objective: Objective = Sft()
@@ -174,6 +210,8 @@ def _make_learner(config: RunConfig, source: Path, policy: Path) -> Any:
         objective = Dpo(policy.absolute(), kind=config.dpo.kind, beta=config.dpo.beta)
     if not is_apart:
         return Supervised(decoder, trainer, objective=objective)
+    if cluster is not None and is_placed:
+        return RaySupervised(cluster, Supervised, decoder, trainer, objective=objective)
     require_devices(device, trainer.num_ranks)
     return ProcessSupervised(Supervised, decoder, trainer, device=device.type, objective=objective)
 

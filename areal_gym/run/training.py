@@ -15,7 +15,7 @@ import yaml
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError, LostRankError, NotFiniteError
+from areal_gym.errors import ConfigError, NotFiniteError
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
 from areal_gym.metrics import rss_mb
 from areal_gym.objectives import SUPERVISED
@@ -45,6 +45,7 @@ from areal_gym.run.parts import (
     require_same_start,
 )
 from areal_gym.run.probe import measure_gap, require_agreement
+from areal_gym.run.restarts import play_on
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
 from areal_gym.run.supervised import train_supervised
@@ -85,7 +86,16 @@ def train(
     _require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay())
     with RunDir.open(run_dir, mode) as directory:
-        return run.play_on(directory, is_resumed=mode == "resume", from_step=from_step)
+        return play_on(
+            lambda is_resumed, from_step: asyncio.run(
+                run.play(directory, is_resumed=is_resumed, from_step=from_step)
+            ),
+            config,
+            directory,
+            run.display,
+            is_resumed=mode == "resume",
+            from_step=from_step,
+        )
 
 
 def _require_plain_sampling(config: RunConfig) -> None:
@@ -111,27 +121,6 @@ class _Training:
 
     config: RunConfig
     display: Display
-
-    def play_on(
-        self, directory: RunDir, *, is_resumed: bool, from_step: int | None
-    ) -> dict[str, Any]:
-        """Play, and go on from the newest checkpoint when a rank of the trainer dies.
-
-        Raises:
-            LostRankError: ranks die without any new checkpoint between two deaths.
-        """
-        from areal_gym.trainer.checkpoint import latest_checkpoint
-
-        went_on_from: int | None = None
-        while True:
-            try:
-                return asyncio.run(self.play(directory, is_resumed=is_resumed, from_step=from_step))
-            except LostRankError as error:
-                found = latest_checkpoint(directory.checkpoints_dir)
-                if self.config.cluster.address is None or found is None or found[0] == went_on_from:
-                    raise
-                went_on_from, is_resumed, from_step = found[0], True, None
-                self.display.say(f"{error}: going on from the checkpoint of step {went_on_from}")
 
     async def play(
         self, directory: RunDir, *, is_resumed: bool, from_step: int | None
