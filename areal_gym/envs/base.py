@@ -197,8 +197,8 @@ class TextEnv(gymnasium.Env[str, str]):
         if parse_error is not None:
             num_errors += 1
             results.append({"role": "tool", "content": f"error: {parse_error}"})
-        by_name = {tool.name: tool for tool in self.tools}
         calls = message.get("tool_calls", [])
+        by_name = {tool.name: tool for tool in self.tools} if calls else {}
         num_allowed = self.max_calls
         if self.max_tool_calls is not None:
             num_allowed = min(num_allowed, self.max_tool_calls - self.num_tool_calls)
@@ -383,6 +383,8 @@ def _given_task(row: Any) -> Task:
 
 
 def _number(reward: object, who: str) -> float:
+    if type(reward) is float and math.isfinite(reward):
+        return reward
     # int, bool and numpy scalars are rewards; None, text and NaN are mistakes of the environment.
     if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
         return float(reward)
