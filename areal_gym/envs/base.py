@@ -146,6 +146,11 @@ class TextEnv(gymnasium.Env[str, str]):
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
         """Await what the next episode needs from afar, before all else; seldom overridden."""
 
+    @property
+    def prepares(self) -> bool:
+        """Whether a reset awaits something: event loops then await `areset`."""
+        return type(self).prepare is not TextEnv.prepare
+
     def num_tasks(self, split: str) -> int | None:
         """How many distinct tasks `options={"index": i}` can name; None when there is no end."""
         return None
@@ -247,7 +252,7 @@ class TextEnv(gymnasium.Env[str, str]):
             UsageError: the options name no task.
             EnvError: the environment's own code failed.
         """
-        if type(self).prepare is not TextEnv.prepare:
+        if self.prepares:
             return run_on_kept_loop(self.areset(seed=seed, options=options))
         return self._reset(seed, options or {})
 
