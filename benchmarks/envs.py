@@ -321,7 +321,9 @@ def main() -> None:
         if arguments.json:
             print(json.dumps({"benchmark": "envs, gyms", "rows": rows}))
             return
-        print(f"{'':8}{'in flight':>10}  {'':16}{'rollouts/s':>12}{'CPU ms each':>13}{'peak MB':>9}")
+        print(
+            f"{'':8}{'in flight':>10}  {'':16}{'rollouts/s':>12}{'CPU ms each':>13}{'peak MB':>9}"
+        )
         for row in rows:
             print(
                 f"{row['case']:8}{row['num_in_flight']:10}  {row['name']:16}"
