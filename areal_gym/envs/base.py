@@ -146,6 +146,11 @@ class TextEnv(gymnasium.Env[str, str]):
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
         """Await what the next episode needs from afar, before all else; seldom overridden."""
 
+    @property
+    def prepares(self) -> bool:
+        """Whether a reset awaits something: event loops then await `areset`."""
+        return type(self).prepare is not TextEnv.prepare
+
     def num_tasks(self, split: str) -> int | None:
         """How many distinct tasks `options={"index": i}` can name; None when there is no end."""
         return None
@@ -197,8 +202,8 @@ class TextEnv(gymnasium.Env[str, str]):
         if parse_error is not None:
             num_errors += 1
             results.append({"role": "tool", "content": f"error: {parse_error}"})
-        by_name = {tool.name: tool for tool in self.tools}
         calls = message.get("tool_calls", [])
+        by_name = {tool.name: tool for tool in self.tools} if calls else {}
         num_allowed = self.max_calls
         if self.max_tool_calls is not None:
             num_allowed = min(num_allowed, self.max_tool_calls - self.num_tool_calls)
@@ -247,7 +252,7 @@ class TextEnv(gymnasium.Env[str, str]):
             UsageError: the options name no task.
             EnvError: the environment's own code failed.
         """
-        if type(self).prepare is not TextEnv.prepare:
+        if self.prepares:
             return run_on_kept_loop(self.areset(seed=seed, options=options))
         return self._reset(seed, options or {})
 
@@ -383,6 +388,8 @@ def _given_task(row: Any) -> Task:
 
 
 def _number(reward: object, who: str) -> float:
+    if type(reward) is float and math.isfinite(reward):
+        return reward
     # int, bool and numpy scalars are rewards; None, text and NaN are mistakes of the environment.
     if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
         return float(reward)

@@ -217,7 +217,7 @@ async def evaluate(
     """
     start_s = time.perf_counter()
     envs = EnvPool(env_factory)
-    tasks = _tasks(envs, split, num_tasks)
+    tasks = await _tasks(envs, split, num_tasks, max_in_flight)
     jobs = ((index, sample) for index in range(len(tasks)) for sample in range(num_samples))
     total = len(tasks) * num_samples
     budget = FailureBudget(max_failure_rate)
@@ -280,20 +280,30 @@ async def evaluate(
     )
 
 
-def _tasks(envs: EnvPool, split: str, num_tasks: int) -> list[Task]:
+async def _tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: int) -> list[Task]:
     """The first tasks of the split: the same ones whatever the evaluation's seed."""
     env = envs.take()
     limit = env.num_tasks(split)
+    envs.give_back(env)
     if limit is not None:
         num_tasks = min(num_tasks, limit)
-    tasks = []
-    for index in range(num_tasks):
-        env.reset(seed=derive_seed(_TASK, index), options={"split": split, "index": index})
-        tasks.append(env.task)
-    envs.give_back(env)
+    tasks: list[Task | None] = [None] * num_tasks
+    left = iter(range(num_tasks))
+
+    async def draw() -> None:
+        env = envs.take()
+        for index in left:
+            await env.areset(
+                seed=derive_seed(_TASK, index), options={"split": split, "index": index}
+            )
+            tasks[index] = env.task
+            await asyncio.sleep(0)  # who trains meanwhile has its turn
+        envs.give_back(env)
+
+    await _gather([draw() for _ in range(min(max_in_flight, num_tasks) if env.prepares else 1)])
     if not tasks:
         raise NothingToDoError(f"the split {split!r} has no tasks to evaluate on")
-    return tasks
+    return [task for task in tasks if task is not None]
 
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
