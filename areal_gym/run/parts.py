@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,8 @@ def policy_directory(
     needs `parts`).
 
     Raises:
-        ConfigError: `engine.model` is no checkpoint directory.
+        ConfigError: `engine.model` is no checkpoint directory; or torch is missing, which makes
+            the starter policy.
     """
     if config.engine.model != "starter":
         directory = Path(config.engine.model)
@@ -115,12 +117,21 @@ def policy_directory(
             raise ConfigError(
                 f"engine.model = {config.engine.model!r} is no checkpoint directory",
                 hints=[
-                    "it must hold config.json, *.safetensors and tokenizer.json",
+                    "it must hold config.json, tokenizer.json and, unless served, the weights",
                     "or let areal-gym build a small policy: engine.model=starter",
                 ],
             )
         return directory, {}
     assert parts is not None
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "the small policy is made with torch, which is not installed",
+            hints=[
+                "install it: pip install 'areal-gym[train]'",
+                "or name a server and what it serves: "
+                "--engine sglang --engine.url URL engine.model=DIR",
+            ],
+        )
     return _starter(config, parts, display)
 
 

@@ -20,7 +20,7 @@ from areal_gym.learning_curve import CurvePoint, draw_learning_curve
 from areal_gym.metrics import rss_mb
 from areal_gym.objectives import SUPERVISED
 from areal_gym.online import ONLINE
-from areal_gym.provenance import entries_used
+from areal_gym.provenance import entries_used, require_installed
 from areal_gym.rendering import Renderer
 from areal_gym.report import keep_report
 from areal_gym.rollout.batch_metrics import batch_metrics
@@ -79,6 +79,7 @@ def train(
     Raises:
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
     """
+    require_installed(config)
     if config.objective in SUPERVISED:
         return train_supervised(
             config, run_dir=run_dir, mode=mode, from_step=from_step, display=display

@@ -463,7 +463,10 @@ async def _serve(options: argparse.Namespace) -> None:
         port=options.port,
     )
     async with server:
-        print(f"a fake SGLang {options.emulate} serves {options.model_path} at {server.url}")
+        print(
+            f"a fake SGLang {options.emulate} serves {options.model_path} at {server.url}",
+            flush=True,
+        )
         await ended.wait()
 
 
