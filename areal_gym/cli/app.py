@@ -35,6 +35,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "show": ("show:show_command", "One thing in full: an environment, a loss, a run."),
         "plugins": ("plugins:plugins_command", "What is installed, whose it is, what failed."),
         "view": ("view:view_command", "Look at runs in a browser: curves, trajectories, tokens."),
+        "compare": ("compare:compare_command", "Runs side by side: what differs, beyond noise?"),
         "report": ("report:report_command", "A run on one page, to be given away."),
         "doctor": ("doctor:doctor_command", "What of this machine can be used, what is missing."),
     },

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from areal_gym.errors import NothingToDoError
 from areal_gym.rundir import RunDir
 from areal_gym.trajectory_files import TrajectoryFile, step_of
 
-__all__ = ["Chart", "Line", "Report", "collect", "number", "visible"]
+__all__ = ["Chart", "Line", "Report", "collect", "evaluation_of", "flattened", "number", "visible"]
 
 _EXAMPLES = 2
 """Best ones, and as many of the worst."""
@@ -109,11 +107,11 @@ def collect(run: RunDir) -> Report:
         raise NothingToDoError(f"{run.path} holds no run", hints=["all runs: areal-gym list runs"])
     rows = run.read_metrics()
     summary = run.read_summary() or {}
-    evaluations = [_evaluation(row) for row in run.read_evaluations()]
-    settings = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+    evaluations = [evaluation_of(row) for row in run.read_evaluations()]
+    settings = run.read_config()
     provenance = run.read_provenance()
     done = max((int(row["step"]) for row in rows), default=0)
-    flat = {name: _shown(value) for name, value in _flat(settings)}
+    flat = {name: _shown(value) for name, value in flattened(settings)}
     env = flat.get("env.id", "?")
     method = flat.get("trainer.algorithm", "")
     objective = flat.get("objective", "rl")
@@ -130,7 +128,7 @@ def collect(run: RunDir) -> Report:
         used=provenance.get("used", []),
         environment={
             name: _shown(value)
-            for name, value in _flat({k: v for k, v in provenance.items() if k != "used"})
+            for name, value in flattened({k: v for k, v in provenance.items() if k != "used"})
         },
     )
 
@@ -183,7 +181,8 @@ def _facts(
     return facts
 
 
-def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `evaluations.jsonl`, flat: `step` and what the objective measures."""
     if "heldout" in row:
         return {"step": row["step"], **row["heldout"]}
     sampled, greedy = row["sampled"], row["greedy"]
@@ -193,6 +192,8 @@ def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
         "low": sampled["pass@1_low"],
         "high": sampled["pass@1_high"],
         "greedy": greedy["pass@1"],
+        "greedy_low": greedy["pass@1_low"],
+        "greedy_high": greedy["pass@1_high"],
     }
 
 
@@ -232,7 +233,7 @@ def _changed(settings: Mapping[str, Any], flat: Mapping[str, str]) -> dict[str, 
         )
     except (ValidationError, KeyError, TypeError, ValueError):  # of another version
         return dict(flat)
-    usual = {name: _shown(value) for name, value in _flat(defaults.model_dump(mode="json"))}
+    usual = {name: _shown(value) for name, value in flattened(defaults.model_dump(mode="json"))}
     named = ("env.id", "trainer.algorithm", "engine.model", "steps", "seed")
     return {
         name: value for name, value in flat.items() if name in named or usual.get(name) != value
@@ -262,13 +263,14 @@ def _apart(rows: Sequence[Mapping[str, Any]], order: Sequence[int]) -> list[int]
     return list(chosen.values())[:_EXAMPLES]
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted name."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+            yield from flattened(item, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         for place, item in enumerate(value):
-            yield from _flat(item, f"{prefix}.{place}")
+            yield from flattened(item, f"{prefix}.{place}")
     else:
         yield prefix, value
 

@@ -17,7 +17,7 @@ from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError, LostRankError, NotFiniteError
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
-from areal_gym.metrics import rss_mb
+from areal_gym.metrics import cpu_s, rss_mb
 from areal_gym.objectives import SUPERVISED
 from areal_gym.online import ONLINE
 from areal_gym.provenance import entries_used
@@ -147,6 +147,7 @@ class _Training:
         from areal_gym.trainer.weight_syncs import make_weight_sync, weights_for
 
         config, display = self.config, self.display
+        cpu_before_s = cpu_s()
         used = entries_used(config)
         parts = Parts.of(config)
         loggers = Loggers(make_loggers(config), display.say)
@@ -231,6 +232,7 @@ class _Training:
             "first_step": done + 1,
             "warm_start_s": warm_start.get("warm_start_s", 0.0),
             "train_s": round(train_s, 2),
+            "cpu_s": round(cpu_s() - cpu_before_s, 2),
             "seed": config.seed,
             "warm_start": warm_start,
             "checkpoint": f"checkpoints/step-{config.steps:06d}",
