@@ -38,6 +38,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "compare": ("compare:compare_command", "Runs side by side: what differs, beyond noise?"),
         "report": ("report:report_command", "A run on one page, to be given away."),
         "doctor": ("doctor:doctor_command", "What of this machine can be used, what is missing."),
+        "bench": ("bench:bench_command", "How fast this machine is at each part of a run."),
     },
     "Get": {
         "data": (

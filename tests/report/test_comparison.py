@@ -66,7 +66,7 @@ def turn(is_solved):
 
 
 def test_evaluations_are_compared_task_by_task(tmp_path):
-    """20 and 26 of 40: two intervals of 0.16 each say nothing, six tasks gained and none lost do."""
+    """20 and 26 of 40: intervals of 0.16 say nothing, six tasks gained and none lost do."""
     first = evaluation(tmp_path / "first", lambda i: i < 20)
     second = evaluation(tmp_path / "second", lambda i: i < 26)
     (row,) = compare([first, second]).heldout
