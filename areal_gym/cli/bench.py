@@ -7,6 +7,7 @@ import os
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_json, talk
 
 __all__ = ["bench_command"]
@@ -15,8 +16,16 @@ _NAMES = ("rollout", "env", "sandbox", "engine", "step")
 
 
 @click.command("bench")
-@click.argument("parts", nargs=-1, metavar=f"[{'|'.join(_NAMES)}]...")
-@click.option("--env", default="tir", show_default=True, help="What the part `env` plays.")
+@click.argument(
+    "parts", nargs=-1, metavar=f"[{'|'.join(_NAMES)}]...", shell_complete=complete.one_of(*_NAMES)
+)
+@click.option(
+    "--env",
+    shell_complete=complete.ids("envs"),
+    default="tir",
+    show_default=True,
+    help="What the part `env` plays.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 def bench_command(parts: tuple[str, ...], env: str, as_json: bool) -> None:

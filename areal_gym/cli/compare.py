@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_json, talk
 from areal_gym.errors import UsageError
 from areal_gym.report.content import number
@@ -21,7 +22,13 @@ __all__ = ["compare_command"]
 
 
 @click.command("compare")
-@click.argument("runs", nargs=-1, metavar="RUN RUN [RUN]...", type=click.Path(path_type=Path))
+@click.argument(
+    "runs",
+    nargs=-1,
+    metavar="RUN RUN [RUN]...",
+    type=click.Path(path_type=Path),
+    shell_complete=complete.runs,
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 def compare_command(runs: tuple[Path, ...], as_json: bool) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import Options, common_options, print_data
 from areal_gym.errors import UsageError
+from areal_gym.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
     from areal_gym.rundir import RunDir, RunMode
@@ -18,25 +20,39 @@ __all__ = ["train_command"]
 
 
 @click.command("train")
-@click.argument("overrides", nargs=-1, metavar="[key=value]...")
+@click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
 @click.option(
     "--env",
     multiple=True,
+    shell_complete=complete.ids("envs"),
     help="The environment's id (areal-gym list envs); again, with weights, to mix: A:0.7, B:0.3.",
 )
-@click.option("--objective", help="What is learned: rl (a reward), sft, dpo, rm or distill [rl].")
+@click.option(
+    "--objective",
+    shell_complete=complete.one_of(*OBJECTIVES),
+    help="What is learned: rl (a reward), sft, dpo, rm or distill [rl].",
+)
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
-@click.option("--agent", help="The agent's id (areal-gym list agents).")
-@click.option("--engine", help="The engine's id (areal-gym list engines).")
+@click.option(
+    "--agent", shell_complete=complete.ids("agents"), help="The agent's id (areal-gym list agents)."
+)
+@click.option(
+    "--engine",
+    shell_complete=complete.ids("engines"),
+    help="The engine's id (areal-gym list engines).",
+)
 @click.option(
     "--engine.url", "engine_url", multiple=True, help="A server of the engine; several: again."
 )
 @click.option("--steps", type=int, help="Training steps.")
 @click.option("--seed", type=int, help="Of tasks, sampling and the model.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="The run's directory [runs/ENV-DATE-TIME]."
+    "--out",
+    type=click.Path(path_type=Path),
+    shell_complete=complete.runs,
+    help="The run's directory [runs/ENV-DATE-TIME].",
 )
 @click.option("--resume", is_flag=True, help="Continue the run in --out.")
 @click.option(
