@@ -170,7 +170,7 @@ VARIABLE = "_AREAL_GYM_COMPLETE"
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code, and never raises."""
-    options = Options()
+    options = Options(is_plain=bool(os.environ.get("NO_COLOR")))
     # OpenMP's threads spin while they wait, which starves whoever else wants the processor. Read
     # when torch is imported, so it must be said before.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

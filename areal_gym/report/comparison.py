@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 from areal_gym.errors import NothingToDoError
 from areal_gym.metrics import Interval, difference_interval, mean, mean_interval
-from areal_gym.report.content import evaluation_of, flattened
+from areal_gym.report.content import evaluation_of
 from areal_gym.rundir import RunDir
+from areal_gym.settings import flat
 from areal_gym.trajectory_files import TrajectoryFile
 
 __all__ = ["WINDOW", "Comparison", "Row", "compare"]
@@ -128,10 +129,10 @@ _ALONE = {"sampled": "eval", "greedy": "eval-greedy"}
 
 def _differing(sides: Sequence[_Side]) -> dict[str, list[Any]]:
     """Settings that not all runs share; evaluations on their own have none."""
-    flat = [dict(flattened(side.config)) if side.config else None for side in sides]
-    runs = [settings for settings in flat if settings is not None]
+    trees = [dict(flat(side.config)) if side.config else None for side in sides]
+    runs = [settings for settings in trees if settings is not None]
     return {
-        key: [settings and settings.get(key) for settings in flat]
+        key: [settings and settings.get(key) for settings in trees]
         for key in dict.fromkeys(key for settings in runs for key in settings)
         if any(settings.get(key) != runs[0].get(key) for settings in runs)
     }
