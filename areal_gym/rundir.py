@@ -53,6 +53,7 @@ __all__ = [
     "RunDir",
     "RunInfo",
     "RunMode",
+    "RunStatus",
     "list_runs",
     "new_run_path",
     "readable_disk_errors",
@@ -64,6 +65,9 @@ RunMode = Literal["new", "resume", "clean"]
 """What to do with a directory: it must hold no run, its run is continued, its run is replaced."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+RunStatus = Literal["finished", "running", "stopped"]
 
 
 class RunDir:
@@ -141,6 +145,13 @@ class RunDir:
     def is_finished(self) -> bool:
         """Whether its run came to its end."""
         return self.summary_file.exists()
+
+    @property
+    def status(self) -> RunStatus:
+        """Whether its run goes on; what an evaluation has written on its own is finished."""
+        if self.is_finished or not self.config_file.exists():
+            return "finished"
+        return "running" if self.is_being_written else "stopped"
 
     @property
     def is_being_written(self) -> bool:
@@ -234,6 +245,16 @@ class RunDir:
             file.unlink(missing_ok=True)
 
     # ---- reading -----------------------------------------------------------------------------
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved settings as a tree; empty when there are none that can be read."""
+        import yaml
+
+        try:
+            found = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines, in order."""
@@ -359,13 +380,10 @@ def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
 
 def run_info(path: Path) -> RunInfo:
     """What there is to say about one run, finished or not."""
-    import yaml
-
     run = RunDir(path)
     try:
-        config = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
-        env_id = str(config["env"]["id"])
-    except (yaml.YAMLError, KeyError, TypeError, OSError):
+        env_id = str(run.read_config()["env"]["id"])
+    except (KeyError, TypeError):
         env_id = "?"
     rows = run.read_metrics()
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]

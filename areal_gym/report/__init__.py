@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from areal_gym.report.comparison import Comparison, compare
 from areal_gym.report.content import Report, collect
 from areal_gym.report.html import as_html
 from areal_gym.report.markdown import as_markdown, sheet
 from areal_gym.rundir import RunDir, write_atomic
 
-__all__ = ["Report", "collect", "keep_report", "write_report"]
+__all__ = ["Comparison", "Report", "collect", "compare", "keep_report", "write_report"]
 
 
 def write_report(run: RunDir, file: Path) -> list[Path]:

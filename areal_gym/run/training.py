@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError, NotFiniteError
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
-from areal_gym.metrics import rss_mb
+from areal_gym.metrics import cpu_s, rss_mb
 from areal_gym.objectives import SUPERVISED
 from areal_gym.online import ONLINE
 from areal_gym.provenance import entries_used, require_installed
@@ -50,9 +51,10 @@ from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
 from areal_gym.run.supervised import train_supervised
 from areal_gym.run.teacher import Taught, open_teacher
+from areal_gym.run.waiting import Waiting
 from areal_gym.run.workers import open_workers
 from areal_gym.rundir import RunDir, RunMode, write_atomic
-from areal_gym.sandbox import shared_reports
+from areal_gym.sandbox import shared_calls, shared_reports
 from areal_gym.types import Group, StopReason
 from areal_gym.version import __version__
 
@@ -137,6 +139,7 @@ class _Training:
         from areal_gym.trainer.weight_syncs import make_weight_sync, weights_for
 
         config, display = self.config, self.display
+        cpu_before_s = cpu_s()
         used = entries_used(config)
         parts = Parts.of(config)
         loggers = Loggers(make_loggers(config), display.say)
@@ -221,6 +224,7 @@ class _Training:
             "first_step": done + 1,
             "warm_start_s": warm_start.get("warm_start_s", 0.0),
             "train_s": round(train_s, 2),
+            "cpu_s": round(cpu_s() - cpu_before_s, 2),
             "seed": config.seed,
             "warm_start": warm_start,
             "checkpoint": f"checkpoints/step-{config.steps:06d}",
@@ -352,7 +356,8 @@ class _Training:
         )
         try:
             async with runner:
-                display.watch(lambda: _waiting(runner.stats()))
+                calls = partial(shared_calls, asyncio.get_running_loop())
+                display.watch(Waiting(runner.stats, config.rollout.batch_groups, calls))
                 await train_loop(
                     runner if teacher is None else Taught(runner, teacher),
                     learner,
@@ -454,19 +459,6 @@ def _heldout(before: CurvePoint, after: CurvePoint) -> dict[str, Any]:
         "heldout_greedy_after": after.greedy,
         "heldout_after_interval": [after.low, after.high],
     }
-
-
-def _waiting(stats: RolloutStats) -> str:
-    """One line for people: what the episodes wait for."""
-    text = (
-        f"{stats.episodes_in_flight} episodes in flight: {stats.waiting_on_engine} wait for the "
-        f"engine, {stats.waiting_on_env} for the environment; {stats.groups_ready} groups ready"
-    )
-    num_rejected = sum(stats.num_groups_rejected.values())
-    if num_rejected:
-        text += f"; {num_rejected} groups rejected by filters"
-    num_failed = sum(stats.num_failures.values())
-    return f"{text}; {num_failed} failures" if num_failed else text
 
 
 def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
