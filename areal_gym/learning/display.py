@@ -18,6 +18,7 @@ from areal_gym.run import Display, SilentDisplay
 __all__ = ["NotebookDisplay", "shown_display"]
 
 _NUM_LINES = 8
+_MOST_ROWS = 600
 _CHARTS = ("Reward", "Loss", "KL", "Entropy", "Time of a step")
 
 
@@ -55,6 +56,8 @@ class NotebookDisplay:
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         """A training step ended: the curves grow."""
         self._rows.append(dict(metrics))
+        if len(self._rows) > _MOST_ROWS:  # drawn again and again
+            self._rows = self._rows[::2]
         self.advance(step)
 
     def watch(self, stats: Callable[[], str] | None) -> None:
