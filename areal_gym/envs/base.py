@@ -34,6 +34,7 @@ from areal_gym.envs.loops import KeptLoop
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, GymError, ToolError, UsageError
+from areal_gym.markup import block, dialogue, pairs, short
 from areal_gym.types import Message, Task
 
 __all__ = ["Response", "StepResult", "TextEnv", "ToolResults", "run_on_kept_loop"]
@@ -361,6 +362,16 @@ class TextEnv(gymnasium.Env[str, str]):
         """Release what the episode holds, synchronously. See `aclose`."""
         if self.suspends:
             run_on_kept_loop(self.aclose())
+
+    def __repr__(self) -> str:
+        task = "no task yet" if self._task is None else f"task {short(self._task.id)}"
+        over = ", over" if self._is_over and self._task is not None else ""
+        return f"<{type(self).__name__}: {task}, turn {self.num_turns} of {self.max_turns}{over}>"
+
+    def _repr_html_(self) -> str:
+        tools = ", ".join(tool.name for tool in self.tools)
+        facts = {"tools": short(tools, 200)} if tools else {}
+        return block(repr(self)[1:-1], pairs(facts), dialogue(self._messages))
 
     @final
     def render(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ import yaml
 
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import Cluster, open_cluster
+from areal_gym.errors import StopTraining
 from areal_gym.learning_curve import draw_supervised_curve
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.report import keep_report
+from areal_gym.run.callbacks import Callback, Callbacks
 from areal_gym.run.data import load_examples
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.loggers import Loggers
@@ -45,6 +47,7 @@ def train_supervised(
     mode: RunMode = "new",
     from_step: int | None = None,
     display: Display | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """The whole of a run with objective sft, dpo or rm; returns the summary, as `train` does.
 
@@ -57,7 +60,9 @@ def train_supervised(
     shown = display or SilentDisplay()
     with RunDir.open(run_dir, mode) as directory:
         return play_on(
-            lambda is_resumed, from_step: _learn(config, directory, shown, is_resumed, from_step),
+            lambda is_resumed, from_step: _learn(
+                config, directory, shown, Callbacks(callbacks), is_resumed, from_step
+            ),
             config,
             directory,
             shown,
@@ -70,6 +75,7 @@ def _learn(
     config: RunConfig,
     directory: RunDir,
     display: Display,
+    told: Callbacks,
     is_resumed: bool,
     from_step: int | None,
 ) -> dict[str, Any]:
@@ -118,6 +124,7 @@ def _learn(
                 return
             row = learner.evaluate(measured)
             directory.append_evaluation({"step": step, "heldout": row})
+            told.tell("on_evaluation", step, {f"eval/{name}": x for name, x in row.items()})
             display.say(f"held-out at step {step}: {_in_words(row)} ({len(measured)} examples)")
 
         def keep() -> str | None:
@@ -127,7 +134,7 @@ def _learn(
                 directory.checkpoints_dir, config.trainer.keep_checkpoints, scores
             )
 
-        saved = done
+        saved = done or None
 
         def save(step: int) -> None:
             nonlocal saved
@@ -135,13 +142,16 @@ def _learn(
                 save_learner(learner, directory.checkpoints_dir, step, policy)
                 saved = step
                 keep()
+                told.tell("on_checkpoint", step, directory.checkpoint(step))
 
+        told.tell("on_start", directory)
         evaluate(done)
         loggers = Loggers(make_loggers(config), display.say)
         loggers.open(directory.loggers_dir, config, first_step=done + 1)
         display.phase("train", config.steps)
         start_s = time.perf_counter()
         try:
+            told.raise_if_stopped()
             with _interrupts_between_steps() as raise_if_interrupted:
                 for step in range(done + 1, config.steps + 1):
                     step_s = time.perf_counter()
@@ -152,29 +162,46 @@ def _learn(
                     directory.append_metrics(row)
                     loggers.log(step, row)
                     display.step(step, config.steps, row)
+                    told.tell("on_step", step, row, ())
                     if config.trainer.save_every and step % config.trainer.save_every == 0:
                         save(step)
                     if config.eval.every and step % config.eval.every == 0:
                         evaluate(step)
                     raise_if_interrupted()
+                    told.raise_if_stopped()
+            save(done)
+        except StopTraining as stop:
+            display.say(f"stopped after step {done}, as a callback wanted: {stop}")
             save(done)
         except (KeyboardInterrupt, Exception):
-            save(done)
             if done:
+                save(done)
                 display.say(f"stopped after step {done}; what was learned is in {directory.path}")
                 display.say(f"go on with: areal-gym train --resume --out {directory.path}")
             raise
         finally:
             loggers.close()
         train_s = time.perf_counter() - start_s
-        evaluate(config.steps)
-        best = keep()
-        return _conclude(config, directory, display, len(measured), warm_start, train_s, best)
+        evaluate(done)
+        facts = {
+            "num_heldout_examples": len(measured),
+            "num_steps": done,
+            "stopped": told.stopped,
+            "warm_start_s": warm_start.get("warm_start_s", 0.0),
+            "train_s": round(train_s, 2),
+            "warm_start": warm_start,
+        }
+        summary = _conclude(config, directory, display, facts, keep())
+        told.tell("on_end", summary)
+        return summary
 
 
 @contextmanager
 def _open_cluster(config: RunConfig) -> Iterator[Cluster | None]:
     """`open_cluster`, where no event loop runs."""
+    if config.cluster.address is None:
+        yield None
+        return
     with asyncio.Runner() as runner:
         opened = open_cluster(config)
         cluster = runner.run(opened.__aenter__())
@@ -249,14 +276,12 @@ def _conclude(
     config: RunConfig,
     directory: RunDir,
     display: Display,
-    num_measured: int,
-    warm_start: dict[str, Any],
-    train_s: float,
+    facts: dict[str, Any],
     best: str | None,
 ) -> dict[str, Any]:
     rows = directory.read_evaluations()
     before, after = rows[0]["heldout"], rows[-1]["heldout"]
-    checkpoint = f"checkpoints/step-{config.steps:06d}"
+    checkpoint = f"checkpoints/step-{facts['num_steps']:06d}"
     summary = {
         "objective": config.objective,
         "env": config.env.id,
@@ -264,12 +289,8 @@ def _conclude(
         "heldout_after": after["accuracy"],
         "heldout_loss_before": before["loss"],
         "heldout_loss_after": after["loss"],
-        "num_heldout_examples": num_measured,
-        "num_steps": config.steps,
-        "warm_start_s": warm_start.get("warm_start_s", 0.0),
-        "train_s": round(train_s, 2),
+        **facts,
         "seed": config.seed,
-        "warm_start": warm_start,
         "checkpoint": checkpoint,
         "best_checkpoint": None if best is None else f"checkpoints/{best}",
         "version": __version__,
@@ -281,7 +302,7 @@ def _conclude(
     display.say(f"  {'held-out':<20}{'before':>8}{'after':>8}")
     for name in before:
         display.say(f"  {name:<20}{before[name]:>8.3f}{after[name]:>8.3f}")
-    display.say(f"training {train_s:.0f} s for {config.steps} steps")
+    display.say(f"training {facts['train_s']:.0f} s for {facts['num_steps']} steps")
     display.say(f"curve:     {directory.learning_curve_file}")
     display.say(f"report:    {keep_report(directory)}")
     display.say(
