@@ -24,6 +24,7 @@
         +-- EpisodeTimeoutError (TimeoutError)
 
     ToolError                               told to the model as the tool's result; not a failure
+    StopTraining                            a callback wants the run to end; not a failure
 
 An error says what was asked, what exists and what to type next: `hints` are the lines that the
 command line prints, indented, under the message.
@@ -53,6 +54,7 @@ __all__ = [
     "PluginError",
     "RunExistsError",
     "SandboxError",
+    "StopTraining",
     "ToolError",
     "TrainError",
     "UnknownIdError",
@@ -193,6 +195,10 @@ class EpisodeTimeoutError(EpisodeError, TimeoutError):
 
 class ToolError(Exception):
     """Raised by a tool to tell the model what it did wrong: the tool's result."""
+
+
+class StopTraining(Exception):  # no error: an orderly end
+    """Raised by a callback to end the run after the step under way; its text says why."""
 
 
 def did_you_mean(asked: str, existing: Iterable[str], *, limit: int = 3) -> str | None:

@@ -53,10 +53,12 @@ __all__ = [
     "RunDir",
     "RunInfo",
     "RunMode",
+    "RunStatus",
     "list_runs",
     "new_run_path",
     "readable_disk_errors",
     "run_info",
+    "run_path",
     "write_atomic",
 ]
 
@@ -64,6 +66,9 @@ RunMode = Literal["new", "resume", "clean"]
 """What to do with a directory: it must hold no run, its run is continued, its run is replaced."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+RunStatus = Literal["finished", "running", "stopped"]
 
 
 class RunDir:
@@ -143,6 +148,13 @@ class RunDir:
         return self.summary_file.exists()
 
     @property
+    def status(self) -> RunStatus:
+        """Whether its run goes on; what an evaluation has written on its own is finished."""
+        if self.is_finished or not self.config_file.exists():
+            return "finished"
+        return "running" if self.is_being_written else "stopped"
+
+    @property
     def is_being_written(self) -> bool:
         """Whether a process of this machine has it open; False where the system does not tell."""
         try:
@@ -152,6 +164,30 @@ class RunDir:
             return False
         # Asking for the lock ourselves could get in the way of a run that begins.
         return any(" FLOCK " in line and f":{inode} " in line for line in locks.splitlines())
+
+    def __repr__(self) -> str:
+        return f"<RunDir {self.path}>"
+
+    def _repr_html_(self) -> str:
+        from areal_gym.report import summary_html
+
+        return summary_html(self)
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step is, if there is one."""
+        return self.checkpoints_dir / f"step-{step:06d}"
+
+    def recipe(self) -> Path:
+        """The file with the run's settings.
+
+        Raises:
+            UsageError: there is no run.
+        """
+        if not self.config_file.exists():
+            raise UsageError(
+                f"{self.path} holds no run to resume", hints=["start one: leave --resume out"]
+            )
+        return self.config_file
 
     # ---- writing -----------------------------------------------------------------------------
 
@@ -235,6 +271,16 @@ class RunDir:
 
     # ---- reading -----------------------------------------------------------------------------
 
+    def read_config(self) -> dict[str, Any]:
+        """The resolved settings as a tree; empty when there are none that can be read."""
+        import yaml
+
+        try:
+            found = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines, in order."""
         return list(_read_lines(self.metrics_file))
@@ -302,10 +348,7 @@ class RunDir:
         for leftover in self.checkpoints_dir.glob(".step-*"):
             _remove(leftover)
         if mode == "resume":
-            if not self.config_file.exists():
-                raise UsageError(
-                    f"{self.path} holds no run to resume", hints=["start one: leave --resume out"]
-                )
+            self.recipe()
             _cut_torn_line(self.metrics_file)
             _cut_torn_line(self.evaluations_file)
             return
@@ -359,13 +402,10 @@ def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
 
 def run_info(path: Path) -> RunInfo:
     """What there is to say about one run, finished or not."""
-    import yaml
-
     run = RunDir(path)
     try:
-        config = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
-        env_id = str(config["env"]["id"])
-    except (yaml.YAMLError, KeyError, TypeError, OSError):
+        env_id = str(run.read_config()["env"]["id"])
+    except (KeyError, TypeError):
         env_id = "?"
     rows = run.read_metrics()
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
@@ -394,6 +434,17 @@ def new_run_path(label: str, root: Path = Path("runs")) -> Path:
                 path.mkdir()
                 return path
     raise InfrastructureError(f"{root} has no free name left for {stem}")
+
+
+@contextlib.contextmanager
+def run_path(given: Path | None, label: str) -> Iterator[Path]:
+    """`given`, or a path that is reserved; it disappears again when nothing was written there."""
+    path = given or new_run_path(label)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def write_atomic(file: Path, data: str | bytes) -> None:

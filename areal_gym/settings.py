@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Settings", "merge"]
+__all__ = ["Settings", "flat", "merge"]
 
 
 class Settings(BaseModel):
@@ -23,3 +23,15 @@ def merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
             merge(into[key], value)
         else:
             into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree, by dotted key; lists of mappings have numbers for keys."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flat(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for place, item in enumerate(value):
+            yield from flat(item, f"{prefix}.{place}")
+    else:
+        yield prefix, value

@@ -26,30 +26,11 @@ from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.modeling.checkpoint import save_checkpoint
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder, build_decoder
+from areal_gym.run.bench import shape
 
 MODELS = {
-    "qwen3 0.4M (the starter policy's shape)": DecoderConfig(
-        architecture="qwen3",
-        vocab_size=400,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-    ),
-    "qwen2 2M": DecoderConfig(
-        architecture="qwen2",
-        vocab_size=520,
-        hidden_size=192,
-        intermediate_size=640,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-    ),
+    "qwen3 0.4M (the starter policy's shape)": shape("0.4M"),
+    "qwen2 2M": shape("2M"),
 }
 Episodes = list[tuple[list[int], list[int]]]
 """(prompt, new tokens of each turn)"""

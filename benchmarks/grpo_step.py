@@ -23,78 +23,19 @@ import time
 import torch
 
 from areal_gym.config import TrainerConfig
-from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
-from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import build_decoder
+from areal_gym.run.bench import play_groups, shape
 from areal_gym.trainer.advantages import grpo
 from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.losses import ppo_clip
-from areal_gym.types import FinishReason, Group, Task, TokenSpan, Trajectory, Turn
 
-CONFIG = DecoderConfig(
-    architecture="qwen2",
-    vocab_size=520,
-    hidden_size=192,
-    intermediate_size=640,
-    num_hidden_layers=4,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=1024,
-)
-NUM_PROMPTS, GROUP, PROMPT = 8, 8, 40
 CASES = {
     # name: (new tokens of each turn, tokens of a tool's reply, TRL's CPU-s, our aim)
     "64 tokens": (lambda rng: [64], 0, 2.3, 1.4),
     "mean of 15": (lambda rng: [min(64, 1 + int(rng.expovariate(1 / 14)))], 0, 2.1, 0.9),
     "three turns": (lambda rng: [64, 64, 64], 16, 17.2, 4.5),
 }
-
-
-async def play(engine: EmbeddedEngine, turns_of, reply: int, rng: random.Random) -> list[Group]:
-    async def episode(prompt: tuple[int, ...], lengths: list[int], name: str) -> Trajectory:
-        ids = list(prompt)
-        spans = [TokenSpan(origin="prompt", token_ids=prompt)]
-        for turn, length in enumerate(lengths):
-            if turn:
-                added = tuple(rng.randrange(10, 500) for _ in range(reply))
-                spans.append(TokenSpan(origin="env", token_ids=added, turn=turn))
-                ids += added
-            params = SamplingParams(max_new_tokens=length, seed=rng.getrandbits(40))
-            found = await engine.generate(ids, params, session=name)
-            ids += found.token_ids
-            spans.append(
-                TokenSpan(
-                    origin="policy",
-                    token_ids=found.token_ids,
-                    logprobs=found.logprobs,
-                    policy_version=found.versions[0],
-                    turn=turn,
-                )
-            )
-        engine.release(name)
-        finish = FinishReason.LENGTH
-        rewards = [0.0] * (len(lengths) - 1) + [float(rng.random() < 0.5)]
-        return Trajectory(
-            id=name,
-            group_id=name.partition("-")[0],
-            task=Task(id=name, data={}),
-            env_id="benchmark",
-            spans=tuple(spans),
-            turns=tuple(Turn(finish_reason=finish, reward=r) for r in rewards),
-        )
-
-    groups = []
-    jobs = []
-    for g in range(NUM_PROMPTS):
-        prompt = tuple(rng.randrange(10, 500) for _ in range(PROMPT))
-        jobs += [episode(prompt, turns_of(rng), f"{g}-{i}") for i in range(GROUP)]
-    played = await asyncio.gather(*jobs)
-    for g in range(NUM_PROMPTS):
-        members = tuple(played[g * GROUP : (g + 1) * GROUP])
-        groups.append(Group(id=str(g), task=members[0].task, trajectories=members))
-    return groups
 
 
 def measure(name: str, num_steps: int) -> dict[str, object]:
@@ -104,15 +45,15 @@ def measure(name: str, num_steps: int) -> dict[str, object]:
 
 async def _measure(name: str, num_steps: int) -> dict[str, object]:
     turns_of, reply, trl, aim = CASES[name]
-    decoder = build_decoder(CONFIG, seed=0)
+    decoder = build_decoder(shape("2M"), seed=0)
     learner = Learner(decoder, TrainerConfig(lr=1e-5), advantage=grpo, loss=ppo_clip)
-    engine = EmbeddedEngine(decoder, num_slots=NUM_PROMPTS * GROUP, max_context=768)
+    engine = EmbeddedEngine(decoder, num_slots=64, max_context=768)
     await engine.start()
     rng = random.Random(0)
     spent, generating, tokens = [], [], 0
     for step in range(num_steps + 1):
         start = time.process_time()
-        groups = await play(engine, turns_of, reply, rng)
+        groups = await play_groups(engine, turns_of, rng, num_reply=reply)
         generated = time.process_time()
         learner.step(groups, step)
         await engine.publish(learner.weights(), step + 1)

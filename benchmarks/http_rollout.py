@@ -19,14 +19,13 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rollout import CALL, Sums
-
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ByteTokenizer, byte_renderer
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.run import relax_garbage_collection
+from areal_gym.run.bench import CALL, Sums
 
 NUM_TURNS = 5
 IN_FLIGHT = (64, 1024)

@@ -12,54 +12,13 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
-from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.tools import tool
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.run import relax_garbage_collection
-from areal_gym.types import Message, Task
-
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
-
-
-@tool
-def add(a: int, b: int) -> str:
-    """Add two numbers."""
-    return str(a + b)
-
-
-class Sums(TextEnv):
-    """Any number of tool calls, then an answer. The tool answers differently in every task."""
-
-    tools = (add,)
-    max_turns = 32
-
-    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        number = int(rng.integers(10**9))
-        return Task(id=str(number), data={"number": number})
-
-    def first_messages(self, task: Task) -> Sequence[Message]:
-        question = f"What is {task.data['number']} + 7?"
-        return [
-            {"role": "system", "content": "Use the tool."},
-            {"role": "user", "content": question},
-        ]
-
-    async def respond(self, message: Message) -> Response:
-        if message.get("tool_calls"):
-            results = await self.call_tools(message)
-            for result in results.messages:
-                result["content"] += f" and {self.task.data['number'] + self.num_turns}"
-            return Response(messages=results.messages, metrics={"tool_calls": results.num_calls})
-        return Response(reward=1.0, reward_parts={"answer": 1.0}, is_terminated=True)
-
+from areal_gym.run.bench import CALL, Sums
 
 ROWS = (
     # name, turns, episodes in flight

@@ -21,13 +21,14 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from areal_gym.cli.output import Options, render_error, warn
+from areal_gym.cli.output import EXIT_BUG, Options, render_error, warn
 from areal_gym.errors import UsageError, did_you_mean
 from areal_gym.plugins import PluginManager, Registry, registry, set_registry
 from areal_gym.version import __version__
 
-__all__ = ["GymGroup", "app", "run"]
+__all__ = ["VARIABLE", "GymGroup", "app", "run"]
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
@@ -35,8 +36,11 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "show": ("show:show_command", "One thing in full: an environment, a loss, a run."),
         "plugins": ("plugins:plugins_command", "What is installed, whose it is, what failed."),
         "view": ("view:view_command", "Look at runs in a browser: curves, trajectories, tokens."),
+        "compare": ("compare:compare_command", "Runs side by side: what differs, beyond noise?"),
         "report": ("report:report_command", "A run on one page, to be given away."),
+        "completion": ("completion:completion_command", "Teach your shell to complete with TAB."),
         "doctor": ("doctor:doctor_command", "What of this machine can be used, what is missing."),
+        "bench": ("bench:bench_command", "How fast this machine is at each part of a run."),
     },
     "Get": {
         "data": (
@@ -87,6 +91,8 @@ class GymGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Click's, with a suggestion for a mistyped name."""
         name = args[0]
+        if ctx.resilient_parsing:  # of a line that is still being typed
+            return super().resolve_command(ctx, args)
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             near = did_you_mean(name, self.list_commands(ctx))
             raise UsageError(
@@ -94,6 +100,18 @@ class GymGroup(click.Group):
                 hints=[*([near] if near else []), "all of them: areal-gym --help"],
             )
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """Names of commands, without importing one; options where the word begins like one."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        theirs = {entry.id: entry.spec.summary for entry in registry().entries("commands")}
+        ours = {name: row[1] for section in COMMANDS.values() for name, row in section.items()}
+        return [
+            CompletionItem(name, help=summary)
+            for name, summary in {**theirs, **ours}.items()
+            if name.startswith(incomplete)
+        ]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections without importing a command."""
@@ -146,9 +164,13 @@ def app(ctx: click.Context, verbose: bool, plain: bool) -> None:
             warn(f"plugin {plugin} {plugin.status}: {plugin.problems[0]}")
 
 
+VARIABLE = "_AREAL_GYM_COMPLETE"
+"""A shell asks for completions by running the program with this in its environment."""
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code, and never raises."""
-    options = Options()
+    options = Options(is_plain=bool(os.environ.get("NO_COLOR")))
     # OpenMP's threads spin while they wait, which starves whoever else wants the processor. Read
     # when torch is imported, so it must be said before.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -162,6 +184,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BaseException as error:
+        if VARIABLE in os.environ and not isinstance(error, SystemExit):
+            return EXIT_BUG  # somebody is typing: nothing is printed into that
         return render_error(error, is_verbose=options.is_verbose)
     finally:
         set_registry(None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import (
     Options,
     common_options,
@@ -28,8 +29,10 @@ __all__ = ["check_command"]
 
 
 @click.command("check")
-@click.argument("what", metavar="ENV|PACKAGE")
-@click.argument("settings", nargs=-1, metavar="[key=value]...")
+@click.argument("what", metavar="ENV|PACKAGE", shell_complete=complete.ids("envs"))
+@click.argument(
+    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
+)
 @click.option(
     "-n",
     "--tasks",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import (
     Options,
     common_options,
@@ -33,7 +34,7 @@ def data_command() -> None:
 
 
 @data_command.command("pull")
-@click.argument("source", metavar="tau2")
+@click.argument("source", metavar="tau2", shell_complete=complete.one_of(*SOURCES))
 @click.option("--to", type=click.Path(path_type=Path), help="The folder [the user's cache].")
 @click.option("--base-url", help="Of the server [the one where the benchmark is published].")
 @click.option("--force", is_flag=True, help="Fetch everything anew.")
@@ -65,8 +66,10 @@ def pull_command(
 
 
 @data_command.command("show")
-@click.argument("env", metavar="ENV")
-@click.argument("settings", nargs=-1, metavar="[key=value]...")
+@click.argument("env", metavar="ENV", shell_complete=complete.ids("envs"))
+@click.argument(
+    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
+)
 @click.option("--split", default="train", show_default=True)
 @click.option(
     "-n", "num_tasks", type=click.IntRange(min=1), default=10, show_default=True, help="Tasks."
@@ -116,8 +119,10 @@ def show_command(
 
 
 @data_command.command("check")
-@click.argument("env", metavar="ENV")
-@click.argument("settings", nargs=-1, metavar="[key=value]...")
+@click.argument("env", metavar="ENV", shell_complete=complete.ids("envs"))
+@click.argument(
+    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
+)
 @click.option("--train", default="train", show_default=True, help="The split that is learned from.")
 @click.option("--heldout", default="test", show_default=True, help="The one that is measured on.")
 @click.option(

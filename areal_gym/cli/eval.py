@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import Options, common_options, print_data, print_json, talk
 from areal_gym.errors import UsageError, did_you_mean
 
@@ -16,21 +17,33 @@ __all__ = ["eval_command"]
 
 
 @click.command("eval")
-@click.argument("overrides", nargs=-1, metavar="[key=value]...")
+@click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
 @click.option(
     "--env",
     multiple=True,
+    shell_complete=complete.ids("envs"),
     help="The environment's id (areal-gym list envs); again, with weights, to mix: A:0.7, B:0.3.",
 )
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
-@click.option("--agent", help="The agent's id (areal-gym list agents).")
-@click.option("--engine", help="The engine's id (areal-gym list engines).")
+@click.option(
+    "--agent", shell_complete=complete.ids("agents"), help="The agent's id (areal-gym list agents)."
+)
+@click.option(
+    "--engine",
+    shell_complete=complete.ids("engines"),
+    help="The engine's id (areal-gym list engines).",
+)
 @click.option(
     "--engine.url", "engine_url", multiple=True, help="A server of the engine; several: again."
 )
-@click.option("--run", type=click.Path(path_type=Path), help="A run: its newest checkpoint.")
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    shell_complete=complete.runs,
+    help="A run: its newest checkpoint.",
+)
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="A checkpoint's directory.")
 @click.option("--model", help="A model's directory, or 'starter'.")
 @click.option("-n", "num_tasks", type=click.IntRange(min=1), help="Held-out tasks.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
 from areal_gym.errors import NothingToDoError
 from areal_gym.plugins import KINDS, Entry, Kind, registry
@@ -15,9 +16,16 @@ from areal_gym.plugins.registry import as_kind
 
 __all__ = ["list_command"]
 
+WHAT = (*KINDS, "algorithms", "runs")
+
 
 @click.command("list")
-@click.argument("what", required=False, metavar=f"[{'|'.join((*KINDS, 'algorithms', 'runs'))}]")
+@click.argument(
+    "what",
+    required=False,
+    metavar=f"[{'|'.join(WHAT)}]",
+    shell_complete=complete.one_of(*WHAT),
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "--root",

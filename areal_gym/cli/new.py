@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, talk
 from areal_gym.errors import UsageError
 from areal_gym.plugins import registry
@@ -16,7 +17,7 @@ __all__ = ["new_command"]
 
 
 @click.command("new")
-@click.argument("kind", metavar=f"[{'|'.join(KINDS)}]")
+@click.argument("kind", metavar=f"[{'|'.join(KINDS)}]", shell_complete=complete.one_of(*KINDS))
 @click.argument("name")
 @click.option(
     "--path",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, talk
 from areal_gym.errors import UsageError, did_you_mean
 from areal_gym.plugins import registry
@@ -28,8 +29,10 @@ a line of text             is your answer; \\n in it starts a new line
 
 
 @click.command("play")
-@click.argument("env")
-@click.argument("settings", nargs=-1, metavar="[key=value]...")
+@click.argument("env", shell_complete=complete.ids("envs"))
+@click.argument(
+    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Draws the task.")
 @click.option("--task", type=int, help="Number of the task in its split, instead of a draw.")
 @click.option("--split", default="train", show_default=True, help="Where the task comes from.")

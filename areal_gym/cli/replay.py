@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import Options, common_options, print_data, print_json
 from areal_gym.config import RunConfig
 from areal_gym.errors import UsageError
@@ -14,8 +15,8 @@ __all__ = ["replay_command"]
 
 
 @click.command("replay")
-@click.argument("run", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[key=value]...")
+@click.argument("run", type=click.Path(path_type=Path), shell_complete=complete.runs)
+@click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
 @click.option(
     "--refused", is_flag=True, help="Take the step again whose loss or gradient was not finite."
 )

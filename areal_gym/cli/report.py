@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, print_json
 
 __all__ = ["report_command"]
 
 
 @click.command("report")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=click.Path(path_type=Path), shell_complete=complete.runs)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

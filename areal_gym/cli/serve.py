@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import Options, common_options, print_data
 from areal_gym.errors import UsageError
 
@@ -14,12 +15,25 @@ __all__ = ["serve_command"]
 
 
 @click.command("serve")
-@click.argument("overrides", nargs=-1, metavar="[key=value]...")
-@click.option("--run", type=click.Path(path_type=Path), help="A run: its newest checkpoint.")
+@click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    shell_complete=complete.runs,
+    help="A run: its newest checkpoint.",
+)
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="A checkpoint's directory.")
 @click.option("--model", help="A model's directory.")
-@click.option("--env", help="Whose small policy to serve, without any of the above.")
-@click.option("--engine", help="The engine's id (areal-gym list engines).")
+@click.option(
+    "--env",
+    shell_complete=complete.ids("envs"),
+    help="Whose small policy to serve, without any of the above.",
+)
+@click.option(
+    "--engine",
+    shell_complete=complete.ids("engines"),
+    help="The engine's id (areal-gym list engines).",
+)
 @click.option(
     "--engine.url", "engine_url", multiple=True, help="A server of the engine; several: again."
 )

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, talk
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
@@ -17,8 +18,10 @@ __all__ = ["serve_env_command"]
 
 
 @click.command("serve-env")
-@click.argument("env")
-@click.argument("settings", nargs=-1, metavar="[key=value]...")
+@click.argument("env", shell_complete=complete.ids("envs"))
+@click.argument(
+    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
 @click.option("--port", type=int, default=0, help="Where to listen [any free port].")
 @click.option(

@@ -45,7 +45,7 @@ def resolve(
         UnknownIdError: an id is.
     """
     given = [
-        f"{key.replace('__', '.')}={json.dumps(value)}"
+        f"{key.replace('__', '.')}={json.dumps(value, ensure_ascii=False)}"
         for key, value in flags.items()
         if value is not None
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
 from areal_gym.errors import GymError, UnknownIdError, did_you_mean
 from areal_gym.plugins import KINDS, Entry, EnvSpec, registry
@@ -18,8 +19,12 @@ __all__ = ["show_command"]
 
 
 @click.command("show")
-@click.argument("id")
-@click.option("--kind", help="When several kinds of things have the id: envs, losses, ...")
+@click.argument("id", shell_complete=complete.any_id)
+@click.option(
+    "--kind",
+    shell_complete=complete.one_of(*KINDS),
+    help="When several kinds of things have the id: envs, losses, ...",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 def show_command(id: str, kind: str | None, as_json: bool) -> None:

@@ -2,47 +2,72 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import Options, common_options, print_data
-from areal_gym.errors import UsageError
+from areal_gym.errors import GymError, UsageError
+from areal_gym.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
+    from areal_gym.cli.display import Examples
     from areal_gym.rundir import RunDir, RunMode
 
 __all__ = ["train_command"]
 
 
 @click.command("train")
-@click.argument("overrides", nargs=-1, metavar="[key=value]...")
+@click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
 @click.option(
     "--env",
     multiple=True,
+    shell_complete=complete.ids("envs"),
     help="The environment's id (areal-gym list envs); again, with weights, to mix: A:0.7, B:0.3.",
 )
-@click.option("--objective", help="What is learned: rl (a reward), sft, dpo, rm or distill [rl].")
+@click.option(
+    "--objective",
+    shell_complete=complete.one_of(*OBJECTIVES),
+    help="What is learned: rl (a reward), sft, dpo, rm or distill [rl].",
+)
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
-@click.option("--agent", help="The agent's id (areal-gym list agents).")
-@click.option("--engine", help="The engine's id (areal-gym list engines).")
+@click.option(
+    "--agent", shell_complete=complete.ids("agents"), help="The agent's id (areal-gym list agents)."
+)
+@click.option(
+    "--engine",
+    shell_complete=complete.ids("engines"),
+    help="The engine's id (areal-gym list engines).",
+)
 @click.option(
     "--engine.url", "engine_url", multiple=True, help="A server of the engine; several: again."
 )
 @click.option("--steps", type=int, help="Training steps.")
 @click.option("--seed", type=int, help="Of tasks, sampling and the model.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="The run's directory [runs/ENV-DATE-TIME]."
+    "--out",
+    type=click.Path(path_type=Path),
+    shell_complete=complete.runs,
+    help="The run's directory [runs/ENV-DATE-TIME].",
 )
 @click.option("--resume", is_flag=True, help="Continue the run in --out.")
 @click.option(
     "--from-step", type=int, help="With --resume: the checkpoint to go on from [the newest]."
 )
 @click.option("--clean", is_flag=True, help="Replace the run in --out.")
+@click.option(
+    "--show-every",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    metavar="STEPS",
+    help="On a terminal: how often the best and the worst trajectory are shown; 0 is never.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the settings and what a step amounts to.")
 @common_options
 @click.pass_obj
@@ -61,6 +86,7 @@ def train_command(
     resume: bool,
     from_step: int | None,
     clean: bool,
+    show_every: int,
     dry_run: bool,
 ) -> None:
     """Improve a policy in an environment, or from data.
@@ -73,14 +99,14 @@ def train_command(
     The order of precedence is: defaults, the recipe, flags, key=value.
     """
     from areal_gym.cli.settings import describe, env_flags, require_env, resolve, to_yaml
-    from areal_gym.rundir import RunDir, new_run_path
+    from areal_gym.rundir import RunDir, run_path
 
     mode = _mode(resume, clean, out)
     if from_step is not None and not resume:
         raise UsageError("--from-step goes with --resume: it says where to go on")
     if mode == "resume" and recipe is None:
         assert out is not None
-        recipe = _recipe_of(RunDir(out))
+        recipe = RunDir(out).recipe()
     if not dry_run and not any(text.startswith("data.file=") for text in overrides):
         require_env(env, recipe, overrides)
     config = resolve(
@@ -103,17 +129,29 @@ def train_command(
     from areal_gym import run
     from areal_gym.cli.display import make_display
 
-    is_plain_rl = config.objective == "rl"
-    label = config.env.id if is_plain_rl else f"{config.objective}-{config.env.id}"
-    run_dir = out or new_run_path(label)
-    display = make_display(is_plain=options.is_plain)
-    try:
-        run.train(config, run_dir=run_dir, mode=mode, from_step=from_step, display=display)
-    finally:
-        display.close()
-        # A name that was reserved, and a run that never wrote into it.
-        with contextlib.suppress(OSError):
-            run_dir.rmdir()
+    with run_path(out, config.label) as run_dir:
+        examples = _examples(RunDir(run_dir), show_every)
+        display = make_display(is_plain=options.is_plain, examples=examples)
+        try:
+            run.train(config, run_dir=run_dir, mode=mode, from_step=from_step, display=display)
+        finally:
+            display.close()
+
+
+def _examples(run_dir: RunDir, every: int) -> Examples:
+    """The best and the worst trajectory of every N-th step, from the run's record."""
+    from areal_gym.report.content import best_and_worst
+
+    def examples(step: int) -> Sequence[tuple[str, Mapping[str, Any]]]:
+        file = run_dir.trajectories_dir / f"step-{step:06d}.jsonl"
+        if not every or step % every:
+            return ()
+        try:
+            return best_and_worst(file, 1)
+        except (GymError, OSError):  # nothing to look at, which is no reason to stop training
+            return ()
+
+    return examples
 
 
 def _mode(resume: bool, clean: bool, out: Path | None) -> RunMode:
@@ -126,11 +164,3 @@ def _mode(resume: bool, clean: bool, out: Path | None) -> RunMode:
             hints=[f"name it: {flag} --out runs/NAME", "all of them: areal-gym list runs"],
         )
     return "resume" if resume else "clean" if clean else "new"
-
-
-def _recipe_of(run_dir: RunDir) -> Path:
-    if not run_dir.config_file.exists():
-        raise UsageError(
-            f"{run_dir.path} holds no run to resume", hints=["start one: leave --resume out"]
-        )
-    return run_dir.config_file

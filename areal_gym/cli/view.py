@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, print_json, talk
 from areal_gym.errors import UsageError
 
@@ -18,7 +19,13 @@ __all__ = ["view_command"]
 
 
 @click.command("view")
-@click.argument("runs", nargs=-1, metavar="[RUN]...", type=click.Path(path_type=Path))
+@click.argument(
+    "runs",
+    nargs=-1,
+    metavar="[RUN]...",
+    type=click.Path(path_type=Path),
+    shell_complete=complete.runs,
+)
 @click.option("--port", type=click.IntRange(0, 65535), default=7576, show_default=True)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Others need the token.")
 @click.option("--browser/--no-browser", default=True, help="Open a browser, where there is one.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "field_names",
     "load_config",
     "parse_override",
+    "setting_fields",
 ]
 
 
@@ -86,16 +87,21 @@ def parse_override(text: str) -> tuple[str, Any]:
     return key.strip(), value
 
 
-def field_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+def field_names() -> list[str]:
     """All dotted keys, in order."""
-    names: list[str] = []
+    return [name for name, _ in setting_fields()]
+
+
+def setting_fields(
+    model: type[BaseModel] = RunConfig, prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo]]:
+    """All settings by dotted key, in order."""
     for name, info in model.model_fields.items():
         inner = _model_of(info)
         if inner is None:
-            names.append(prefix + name)
+            yield prefix + name, info
         else:
-            names.extend(field_names(inner, f"{prefix}{name}."))
-    return names
+            yield from setting_fields(inner, f"{prefix}{name}.")
 
 
 def _model_of(info: FieldInfo) -> type[BaseModel] | None:

@@ -131,6 +131,8 @@ class Session:
     """The limit that the newest call has met."""
     trouble: EngineError | None = None
     """Why the newest call could not be answered."""
+    was_asked_after_end: bool = False
+    """The environment had ended the episode, and the policy was asked once more."""
 
     def __post_init__(self) -> None:
         self._conversations = Conversations(self.recorder, max_points=self.max_points)
@@ -189,6 +191,14 @@ class Session:
             ContextFullError: the prompt leaves no room.
             EngineError: the policy could not be sampled.
         """
+        if self.host is not None and self.host.is_over:
+            self.was_asked_after_end = True
+            raise ApiError(
+                400,
+                "the environment has ended this episode: the policy is not asked any more "
+                "(agents can tell by task.is_over, programs by GET /v1/rl/task)",
+                code="episode_over",
+            )
         if self.max_calls is not None and self.recorder.num_calls + ask.n > self.max_calls:
             self.limit = StopReason.MAX_TURNS
             raise ApiError(

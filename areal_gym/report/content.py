@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from areal_gym.errors import NothingToDoError
+from areal_gym.markup import number
 from areal_gym.rundir import RunDir
+from areal_gym.settings import flat
 from areal_gym.trajectory_files import TrajectoryFile, step_of
 
-__all__ = ["Chart", "Line", "Report", "collect", "number", "visible"]
+__all__ = [
+    "Chart",
+    "Line",
+    "Report",
+    "best_and_worst",
+    "charts_of",
+    "collect",
+    "evaluation_of",
+]
 
 _EXAMPLES = 2
 """Best ones, and as many of the worst."""
@@ -50,12 +57,6 @@ _CHARTS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 
 # Where something lies on somebody's machine is nobody else's business; its own name may be.
 _PATH = re.compile(r"(?:file:/+|~/|(?<![\w.:/])/)(?:[^\s/'\",:]+/)+([^\s/'\",:]+)")
-
-# Controls, marks of direction, and what has no width: they would change what a text seems to say.
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
-    "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,46 +110,30 @@ def collect(run: RunDir) -> Report:
         raise NothingToDoError(f"{run.path} holds no run", hints=["all runs: areal-gym list runs"])
     rows = run.read_metrics()
     summary = run.read_summary() or {}
-    evaluations = [_evaluation(row) for row in run.read_evaluations()]
-    settings = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+    evaluations = [evaluation_of(row) for row in run.read_evaluations()]
+    settings = run.read_config()
     provenance = run.read_provenance()
     done = max((int(row["step"]) for row in rows), default=0)
-    flat = {name: _shown(value) for name, value in _flat(settings)}
-    env = flat.get("env.id", "?")
-    method = flat.get("trainer.algorithm", "")
-    objective = flat.get("objective", "rl")
+    leaves = {name: _shown(value) for name, value in flat(settings)}
+    env = leaves.get("env.id", "?")
+    method = leaves.get("trainer.algorithm", "")
+    objective = leaves.get("objective", "rl")
     return Report(
         title=run.path.absolute().name,
         lead=f"{method if objective == 'rl' else objective} in {env}, "
-        f"{done} of {flat.get('steps', '?')} steps" + ("" if summary else ", not finished"),
+        f"{done} of {leaves.get('steps', '?')} steps" + ("" if summary else ", not finished"),
         facts=_facts(rows, evaluations, summary),
         evaluations=evaluations,
-        charts=list(_charts(rows, evaluations)),
-        changed=_changed(settings, flat),
-        settings=flat,
+        charts=list(charts_of(rows, evaluations)),
+        changed=_changed(settings, leaves),
+        settings=leaves,
         examples=_examples(run),
         used=provenance.get("used", []),
         environment={
             name: _shown(value)
-            for name, value in _flat({k: v for k, v in provenance.items() if k != "used"})
+            for name, value in flat({k: v for k, v in provenance.items() if k != "used"})
         },
     )
-
-
-def number(value: object) -> str:
-    """A number for people."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "–" if value is None else str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "–"
-    if float(value).is_integer() and abs(value) < 1e9:
-        return f"{int(value):,}"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def visible(text: str) -> str:
-    """The text, with the names of what could not be seen in it."""
-    return _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
 def _facts(
@@ -183,7 +168,8 @@ def _facts(
     return facts
 
 
-def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `evaluations.jsonl`, leaves: `step` and what the objective measures."""
     if "heldout" in row:
         return {"step": row["step"], **row["heldout"]}
     sampled, greedy = row["sampled"], row["greedy"]
@@ -193,12 +179,20 @@ def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
         "low": sampled["pass@1_low"],
         "high": sampled["pass@1_high"],
         "greedy": greedy["pass@1"],
+        "greedy_low": greedy["pass@1_low"],
+        "greedy_high": greedy["pass@1_high"],
     }
 
 
-def _charts(
-    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]
+def charts_of(
+    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[Chart]:
+    """The charts that a run's metrics give, the most telling first.
+
+    Args:
+        rows: of `metrics.jsonl`.
+        evaluations: `step`, and what was measured at it.
+    """
     names = sorted({name for row in rows for name in row}, key=lambda n: (len(n), n))
     steps = [int(row["step"]) for row in rows]
     for title, unit, metrics in _CHARTS:
@@ -218,36 +212,35 @@ def _charts(
             yield Chart(title=title, unit=unit, lines=lines)
 
 
-def _changed(settings: Mapping[str, Any], flat: Mapping[str, str]) -> dict[str, str]:
+def _changed(settings: Mapping[str, Any], leaves: Mapping[str, str]) -> dict[str, str]:
     from pydantic import ValidationError
 
     from areal_gym.config import RunConfig
 
     try:
-        defaults = RunConfig.model_validate(
-            {
-                "objective": settings["objective"],
-                "trainer": {"algorithm": settings["trainer"]["algorithm"]},
-            }
-        )
-    except (ValidationError, KeyError, TypeError, ValueError):  # of another version
-        return dict(flat)
-    usual = {name: _shown(value) for name, value in _flat(defaults.model_dump(mode="json"))}
-    named = ("env.id", "trainer.algorithm", "engine.model", "steps", "seed")
-    return {
-        name: value for name, value in flat.items() if name in named or usual.get(name) != value
-    }
+        changed = RunConfig.model_validate(settings).changed()
+    except ValidationError:  # of another version
+        return dict(leaves)
+    return {name: _shown(value) for name, value in changed.items()}
 
 
 def _examples(run: RunDir) -> list[tuple[str, Mapping[str, Any]]]:
-    """The best and the worst of the newest step, from groups apart where there are enough."""
+    """Of the newest step."""
     files = [path for path in run.trajectories_dir.glob("step-*.jsonl") if step_of(path)]
-    if not files:
-        return []
-    file = TrajectoryFile(max(files))
+    return best_and_worst(max(files), _EXAMPLES) if files else []
+
+
+def best_and_worst(path: Path, num: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """Trajectories of a file without their tokens, `num` of each at most: what each of them is an
+    example of, "best" or "worst". They are of groups apart where there are enough.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    file = TrajectoryFile(path)
     rows = [head.summary for head in file.page()]
     order = sorted(range(len(rows)), key=lambda place: -rows[place]["reward"])
-    best, worst = _apart(rows, order), _apart(rows, order[::-1])
+    best, worst = _apart(rows, order, num), _apart(rows, order[::-1], num)
     worst = [place for place in worst if place not in best]
     return [
         *(("best", file.read_head(place)) for place in best),
@@ -255,22 +248,11 @@ def _examples(run: RunDir) -> list[tuple[str, Mapping[str, Any]]]:
     ]
 
 
-def _apart(rows: Sequence[Mapping[str, Any]], order: Sequence[int]) -> list[int]:
+def _apart(rows: Sequence[Mapping[str, Any]], order: Sequence[int], num: int) -> list[int]:
     chosen: dict[str, int] = {}
     for place in order:
         chosen.setdefault(rows[place]["group"], place)
-    return list(chosen.values())[:_EXAMPLES]
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        for place, item in enumerate(value):
-            yield from _flat(item, f"{prefix}.{place}")
-    else:
-        yield prefix, value
+    return list(chosen.values())[:num]
 
 
 def _shown(value: Any) -> str:

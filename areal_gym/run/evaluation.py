@@ -15,8 +15,9 @@ from areal_gym.gateway.shared import gateway_at
 from areal_gym.learning_curve import CurvePoint
 from areal_gym.online import ONLINE, split_address
 from areal_gym.rendering import Renderer
-from areal_gym.rollout.evaluate import EvalReport
+from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.rollout.evaluate import evaluate as evaluate_policy
+from areal_gym.run.blocking import run_to_end
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.parts import Parts, open_engine, policy_directory
 from areal_gym.rundir import RunDir
@@ -80,7 +81,7 @@ def evaluate(
                 RunDir(out).save_trajectories(kept, name="eval-greedy" if greedy else "eval")
             return report
 
-    return asyncio.run(measure())
+    return run_to_end(measure())
 
 
 @dataclass(slots=True)

@@ -42,6 +42,7 @@ __all__ = [
     "open_renderer",
     "policy_directory",
     "relax_garbage_collection",
+    "require_devices",
     "require_same_start",
 ]
 
@@ -238,13 +239,18 @@ def make_learner(
     if is_apart or trainer.num_ranks > 1:
         from areal_gym.trainer.worker import ProcessLearner
 
-        _require_devices(device, trainer.num_ranks)
+        require_devices(device, trainer.num_ranks)
         decoder = load_checkpoint(policy)
         return ProcessLearner(learner_class, decoder, trainer, device=device.type, **arguments)
     return learner_class(load_checkpoint(policy, device=device), trainer, **arguments)
 
 
-def _require_devices(device: torch.device, num_ranks: int) -> None:
+def require_devices(device: torch.device, num_ranks: int) -> None:
+    """Refuse more ranks than there are GPUs.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
     import torch
 
     if device.type == "cuda" and num_ranks > torch.cuda.device_count():

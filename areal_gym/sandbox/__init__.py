@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from areal_gym.sandbox.grader import Grader
     from areal_gym.sandbox.none import NoSandbox
     from areal_gym.sandbox.process import ProcessSandbox
-    from areal_gym.sandbox.shared import shared_reports, shared_sandbox
+    from areal_gym.sandbox.shared import shared_calls, shared_reports, shared_sandbox
 
 __all__ = [
     "DockerSandbox",
@@ -36,6 +36,7 @@ __all__ = [
     "SandboxResult",
     "SandboxStatus",
     "Session",
+    "shared_calls",
     "shared_reports",
     "shared_sandbox",
 ]
@@ -45,6 +46,7 @@ _MODULES = {
     "Grader": "grader",
     "NoSandbox": "none",
     "ProcessSandbox": "process",
+    "shared_calls": "shared",
     "shared_reports": "shared",
     "shared_sandbox": "shared",
 }

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Self
 
 from areal_gym.errors import SandboxError
@@ -42,6 +43,8 @@ class ForkingSandbox(ABC):
         self._slots = asyncio.Semaphore(self.num_workers)
         self._places = asyncio.Semaphore(max_sessions)
         self._is_closed = False
+        self.num_calls = 0
+        """Calls that have begun and not ended, those that wait for a worker included."""
 
     @abstractmethod
     async def _lease(self, code: str) -> Zygote:
@@ -77,13 +80,23 @@ class ForkingSandbox(ABC):
         Raises:
             SandboxError: the sandbox itself failed, twice.
         """
-        async with self._slots:
-            try:
-                return await self._run_once(code, self._checked(limits))
-            except SandboxError:
-                if self._is_closed:
-                    raise
-                return await self._run_once(code, self._checked(limits), is_retry=True)
+        with self.counted():
+            async with self._slots:
+                try:
+                    return await self._run_once(code, self._checked(limits))
+                except SandboxError:
+                    if self._is_closed:
+                        raise
+                    return await self._run_once(code, self._checked(limits), is_retry=True)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """One of the calls."""
+        self.num_calls += 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
 
     async def _run_once(
         self, code: str, limits: SandboxLimits, *, is_retry: bool = False
@@ -149,13 +162,14 @@ class ForkingSession:
             SandboxError: the sandbox itself failed, twice.
         """
         sandbox = self._sandbox
-        async with self._turn:
-            try:
-                return await self._run_once(code, sandbox._checked(limits))
-            except SandboxError:
-                if sandbox._is_closed:
-                    raise
-                return await self._run_once(code, sandbox._checked(limits), is_retry=True)
+        with sandbox.counted():
+            async with self._turn:
+                try:
+                    return await self._run_once(code, sandbox._checked(limits))
+                except SandboxError:
+                    if sandbox._is_closed:
+                        raise
+                    return await self._run_once(code, sandbox._checked(limits), is_retry=True)
 
     async def _run_once(
         self, code: str, limits: SandboxLimits, *, is_retry: bool = False

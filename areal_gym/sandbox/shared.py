@@ -12,7 +12,7 @@ from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxReport
 from areal_gym.sandbox.forking import ForkingSandbox
 
-__all__ = ["shared_reports", "shared_sandbox"]
+__all__ = ["shared_calls", "shared_reports", "shared_sandbox"]
 
 _Kept = tuple[Sandbox, AsyncGenerator[None, None]]
 _shared: dict[asyncio.AbstractEventLoop, dict[str, _Kept]] = {}
@@ -43,6 +43,12 @@ def shared_sandbox(id: str = "process", **kwargs: Any) -> Sandbox:
             closing.__anext__().send(None)
         kept[key] = (sandbox, closing)
     return kept[key][0]
+
+
+def shared_calls(loop: asyncio.AbstractEventLoop) -> int:
+    """How many calls the shared sandboxes of a loop have not answered yet; from any thread."""
+    kept = _shared.get(loop, {})
+    return sum(s.num_calls for s, _ in tuple(kept.values()) if isinstance(s, ForkingSandbox))
 
 
 async def shared_reports() -> list[SandboxReport]:

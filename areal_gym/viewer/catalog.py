@@ -76,13 +76,6 @@ class Run:
         self._files: dict[str, tuple[tuple[int, int], TrajectoryFile, TrainedFile]] = {}
         self._vocabulary: Vocabulary | None = None
 
-    @property
-    def status(self) -> str:
-        """Either "finished", "running" or "stopped"."""
-        if self.directory.is_finished or not self.directory.config_file.exists():
-            return "finished"
-        return "running" if self.directory.is_being_written else "stopped"
-
     def card(self) -> dict[str, Any]:
         """What a list of runs shows of it."""
         rows = self.metrics()
@@ -92,7 +85,7 @@ class Run:
         settings = self.settings()
         return {
             "name": self.name,
-            "status": self.status,
+            "status": self.directory.status,
             "env": _at(settings, "env", "id"),
             "objective": settings.get("objective"),
             "algorithm": _at(settings, "trainer", "algorithm"),
@@ -115,7 +108,7 @@ class Run:
     def pulse(self) -> dict[str, Any]:
         """What is asked again and again while somebody watches: has anything happened?"""
         return {
-            "status": self.status,
+            "status": self.directory.status,
             "step": self.step,
             "evaluations": len(self.directory.read_evaluations()),
             "files": self.file_names(),
@@ -140,13 +133,7 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """The resolved settings; empty when they cannot be read."""
-        import yaml
-
-        try:
-            found = yaml.safe_load(self.directory.config_file.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return self.directory.read_config()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of `metrics.jsonl`; only what was appended since the last time is read."""

@@ -179,10 +179,10 @@ def test_half_a_character_that_a_policy_sampled_is_no_failure(tmp_path):
 def test_what_a_run_appends_is_read_and_what_it_takes_back_forgotten(tmp_path):
     path = make_run(tmp_path / "run", is_finished=False)
     run = Catalog([path]).run("run")
-    assert run.status == "stopped"
+    assert run.directory.status == "stopped"
     assert run.step == 3
     with RunDir.open(path, "resume") as directory:
-        assert run.status == "running"
+        assert run.directory.status == "running"
         add_step(directory, 4, [trajectory(0, 4)])
         with directory.metrics_file.open("a") as torn:
             torn.write('{"step": 5')
@@ -193,7 +193,7 @@ def test_what_a_run_appends_is_read_and_what_it_takes_back_forgotten(tmp_path):
         with pytest.raises(UnknownIdError):
             run.file("step-000004")
         directory.save_summary({})
-    assert run.status == "finished"
+    assert run.directory.status == "finished"
 
 
 def test_a_file_is_listed_without_its_tokens_and_read_with_them(tmp_path):

@@ -1,0 +1,156 @@
+"""What can stand where a person presses TAB: ids, runs, settings and their values.
+
+Functions for click's `shell_complete`. They import what they need on use, and say nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import click
+from click.shell_completion import CompletionItem
+
+from areal_gym.plugins import KINDS, Kind, registry
+
+__all__ = ["any_id", "env_arguments", "ids", "one_of", "runs", "settings"]
+
+_Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem[str]]]
+
+_KINDS_OF_SETTINGS: Mapping[str, Kind] = {
+    "env.id": "envs",
+    "agent.id": "agents",
+    "engine.id": "engines",
+    "trainer.id": "trainers",
+    "trainer.advantage": "advantages",
+    "trainer.loss": "losses",
+    "trainer.weight_sync.id": "weight-syncs",
+}
+"""Settings whose value is an id."""
+
+
+def ids(kind: Kind) -> _Completer:
+    """Ids of one kind; of an adapter, as far as the colon."""
+
+    def complete(
+        ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        return _matching(_ids(kind), incomplete)
+
+    return complete
+
+
+def any_id(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
+    """Runs, and ids of every kind."""
+    found = [pair for kind in KINDS for pair in _ids(kind)]
+    return _runs(incomplete) + _matching(found, incomplete)
+
+
+def one_of(*words: str) -> _Completer:
+    """Some words."""
+
+    def complete(
+        ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        return _matching(((word, "") for word in words), incomplete)
+
+    return complete
+
+
+def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Run directories at hand; without any that fits, directories."""
+    return _runs(incomplete) or [CompletionItem(incomplete, type="dir")]
+
+
+def settings(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
+    """`key=` of all settings, and the values of those that have a choice."""
+    key, separator, value = _pieces(ctx, param, incomplete)
+    if not separator:
+        return _matching(_setting_keys(), key)
+    shown = f"{key}=" if "=" in incomplete else ""
+    return _matching(((shown + choice, about) for choice, about in _choices(key)), shown + value)
+
+
+def env_arguments(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
+    """`key=` of the arguments of the environment that stands before."""
+    env = ctx.params.get("env") or ctx.params.get("what")
+    if not env:
+        return []
+    entry = registry().get("envs", str(env))
+    names = inspect.signature(entry.load()).parameters
+    return _matching(((f"{name}=", "") for name in names), incomplete)
+
+
+def _pieces(ctx: click.Context, param: click.Parameter, incomplete: str) -> tuple[str, str, str]:
+    """Key, "=" and value of an override: bash takes the three for words of their own."""
+    from areal_gym.config import field_names
+
+    before: Sequence[str] = ctx.params.get(param.name or "") or ()
+    if before and before[-1] in field_names() and not incomplete:
+        return before[-1], "=", ""
+    if len(before) > 1 and before[-1] == "=":
+        return before[-2], "=", incomplete
+    key, separator, value = incomplete.partition("=")
+    return key, separator, value
+
+
+def _matching(pairs: Iterable[tuple[str, str]], incomplete: str) -> list[CompletionItem[str]]:
+    found = {value: about for value, about in pairs if value.startswith(incomplete)}
+    return [CompletionItem(value, help=about or None) for value, about in found.items()]
+
+
+def _ids(kind: Kind) -> Iterator[tuple[str, str]]:
+    for entry in registry().entries(kind):
+        is_adapter = entry.spec.shown_id != entry.id
+        yield entry.id + ":" * is_adapter, entry.spec.summary
+
+
+def _runs(incomplete: str) -> list[CompletionItem[str]]:
+    from areal_gym.rundir import RunDir
+
+    typed = Path(incomplete)
+    folders = [Path("runs")]
+    if incomplete.endswith("/"):
+        folders.append(typed)
+    elif incomplete:
+        folders.append(typed.parent)
+    found = [
+        path
+        for folder in dict.fromkeys(folders)
+        if folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if str(path).startswith(incomplete) and RunDir(path).config_file.is_file()
+    ]
+    return [CompletionItem(str(path)) for path in found]
+
+
+def _setting_keys() -> Iterator[tuple[str, str]]:
+    from areal_gym.config import setting_fields
+
+    for name, info in setting_fields():
+        yield f"{name}=", " ".join((info.description or "").split())
+
+
+def _choices(key: str) -> Iterator[tuple[str, str]]:
+    from areal_gym.algorithms import PRESETS
+    from areal_gym.config import setting_fields
+
+    if key in _KINDS_OF_SETTINGS:
+        yield from _ids(_KINDS_OF_SETTINGS[key])
+    elif key == "trainer.algorithm":
+        yield from ((name, preset.summary) for name, preset in PRESETS.items())
+    for name, info in setting_fields():
+        if name == key:
+            for part in (info.annotation, *get_args(info.annotation)):
+                if get_origin(part) is Literal:
+                    yield from ((str(value), "") for value in get_args(part))
+                elif part is bool:
+                    yield from (("true", ""), ("false", ""))

@@ -1,0 +1,345 @@
+"""Runs side by side: in which settings they differ, in which numbers, and what of that is noise.
+
+Every run is compared with the first one. A difference counts when its 95% interval excludes 0:
+
+- held-out accuracy where both have played the same tasks: over the differences task by task, where
+  the luck of easy tasks cancels (Student's t);
+- other held-out numbers: from the intervals that the evaluations give, as if independent;
+- numbers of training: over the last `WINDOW` steps that all runs have, Welch's t.
+
+Noise of tasks and of sampling is in these intervals. That of seeds is not: one run per setting says
+nothing about it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from areal_gym.errors import NothingToDoError
+from areal_gym.metrics import Interval, difference_interval, mean, mean_interval
+from areal_gym.report.content import evaluation_of
+from areal_gym.rundir import RunDir
+from areal_gym.settings import flat
+from areal_gym.trajectory_files import TrajectoryFile
+
+__all__ = ["WINDOW", "Comparison", "Row", "compare"]
+
+WINDOW = 10
+
+Verdict = Literal["better", "worse", "higher", "lower", "within noise"]
+
+_TRAINING: tuple[tuple[str, str, int], ...] = (
+    ("reward", "reward/mean", 1),
+    ("accuracy of the batch", "train/accuracy", 1),
+    ("loss", "train/loss", 0),
+    ("entropy", "train/entropy", 0),
+    ("KL to the sampler", "train/approx_kl", 0),
+    ("KL to the reference", "train/kl_reference", 0),
+    ("tokens of an episode", "rollout/policy_tokens_mean", 0),
+    ("truncated", "rollout/truncated", -1),
+    ("staleness", "rollout/staleness_mean", 0),
+    ("overlap efficiency", "time/overlap_efficiency", 1),
+    ("tokens/s", "rollout/tokens_per_s", 1),
+    ("seconds of a step", "time/step_s", -1),
+)
+"""Label, metric, and whether more of it is better (1), worse (-1) or just more (0)."""
+
+_BY_CONDITIONS = {"reward", "accuracy of the batch", "loss", "truncated", "tokens of an episode"}
+"""These mean something else in another environment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One number of all runs."""
+
+    label: str
+    values: Sequence[float | None]
+    intervals: Sequence[tuple[float, float] | None]
+    """95%, where one is known."""
+    notes: Sequence[str] = ()
+    """What else there is to say of each value: at which step it was."""
+    differences: Sequence[tuple[float, float] | None] = ()
+    """95% interval of each value less the first run's, where it can be said."""
+    verdicts: Sequence[Verdict | None] = ()
+    """Of each run next to the first one; None: nothing can be said, or it is the first one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What two or more runs have in common, and what not."""
+
+    runs: Sequence[Mapping[str, Any]]
+    """Name, path, environment, status and step of each."""
+    settings: Mapping[str, Sequence[Any]]
+    """Those in which runs differ, with the value of each; None where a run does not have it."""
+    heldout: Sequence[Row]
+    training: Sequence[Row]
+    cost: Sequence[Row]
+    steps: tuple[int, int] | None
+    """First and last step that `training` is about; None: there is no step that all runs have."""
+    remarks: Sequence[str]
+    """What to keep in mind."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        return asdict(self)
+
+
+def compare(paths: Sequence[Path]) -> Comparison:
+    """Compare run directories, or those of evaluations on their own.
+
+    Raises:
+        NothingToDoError: one of them holds neither.
+        DataError: a file of trajectories is damaged.
+    """
+    sides = [_Side(path) for path in paths]
+    names = _names(sides)
+    settings = _differing(sides)
+    envs = {side.env for side in sides}
+    is_same_task = len(envs) == 1 and not any(key.startswith("env.") for key in settings)
+    common = [step for step in sides[0].rows if all(step in side.rows for side in sides)]
+    window = common[-WINDOW:]
+    return Comparison(
+        runs=[
+            {
+                "name": name,
+                "path": str(side.run.path),
+                "env": side.env,
+                "status": side.run.status,
+                "step": max(side.rows, default=0) if side.config else None,
+            }
+            for name, side in zip(names, sides, strict=True)
+        ],
+        settings=settings,
+        heldout=list(_heldout(sides, is_same_task)),
+        training=list(_training(sides, window, is_same_task)),
+        cost=list(_cost(sides)),
+        steps=(window[0], window[-1]) if window else None,
+        remarks=list(_remarks(sides, settings, is_same_task)),
+    )
+
+
+_ALONE = {"sampled": "eval", "greedy": "eval-greedy"}
+"""Files of `areal-gym eval` by what they are about."""
+
+
+def _differing(sides: Sequence[_Side]) -> dict[str, list[Any]]:
+    """Settings that not all runs share; evaluations on their own have none."""
+    trees = [dict(flat(side.config)) if side.config else None for side in sides]
+    runs = [settings for settings in trees if settings is not None]
+    return {
+        key: [settings and settings.get(key) for settings in trees]
+        for key in dict.fromkeys(key for settings in runs for key in settings)
+        if any(settings.get(key) != runs[0].get(key) for settings in runs)
+    }
+
+
+class _Side:
+    """One run, read once."""
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunDir(path)
+        self.files = {file.stem: file for file in self.run.trajectories_dir.glob("eval*.jsonl")}
+        if not self.run.config_file.is_file() and not self.files:
+            raise NothingToDoError(
+                f"{path} holds neither a run nor an evaluation",
+                hints=["all runs: areal-gym list runs"],
+            )
+        self.config = self.run.read_config()
+        self.rows = {int(row["step"]): row for row in self.run.read_metrics()}
+        self.summary = self.run.read_summary() or {}
+        self.evaluations = [evaluation_of(row) for row in self.run.read_evaluations()]
+        if not self.config:
+            self.evaluations = [
+                _alone(name, mean_interval([*self.scores(stem).values()]))
+                for name, stem in _ALONE.items()
+                if stem in self.files
+            ]
+
+    @property
+    def env(self) -> str:
+        try:
+            return str(self.config["env"]["id"])
+        except (KeyError, TypeError):
+            return next((row["env"] for stem in self.files for row in self._heads(stem, 1)), "?")
+
+    def scores(self, stem: str) -> dict[str, float]:
+        """By task, the share of its episodes in an evaluation that succeeded."""
+        found: dict[str, list[float]] = {}
+        for row in self._heads(stem):
+            if not row["error"]:
+                found.setdefault(row["task"], []).append(float(row["reward"] >= 1 - 1e-9))
+        return {task: mean(values) for task, values in found.items()}
+
+    def stem(self, row: Mapping[str, Any], name: str) -> str:
+        """The file of an evaluation's trajectories; of scheduled ones, greedy has none."""
+        if not self.config:
+            return _ALONE[name]
+        return f"eval-{row['step']:06d}" if name == "sampled" else ""
+
+    def _heads(self, stem: str, limit: int | None = None) -> Iterable[Mapping[str, Any]]:
+        if stem not in self.files:
+            return ()
+        return [head.summary for head in TrajectoryFile(self.files[stem]).page(0, limit)]
+
+
+def _heldout(sides: Sequence[_Side], is_same_task: bool) -> Iterable[Row]:
+    for name, good in (("sampled", 1), ("greedy", 1), ("accuracy", 1), ("loss", -1)):
+        found = [[row for row in side.evaluations if row.get(name) is not None] for side in sides]
+        if not any(found):
+            continue
+        if any(len(rows) > 1 for rows in found):
+            first = [rows[:1] if len(rows) > 1 else [] for rows in found]
+            yield _point(f"{name}, before", name, first)
+        last = [rows[-1] if rows else None for rows in found]
+        row = _point(f"{name}, last", name, [rows[-1:] for rows in found])
+        differences = [
+            _heldout_difference(name, sides[0], last[0], side, theirs)
+            for side, theirs in zip(sides, last, strict=True)
+        ]
+        yield _judged(row, differences, good if is_same_task else None)
+        if any(len(rows) > 2 for rows in found):
+            best = [sorted(rows, key=lambda r: good * r[name])[-1:] for rows in found]
+            yield _point(f"{name}, best", name, best)
+
+
+def _point(label: str, name: str, rows: Sequence[Sequence[Mapping[str, Any]]]) -> Row:
+    """A row of one evaluation of each run, or none."""
+    return Row(
+        label=label,
+        values=[float(r[0][name]) if r else None for r in rows],
+        intervals=[_interval_of(r[0], name) if r else None for r in rows],
+        notes=[f"step {r[0]['step']}" if r and r[0]["step"] else "" for r in rows],
+    )
+
+
+def _alone(name: str, found: Interval) -> dict[str, Any]:
+    prefix = "" if name == "sampled" else f"{name}_"
+    return {"step": 0, name: found.mean, f"{prefix}low": found.low, f"{prefix}high": found.high}
+
+
+def _interval_of(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    prefix = "" if name == "sampled" else f"{name}_"
+    low, high = row.get(f"{prefix}low"), row.get(f"{prefix}high")
+    if low is None or high is None:
+        return None
+    return _bounds(Interval(row[name], low, high))
+
+
+def _heldout_difference(
+    name: str,
+    first: _Side,
+    ours: Mapping[str, Any] | None,
+    other: _Side,
+    theirs: Mapping[str, Any] | None,
+) -> Interval | None:
+    if ours is None or theirs is None:
+        return None
+    if name in ("sampled", "greedy"):
+        base = first.scores(first.stem(ours, name))
+        scores = other.scores(other.stem(theirs, name))
+        if both := base.keys() & scores.keys():
+            return mean_interval([scores[task] - base[task] for task in both])
+    intervals = _interval_of(ours, name), _interval_of(theirs, name)
+    if intervals[0] is None or intervals[1] is None:
+        return None
+    spread = math.hypot(*((bounds[1] - bounds[0]) / 2 for bounds in intervals if bounds))
+    centre = float(theirs[name]) - float(ours[name])
+    return Interval(centre, centre - spread, centre + spread)
+
+
+def _training(sides: Sequence[_Side], window: Sequence[int], is_same_task: bool) -> Iterable[Row]:
+    for label, metric, good in _TRAINING:
+        series = [
+            [float(value) for step in window if (value := side.rows[step].get(metric)) is not None]
+            for side in sides
+        ]
+        if not any(series):
+            continue
+        estimates = [mean_interval(values) if values else None for values in series]
+        row = Row(
+            label=label,
+            values=[None if one is None else one.mean for one in estimates],
+            intervals=[_bounds(one) for one in estimates],
+        )
+        is_comparable = is_same_task or label not in _BY_CONDITIONS
+        differences = [
+            difference_interval(values, series[0]) if values and series[0] else None
+            for values in series
+        ]
+        yield _judged(row, differences, good if is_comparable else None)
+
+
+def _judged(row: Row, differences: Sequence[Interval | None], good: int | None) -> Row:
+    """The row with what to think of each difference; `good` None: nothing."""
+    judged = [None, *differences[1:]] if good is not None else [None] * len(differences)
+    return Row(
+        label=row.label,
+        values=row.values,
+        intervals=row.intervals,
+        notes=row.notes,
+        differences=[_bounds(one) for one in judged],
+        verdicts=[_verdict(one, good or 0) for one in judged],
+    )
+
+
+def _verdict(difference: Interval | None, good: int) -> Verdict | None:
+    if difference is None or _bounds(difference) is None:
+        return None
+    if difference.low <= 0 <= difference.high:
+        return "within noise"
+    is_more = difference.mean > 0
+    if not good:
+        return "higher" if is_more else "lower"
+    return "better" if is_more == (good > 0) else "worse"
+
+
+def _bounds(interval: Interval | None) -> tuple[float, float] | None:
+    if interval is None or not math.isfinite(interval.low):
+        return None
+    return interval.low, interval.high
+
+
+def _cost(sides: Sequence[_Side]) -> Iterable[Row]:
+    rows = (
+        ("steps", [float(len(side.rows)) or None for side in sides]),
+        ("wall seconds of the steps", [_total(side, "time/step_s") for side in sides]),
+        ("tokens trained on", [_total(side, "rollout/tokens") for side in sides]),
+        ("CPU seconds, warm start included", [_cpu_s(side) for side in sides]),
+    )
+    for label, values in rows:
+        if any(value is not None for value in values):
+            yield Row(label=label, values=values, intervals=[None] * len(values))
+
+
+def _cpu_s(side: _Side) -> float | None:
+    """Of a run that was interrupted, only the last part is on record."""
+    return side.summary.get("cpu_s") if side.summary.get("first_step", 1) == 1 else None
+
+
+def _total(side: _Side, metric: str) -> float | None:
+    values = [row[metric] for row in side.rows.values() if row.get(metric) is not None]
+    return math.fsum(values) if values else None
+
+
+def _remarks(
+    sides: Sequence[_Side], settings: Mapping[str, Sequence[Any]], is_same_task: bool
+) -> Iterable[str]:
+    runs = [side for side in sides if side.config]
+    if not is_same_task:
+        yield "the environments differ: rewards and accuracies are of different things"
+    if len(runs) > 1 and not settings:
+        yield "all settings are the same"
+    elif settings.keys() == {"seed"}:
+        yield "only the seed differs: what differs in the numbers is what a seed makes of them"
+    if len({max(side.rows, default=0) for side in runs}) > 1:
+        yield "they have come to different steps: held-out numbers are each of its own last one"
+
+
+def _names(sides: Sequence[_Side]) -> list[str]:
+    short = [side.run.path.absolute().name for side in sides]
+    return short if len(set(short)) == len(short) else [str(side.run.path) for side in sides]

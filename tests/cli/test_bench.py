@@ -1,0 +1,68 @@
+"""`areal-gym bench`: every part measures something, and README's figures are README's."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from areal_gym.cli import bench as command
+from areal_gym.cli.app import run
+from areal_gym.run import bench as benches
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """The fewest rounds."""
+    monkeypatch.setattr(benches, "_SOME_S", 0.0)
+
+
+def test_every_part_gives_figures(brief, capsys):
+    assert run(["bench", "--env", "countdown", "--json"]) == 0
+    out, err = capsys.readouterr()
+    rows = json.loads(out)
+    assert list(dict.fromkeys(row["part"] for row in rows)) == [*benches.PARTS]
+    assert all(row["value"] > 0 for row in rows)
+    assert {row["part"] for row in rows if row["speed"]} == set(benches.REFERENCES)
+    assert "sandbox: a snippet in a fresh sandbox process" in err
+
+
+def test_a_part_as_a_table(brief, capsys):
+    assert run(["bench", "rollout"]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split() == ["measured", "README", "next", "to", "it"]
+    assert re.search(r"CPU-ms +0\.35 +[\d.]+x, (slow|ok|fast)$", line)
+
+
+def test_faster_is_more_whatever_the_unit():
+    figure = {"part": "", "what": "", "unit": ""}
+    assert benches.Figure(**figure, value=2.0, reference=1.0).speed == 0.5
+    assert benches.Figure(**figure, value=2.0, reference=1.0, is_more_better=True).speed == 2.0
+    assert benches.Figure(**figure, value=2.0).speed is None
+
+
+def test_the_parts_of_the_help_are_the_parts():
+    assert tuple(benches.PARTS) == command._NAMES
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        ("rollout", r"five-turn tool episode, recorded, scripted policy, 64 .* \| ([\d.]+) / "),
+        ("sandbox", r"a snippet in a fresh sandbox process, median \| ([\d.]+) ms"),
+        ("engine", r"sampling, batch 64, 0.4M / 2M parameters \| ([\d,]+) / "),
+        ("step", r"64 new tokens, 2M parameters, generation included \| ([\d.]+) CPU-s"),
+    ],
+)
+def test_readme_says_the_same(part, line):
+    (found,) = re.findall(line, README)
+    assert float(found.replace(",", "")) == benches.REFERENCES[part]
+
+
+def test_mistakes_are_explained(capsys):
+    assert run(["bench", "enigne"]) == 2
+    assert "did you mean 'engine'?" in capsys.readouterr().err
+    assert run(["bench", "env", "--env", "coundown"]) == 2
+    assert "did you mean 'countdown'?" in capsys.readouterr().err

@@ -1,0 +1,246 @@
+"""What a person sees while a run goes on: the panel, its lines, and plain lines elsewhere."""
+
+import asyncio
+import contextlib
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from viewed_runs import make_run, metrics, trajectory
+
+from areal_gym.cli import train as train_command
+from areal_gym.cli.display import (
+    LiveDisplay,
+    PlainDisplay,
+    duration,
+    example_lines,
+    make_display,
+    sparkline,
+    step_line,
+)
+from areal_gym.rollout.stats import RolloutStats
+from areal_gym.run.waiting import Waiting
+from areal_gym.rundir import RunDir
+from areal_gym.sandbox import shared_calls, shared_sandbox
+
+WIDTH = 100
+
+
+@pytest.fixture
+def live():
+    """A panel on a terminal that is recorded, and what is on it now."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=WIDTH, color_system=None)
+    display = LiveDisplay(console, lambda step: [("best", trajectory(0).to_dict())] * (step == 2))
+    yield display, lambda: shown(display._panel())
+    display.close()
+
+
+def shown(renderable):
+    console = Console(file=io.StringIO(), width=WIDTH)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_the_panel_says_where_the_run_is(live):
+    display, panel = live
+    display.phase("train", 200)
+    display.watch(lambda: "64 in flight: engine 61, sandbox 3; 12 of 16 groups ready")
+    for step in range(1, 13):
+        display.step(step, 200, metrics(step))
+    text = panel()
+    assert all(len(line) == WIDTH for line in text.splitlines())
+    assert "12/200" in text
+    assert "eta 9 min 43 s" in text  # 188 steps of 3.1 s
+    assert re.search(r"reward [▁-█]{12} 0\.800  \+0\.500 in 10 steps", text)
+    assert "stale 0.5" in text
+    assert "overlap 70%  limited by training" in text
+    assert "engine 61, sandbox 3; 12 of 16 groups ready" in text
+    display.watch(None)
+    assert "in flight" not in panel()
+    display.phase("held-out", 64)
+    display.advance(3, "reward 0.41")
+    assert re.search(r"held-out .* 3/64 .* reward 0\.41", panel())
+
+
+def test_every_tenth_step_and_examples_stay_on_the_terminal(live):
+    display, _ = live
+    display.phase("train", 20)
+    for step in range(1, 13):
+        display.step(step, 20, metrics(step))
+    written = display._console.file.getvalue()
+    assert "step 10/20  reward 0.700" in written
+    assert "step  9/20" not in written
+    assert written.count("step 2, best: reward") == 1
+
+
+def test_what_a_policy_writes_cannot_act_on_the_terminal(live):
+    """Escape sequences, a carriage return, marks of direction: letters, and one line each."""
+    display, _ = live
+    nasty = "\x1b[2J\x1b]0;title\x07 over\rwritten\n\u202egnp.exe [bold]not bold[/bold]"
+    messages = ({"role": "user", "content": nasty}, {"role": "assistant", "content": nasty * 99})
+    row = trajectory(0, messages=messages).to_dict()
+    row["task"]["id"] = "\x1b[31mred"
+    lines = [line.plain for line in example_lines("worst", 7, row)]
+    assert not any(ord(letter) < 32 or letter == "\u202e" for line in lines for letter in line)
+    assert "[U+001B][2J" in lines[1]
+    assert "[bold]not bold[/bold]" in lines[1]
+    assert max(map(len, lines)) < 500
+    display._examples = lambda step: [("worst", row)]
+    before = len(display._console.file.getvalue())
+    display.step(1, 3, metrics(1))
+    written = display._console.file.getvalue()[before:]
+    said = [line for line in written.splitlines() if "assistant:" in line]
+    assert len(said) == 1
+    assert len(re.sub(r"\x1b\[\d[AK]", "", said[0])) <= WIDTH  # the panel's own movements
+    assert "\x1b]0;" not in written
+
+
+def test_long_dialogues_are_cut():
+    messages = [{"role": "user", "content": f"line {i}"} for i in range(40)]
+    lines = [
+        line.plain for line in example_lines("best", 1, trajectory(0, messages=messages).to_dict())
+    ]
+    assert lines[1:] == [
+        "  user: line 0",
+        "  ... 35 messages ...",
+        *(f"  user: line {i}" for i in range(36, 40)),
+    ]
+
+
+def test_plain_lines_are_one_for_each_step():
+    stream = io.StringIO()
+    display = make_display(stream=stream, examples=lambda step: [("best", {})])
+    assert type(display) is PlainDisplay
+    display.phase("train", 3)
+    display.watch(lambda: "nobody asks")
+    for step in range(1, 4):
+        display.step(step, 3, metrics(step))
+    lines = stream.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert lines[0] == step_line(1, 3, metrics(1), 6.2)
+    assert lines[0].endswith("limited by training  eta 6 s")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (200, "3 min 20 s"), (7512, "2 h 05 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_sparklines():
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([-1.0, 1.0]) == "▁█"
+    assert len(sparkline([0.5] * 100)) == 40
+    assert sparkline([]) == ""
+
+
+def stats(**facts):
+    names = {f: 0 for f in RolloutStats.__dataclass_fields__}
+    names |= {"num_groups_rejected": {}, "num_failures": {}}
+    return RolloutStats(**{**names, **facts})
+
+
+def test_what_episodes_wait_for():
+    snapshots = iter(
+        [
+            stats(episodes_in_flight=9, waiting_on_engine=4, waiting_on_env=5, elapsed_s=1.0),
+            stats(
+                episodes_in_flight=9,
+                waiting_on_agent=9,
+                groups_ready=2,
+                elapsed_s=6.0,
+                num_tokens=1000,
+                num_groups_rejected={"a/b": 1, "a/c": 2},
+                num_failures={"timeout": 4},
+            ),
+        ]
+    )
+    waiting = Waiting(lambda: next(snapshots), 16, lambda: 3)
+    assert waiting() == "9 in flight: engine 4, sandbox 3, environment 2; 0 of 16 groups ready"
+    assert waiting() == (
+        "9 in flight: agent 9; 2 of 16 groups ready; 200 tok/s sampled; "
+        "3 groups rejected by filters; 4 failures"
+    )
+
+
+def test_calls_of_the_shared_sandbox_are_counted():
+    async def main():
+        loop = asyncio.get_running_loop()
+        assert shared_calls(loop) == 0
+        calls = [asyncio.ensure_future(shared_sandbox().run("1 + 1")) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert shared_calls(loop) == 5
+        await asyncio.gather(*calls)
+        assert shared_calls(loop) == 0
+
+    asyncio.run(main())
+
+
+def test_examples_come_from_the_runs_record(tmp_path):
+    make_run(tmp_path, num_steps=4)
+    examples = train_command._examples(RunDir(tmp_path), 2)
+    found = examples(2)
+    assert [kind for kind, _ in found] == ["best", "worst"]
+    assert found[0][1]["turns"][-1]["reward"] > found[1][1]["turns"][-1]["reward"]
+    assert "spans" not in found[0][1]
+    assert examples(3) == ()
+    assert examples(6) == ()  # no such file: it has other worries than examples
+    assert train_command._examples(RunDir(tmp_path), 0)(2) == ()
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, "tests")
+from viewed_runs import metrics
+from areal_gym.cli.display import make_display
+display = make_display()
+print(type(display).__name__)
+display.phase("train", 4)
+for step in range(1, 5):
+    display.step(step, 4, metrics(step))
+display.close()
+print("end")
+"""
+
+
+@pytest.mark.parametrize(("term", "kind"), [("xterm", "LiveDisplay"), ("dumb", "PlainDisplay")])
+def test_a_real_terminal(term, kind):
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": term, "COLUMNS": "80"}
+    env.pop("NO_COLOR", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, env=env
+    ) as process:
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # its end
+            while chunk := os.read(ours, 65536):
+                written += chunk
+        assert process.wait(60) == 0
+    os.close(ours)
+    text = written.decode()
+    assert kind in text
+    assert text.rstrip().endswith("end")
+    assert text.count("step ") == (1 if kind == "LiveDisplay" else 4)
+    if kind == "LiveDisplay":  # the cursor is given back
+        assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
+    else:
+        assert "\x1b" not in text
+
+
+def test_no_color_is_plain(monkeypatch, capsys, tmp_path):
+    from areal_gym.cli import app
+
+    seen = []
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(app.app, "main", lambda **given: seen.append(given["obj"].is_plain))
+    app.run(["list"])
+    monkeypatch.delenv("NO_COLOR")
+    app.run(["list"])
+    assert seen == [True, False]
