@@ -1,15 +1,6 @@
 """The `areal-gym` program: global options, commands that load on use, one error renderer.
 
-Exit codes:
-
-    0    done
-    1    ran, but the answer is no: `check` failed, `--fail-under` missed
-    2    usage or settings: unknown id, flag, key; a bad recipe; the run directory is taken
-    3    infrastructure: engine, sandbox, disk; too many failed episodes
-    4    plugin: two claim one id, or one cannot be imported
-    5    nothing to do: no tasks, no runs
-    70   a bug of ours
-    130  interrupted
+What exit codes mean is in `areal_gym.cli.output.EXIT_CODES`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def pull_command(
 @click.argument(
     "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
 )
-@click.option("--split", default="train", show_default=True)
+@click.option("--split", default="train", show_default=True, help="Whose tasks.")
 @click.option(
     "-n", "num_tasks", type=click.IntRange(min=1), default=10, show_default=True, help="Tasks."
 )

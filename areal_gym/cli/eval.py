@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,9 @@ def eval_command(
         print_json(numbers)
     else:
         print_data(report.to_text())
-    talk(f"trajectories: {place / 'trajectories'}")
-    return 0 if bar is None else _judge(numbers, *bar)
+    code = 0 if bar is None else _judge(numbers, *bar)
+    talk(f"see them: areal-gym view {shlex.quote(str(place))}")
+    return code
 
 
 def _parse_bar(text: str | None) -> tuple[str, float] | None:

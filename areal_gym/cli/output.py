@@ -17,6 +17,7 @@ from areal_gym.errors import GymError, did_you_mean
 
 __all__ = [
     "EXIT_BUG",
+    "EXIT_CODES",
     "EXIT_INTERRUPTED",
     "Options",
     "common_options",
@@ -30,6 +31,16 @@ __all__ = [
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
+EXIT_CODES = {
+    0: "done",
+    1: "ran, but the answer is no: `check` found a broken rule, `--fail-under` was missed",
+    2: "usage or settings: unknown id, flag or key; a bad recipe; the run directory is taken",
+    3: "infrastructure: engine, sandbox, disk; too many failed episodes",
+    4: "plugin: two claim one id, or one cannot be imported",
+    5: "nothing to do: no tasks, no runs",
+    EXIT_BUG: "a bug of ours",
+    EXIT_INTERRUPTED: "interrupted; what a run has learned is saved, and `--resume` goes on",
+}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
