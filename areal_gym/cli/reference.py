@@ -45,7 +45,7 @@ _ENTRY = "id kind summary entry_point plugin distribution version missing instal
 JSON_KEYS: Mapping[str, tuple[str, str]] = {
     "list envs": ("list", _ENTRY),
     "list algorithms": ("list", "id summary advantage loss filters"),
-    "list runs": ("list", "path env steps is_finished reward heldout_before heldout_after"),
+    "list runs": ("list", "path env steps is_finished status reward heldout_before heldout_after"),
     "show ID": ("object", f"{_ENTRY} description arguments"),
     "show RUN": ("object", "run env steps is_finished reward"),
     "plugins": ("list", "name distribution version module status hooks problems offers"),

@@ -154,6 +154,34 @@ def test_a_mistake_leaves_stdout_to_the_data(call, argv):
         assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["list", "rusn"], 2, "did you mean 'runs'?"),
+        (["data", "sow"], 2, "no command 'sow'\n  did you mean 'show'?"),
+        (["list", "--hepl"], 2, "did you mean '--help' or"),
+        (["show", "runs"], 2, "runs holds no run"),
+        (["show", "runs/frist"], 2, "there is no run runs/frist\n  did you mean 'runs/first'?"),
+        (["report", "runs/first", "--out", "runs"], 2, "cannot use runs: Is a directory"),
+        (["eval", "--env", "tir", "--fail-under", "pas@1=1"], 2, "did you mean 'pass@1'"),
+        (["-p", "nothing", "list", "envs"], 0, "plugin nothing (not installed) failed"),
+    ],
+    ids=lambda it: " ".join(it) if isinstance(it, list) else "",
+)
+def test_what_a_new_user_would_mistype(call, argv, code, says):
+    found, _, err = call(*argv)
+    assert found == code
+    assert says in err
+
+
+@pytest.mark.parametrize("argv", [[], ["data"]], ids=str)
+def test_a_group_alone_shows_its_help(call, argv):
+    code, out, err = call(*argv)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("Usage: ") or err.startswith("usage: ")
+
+
 @pytest.mark.parametrize("variable", [True, False])
 def test_no_color_on_a_terminal(call, monkeypatch, variable):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
