@@ -11,6 +11,8 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run `areal-gym` with these arguments (default: the process's own) and exit."""
-    from areal_gym.cli.app import run
-
+    try:
+        from areal_gym.cli.app import run
+    except KeyboardInterrupt:  # this early, nobody else renders it
+        sys.exit(130)
     sys.exit(run(argv))
