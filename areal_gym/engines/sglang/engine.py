@@ -211,16 +211,15 @@ class SGLangEngine:
             facts = member.facts
             assert facts is not None
             self.max_context = min(self.max_context, facts.max_context)
-            if self._is_guest and not facts.has_spans:
+            if (self._is_guest or self._interrupt == "retract") and not facts.can_retract:
                 raise ConfigError(
-                    f"SGLang {facts.version} at {member.server.url} does not say which weights "
-                    "sampled which token, and several processes sample here",
-                    hints=["SGLang 0.5.19 and later do"],
-                )
-            if self._interrupt == "retract" and not facts.can_retract:
-                raise ConfigError(
-                    f"SGLang {facts.version} at {member.server.url} cannot pause generation",
-                    hints=["engine.kwargs.interrupt=abort works with every version"],
+                    f"SGLang {facts.version} at {member.server.url} cannot set requests aside "
+                    "while weights change",
+                    hints=[
+                        "SGLang 0.5.21 and later can",
+                        "engine.kwargs.interrupt=abort works with every version, where only one "
+                        "process samples",
+                    ],
                 )
             vocab_size = vocab_size_of(self._policy)
             if None not in (vocab_size, facts.vocab_size) and vocab_size != facts.vocab_size:
@@ -361,9 +360,7 @@ class SGLangEngine:
             ),
             "return_logprob": True,
         }
-        answer = read_answer(await self._post(member, body))
-        member.has_spans = answer.versions is not None
-        return answer
+        return read_answer(await self._post(member, body))
 
     async def _post(self, member: Member, body: dict[str, Any]) -> dict[str, Any]:
         """`/generate`, counted; the server hears of it when nobody waits any more."""
@@ -431,7 +428,7 @@ class SGLangEngine:
     async def _quieten(self, member: Member, *, may_retract: bool) -> bool:
         """Until `_go_on`, nothing is sampled there. False when the server had to be given up."""
         try:
-            if may_retract and member.has_spans:
+            if may_retract:
                 await member.server.post("/pause_generation", {"mode": "retract"})
                 member.is_paused = True
             else:

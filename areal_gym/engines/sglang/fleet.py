@@ -45,8 +45,6 @@ class Member:
     is_paused: bool = False
     is_outdated: bool = False
     """It is back, and waits for weights that only the next publication brings."""
-    has_spans: bool = False
-    """Answers say which tokens were sampled under which weights (SGLang 0.5.19 and later)."""
     num_sessions: int = 0
     num_in_flight: int = 0
     num_failures: int = 0
@@ -120,14 +118,12 @@ class Fleet:
         server = member.server
         if self._is_guest:
             member.facts = await server.look()
-            member.has_spans = member.facts.has_spans
             self.admit(member)
             return
         with suppress(EngineError):  # `look` says it better
             # A run that was killed inside a publication has left the server paused.
             await server.post("/continue_generation", {})
         member.facts = await server.look()
-        member.has_spans = member.facts.has_spans
         if version_of(member.facts.weight_version) != 0:
             # A number from elsewhere would look like one of ours.
             body = {"new_version": INITIAL_WEIGHTS, "abort_all_requests": False}

@@ -47,9 +47,8 @@ class ServerFacts:
     vocab_size: int | None
     """Of the model; None when the server does not say."""
     can_retract: bool
-    """Generation can be paused, so that it continues where it stopped."""
-    has_spans: bool
-    """Answers say which tokens were sampled under which weights (0.5.19 and later)."""
+    """Requests can be set aside while weights change, and continue where they stopped (0.5.21 and
+    later). Earlier ones have the pause, too, but die of an update while requests wait."""
     has_seeds: bool
     """It samples the same tokens for the same seed (`--enable-deterministic-inference`)."""
 
@@ -151,8 +150,7 @@ class SGLangServer:
             weight_version=weight_version,
             max_context=int(max_prompt) + 1,
             vocab_size=await self._vocab_size(),
-            can_retract=await self._has_route("/pause_generation"),
-            has_spans=_number(info.get("version")) >= (0, 5, 19),
+            can_retract=self.needs_update_session and await self._has_route("/pause_generation"),
             has_seeds=bool(info.get("enable_deterministic_inference")),
         )
 
@@ -255,10 +253,6 @@ def vocab_size_of(policy: Path) -> int | None:
     # Models that take more than text nest the settings of their text part.
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     return None if size is None else int(size)
-
-
-def _number(version: object) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", str(version))[:3])
 
 
 def is_refused(error: BaseException) -> bool:
