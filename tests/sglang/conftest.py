@@ -41,10 +41,9 @@ def version_of(kind):
     """Of the SGLang that is tested, as numbers; the newest where it is the fake."""
     if kind == "fake":
         return (0, 5, 23)
-    found = Path(os.environ["AREAL_GYM_SGLANG_VENV"]).glob(
-        "lib/python*/site-packages/sglang-*.dist-info"
-    )
-    return tuple(int(part) for part in re.findall(r"\d+", next(found).name)[:3])
+    packages = Path(os.environ["AREAL_GYM_SGLANG_VENV"]).glob("lib/python*/site-packages")
+    (found,) = next(packages).glob("sglang-*.dist-info")
+    return tuple(int(part) for part in re.findall(r"\d+", found.name)[:3])
 
 
 def require_retract(kind):

@@ -42,9 +42,10 @@ async def checksums(url):
     try:
         answer = await server.post("/weights_checker", {"action": "checksum"}, timeout_s=60)
         return answer["ranks"][0]["checksums"]
-    except RefusedError as error:  # before 0.5.23 it needs a GPU
-        assert "CUDA" in str(error)
-        return None
+    except RefusedError as error:
+        if "CUDA" in str(error):  # 0.5.19 computes them on GPUs only
+            return None
+        raise
     finally:
         await server.aclose()
 
