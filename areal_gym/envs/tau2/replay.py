@@ -68,7 +68,7 @@ def replay(
     """
     agreements = []
     schemas_file = folder / "tool_schemas.json"
-    schemas = json.loads(schemas_file.read_bytes()) if schemas_file.exists() else {}
+    schemas = _Row(schemas_file.name, _json(schemas_file)) if schemas_file.exists() else {}
     for name in domains:
         tasks, probes = folder / f"{name}.jsonl.gz", folder / f"probes-{name}.jsonl.gz"
         if not (tasks.exists() or probes.exists() or name in schemas):
@@ -84,7 +84,8 @@ def replay(
         agreements.append(agreement)
     actions = folder / "action_parser.json"
     if actions.exists():
-        agreements.append(_compare_actions(json.loads(actions.read_bytes())))
+        rows = [_Row(f"{actions.name}, entry {i}", row) for i, row in enumerate(_json(actions), 1)]
+        agreements.append(_compare_actions(rows))
     if not agreements:
         raise NothingToDoError(
             f"{folder} has no fixtures of {', '.join(domains)}",
@@ -95,6 +96,26 @@ def replay(
     return agreements
 
 
+class _Row(dict[str, Any]):
+    """One line of a file, which says what it lacks."""
+
+    def __init__(self, where: str, row: Any) -> None:
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: a fixture is a JSON object, not {type(row).__name__}")
+        super().__init__(row)
+        self._where = where
+
+    def __missing__(self, key: str) -> Any:
+        raise DataError(f"{self._where}: this fixture has no {key!r}")
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {file}: {error}") from None
+
+
 def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not file.exists():
         return
@@ -103,9 +124,10 @@ def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for number, line in enumerate(lines, start=1):
                 where = f"{file.name}, line {number}"
                 try:
-                    yield where, json.loads(line)
+                    row = json.loads(line)
                 except ValueError as error:
                     raise DataError(f"{where}: no JSON: {error}") from None
+                yield where, _Row(where, row)
     except (OSError, EOFError) as error:
         raise DataError(f"cannot read {file}: {error}") from None
 

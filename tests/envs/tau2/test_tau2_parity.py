@@ -80,6 +80,27 @@ def test_the_command_answers_with_a_table_and_an_exit_code(tmp_path, capsys, mon
     assert (found["name"], found["num_differences"]) == ("airline", 1)
 
 
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('{"id": 5}', "line 1: this fixture has no 'task_id'"),
+        ("[1]", "line 1: a fixture is a JSON object, not list"),
+        ('{"task_id"', "line 1: no JSON"),
+        (None, "cannot read"),
+    ],
+)
+def test_broken_fixtures_are_named(tmp_path, capsys, monkeypatch, content, complaint):
+    monkeypatch.setenv("TAU2_DATA_DIR", str(DATA))
+    file = tmp_path / "airline.jsonl.gz"
+    file.write_bytes(b"no gzip" if content is None else gzip.compress(content.encode()))
+    assert run(["check", "tau2", "--fixtures", str(tmp_path)]) == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
+    file.unlink()
+    (tmp_path / "tool_schemas.json").write_text("[]")
+    assert run(["check", "tau2", "--fixtures", str(tmp_path)]) == 2
+    assert "tool_schemas.json: a fixture is a JSON object" in capsys.readouterr().err
+
+
 def test_other_targets_and_empty_folders_are_refused(tmp_path, capsys):
     assert run(["check", "tir", "--fixtures", str(tmp_path)]) == 2
     assert "tau2/airline" in capsys.readouterr().err
