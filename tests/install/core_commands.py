@@ -104,7 +104,7 @@ def main():
         )
         asked = ("eval", "--env", "math", "-n", "3", "--model", openai_url)
         call(*asked, "engine.kwargs.model=Ada", "--out", "asked")
-        call(*asked, "--agent", "program", "agent.kwargs.command=true")
+        call(*asked, "--agent", "program", "agent.kwargs.command=cat")
     call("train", "--env", "math")
     call("train", "--env", "math", "--objective", "sft")
     call("eval", "--env", "math")
