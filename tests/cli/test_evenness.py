@@ -174,6 +174,16 @@ def test_what_a_new_user_would_mistype(call, argv, code, says):
     assert says in err
 
 
+def test_a_damaged_run_does_not_hide_the_others(call, tmp_path):
+    for name in ("good", "bad"):
+        make_run(tmp_path / name, num_steps=1, num_trajectories=1)
+    (tmp_path / "bad" / "metrics.jsonl").write_text("no JSON\n{}\n")
+    code, out, err = call("list", "runs", "--root", str(tmp_path), "--json")
+    assert code == 0
+    assert [row["path"] for row in json.loads(out)] == [str(tmp_path / "good")]
+    assert "bad is left out: " in err
+
+
 @pytest.mark.parametrize("argv", [[], ["data"]], ids=str)
 def test_a_group_alone_shows_its_help(call, argv):
     code, out, err = call(*argv)
