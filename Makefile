@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test test-sglang test-docker sglang lint types clean
+.PHONY: install train test test-wheel test-sglang test-docker sglang lint types clean
 
 # SGLang has an environment of its own: its packages and ours do not agree on versions.
 AREAL_GYM_SGLANG_VENV ?= $(CURDIR)/.sglang-venv
@@ -27,6 +27,10 @@ types: install
 
 test: lint types
 	$(BIN)/pytest
+
+# The wheel in fresh environments, without torch and with [train]; needs the network.
+test-wheel:
+	PYTHON=$(PYTHON) tests/install/try_wheel.sh
 
 test-sglang: install sglang
 	AREAL_GYM_SGLANG_VENV=$(AREAL_GYM_SGLANG_VENV) $(BIN)/pytest tests/sglang

@@ -29,22 +29,28 @@ if TYPE_CHECKING:
         EnvError,
         EpisodeError,
         GymError,
+        StopTraining,
         ToolError,
         UnknownIdError,
         UsageError,
     )
-    from areal_gym.playing import Rollouts, rollout
+    from areal_gym.learning import TrainingResult, train
+    from areal_gym.playing import Rollouts, evaluate, rollout
     from areal_gym.plugins import registry
+    from areal_gym.rollout.eval_report import EvalReport
+    from areal_gym.run import Callback
     from areal_gym.rundir import RunDir
     from areal_gym.types import Group, Message, StopReason, Task, TokenSpan, Trajectory, Turn
 
 __all__ = [
     "Agent",
+    "Callback",
     "ConfigError",
     "Engine",
     "EnvError",
     "Episode",
     "EpisodeError",
+    "EvalReport",
     "Generation",
     "Group",
     "GymError",
@@ -56,21 +62,25 @@ __all__ = [
     "SamplingParams",
     "StepResult",
     "StopReason",
+    "StopTraining",
     "Task",
     "TextEnv",
     "TokenSpan",
     "Tool",
     "ToolError",
+    "TrainingResult",
     "Trajectory",
     "Turn",
     "UnknownIdError",
     "UsageError",
     "__version__",
+    "evaluate",
     "load_config",
     "make",
     "registry",
     "rollout",
     "tool",
+    "train",
 ]
 
 _HOMES = {
@@ -84,12 +94,16 @@ _HOMES = {
         "EnvError",
         "EpisodeError",
         "GymError",
+        "StopTraining",
         "ToolError",
         "UnknownIdError",
         "UsageError",
     ),
-    "areal_gym.playing": ("Rollouts",),
+    "areal_gym.learning": ("TrainingResult", "train"),
+    "areal_gym.playing": ("Rollouts", "evaluate"),
     "areal_gym.plugins": ("registry",),
+    "areal_gym.rollout.eval_report": ("EvalReport",),
+    "areal_gym.run": ("Callback",),
     "areal_gym.rundir": ("RunDir",),
     "areal_gym.types": (
         "Group",

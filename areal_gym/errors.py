@@ -19,11 +19,13 @@
         +-- AgentError                      the agent's own code failed
         +-- EngineError                     the policy could not be sampled
         |   +-- EngineUnreachableError (ConnectionError)
+        |   +-- GrammarError                the engine cannot keep to what the answer must look like
         +-- SandboxError                    the sandbox failed (not: the snippet in it)
         +-- WorkerError                 the process that played it died
         +-- EpisodeTimeoutError (TimeoutError)
 
     ToolError                               told to the model as the tool's result; not a failure
+    StopTraining                            a callback wants the run to end; not a failure
 
 An error says what was asked, what exists and what to type next: `hints` are the lines that the
 command line prints, indented, under the message.
@@ -45,6 +47,7 @@ __all__ = [
     "EpisodeError",
     "EpisodeTimeoutError",
     "FailureBudgetError",
+    "GrammarError",
     "GymError",
     "InfrastructureError",
     "LostRankError",
@@ -53,6 +56,7 @@ __all__ = [
     "PluginError",
     "RunExistsError",
     "SandboxError",
+    "StopTraining",
     "ToolError",
     "TrainError",
     "UnknownIdError",
@@ -173,6 +177,10 @@ class EngineUnreachableError(EngineError, ConnectionError):
     """No engine answers."""
 
 
+class GrammarError(EngineError):
+    """The engine cannot keep to the grammar that an answer was asked in."""
+
+
 class SandboxError(EpisodeError):
     """The sandbox failed; what the snippet did is no error of ours."""
 
@@ -193,6 +201,10 @@ class EpisodeTimeoutError(EpisodeError, TimeoutError):
 
 class ToolError(Exception):
     """Raised by a tool to tell the model what it did wrong: the tool's result."""
+
+
+class StopTraining(Exception):  # no error: an orderly end
+    """Raised by a callback to end the run after the step under way; its text says why."""
 
 
 def did_you_mean(asked: str, existing: Iterable[str], *, limit: int = 3) -> str | None:

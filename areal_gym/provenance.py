@@ -6,7 +6,7 @@ from areal_gym.config import PluginConfig, RunConfig
 from areal_gym.objectives import SUPERVISED
 from areal_gym.plugins import Entry, Kind, registry
 
-__all__ = ["entries_used"]
+__all__ = ["entries_used", "require_installed"]
 
 
 def entries_used(config: RunConfig) -> list[Entry]:
@@ -34,6 +34,16 @@ def entries_used(config: RunConfig) -> list[Entry]:
         *_named("weight-syncs", None if sync.id == "auto" else sync),
         *loggers,
     ]
+
+
+def require_installed(config: RunConfig) -> None:
+    """Refuse to train with what is not here, before anything has been written or waited for.
+
+    Raises:
+        ConfigError: a package is missing that the trainer needs, or anything that settings name.
+    """
+    for entry in [*entries_used(config), registry().get("trainers", config.trainer.id)]:
+        entry.require_installed()
 
 
 def _environments(config: RunConfig) -> list[Entry]:

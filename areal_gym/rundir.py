@@ -58,6 +58,7 @@ __all__ = [
     "new_run_path",
     "readable_disk_errors",
     "run_info",
+    "run_path",
     "run_paths",
     "write_atomic",
 ]
@@ -164,6 +165,30 @@ class RunDir:
             return False
         # Asking for the lock ourselves could get in the way of a run that begins.
         return any(" FLOCK " in line and f":{inode} " in line for line in locks.splitlines())
+
+    def __repr__(self) -> str:
+        return f"<RunDir {self.path}>"
+
+    def _repr_html_(self) -> str:
+        from areal_gym.report import summary_html
+
+        return summary_html(self)
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step is, if there is one."""
+        return self.checkpoints_dir / f"step-{step:06d}"
+
+    def recipe(self) -> Path:
+        """The file with the run's settings.
+
+        Raises:
+            UsageError: there is no run.
+        """
+        if not self.config_file.exists():
+            raise UsageError(
+                f"{self.path} holds no run to resume", hints=["start one: leave --resume out"]
+            )
+        return self.config_file
 
     # ---- writing -----------------------------------------------------------------------------
 
@@ -331,10 +356,7 @@ class RunDir:
         for leftover in self.checkpoints_dir.glob(".step-*"):
             _remove(leftover)
         if mode == "resume":
-            if not self.config_file.exists():
-                raise UsageError(
-                    f"{self.path} holds no run to resume", hints=["start one: leave --resume out"]
-                )
+            self.recipe()
             _cut_torn_line(self.metrics_file)
             _cut_torn_line(self.evaluations_file)
             return
@@ -425,6 +447,17 @@ def new_run_path(label: str, root: Path = Path("runs")) -> Path:
                 path.mkdir()
                 return path
     raise InfrastructureError(f"{root} has no free name left for {stem}")
+
+
+@contextlib.contextmanager
+def run_path(given: Path | None, label: str) -> Iterator[Path]:
+    """`given`, or a path that is reserved; it disappears again when nothing was written there."""
+    path = given or new_run_path(label)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def write_atomic(file: Path, data: str | bytes) -> None:

@@ -21,6 +21,8 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, NotRequired, TypedDict
 
+from areal_gym.markup import block, dialogue, number, pairs, short, table
+
 __all__ = [
     "FinishReason",
     "FunctionCall",
@@ -115,6 +117,13 @@ class Task:
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", freeze(self.data))
 
+    def __repr__(self) -> str:
+        return f"<Task {short(self.id)} ({short(self.split, 20)}): {short(thaw(self.data), 160)}>"
+
+    def _repr_html_(self) -> str:
+        rows = {name: short(thaw(value), 400) for name, value in list(self.data.items())[:20]}
+        return block(f"Task {short(self.id)} ({short(self.split, 20)})", pairs(rows))
+
     def __reduce__(self) -> tuple[object, ...]:
         # Mapping proxies do not pickle; tasks do cross process borders.
         return (_task, (self.id, thaw(self.data), self.split))
@@ -207,6 +216,10 @@ class TokenSpan:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def __repr__(self) -> str:
+        version = "" if self.policy_version is None else f", version {self.policy_version}"
+        return f"<TokenSpan {self.origin}, turn {self.turn}: {len(self):,} tokens{version}>"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
@@ -245,6 +258,28 @@ class Trajectory:
     """The environment's own measurements (tool calls, tool errors, ...)."""
     seed: int = 0
     """The seed that the episode was reset with."""
+
+    def __repr__(self) -> str:
+        return f"<Trajectory {short(self.id)}: {self._outcome()}>"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "task": short(self.task.id),
+            **{f"reward, {short(n, 40)}": number(x) for n, x in self.reward_parts.items()},
+            **{short(n, 40): number(x) for n, x in self.metrics.items()},
+        }
+        if self.error is not None:
+            facts["error"] = short(self.error, 400)
+        title = f"Trajectory {short(self.id)}: {self._outcome()}"
+        return block(title, pairs(dict(list(facts.items())[:20])), dialogue(self.messages))
+
+    def _outcome(self) -> str:
+        reward = "failed" if self.stop_reason.is_failure else f"reward {number(self.reward)}"
+        tokens = f", {self.num_policy_tokens:,} tokens" if self.spans else ""
+        return (
+            f"{short(self.env_id, 40)}, {reward}, {len(self.turns)} turns{tokens}, "
+            f"{self.stop_reason}"
+        )
 
     @property
     def reward(self) -> float:
@@ -370,6 +405,26 @@ class Group:
 
     def __iter__(self) -> Iterator[Trajectory]:
         return iter(self.trajectories)
+
+    def __repr__(self) -> str:
+        return f"<Group {short(self.id)}: {self._outcome()}>"
+
+    def _repr_html_(self) -> str:
+        shown = self.trajectories[:20]
+        rows = (
+            (t.id, number(t.reward), len(t.turns), f"{t.num_policy_tokens:,}", t.stop_reason)
+            for t in shown
+        )
+        return block(
+            f"Group {short(self.id)}: {self._outcome()}",
+            table(("trajectory", "reward", "turns", "tokens", "stopped by"), rows),
+        )
+
+    def _outcome(self) -> str:
+        rewards = " ".join(map(number, self.rewards_G[:16]))
+        more = " ..." if len(self) > 16 else ""
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return f"task {short(self.task.id)}, rewards {rewards}{more}{failed}"
 
     @property
     def rewards_G(self) -> Sequence[float]:

@@ -10,6 +10,19 @@ of this process; the sandbox's processes are its children and show in the wall t
 
 With `--gold`: every built-in environment, played by its own gold policy, with 1, 64 and 1,024
 episodes in flight, and the resident memory that this adds.
+
+With `--venv`: next to other gyms, each in a venv of its own, in turns:
+
+    python -m venv /tmp/gem && /tmp/gem/bin/pip install gem-llm datasets
+    python -m venv /tmp/skyrl && /tmp/skyrl/bin/pip install skyrl-gym
+    python -m venv /tmp/verifiers && /tmp/verifiers/bin/pip install verifiers==0.3.1
+    python benchmarks/envs.py --venv gem=/tmp/gem --venv skyrl=/tmp/skyrl \\
+        --venv verifiers=/tmp/verifiers
+
+A question that is answered at once, and one that takes four calls of a tool that does next to
+nothing. What they keep differs: gem's vector environment steps and keeps nothing, skyrl-gym's
+loop the messages, verifiers a state with messages; `recorded` here a trajectory of messages and of
+tokens with log-probabilities and versions, fit for training.
 """
 
 from __future__ import annotations
@@ -17,9 +30,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
+import resource
+import statistics
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import areal_gym
@@ -31,6 +49,7 @@ from areal_gym.envs.tir import TirEnv, python_call, tir_tasks
 from areal_gym.envs.tools import tool
 from areal_gym.metrics import rss_mb
 from areal_gym.rollout.episode import play_episode
+from areal_gym.types import Task
 
 NUM_TURNS = 5
 REPLIES = [python_call("37*48+12")] * (NUM_TURNS - 1) + [r"The result is \boxed{1788}"]
@@ -119,6 +138,136 @@ async def gold(num_episodes: int, num_in_flight: int, *, env_id: str) -> None:
     await asyncio.gather(*map(play_on, envs))
 
 
+# ---- next to other gyms --------------------------------------------------------------------------
+
+CALL = python_call("37*48+12")
+ANSWER = r"The result is \boxed{1788}"
+SCRIPTS = {"single": [ANSWER], "tools": [CALL] * (NUM_TURNS - 1) + [ANSWER]}
+QUESTION = Task(id="one", data={"question": "What is 37*48+12?", "answer": "1788"})
+BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+class Plain(ToolEnv):
+    """The question that the other gyms are given, graded as there."""
+
+    async def respond(self, message):
+        if message.get("tool_calls"):
+            return Response(messages=(await self.call_tools(message)).messages)
+        boxes = BOX.findall(message["content"])
+        is_right = bool(boxes) and boxes[-1] == self.task.data["answer"]
+        return Response(reward=float(is_right), is_terminated=True)
+
+
+class PlainSingle(Plain):
+    """The same without a tool."""
+
+    tools = ()
+    max_turns = 1
+
+
+async def plain_steps(case: str, num_episodes: int, num_in_flight: int) -> None:
+    envs = [Plain() if case == "tools" else PlainSingle() for _ in range(num_in_flight)]
+    for _ in range(num_episodes // num_in_flight):
+        for env in envs:
+            env.reset(seed=0, options={"task": QUESTION})
+        for reply in SCRIPTS[case]:
+            results = [await env.astep(reply) for env in envs]
+        assert all(result.terminated and result.reward == 1.0 for result in results)
+
+
+async def plain_recorded(case: str, num_episodes: int, num_in_flight: int) -> None:
+    engine, renderer, agent = ScriptedEngine(SCRIPTS[case]), byte_renderer(), ChatAgent()
+    params = SamplingParams(max_new_tokens=256)
+    seeds = iter(range(num_episodes))
+
+    async def play_on() -> None:
+        env = Plain() if case == "tools" else PlainSingle()
+        for seed in seeds:
+            trajectory = await play_episode(
+                env, agent, engine, renderer, seed=seed, params=params, options={"task": QUESTION}
+            )
+            assert trajectory.reward == 1.0
+            assert len(trajectory.turns) == len(SCRIPTS[case])
+
+    await asyncio.gather(*(play_on() for _ in range(num_in_flight)))
+
+
+class Ours:
+    """This package, in this process."""
+
+    def __init__(self, run: Callable[[str, int, int], Awaitable[None]]) -> None:
+        self._run = run
+
+    def play(self, **asked: Any) -> dict[str, Any]:
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        asyncio.run(self._run(*asked.values()))
+        return {
+            "wall_s": time.perf_counter() - wall_s,
+            "cpu_s": time.process_time() - cpu_s,
+            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "version": f"areal-gym {areal_gym.__version__}",
+        }
+
+
+class Theirs:
+    """Another gym, in a process of its own."""
+
+    def __init__(self, name: str, venv: Path) -> None:
+        script = Path(__file__).with_name("gyms_side.py")
+        self._name = name
+        self._process = subprocess.Popen(
+            [venv / "bin/python", script, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def play(self, **asked: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{self._name} has died; run gyms_side.py {self._name} to see why")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+
+def measure_gyms(venvs: dict[str, Path], num_episodes: int, num_repeats: int) -> list[Any]:
+    """Medians of the repeats; within each, the gyms take turns."""
+    gyms: dict[str, Ours | Theirs] = {
+        "ours, steps": Ours(plain_steps),
+        "ours, recorded": Ours(plain_recorded),
+        **{name: Theirs(name, venv) for name, venv in venvs.items()},
+    }
+    rows = []
+    for case in SCRIPTS:
+        for num_in_flight in (1, 64, 1024):
+            num = max(num_episodes, num_in_flight) // num_in_flight * num_in_flight
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in gyms}
+            for repeat in range(num_repeats + 1):
+                for name, gym in gyms.items():
+                    found = gym.play(case=case, num_episodes=num, num_in_flight=num_in_flight)
+                    if repeat:  # the first one warms up
+                        runs[name].append(found)
+            for name, found in runs.items():
+                rows.append(
+                    {
+                        "name": name,
+                        "case": case,
+                        "num_in_flight": num_in_flight,
+                        "episodes_per_s": num / statistics.median(run["wall_s"] for run in found),
+                        "cpu_ms_per_episode": 1e3
+                        * statistics.median(run["cpu_s"] for run in found)
+                        / num,
+                        "peak_mb": found[-1]["peak_mb"],
+                        "version": found[-1]["version"],
+                    }
+                )
+    return rows
+
+
 def measure_gold(num_episodes: int) -> list[dict[str, Any]]:
     rows = []
     for env_id in ("math", "countdown", "code", "search", "tir", "tau2/mock", "mix"):
@@ -162,7 +311,26 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--episodes", type=int, default=4096, help="of the in-memory environment")
     parser.add_argument("--gold", action="store_true", help="every environment's gold policy")
+    parser.add_argument("--venv", action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--repeats", type=int, default=5, help="with --venv")
     arguments = parser.parse_args()
+    if arguments.venv:
+        pairs = (text.partition("=") for text in arguments.venv)
+        venvs = {name: Path(path) for name, _, path in pairs}
+        rows = measure_gyms(venvs, min(arguments.episodes, 2048), arguments.repeats)
+        if arguments.json:
+            print(json.dumps({"benchmark": "envs, gyms", "rows": rows}))
+            return
+        print(
+            f"{'':8}{'in flight':>10}  {'':16}{'rollouts/s':>12}{'CPU ms each':>13}{'peak MB':>9}"
+        )
+        for row in rows:
+            print(
+                f"{row['case']:8}{row['num_in_flight']:10}  {row['name']:16}"
+                f"{row['episodes_per_s']:12,.0f}{row['cpu_ms_per_episode']:13.4f}"
+                f"{row['peak_mb']:9.0f}  {row['version']}"
+            )
+        return
     if arguments.gold:
         rows = measure_gold(min(arguments.episodes, 512))
         if arguments.json:

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "areal_gym"
 
-GROUND = {"errors", "types", "metrics", "version"}
+GROUND = {"errors", "types", "metrics", "version", "markup"}
 SETTINGS = {
     "cache",
     "settings",
@@ -20,6 +20,7 @@ SETTINGS = {
     "learning_curve",
     "objectives",
     "online",
+    "progress",
     "report",
     "trajectory_files",
 }
@@ -41,7 +42,8 @@ BELOW_RUN = LOW | {
 
 MAY_IMPORT = {
     "errors": set(),
-    "types": set(),
+    "markup": set(),
+    "types": {"markup"},
     "metrics": set(),
     "version": set(),
     "plugins": GROUND,
@@ -62,7 +64,7 @@ MAY_IMPORT = {
     "trainer": LOW | {"modeling", "engines.base"},
     "starter": BELOW_RUN,
     "distributed": BELOW_RUN,
-    "run": BELOW_RUN | {"distributed"},
+    "run": BELOW_RUN | {"distributed", "playing"},
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
     "cli": LOW
@@ -71,8 +73,10 @@ MAY_IMPORT = {
     "viewer": LOW,
     # Episodes outside of training, by whatever policy.
     "playing": BELOW_RUN,
+    # Runs for scripts and notebooks: what the command line does and shows.
+    "learning": LOW | {"run", "cli.display"},
     # The public API names everything, and imports it on first use.
-    "": BELOW_RUN | {"_gymnasium", "playing"},
+    "": BELOW_RUN | {"_gymnasium", "playing", "learning", "run"},
     # Contracts that plugin authors run in their tests.
     "testing": LOW | {"trainer"},
     "_gymnasium": {"envs.registration"},

@@ -220,9 +220,20 @@ def test_settings_that_do_not_fit(overrides, complaint):
         load_config(overrides=overrides)
 
 
-def test_several_ranks_are_refused(tiny_policy, tmp_path):
-    with pytest.raises(ConfigError, match="num_ranks = 2"):
-        train(config_of(tiny_policy, "sft", "trainer.num_ranks=2"), run_dir=tmp_path / "run")
+@pytest.mark.parametrize("objective", ["sft", "dpo", "rm"])
+def test_two_ranks_learn_what_one_learns(tiny_policy, tmp_path, objective):
+    rows = {}
+    for num_ranks in (1, 2):
+        home = tmp_path / str(num_ranks)
+        home.mkdir()
+        settings = (f"trainer.num_ranks={num_ranks}", "trainer.tokens_per_microbatch=256")
+        _, found = run_of(tiny_policy, objective, home, *settings, "eval.every=2", steps=3)
+        rows[num_ranks] = (found.read_metrics(), found.read_evaluations())
+    for ours, theirs in zip(rows[1][0], rows[2][0], strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/accuracy", "train/tokens"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name
+    for ours, theirs in zip(rows[1][1], rows[2][1], strict=True):
+        assert theirs["heldout"] == pytest.approx(ours["heldout"], rel=1e-3, abs=1e-4)
 
 
 def distillation_of(student, teacher, *overrides, steps=3):

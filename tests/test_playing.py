@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import subprocess
+import sys
 import threading
+from collections import Counter
 
 import pytest
 from aiohttp import web
@@ -16,7 +19,13 @@ from areal_gym.dialects import write_call
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.math import MathEnv
 from areal_gym.envs.tir import TirEnv
-from areal_gym.errors import ConfigError, EnvError, UsageError
+from areal_gym.errors import (
+    ConfigError,
+    EnvError,
+    FailureBudgetError,
+    NothingToDoError,
+    UsageError,
+)
 from areal_gym.playing import Rollouts
 
 WRONG = r"\boxed{-77777}"
@@ -203,8 +212,80 @@ def test_few_tasks_are_played_again(tmp_path):
     kwargs = {"path": str(path), "test_path": str(path)}
     played = areal_gym.rollout(solver, "math", n=5, env_kwargs=kwargs)
     assert [t.group_id for t in played] == [f"g{n % 2:06d}" for n in range(5)]
-    with pytest.raises(UsageError, match="has no tasks"):
+    with pytest.raises(NothingToDoError, match="has no tasks"):
         areal_gym.rollout(solver, "math", n=1, env_kwargs=kwargs, split="train")
+
+
+def test_evaluate_measures_and_keeps_the_episodes():
+    def lucky(messages):  # wrong, right, wrong, right, ... for each task
+        with lock:
+            question = messages[-1]["content"]
+            asked[question] += 1
+            return f"\\boxed{{{answers[question]}}}" if asked[question] % 2 == 0 else WRONG
+
+    answers, asked, lock = {}, Counter(), threading.Lock()
+    for trajectory in areal_gym.rollout(lambda messages: WRONG, "math", n=10):
+        answers[trajectory.messages[1]["content"]] = trajectory.task.data["answer"]
+    report = areal_gym.evaluate(lucky, "math", n=10, k=2, concurrency=1)
+    assert isinstance(report, areal_gym.EvalReport)
+    assert (report.num_tasks, report.num_samples, report.num_episodes) == (10, 2, 20)
+    assert report.pass_at_k[2].mean == 1.0
+    assert report.pass_at_1.mean == 0.5
+    assert report.pass_at_1.low < 0.5 < report.pass_at_1.high
+    assert len(report.trajectories) == 20
+    assert report.failures == []
+    assert "trajectories" not in report.to_dict()
+    assert "pass@2" in str(report)
+
+
+def test_evaluate_excludes_failures_and_gives_up_on_many():
+    def flaky(messages):
+        if "Ada" in messages[-1]["content"]:
+            raise RuntimeError("no more money")
+        return WRONG
+
+    report = areal_gym.evaluate(flaky, "math", n=60, max_failure_rate=0.9)
+    assert report.num_failed == len(report.failures) > 0
+    assert report.num_episodes + report.num_failed == 60
+    assert report.reward == 0.0
+
+    def broken(messages):
+        raise RuntimeError("no money at all")
+
+    with pytest.raises(FailureBudgetError, match="no money at all"):
+        areal_gym.evaluate(broken, "math", n=30)
+
+
+def test_an_interrupt_ends_what_was_begun():
+    """In a process of its own: the signal has to come while the main thread waits."""
+    code = """
+import areal_gym, asyncio, os, signal, threading
+ended = threading.Event()
+async def hangs(messages):
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0.1)
+        ended.set()
+try:
+    areal_gym.rollout(hangs, "math", n=1)
+except KeyboardInterrupt:
+    print("interrupted", ended.is_set())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("interrupted True\n", "")
+
+
+def test_a_bar_goes_to_stderr_and_only_if_it_is_wanted(capsys):
+    areal_gym.rollout(solver, "math", n=3)
+    areal_gym.evaluate(solver, "math", n=3, progress=False)
+    assert capsys.readouterr() == ("", "")
+    areal_gym.evaluate(solver, "math", n=3, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "evaluate in math" in shown.err
+    assert "3/3" in shown.err
 
 
 def test_what_is_no_policy_or_no_environment():

@@ -76,8 +76,14 @@ def same(a, b):
 def saver_of(learner, run, policy, told):
     state = {"next_group": 2}
     saver = Saver(
-        learner, run, policy, lambda: state, told.append, scores=dict, num_kept=2
-    )  # no step was measured
+        learner,
+        run,
+        policy,
+        lambda: state,
+        lambda step, saved: told.append(saved),
+        scores=dict,  # no step was measured
+        num_kept=2,
+    )
     try:
         yield saver
     finally:

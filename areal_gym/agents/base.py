@@ -58,6 +58,11 @@ class Episode(Protocol):
         """The environment's tools, in their fixed order."""
         ...
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, by the environment or by a limit: the policy answers no more."""
+        ...
+
     async def ask(
         self, new_messages: Sequence[Message], *, replaces_history: bool = False
     ) -> Message:

@@ -44,6 +44,14 @@ class AgentTask:
         """The text of the last message that opens the episode."""
         return self.messages[-1]["content"]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the environment has ended the episode: the policy is not asked any more.
+
+        A call that comes nevertheless is answered by HTTP 400, `episode_over`.
+        """
+        return self._episode.is_over
+
     async def call_tool(self, call_id: str) -> str:
         """Let the environment run a tool that the policy has called; what the tool says."""
         return await self._episode.call_tool(call_id)

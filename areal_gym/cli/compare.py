@@ -12,7 +12,7 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_json, talk
 from areal_gym.errors import UsageError
-from areal_gym.report.content import number
+from areal_gym.markup import number
 
 if TYPE_CHECKING:
     from areal_gym.report import Comparison

@@ -20,7 +20,7 @@ from areal_gym.cli.output import (
     talk,
 )
 from areal_gym.errors import UsageError, did_you_mean
-from areal_gym.report.content import visible
+from areal_gym.markup import visible
 
 if TYPE_CHECKING:
     from areal_gym.envs.base import TextEnv

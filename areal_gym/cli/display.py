@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_gym.report.content import visible
+from areal_gym.markup import visible
 
 __all__ = [
     "Examples",

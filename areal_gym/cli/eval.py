@@ -46,7 +46,7 @@ __all__ = ["eval_command"]
     help="A run: its newest checkpoint.",
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="A checkpoint's directory.")
-@click.option("--model", help="A model's directory, or 'starter'.")
+@click.option("--model", help="A directory, 'starter', or a server's URL (OpenAI's API).")
 @click.option("-n", "num_tasks", type=click.IntRange(min=1), help="Held-out tasks.")
 @click.option("-k", "num_samples", type=click.IntRange(min=1), help="Episodes per task.")
 @click.option("--greedy", is_flag=True, help="Take the likeliest token instead of sampling.")
@@ -86,7 +86,8 @@ def eval_command(
     """Measure a policy on held-out tasks: pass@1 and pass@k with 95% intervals, and what failed.
 
     With --run, the settings are those of the run; without --run, --checkpoint and --model, the
-    policy is the one that a run would start with.
+    policy is the one that a run would start with. A URL as --model is asked in messages; its key is
+    OPENAI_API_KEY, and engine.kwargs.model=NAME the model's name there.
     """
     from areal_gym.cli.settings import (
         env_flags,

@@ -11,8 +11,8 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, talk
 from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.markup import visible
 from areal_gym.plugins import registry
-from areal_gym.report.content import visible
 from areal_gym.types import Message
 
 if TYPE_CHECKING:

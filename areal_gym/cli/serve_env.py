@@ -61,7 +61,7 @@ def serve_env_command(
     a `token` is needed: AREAL_GYM_ENV_TOKEN on both sides, made up and printed without.
 
     With --mcp http, `url` is that of an MCP server (streamable HTTP); --mcp stdio talks to the
-    client that has started it. Needs the extra: pip install "areal-gym[mcp]".
+    client that has started it. Needs the extra: pip install 'areal-gym[mcp]'.
     """
     from areal_gym.config import parse_override
     from areal_gym.envs.base import TextEnv
@@ -101,7 +101,7 @@ def serve_env_command(
 
     if mcp is not None and find_spec("mcp") is None:
         raise ConfigError(
-            "--mcp needs the package mcp", hints=['install it: pip install "areal-gym[mcp]"']
+            "--mcp needs the package mcp", hints=["install it: pip install 'areal-gym[mcp]'"]
         )
     with contextlib.suppress(KeyboardInterrupt):  # a server's proper end
         asyncio.run(serve() if mcp is None else serve_mcp())

@@ -45,7 +45,7 @@ def resolve(
         UnknownIdError: an id is.
     """
     given = [
-        f"{key.replace('__', '.')}={json.dumps(value)}"
+        f"{key.replace('__', '.')}={json.dumps(value, ensure_ascii=False)}"
         for key, value in flags.items()
         if value is not None
     ]
@@ -101,7 +101,10 @@ def to_yaml(config: RunConfig) -> str:
 
 def describe(config: RunConfig) -> str:
     """What one step and the run amount to, and who provides the parts."""
+    from areal_gym.run.memory import describe_memory
+
     lines = _describe_supervised(config) if config.objective in SUPERVISED else _describe_rl(config)
+    lines += describe_memory(config)
     if config.objective != "rl":
         lines.insert(0, f"objective: {config.objective}: {OBJECTIVES[config.objective]}")
     lines += [

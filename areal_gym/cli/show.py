@@ -12,9 +12,9 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
 from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
+from areal_gym.markup import visible
 from areal_gym.plugins import KINDS, Entry, EnvSpec, registry
 from areal_gym.plugins.registry import as_kind
-from areal_gym.report.content import visible
 
 __all__ = ["show_command"]
 

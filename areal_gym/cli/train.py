@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,14 +99,14 @@ def train_command(
     The order of precedence is: defaults, the recipe, flags, key=value.
     """
     from areal_gym.cli.settings import describe, env_flags, require_env, resolve, to_yaml
-    from areal_gym.rundir import RunDir, new_run_path
+    from areal_gym.rundir import RunDir, run_path
 
     mode = _mode(resume, clean, out)
     if from_step is not None and not resume:
         raise UsageError("--from-step goes with --resume: it says where to go on")
     if mode == "resume" and recipe is None:
         assert out is not None
-        recipe = _recipe_of(RunDir(out))
+        recipe = RunDir(out).recipe()
     if not dry_run and not any(text.startswith("data.file=") for text in overrides):
         require_env(env, recipe, overrides)
     config = resolve(
@@ -130,19 +129,13 @@ def train_command(
     from areal_gym import run
     from areal_gym.cli.display import make_display
 
-    is_plain_rl = config.objective == "rl"
-    label = config.env.id if is_plain_rl else f"{config.objective}-{config.env.id}"
-    run_dir = out or new_run_path(label)
-    display = make_display(
-        is_plain=options.is_plain, examples=_examples(RunDir(run_dir), show_every)
-    )
-    try:
-        run.train(config, run_dir=run_dir, mode=mode, from_step=from_step, display=display)
-    finally:
-        display.close()
-        # A name that was reserved, and a run that never wrote into it.
-        with contextlib.suppress(OSError):
-            run_dir.rmdir()
+    with run_path(out, config.label) as run_dir:
+        examples = _examples(RunDir(run_dir), show_every)
+        display = make_display(is_plain=options.is_plain, examples=examples)
+        try:
+            run.train(config, run_dir=run_dir, mode=mode, from_step=from_step, display=display)
+        finally:
+            display.close()
 
 
 def _examples(run_dir: RunDir, every: int) -> Examples:
@@ -171,11 +164,3 @@ def _mode(resume: bool, clean: bool, out: Path | None) -> RunMode:
             hints=[f"name it: {flag} --out runs/NAME", "all of them: areal-gym list runs"],
         )
     return "resume" if resume else "clean" if clean else "new"
-
-
-def _recipe_of(run_dir: RunDir) -> Path:
-    if not run_dir.config_file.exists():
-        raise UsageError(
-            f"{run_dir.path} holds no run to resume", hints=["start one: leave --resume out"]
-        )
-    return run_dir.config_file

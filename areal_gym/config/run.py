@@ -21,6 +21,7 @@ from areal_gym.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
+from areal_gym.markup import block, pairs, short
 from areal_gym.objectives import (
     SUPERVISED,
     DataConfig,
@@ -30,12 +31,15 @@ from areal_gym.objectives import (
     with_objective,
 )
 from areal_gym.online import ONLINE, check_online, split_address
-from areal_gym.settings import Settings
+from areal_gym.settings import Settings, flat
 
 __all__ = [
     "STARTER_DEFAULTS",
     "RunConfig",
 ]
+
+
+_NAMED = ("env.id", "trainer.algorithm", "engine.model", "steps", "seed")
 
 
 class RunConfig(Settings):
@@ -157,6 +161,33 @@ class RunConfig(Settings):
             )
         return self
 
+    def changed(self) -> dict[str, Any]:
+        """Settings by dotted key: those that are not what objective and algorithm bring, and what
+        a run is named by."""
+        given = {"objective": self.objective, "trainer": {"algorithm": self.trainer.algorithm}}
+        usual = dict(flat(RunConfig.model_validate(given).model_dump(mode="json")))
+        return {
+            name: value
+            for name, value in flat(self.model_dump(mode="json"))
+            if name in _NAMED or usual.get(name) != value
+        }
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={short(value, 40)}" for name, value in self.changed().items()]
+        more = f", and {len(shown) - 12} more" if len(shown) > 12 else ""
+        return f"<RunConfig {', '.join(shown[:12])}{more}>"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        shown = {name: short(value, 200) for name, value in self.changed().items()}
+        return block("RunConfig: what is not usual", pairs(dict(list(shown.items())[:60])))
+
+    @property
+    def label(self) -> str:
+        """What its runs are called, before their date."""
+        return self.env.id if self.objective == "rl" else f"{self.objective}-{self.env.id}"
+
     @property
     def _starts_servers(self) -> bool:
         return self.engine.id == "sglang" and not self.engine.url and not self.cluster.servers
@@ -170,9 +201,10 @@ class RunConfig(Settings):
                         f"cluster.{name} = {number} needs a Ray to place them: "
                         "cluster.address=local starts one here, cluster.address=auto joins one"
                     )
-        elif self.objective in SUPERVISED:
+        elif self.objective in SUPERVISED and (cluster.rollout_workers or cluster.servers):
             raise ValueError(
-                f"objective = {self.objective!r} does not use Ray: leave cluster.address at null"
+                f"objective = {self.objective!r} plays no episodes: leave cluster.rollout_workers "
+                "and cluster.servers at 0; trainer.num_ranks says how many ranks Ray places"
             )
         elif self.deterministic:
             raise ValueError(

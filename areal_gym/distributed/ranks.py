@@ -3,6 +3,8 @@
     RayLearner --groups, in the object store--> a rank for each place: Serving
                <--metrics; the first rank's whole weights, through the object store--
 
+    RaySupervised: the same with examples
+
 The ranks meet at the first one's address. When one of them dies, the others wait for it in vain:
 all are ended, and that is a `LostRankError`.
 """
@@ -23,16 +25,22 @@ from areal_gym.errors import GymError, LostRankError
 from areal_gym.metrics import rss_mb
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.memory import MEMORY_HINTS
-from areal_gym.trainer.worker import ProcessLearner, Serving, readable
+from areal_gym.trainer.worker import (
+    ProcessLearner,
+    ProcessSupervised,
+    RemoteLearner,
+    Serving,
+    readable,
+)
 
-__all__ = ["RayLearner"]
+__all__ = ["RayLearner", "RaySupervised"]
 
 _END_S = 10.0
 """How long the other ranks may take when one has raised an error: as a rule all raise it."""
 
 
-class RayLearner(ProcessLearner):
-    """A `ProcessLearner` whose processes are placed by Ray.
+class _Placed(RemoteLearner):
+    """A `RemoteLearner` whose processes are placed by Ray.
 
     Args:
         cluster: has the places of the role "rank".
@@ -67,7 +75,8 @@ class RayLearner(ProcessLearner):
         try:
             (meeting,) = self._answers([self._ranks[0].meeting.remote()])
             weights = ray.put(_arrays(decoder))
-            making = (learner_class, decoder.config, config, cluster.device, meeting, arguments)
+            shape = (type(decoder), decoder.config)
+            making = (learner_class, shape, config, cluster.device, meeting, arguments)
             self._answers([rank.begin.remote(making, weights) for rank in self._ranks])
         except BaseException:
             self.close()
@@ -149,6 +158,14 @@ class RayLearner(ProcessLearner):
         return float(sum(self._answers([rank.rss_mb.remote() for rank in self._ranks])))
 
 
+class RayLearner(_Placed, ProcessLearner):
+    """A `ProcessLearner` whose processes are placed by Ray."""
+
+
+class RaySupervised(_Placed, ProcessSupervised):
+    """A `ProcessSupervised` whose processes are placed by Ray."""
+
+
 def _arrays(decoder: Decoder) -> dict[str, Any]:
     """Arrays go through Ray's object store without a copy; tensors do not."""
     return {name: tensor.detach().numpy() for name, tensor in decoder.state_dict().items()}
@@ -195,7 +212,8 @@ class _Rank:
         learner_class, shape, config, device, meeting, arguments = making
         torch.set_num_threads(config.num_threads)
         try:
-            self._whole = Decoder(shape)
+            kind, decoder_config = shape
+            self._whole = kind(decoder_config)
             _take(self._whole, arrays)
             self._serving = Serving(
                 self._rank,

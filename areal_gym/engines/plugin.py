@@ -14,12 +14,13 @@ def register_engines() -> Iterable[EngineSpec]:
         id="embedded",
         entry_point="areal_gym.engines.embedded:EmbeddedEngine",
         summary="torch in this process, no server; Qwen, Llama, Mistral and Gemma shapes",
+        requires=("torch", "safetensors"),
+        extra="train",
     )
     yield EngineSpec(
         id="sglang",
         entry_point="areal_gym.engines.sglang:SGLangEngine",
         summary="SGLang servers: named by engine.url, or started and ended with the run",
-        requires=("aiohttp",),
     )
     yield EngineSpec(
         id="scripted",

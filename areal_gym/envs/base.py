@@ -34,6 +34,7 @@ from areal_gym.envs.loops import KeptLoop
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, GymError, ToolError, UsageError
+from areal_gym.markup import block, dialogue, pairs, short
 from areal_gym.types import Message, Task
 
 __all__ = ["Response", "StepResult", "TextEnv", "ToolResults", "run_on_kept_loop"]
@@ -146,6 +147,11 @@ class TextEnv(gymnasium.Env[str, str]):
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
         """Await what the next episode needs from afar, before all else; seldom overridden."""
 
+    @property
+    def prepares(self) -> bool:
+        """Whether a reset awaits something: event loops then await `areset`."""
+        return type(self).prepare is not TextEnv.prepare
+
     def num_tasks(self, split: str) -> int | None:
         """How many distinct tasks `options={"index": i}` can name; None when there is no end."""
         return None
@@ -197,8 +203,8 @@ class TextEnv(gymnasium.Env[str, str]):
         if parse_error is not None:
             num_errors += 1
             results.append({"role": "tool", "content": f"error: {parse_error}"})
-        by_name = {tool.name: tool for tool in self.tools}
         calls = message.get("tool_calls", [])
+        by_name = {tool.name: tool for tool in self.tools} if calls else {}
         num_allowed = self.max_calls
         if self.max_tool_calls is not None:
             num_allowed = min(num_allowed, self.max_tool_calls - self.num_tool_calls)
@@ -247,7 +253,7 @@ class TextEnv(gymnasium.Env[str, str]):
             UsageError: the options name no task.
             EnvError: the environment's own code failed.
         """
-        if type(self).prepare is not TextEnv.prepare:
+        if self.prepares:
             return run_on_kept_loop(self.areset(seed=seed, options=options))
         return self._reset(seed, options or {})
 
@@ -357,6 +363,16 @@ class TextEnv(gymnasium.Env[str, str]):
         if self.suspends:
             run_on_kept_loop(self.aclose())
 
+    def __repr__(self) -> str:
+        task = "no task yet" if self._task is None else f"task {short(self._task.id)}"
+        over = ", over" if self._is_over and self._task is not None else ""
+        return f"<{type(self).__name__}: {task}, turn {self.num_turns} of {self.max_turns}{over}>"
+
+    def _repr_html_(self) -> str:
+        tools = ", ".join(tool.name for tool in self.tools)
+        facts = {"tools": short(tools, 200)} if tools else {}
+        return block(repr(self)[1:-1], pairs(facts), dialogue(self._messages))
+
     @final
     def render(self) -> str:
         """The dialogue so far as text."""
@@ -383,6 +399,8 @@ def _given_task(row: Any) -> Task:
 
 
 def _number(reward: object, who: str) -> float:
+    if type(reward) is float and math.isfinite(reward):
+        return reward
     # int, bool and numpy scalars are rewards; None, text and NaN are mistakes of the environment.
     if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
         return float(reward)

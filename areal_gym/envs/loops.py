@@ -30,19 +30,31 @@ class KeptLoop:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """What the coroutine gives; the caller waits for it.
 
-        An interrupted caller (Ctrl-C) cancels it. Never call this on the loop's own thread.
+        An interrupted caller (Ctrl-C) cancels it and waits for its end; interrupted again, it
+        waits no longer. Never call this on the loop's own thread.
         """
         with self._lock:
             loop = self._loop
             if loop is None:
                 loop = self._loop = asyncio.new_event_loop()
                 threading.Thread(target=loop.run_forever, name=self._name, daemon=True).start()
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        begun: list[asyncio.Task[T]] = []
+        has_ended = threading.Event()
+
+        def begin() -> None:
+            begun.append(loop.create_task(coroutine))
+            begun[0].add_done_callback(lambda _: has_ended.set())
+
+        loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
+            has_ended.wait()
         except BaseException:
-            future.cancel()
+            loop.call_soon_threadsafe(lambda: begun[0].cancel())
+            has_ended.wait()
+            if not begun[0].cancelled() and begun[0].exception() is not None:
+                return begun[0].result()
             raise
+        return begun[0].result()
 
     def _forget(self) -> None:
         self._loop, self._lock = None, threading.Lock()

@@ -68,33 +68,44 @@ class MixedEnv(TextEnv):
         counts = [env.num_tasks(split) for env in self._envs.values()]
         return None if None in counts else sum(count or 0 for count in counts)
 
+    @property
+    def prepares(self) -> bool:
+        """Whether one of the environments does."""
+        return any(env.prepares for env in self._envs.values())
+
+    async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
+        """Where one of the environments awaits its reset, the one that plays is reset here."""
+        if not self.prepares:
+            return
+        rng = self.np_random if seed is None else np.random.default_rng(seed)
+        given = options.get("task")
+        if given is None:
+            self._name, options = self._whose(rng, options)
+        else:
+            data = given.data if isinstance(given, Task) else given["data"]
+            self._name, options = data["env"], {"task": dict(data["task"])}
+        await self.playing.areset(seed=int(rng.integers(2**31)), options=options)
+
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
         """A task of an environment drawn by weight, or the one that `options` names.
 
         Raises:
             UsageError: there is no such split or index.
         """
-        split, index = asked_for(options)
-        if index is None:
-            shares = np.array(self._weights) / sum(self._weights)
-            number = int(rng.choice(len(shares), p=shares))
-        else:
-            number, index = self._turns.at(index, split)
-            options = {**options, "index": index}
-        name = list(self._envs)[number]
-        task = self._envs[name].sample_task(rng, options)
-        data = {"env": name, "task": task.to_dict()}
-        return Task(id=f"{name}/{task.id}", data=data, split=task.split)
+        if self.prepares:
+            return _task_of(self._name, self.playing.task)
+        name, options = self._whose(rng, options)
+        return _task_of(name, self._envs[name].sample_task(rng, options))
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """Those of the task's own environment, which is reset to it."""
-        self._name = task.data["env"]
+        if not self.prepares:
+            self._name = task.data["env"]
+            seed = int(self.np_random.integers(2**31))
+            self.playing.reset(seed=seed, options={"task": dict(task.data["task"])})
         env = self.playing
-        seed = int(self.np_random.integers(2**31))
-        _, info = env.reset(seed=seed, options={"task": dict(task.data["task"])})
         self.tools, self.tool_dialect, self.max_turns = env.tools, env.tool_dialect, env.max_turns
-        messages: Sequence[Message] = info["messages"]
-        return messages
+        return tuple(env.messages)
 
     async def respond(self, message: Message) -> Response:
         """What the task's own environment answers."""
@@ -121,9 +132,27 @@ class MixedEnv(TextEnv):
         """The noop policy of the task's own environment."""
         return self.playing.noop_action()
 
+    def _whose(
+        self, rng: np.random.Generator, options: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, Any]]:
+        """The environment that has the next task, and what it is asked for."""
+        split, index = asked_for(options)
+        if index is None:
+            shares = np.array(self._weights) / sum(self._weights)
+            number = int(rng.choice(len(shares), p=shares))
+        else:
+            number, index = self._turns.at(index, split)
+            options = {**options, "index": index}
+        return list(self._envs)[number], options
+
     @cached_property
     def _turns(self) -> _Turns:
         return _Turns(list(self._envs.values()), self._weights)
+
+
+def _task_of(name: str, task: Task) -> Task:
+    data = {"env": name, "task": task.to_dict()}
+    return Task(id=f"{name}/{task.id}", data=data, split=task.split)
 
 
 def _checked(given: Mapping[str, Any], others: Mapping[str, TextEnv]) -> tuple[str, float]:

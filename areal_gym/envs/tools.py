@@ -92,7 +92,9 @@ class Tool:
             problems += mistyped
             raise ToolError(f"{self.name} takes ({', '.join(properties)}); {'; '.join(problems)}")
         result = self.function(**arguments)
-        return await result if inspect.isawaitable(result) else result
+        if isinstance(result, str) or not inspect.isawaitable(result):
+            return result
+        return await result
 
 
 def tool(function: Callable[..., str | Awaitable[str]]) -> Tool:

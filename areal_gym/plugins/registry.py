@@ -18,7 +18,7 @@ from areal_gym.errors import (
     UsageError,
     did_you_mean,
 )
-from areal_gym.plugins.manager import DISTRIBUTION, Plugin, PluginManager
+from areal_gym.plugins.manager import Plugin, PluginManager
 from areal_gym.plugins.specs import (
     AdvantageSpec,
     AgentSpec,
@@ -121,8 +121,20 @@ class Entry:
             return ""
         has_extras = not self.plugin.distribution.startswith("(")  # "(not installed)" has none
         if self.spec.extra and has_extras:
-            return f'pip install "{self.plugin.distribution}[{self.spec.extra}]"'
+            return f"pip install '{self.plugin.distribution}[{self.spec.extra}]'"
         return f"pip install {' '.join(self.missing)}"
+
+    def require_installed(self) -> None:
+        """Refuse a thing whose packages are not there, without importing it.
+
+        Raises:
+            ConfigError: a required package is not installed.
+        """
+        if self.missing:
+            raise ConfigError(
+                f"{self.spec.kind} {self.id!r} needs {', '.join(self.missing)}",
+                hints=[f"install it: {self.install_command}"],
+            )
 
     def load(self) -> Any:
         """Import what the spec names: a class, a function or an object.
@@ -131,25 +143,16 @@ class Entry:
             ConfigError: a required package is not installed.
             PluginError: it cannot be imported, or the module does not have it.
         """
-        thing = f"{self.spec.kind} {self.id!r}"
-        if self.missing:
-            raise ConfigError(
-                f"{thing} needs {', '.join(self.missing)}",
-                hints=[f"install it: {self.install_command}"],
-            )
+        self.require_installed()
         module_name, _, path = self.spec.entry_point.partition(":")
         try:
             found: Any = import_module(module_name)
             for name in path.split("."):
                 found = getattr(found, name)
         except Exception as error:
-            hints = []
-            if isinstance(error, ModuleNotFoundError) and self.plugin.distribution == DISTRIBUTION:
-                hints.append(f"install what training needs: pip install '{DISTRIBUTION}[train]'")
             raise PluginError(
-                f"{thing} of plugin {self.plugin} cannot be imported from "
-                f"{self.spec.entry_point}: {type(error).__name__}: {error}",
-                hints=hints,
+                f"{self.spec.kind} {self.id!r} of plugin {self.plugin} cannot be imported from "
+                f"{self.spec.entry_point}: {type(error).__name__}: {error}"
             ) from error
         return found
 

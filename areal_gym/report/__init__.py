@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from areal_gym.markup import block, escaped, pairs, short
+from areal_gym.report.charts import draw
 from areal_gym.report.comparison import Comparison, compare
 from areal_gym.report.content import Report, collect
 from areal_gym.report.html import as_html
 from areal_gym.report.markdown import as_markdown, sheet
 from areal_gym.rundir import RunDir, write_atomic
 
-__all__ = ["Comparison", "Report", "collect", "compare", "keep_report", "write_report"]
+__all__ = [
+    "Comparison",
+    "Report",
+    "collect",
+    "compare",
+    "keep_report",
+    "summary_html",
+    "write_report",
+]
+
+_SHOWN_CHARTS = 4
 
 
 def write_report(run: RunDir, file: Path) -> list[Path]:
@@ -30,6 +42,18 @@ def write_report(run: RunDir, file: Path) -> list[Path]:
     write_atomic(picture, sheet(report))
     write_atomic(file, as_markdown(report, picture.name))
     return [file, picture]
+
+
+def summary_html(run: RunDir) -> str:
+    """The run in a notebook: its outcome and its curves."""
+    title = f"Run {short(run.path, 200)}"
+    if not run.config_file.is_file():
+        return block(title, "<div>nothing is in it yet</div>")
+    report = collect(run)
+    charts = "".join(map(draw, report.charts[:_SHOWN_CHARTS]))
+    return block(
+        title, f"<div>{escaped(report.lead)}</div>", pairs(report.facts), f"<div>{charts}</div>"
+    )
 
 
 def keep_report(run: RunDir) -> Path | str:

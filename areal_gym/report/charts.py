@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import TypeGuard
 
-from areal_gym.report.content import Chart, Line, number
+from areal_gym.markup import number
+from areal_gym.report.content import Chart, Line
 
 __all__ = ["COLORS", "HEIGHT", "WIDTH", "draw"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import NothingToDoError
+from areal_gym.markup import number
 from areal_gym.rundir import RunDir
 from areal_gym.settings import flat
 from areal_gym.trajectory_files import TrajectoryFile, step_of
@@ -19,10 +19,9 @@ __all__ = [
     "Line",
     "Report",
     "best_and_worst",
+    "charts_of",
     "collect",
     "evaluation_of",
-    "number",
-    "visible",
 ]
 
 _EXAMPLES = 2
@@ -58,12 +57,6 @@ _CHARTS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 
 # Where something lies on somebody's machine is nobody else's business; its own name may be.
 _PATH = re.compile(r"(?:file:/+|~/|(?<![\w.:/])/)(?:[^\s/'\",:]+/)+([^\s/'\",:]+)")
-
-# Controls, marks of direction, and what has no width: they would change what a text seems to say.
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
-    "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +124,7 @@ def collect(run: RunDir) -> Report:
         f"{done} of {leaves.get('steps', '?')} steps" + ("" if summary else ", not finished"),
         facts=_facts(rows, evaluations, summary),
         evaluations=evaluations,
-        charts=list(_charts(rows, evaluations)),
+        charts=list(charts_of(rows, evaluations)),
         changed=_changed(settings, leaves),
         settings=leaves,
         examples=_examples(run),
@@ -141,22 +134,6 @@ def collect(run: RunDir) -> Report:
             for name, value in flat({k: v for k, v in provenance.items() if k != "used"})
         },
     )
-
-
-def number(value: object) -> str:
-    """A number for people."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "–" if value is None else str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "–"
-    if float(value).is_integer() and abs(value) < 1e9:
-        return f"{int(value):,}"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def visible(text: str) -> str:
-    """The text, with the names of what could not be seen in it."""
-    return _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
 def _facts(
@@ -207,9 +184,15 @@ def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _charts(
-    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]
+def charts_of(
+    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[Chart]:
+    """The charts that a run's metrics give, the most telling first.
+
+    Args:
+        rows: of `metrics.jsonl`.
+        evaluations: `step`, and what was measured at it.
+    """
     names = sorted({name for row in rows for name in row}, key=lambda n: (len(n), n))
     steps = [int(row["step"]) for row in rows]
     for title, unit, metrics in _CHARTS:
@@ -235,19 +218,10 @@ def _changed(settings: Mapping[str, Any], leaves: Mapping[str, str]) -> dict[str
     from areal_gym.config import RunConfig
 
     try:
-        defaults = RunConfig.model_validate(
-            {
-                "objective": settings["objective"],
-                "trainer": {"algorithm": settings["trainer"]["algorithm"]},
-            }
-        )
-    except (ValidationError, KeyError, TypeError, ValueError):  # of another version
+        changed = RunConfig.model_validate(settings).changed()
+    except ValidationError:  # of another version
         return dict(leaves)
-    usual = {name: _shown(value) for name, value in flat(defaults.model_dump(mode="json"))}
-    named = ("env.id", "trainer.algorithm", "engine.model", "steps", "seed")
-    return {
-        name: value for name, value in leaves.items() if name in named or usual.get(name) != value
-    }
+    return {name: _shown(value) for name, value in changed.items()}
 
 
 def _examples(run: RunDir) -> list[tuple[str, Mapping[str, Any]]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
+from areal_gym.markup import escaped, message, number, pairs
 from areal_gym.report.charts import draw
-from areal_gym.report.content import Report, number, visible
+from areal_gym.report.content import Report
 
 __all__ = ["as_html"]
 
@@ -62,10 +61,13 @@ def as_html(report: Report) -> str:
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'"
     charts = "".join(f"<div>{draw(chart)}</div>" for chart in report.charts)
     body = [
-        f"<h1>{_text(report.title)}</h1>",
-        f'<p class="lead">{_text(report.lead)}</p>',
+        f"<h1>{escaped(report.title)}</h1>",
+        f'<p class="lead">{escaped(report.lead)}</p>',
         '<div class="facts">',
-        *(f"<div><span>{_text(n)}</span><b>{_text(v)}</b></div>" for n, v in report.facts.items()),
+        *(
+            f"<div><span>{escaped(n)}</span><b>{escaped(v)}</b></div>"
+            for n, v in report.facts.items()
+        ),
         "</div>",
         _section("Curves", f'<div class="charts">{charts}</div>' if charts else ""),
         _section("Held-out tasks", _evaluations(report.evaluations)),
@@ -75,12 +77,12 @@ def as_html(report: Report) -> str:
         ),
         _section(
             "Settings",
-            _pairs(report.changed)
+            pairs(report.changed)
             + f"<details><summary>all {len(report.settings)}</summary>"
-            + f"{_pairs(report.settings)}</details>",
+            + f"{pairs(report.settings)}</details>",
         ),
         _section("Made of", _used(report.used)),
-        _section("Environment", _pairs(report.environment)),
+        _section("Environment", pairs(report.environment)),
     ]
     return "\n".join(
         [
@@ -88,7 +90,7 @@ def as_html(report: Report) -> str:
             '<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_text(report.title)}</title><style>{_STYLE}</style></head><body>",
+            f"<title>{escaped(report.title)}</title><style>{_STYLE}</style></head><body>",
             *body,
             "<footer>areal-gym report</footer></body></html>",
             "",
@@ -96,26 +98,17 @@ def as_html(report: Report) -> str:
     )
 
 
-def _text(value: object) -> str:
-    return escape(visible(str(value)))
-
-
 def _section(title: str, body: str) -> str:
     return f"<section><h2>{title}</h2>{body}</section>" if body else ""
-
-
-def _pairs(pairs: Mapping[str, str]) -> str:
-    rows = (f"<tr><th>{_text(n)}</th><td>{_text(v)}</td></tr>" for n, v in pairs.items())
-    return f"<table>{''.join(rows)}</table>" if pairs else ""
 
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     names = list(rows[0])
-    head = "".join(f"<th>{_text(name)}</th>" for name in names)
+    head = "".join(f"<th>{escaped(name)}</th>" for name in names)
     lines = (
-        "<tr>" + "".join(f"<td>{_text(number(row.get(n)))}</td>" for n in names) + "</tr>"
+        "<tr>" + "".join(f"<td>{escaped(number(row.get(n)))}</td>" for n in names) + "</tr>"
         for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead>{''.join(lines)}</table>"
@@ -123,9 +116,9 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _used(used: Iterable[Mapping[str, Any]]) -> str:
     rows = (
-        f"<tr><th>{_text(entry['kind'])}</th><td>{_text(entry['id'])} "
-        f"<small>{_text(entry['summary'])}</small></td>"
-        f"<td>{_text(entry['distribution'])} {_text(entry['version'])}</td></tr>"
+        f"<tr><th>{escaped(entry['kind'])}</th><td>{escaped(entry['id'])} "
+        f"<small>{escaped(entry['summary'])}</small></td>"
+        f"<td>{escaped(entry['distribution'])} {escaped(entry['version'])}</td></tr>"
         for entry in used
     )
     return f"<table>{table}</table>" if (table := "".join(rows)) else ""
@@ -133,32 +126,9 @@ def _used(used: Iterable[Mapping[str, Any]]) -> str:
 
 def _examples(examples: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
     return "".join(
-        f'<article class="{kind}"><header><b>{_text(number(row["reward"]))}</b> {kind}, '
-        f"{_text(row['stop_reason'])}, {_text(row['task']['id'])}</header>"
-        + "".join(map(_message, row["messages"]))
+        f'<article class="{kind}"><header><b>{escaped(number(row["reward"]))}</b> {kind}, '
+        f"{escaped(row['stop_reason'])}, {escaped(row['task']['id'])}</header>"
+        + "".join(message(said, fold=_FOLD) for said in row["messages"])
         + "</article>"
         for kind, row in examples
-    )
-
-
-def _message(message: Mapping[str, Any]) -> str:
-    role = message["role"]
-    kind = role if role in ("assistant", "tool") else "other"
-    calls = "".join(
-        f'<div class="call">{_text(call["function"]["name"])}'
-        f"({_text(json.dumps(call['function']['arguments'], ensure_ascii=False)[:_FOLD])})</div>"
-        for call in message.get("tool_calls") or ()
-    )
-    body = _folded(message.get("content") or "")
-    return f'<div class="message {kind}"><small>{_text(role)}</small>{body}{calls}</div>'
-
-
-def _folded(text: str) -> str:
-    if len(text) <= _FOLD:
-        return f"<pre>{_text(text)}</pre>" if text else ""
-    rest = text[_FOLD : 20 * _FOLD]
-    more = "" if len(text) <= 20 * _FOLD else f" (of {len(text):,})"
-    return (
-        f"<pre>{_text(text[:_FOLD])}</pre><details><summary>{len(rest):,} more characters{more}"
-        f"</summary><pre>{_text(rest)}</pre></details>"
     )

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from areal_gym.markup import number, visible
 from areal_gym.report.charts import HEIGHT, WIDTH, draw
-from areal_gym.report.content import Report, number, visible
+from areal_gym.report.content import Report
 
 __all__ = ["as_markdown", "sheet"]
 

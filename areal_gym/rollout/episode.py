@@ -347,6 +347,8 @@ class _Played:
             return
         if isinstance(error, EpisodeError) and not isinstance(error, AgentError):
             return
+        if session.was_asked_after_end and self.is_over and self.error is None:
+            raise _EpisodeOver from error
         if session.limit is not None and self.error is None:
             self.stop_reason = session.limit
             raise _EpisodeOver from error

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Self
@@ -163,10 +163,14 @@ class RolloutRunner:
             window=max(64, _WAVES * config.max_in_flight),
             clock=lambda: asyncio.get_running_loop().time(),
         )
+        self._drawing: set[int] = set()
+        """Groups whose task is not known yet; each holds a slot."""
         self._running: dict[int, _RunningGroup] = {}
         self._jobs: deque[tuple[_RunningGroup, int]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: asyncio.Handle | None = None
+        self._admits_soon = False
+        """Many tasks that end at once start what follows some at a time, not each its own."""
         self._changed = asyncio.Event()
         self._fatal: BaseException | None = None
         self._counts: Counter[str] = Counter()
@@ -212,7 +216,7 @@ class RolloutRunner:
             waiting_on_engine=self.in_flight.engine,
             waiting_on_env=self.in_flight.env,
             waiting_on_agent=self.in_flight.agent,
-            groups_running=len(self._running),
+            groups_running=len(self._drawing) + len(self._running),
             groups_ready=len(ledger.ready),
             oldest_ready_s=ledger.ready.oldest_s,
             room=ledger.room(version),
@@ -238,7 +242,7 @@ class RolloutRunner:
         Groups that were handed out count as trained once the version that was made of them is
         published.
         """
-        return self._ledger.state(self._running, self._engine.policy_version)
+        return self._ledger.state([*self._drawing, *self._running], self._engine.policy_version)
 
     async def aclose(self) -> None:
         """Cancel what is in flight and wait until it has ended. Idempotent."""
@@ -260,66 +264,87 @@ class RolloutRunner:
 
     def _admit(self) -> None:
         """Fill the free slots: siblings of groups that have started first, then new groups."""
+        if self._admits_soon:
+            return
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
         num_started = 0
         while len(self._tasks) < self.config.max_in_flight and self._fatal is None:
             if num_started == _AT_A_TIME:
-                self._wake = asyncio.get_running_loop().call_soon(self._admit)
+                self._wake = asyncio.get_running_loop().call_soon(self._admit_on)
+                self._admits_soon = True
                 return
+            num_started += 1
             if self._jobs:
-                group, member = self._jobs.popleft()
-                task = asyncio.create_task(self._play_member(group, member))
-                self._tasks.add(task)
-                task.add_done_callback(self._member_done)
-                num_started += 1
+                self._spawn(self._play_member(*self._jobs.popleft()))
             elif self._ledger.room(self._engine.policy_version) == 0:
                 self._admit_again_in(_POLL_S)
                 return
             elif not self._start_group():
                 return
 
+    def _admit_on(self) -> None:
+        self._admits_soon = False
+        self._admit()
+
     def _admit_again_in(self, seconds: float) -> None:
         self._wake = asyncio.get_running_loop().call_later(seconds, self._admit)
 
     def _start_group(self) -> bool:
-        """Start the next group; False when it is of no use to try another one at once."""
+        """Start the next group; False where nothing can start before something has ended."""
+        num_playing = len(self._tasks) - len(self._drawing)
+        num_taken = num_playing + len(self._drawing) * self.config.group_size
+        if num_taken >= self.config.max_in_flight:
+            return False
+        if self._lockstep is not None and self._drawing:
+            return False  # whichever task came first would be sampled first
         try:
             issued = self._ledger.issue()
-            if issued is None:
-                return False
-            index, options = issued
-            task = self._draw_task(index, options)
-            if task is None:
-                self._lose_group(index)
         except Exception as error:
             self._stop(error)
             return False
+        if issued is None:
+            return False
+        self._drawing.add(issued[0])
+        self._spawn(self._open_group(*issued))
+        return True
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """In a slot, which is free again when it ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._slot_free)
+
+    async def _open_group(self, index: int, options: Mapping[str, Any]) -> None:
+        """Draw the task, which may take a while where it comes from afar."""
+        task = await self._draw_task(index, options)
+        self._drawing.discard(index)
         if task is None:
-            pause_s = self._budget.pause_s
-            if pause_s:
-                self._admit_again_in(pause_s)
-            return not pause_s
+            self._lose_group(index)
+            return
         group = _RunningGroup(index, task, num_open=self.config.group_size)
         self._running[index] = group
         self._jobs.extend((group, member) for member in range(self.config.group_size))
-        return True
 
-    def _draw_task(self, index: int, options: Mapping[str, Any]) -> Task | None:
+    async def _draw_task(self, index: int, options: Mapping[str, Any]) -> Task | None:
         """The task of group `index`; None when the environment fails to give one."""
+        seed = derive_seed(self._seed, _TASK, index)
+        options = {"split": self._split, **options}
         for _ in range(1 + self.config.max_retries):
             env = self._envs.take()
             try:
-                env.reset(
-                    seed=derive_seed(self._seed, _TASK, index),
-                    options={"split": self._split, **options},
-                )
+                async with asyncio.timeout(self.config.episode_timeout_s):
+                    await env.areset(seed=seed, options=options)
             except EpisodeError as error:
                 self._record_failure(stop_reason_of(error), str(error))
+            except TimeoutError:
+                self._record_failure(StopReason.TIMEOUT, "the environment gave no task in time")
             else:
                 self._envs.give_back(env)
                 return env.task
+            if pause_s := self._budget.pause_s:
+                await asyncio.sleep(pause_s)
         return None
 
     # ---- episodes -----------------------------------------------------------------------------
@@ -363,7 +388,7 @@ class RolloutRunner:
         self._num_failed_in_a_row = 0
         self._ledger.complete(index, group)
 
-    def _member_done(self, task: asyncio.Task[None]) -> None:
+    def _slot_free(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._stop(error)

@@ -4,6 +4,7 @@ The only package that knows all parts. `areal-gym train`, `eval` and `replay` ar
 `train`, `evaluate`, `replay` and `replay_refused`; a script may call them as well.
 """
 
+from areal_gym.run.callbacks import Callback
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import evaluate
 from areal_gym.run.online import serve
@@ -13,6 +14,7 @@ from areal_gym.run.replay import replay
 from areal_gym.run.training import train
 
 __all__ = [
+    "Callback",
     "Display",
     "SilentDisplay",
     "evaluate",

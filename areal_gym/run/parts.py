@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ __all__ = [
     "open_renderer",
     "policy_directory",
     "relax_garbage_collection",
+    "require_devices",
     "require_same_start",
 ]
 
@@ -106,7 +108,8 @@ def policy_directory(
     needs `parts`).
 
     Raises:
-        ConfigError: `engine.model` is no checkpoint directory.
+        ConfigError: `engine.model` is no checkpoint directory; or torch is missing, which makes
+            the starter policy.
     """
     if config.engine.model != "starter":
         directory = Path(config.engine.model)
@@ -114,12 +117,21 @@ def policy_directory(
             raise ConfigError(
                 f"engine.model = {config.engine.model!r} is no checkpoint directory",
                 hints=[
-                    "it must hold config.json, *.safetensors and tokenizer.json",
+                    "it must hold config.json, tokenizer.json and, unless served, the weights",
                     "or let areal-gym build a small policy: engine.model=starter",
                 ],
             )
         return directory, {}
     assert parts is not None
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "the small policy is made with torch, which is not installed",
+            hints=[
+                "install it: pip install 'areal-gym[train]'",
+                "or name a server and what it serves: "
+                "--engine sglang --engine.url URL engine.model=DIR",
+            ],
+        )
     return _starter(config, parts, display)
 
 
@@ -227,13 +239,18 @@ def make_learner(
     if is_apart or trainer.num_ranks > 1:
         from areal_gym.trainer.worker import ProcessLearner
 
-        _require_devices(device, trainer.num_ranks)
+        require_devices(device, trainer.num_ranks)
         decoder = load_checkpoint(policy)
         return ProcessLearner(learner_class, decoder, trainer, device=device.type, **arguments)
     return learner_class(load_checkpoint(policy, device=device), trainer, **arguments)
 
 
-def _require_devices(device: torch.device, num_ranks: int) -> None:
+def require_devices(device: torch.device, num_ranks: int) -> None:
+    """Refuse more ranks than there are GPUs.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
     import torch
 
     if device.type == "cuda" and num_ranks > torch.cuda.device_count():

@@ -8,6 +8,7 @@ from typing import Any
 
 from areal_gym.config import RunConfig
 from areal_gym.errors import NotFiniteError, NothingToDoError
+from areal_gym.plugins import registry
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.parts import (
     Parts,
@@ -59,6 +60,7 @@ def replay_refused(
         UsageError: the checkpoint before that step is gone.
         GymError: see `areal_gym.errors`.
     """
+    registry().get("trainers", config.trainer.id).require_installed()
     import torch
 
     from areal_gym.trainer.checkpoint import checkpoint_of, require_whole, restore_learner

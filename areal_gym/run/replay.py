@@ -17,6 +17,7 @@ from typing import Any
 from areal_gym.config import RunConfig
 from areal_gym.errors import DataError, NothingToDoError, UsageError
 from areal_gym.objectives import SUPERVISED
+from areal_gym.plugins import registry
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.parts import (
     Parts,
@@ -78,6 +79,7 @@ def replay(
         ConfigError: the initial policy is not the one that the run started with.
         GymError: see `areal_gym.errors`.
     """
+    registry().get("trainers", config.trainer.id).require_installed()
     import torch
 
     shown = display or SilentDisplay()

@@ -35,10 +35,10 @@ class Saver:
         directory: the run's.
         tokenizer_dir: whose tokenizer belongs to the policy.
         rollout_state: what the runner needs to go on after this step.
-        on_saved: called with that state, on the event loop's thread, once it is on the disk.
+        on_saved: called with step and state, on the event loop's thread, once they are on the disk.
         scores: how good the policy was, by step (`keep_checkpoints`); called in a thread.
         num_kept: how many of the newest checkpoints stay, besides the best.
-        saved_step: the step that is saved already.
+        saved_step: the step that is saved already, if any.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Saver:
         directory: RunDir,
         tokenizer_dir: Path,
         rollout_state: Callable[[], Mapping[str, Any]],
-        on_saved: Callable[[Mapping[str, Any]], None],
+        on_saved: Callable[[int, Mapping[str, Any]], None],
         *,
         scores: Callable[[], Mapping[int, float | None]],
         num_kept: int,
-        saved_step: int = 0,
+        saved_step: int | None = None,
     ) -> None:
         self._learner = learner
         self._directory = directory.checkpoints_dir
@@ -98,7 +98,7 @@ class Saver:
             self._writing = None
             writing.end.result()
             self._saved_step = writing.step
-            self._on_saved(writing.rollout_state)
+            self._on_saved(writing.step, writing.rollout_state)
 
     def save_now(self, step: int) -> None:
         """Write the checkpoint of `step`, unless it is there, and wait for what is on its way.
@@ -114,7 +114,7 @@ class Saver:
             state = self._rollout_state()
             self._write(step, state)
             self._saved_step = step
-            self._on_saved(state)
+            self._on_saved(step, state)
 
     def close(self) -> None:
         """End the thread, once it has written what it is writing."""

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from areal_gym.config import RunConfig
-from areal_gym.errors import ConfigError
+from areal_gym.distributed.cluster import Cluster, open_cluster
+from areal_gym.errors import StopTraining
 from areal_gym.learning_curve import draw_supervised_curve
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.report import keep_report
+from areal_gym.run.callbacks import Callback, Callbacks
 from areal_gym.run.data import load_examples
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.loggers import Loggers
 from areal_gym.run.parts import (
     Parts,
+    close_learner,
     hash_of_policy,
     make_loggers,
     policy_directory,
+    require_devices,
     require_same_start,
 )
+from areal_gym.run.restarts import play_on
 from areal_gym.rundir import RunDir, RunMode, write_atomic
 from areal_gym.version import __version__
 
@@ -41,6 +47,7 @@ def train_supervised(
     mode: RunMode = "new",
     from_step: int | None = None,
     display: Display | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """The whole of a run with objective sft, dpo or rm; returns the summary, as `train` does.
 
@@ -49,6 +56,29 @@ def train_supervised(
     """
     import torch
 
+    torch.set_num_threads(config.trainer.num_threads)
+    shown = display or SilentDisplay()
+    with RunDir.open(run_dir, mode) as directory:
+        return play_on(
+            lambda is_resumed, from_step: _learn(
+                config, directory, shown, Callbacks(callbacks), is_resumed, from_step
+            ),
+            config,
+            directory,
+            shown,
+            is_resumed=mode == "resume",
+            from_step=from_step,
+        )
+
+
+def _learn(
+    config: RunConfig,
+    directory: RunDir,
+    display: Display,
+    told: Callbacks,
+    is_resumed: bool,
+    from_step: int | None,
+) -> dict[str, Any]:
     from areal_gym.trainer.checkpoint import (
         checkpoint_of,
         keep_checkpoints,
@@ -60,15 +90,7 @@ def train_supervised(
     )
     from areal_gym.trainer.examples import batch_of_step
 
-    display = display or SilentDisplay()
-    if config.trainer.num_ranks > 1:
-        raise ConfigError(
-            f"trainer.num_ranks = {config.trainer.num_ranks} with objective = "
-            f"{config.objective!r}: it learns in one process so far",
-            hints=["trainer.num_ranks=1"],
-        )
-    torch.set_num_threads(config.trainer.num_threads)
-    with RunDir.open(run_dir, mode) as directory:
+    with ExitStack() as stack:
         display.say(
             f"areal-gym {__version__} | objective {config.objective} | model "
             f"{config.engine.model} | seed {config.seed} | run directory: {directory.path}"
@@ -76,19 +98,21 @@ def train_supervised(
         has_env = config.data.file is None or config.engine.model == "starter"
         parts = Parts.of(config) if has_env else None
         policy, warm_start = policy_directory(config, parts, display)
-        if mode == "resume":
+        if is_resumed:
             require_same_start(directory, policy)
         directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         used = (entry.to_dict() for entry in entries_used(config))
         directory.save_provenance(used, hash_of_policy(policy))
         learned, measured = load_examples(config, parts, Renderer.from_checkpoint(policy), display)
-        found = latest_checkpoint(directory.checkpoints_dir) if mode == "resume" else None
+        found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
         if from_step is not None:
             found = checkpoint_of(directory.checkpoints_dir, from_step)
         if found is not None:
             require_whole(found[1])
         done, source = found or (0, policy)
-        learner = _make_learner(config, source, policy)
+        cluster = stack.enter_context(_open_cluster(config))
+        learner = _make_learner(config, source, policy, cluster)
+        stack.callback(close_learner, learner)
         require_space(learner, directory.checkpoints_dir, config.trainer.keep_checkpoints)
         if found is not None:
             restore_learner(learner, source)
@@ -100,6 +124,7 @@ def train_supervised(
                 return
             row = learner.evaluate(measured)
             directory.append_evaluation({"step": step, "heldout": row})
+            told.tell("on_evaluation", step, {f"eval/{name}": x for name, x in row.items()})
             display.say(f"held-out at step {step}: {_in_words(row)} ({len(measured)} examples)")
 
         def keep() -> str | None:
@@ -109,7 +134,7 @@ def train_supervised(
                 directory.checkpoints_dir, config.trainer.keep_checkpoints, scores
             )
 
-        saved = done
+        saved = done or None
 
         def save(step: int) -> None:
             nonlocal saved
@@ -117,13 +142,16 @@ def train_supervised(
                 save_learner(learner, directory.checkpoints_dir, step, policy)
                 saved = step
                 keep()
+                told.tell("on_checkpoint", step, directory.checkpoint(step))
 
+        told.tell("on_start", directory)
         evaluate(done)
         loggers = Loggers(make_loggers(config), display.say)
         loggers.open(directory.loggers_dir, config, first_step=done + 1)
         display.phase("train", config.steps)
         start_s = time.perf_counter()
         try:
+            told.raise_if_stopped()
             with _interrupts_between_steps() as raise_if_interrupted:
                 for step in range(done + 1, config.steps + 1):
                     step_s = time.perf_counter()
@@ -134,28 +162,58 @@ def train_supervised(
                     directory.append_metrics(row)
                     loggers.log(step, row)
                     display.step(step, config.steps, row)
+                    told.tell("on_step", step, row, ())
                     if config.trainer.save_every and step % config.trainer.save_every == 0:
                         save(step)
                     if config.eval.every and step % config.eval.every == 0:
                         evaluate(step)
                     raise_if_interrupted()
+                    told.raise_if_stopped()
+            save(done)
+        except StopTraining as stop:
+            display.say(f"stopped after step {done}, as a callback wanted: {stop}")
             save(done)
         except (KeyboardInterrupt, Exception):
-            save(done)
             if done:
+                save(done)
                 display.say(f"stopped after step {done}; what was learned is in {directory.path}")
                 display.say(f"go on with: areal-gym train --resume --out {directory.path}")
             raise
         finally:
             loggers.close()
         train_s = time.perf_counter() - start_s
-        evaluate(config.steps)
-        best = keep()
-        return _conclude(config, directory, display, len(measured), warm_start, train_s, best)
+        evaluate(done)
+        facts = {
+            "num_heldout_examples": len(measured),
+            "num_steps": done,
+            "stopped": told.stopped,
+            "warm_start_s": warm_start.get("warm_start_s", 0.0),
+            "train_s": round(train_s, 2),
+            "warm_start": warm_start,
+        }
+        summary = _conclude(config, directory, display, facts, keep())
+        told.tell("on_end", summary)
+        return summary
 
 
-def _make_learner(config: RunConfig, source: Path, policy: Path) -> Any:
+@contextmanager
+def _open_cluster(config: RunConfig) -> Iterator[Cluster | None]:
+    """`open_cluster`, where no event loop runs."""
+    if config.cluster.address is None:
+        yield None
+        return
+    with asyncio.Runner() as runner:
+        opened = open_cluster(config)
+        cluster = runner.run(opened.__aenter__())
+        try:
+            yield cluster
+        finally:
+            runner.run(opened.__aexit__(None, None, None))
+
+
+def _make_learner(config: RunConfig, source: Path, policy: Path, cluster: Cluster | None) -> Any:
     """A learner with the weights in `source`, for a run that began with `policy`."""
+    from areal_gym.distributed.ranks import RaySupervised
     from areal_gym.modeling.checkpoint import load_checkpoint
     from areal_gym.modeling.device import pick_device
     from areal_gym.modeling.reward_model import load_reward_model
@@ -163,17 +221,26 @@ def _make_learner(config: RunConfig, source: Path, policy: Path) -> Any:
     from areal_gym.trainer.objectives.reward_model import BradleyTerry
     from areal_gym.trainer.objectives.sft import Sft
     from areal_gym.trainer.supervised import Objective, Supervised
+    from areal_gym.trainer.worker import ProcessSupervised
 
     trainer, device = config.trainer, pick_device(config.trainer.device)
     if trainer.lora is not None:  # what is in `source` has the adapter merged
         source = policy
-    if config.objective == "rm":
-        return Supervised(load_reward_model(source, device=device), trainer, BradleyTerry())
+    is_placed = cluster is not None and trainer.runs_in != "thread"
+    is_apart = is_placed or trainer.num_ranks > 1 or trainer.runs_in == "process"
+    load = load_reward_model if config.objective == "rm" else load_checkpoint
+    decoder = load(source, device="cpu" if is_apart else device)
     objective: Objective = Sft()
-    if config.objective == "dpo":
-        reference = load_checkpoint(policy, device=device)
-        objective = Dpo(reference, kind=config.dpo.kind, beta=config.dpo.beta)
-    return Supervised(load_checkpoint(source, device=device), trainer, objective)
+    if config.objective == "rm":
+        objective = BradleyTerry()
+    elif config.objective == "dpo":
+        objective = Dpo(policy.absolute(), kind=config.dpo.kind, beta=config.dpo.beta)
+    if not is_apart:
+        return Supervised(decoder, trainer, objective=objective)
+    if cluster is not None and is_placed:
+        return RaySupervised(cluster, Supervised, decoder, trainer, objective=objective)
+    require_devices(device, trainer.num_ranks)
+    return ProcessSupervised(Supervised, decoder, trainer, device=device.type, objective=objective)
 
 
 @contextmanager
@@ -209,14 +276,12 @@ def _conclude(
     config: RunConfig,
     directory: RunDir,
     display: Display,
-    num_measured: int,
-    warm_start: dict[str, Any],
-    train_s: float,
+    facts: dict[str, Any],
     best: str | None,
 ) -> dict[str, Any]:
     rows = directory.read_evaluations()
     before, after = rows[0]["heldout"], rows[-1]["heldout"]
-    checkpoint = f"checkpoints/step-{config.steps:06d}"
+    checkpoint = f"checkpoints/step-{facts['num_steps']:06d}"
     summary = {
         "objective": config.objective,
         "env": config.env.id,
@@ -224,12 +289,8 @@ def _conclude(
         "heldout_after": after["accuracy"],
         "heldout_loss_before": before["loss"],
         "heldout_loss_after": after["loss"],
-        "num_heldout_examples": num_measured,
-        "num_steps": config.steps,
-        "warm_start_s": warm_start.get("warm_start_s", 0.0),
-        "train_s": round(train_s, 2),
+        **facts,
         "seed": config.seed,
-        "warm_start": warm_start,
         "checkpoint": checkpoint,
         "best_checkpoint": None if best is None else f"checkpoints/{best}",
         "version": __version__,
@@ -241,7 +302,7 @@ def _conclude(
     display.say(f"  {'held-out':<20}{'before':>8}{'after':>8}")
     for name in before:
         display.say(f"  {name:<20}{before[name]:>8.3f}{after[name]:>8.3f}")
-    display.say(f"training {train_s:.0f} s for {config.steps} steps")
+    display.say(f"training {facts['train_s']:.0f} s for {facts['num_steps']} steps")
     display.say(f"curve:     {directory.learning_curve_file}")
     display.say(f"report:    {keep_report(directory)}")
     display.say(

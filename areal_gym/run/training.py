@@ -16,18 +16,20 @@ import yaml
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError, LostRankError, NotFiniteError
+from areal_gym.errors import ConfigError, NotFiniteError, StopTraining
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
 from areal_gym.metrics import cpu_s, rss_mb
 from areal_gym.objectives import SUPERVISED
 from areal_gym.online import ONLINE
-from areal_gym.provenance import entries_used
+from areal_gym.provenance import entries_used, require_installed
 from areal_gym.rendering import Renderer
 from areal_gym.report import keep_report
 from areal_gym.rollout.batch_metrics import batch_metrics
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.player import Player
 from areal_gym.rollout.runner import RolloutRunner, RolloutStats
+from areal_gym.run.blocking import run_to_end
+from areal_gym.run.callbacks import Callback, Callbacks
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import Evaluations
 from areal_gym.run.loggers import Loggers
@@ -46,6 +48,7 @@ from areal_gym.run.parts import (
     require_same_start,
 )
 from areal_gym.run.probe import measure_gap, require_agreement
+from areal_gym.run.restarts import play_on
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
 from areal_gym.run.supervised import train_supervised
@@ -67,8 +70,12 @@ def train(
     mode: RunMode = "new",
     from_step: int | None = None,
     display: Display | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Run the whole of it and return the summary, which is also in `summary.json`.
+
+    A callback may end it before its last step, in the same orderly way (`stopped` in the summary
+    says why); `mode="resume"` goes on from there, too.
 
     On a cluster, a trainer's process that dies costs the steps since the newest checkpoint: the
     run goes on from there.
@@ -80,14 +87,29 @@ def train(
     Raises:
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
     """
+    require_installed(config)
     if config.objective in SUPERVISED:
         return train_supervised(
-            config, run_dir=run_dir, mode=mode, from_step=from_step, display=display
+            config,
+            run_dir=run_dir,
+            mode=mode,
+            from_step=from_step,
+            display=display,
+            callbacks=callbacks,
         )
     _require_plain_sampling(config)
-    run = _Training(config, display or SilentDisplay())
+    run = _Training(config, display or SilentDisplay(), Callbacks(callbacks))
     with RunDir.open(run_dir, mode) as directory:
-        return run.play_on(directory, is_resumed=mode == "resume", from_step=from_step)
+        return play_on(
+            lambda is_resumed, from_step: run_to_end(
+                run.play(directory, is_resumed=is_resumed, from_step=from_step)
+            ),
+            config,
+            directory,
+            run.display,
+            is_resumed=mode == "resume",
+            from_step=from_step,
+        )
 
 
 def _require_plain_sampling(config: RunConfig) -> None:
@@ -113,27 +135,7 @@ class _Training:
 
     config: RunConfig
     display: Display
-
-    def play_on(
-        self, directory: RunDir, *, is_resumed: bool, from_step: int | None
-    ) -> dict[str, Any]:
-        """Play, and go on from the newest checkpoint when a rank of the trainer dies.
-
-        Raises:
-            LostRankError: ranks die without any new checkpoint between two deaths.
-        """
-        from areal_gym.trainer.checkpoint import latest_checkpoint
-
-        went_on_from: int | None = None
-        while True:
-            try:
-                return asyncio.run(self.play(directory, is_resumed=is_resumed, from_step=from_step))
-            except LostRankError as error:
-                found = latest_checkpoint(directory.checkpoints_dir)
-                if self.config.cluster.address is None or found is None or found[0] == went_on_from:
-                    raise
-                went_on_from, is_resumed, from_step = found[0], True, None
-                self.display.say(f"{error}: going on from the checkpoint of step {went_on_from}")
+    callbacks: Callbacks
 
     async def play(
         self, directory: RunDir, *, is_resumed: bool, from_step: int | None
@@ -195,18 +197,25 @@ class _Training:
                 await weight_sync.publish(weights_for(weight_sync, learner), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
+            self.callbacks.tell("on_start", directory)
             await stack.enter_async_context(open_gateway(config, directory, display))
             player = await stack.enter_async_context(
                 open_workers(config, parts, policy, engine, cluster)
             )
+
+            def on_evaluation(step: int, row: Mapping[str, float]) -> None:
+                loggers.log(step, row)
+                self.callbacks.tell("on_evaluation", step, row)
+
             evaluations = Evaluations(
-                config, parts, engine, renderer, directory, display, loggers.log
+                config, parts, engine, renderer, directory, display, on_evaluation
             )
             stack.push_async_callback(evaluations.aclose)
             # Step 0 is measured before anything is learned; a resumed run has it on record.
             if evaluations.is_due(done):
                 await evaluations.at(done)
-            train_s = await self._steps(
+            first_step = done + 1
+            done, train_s = await self._steps(
                 directory,
                 parts,
                 engine,
@@ -223,25 +232,27 @@ class _Training:
             )
             heldout = {}
             if config.env.id != ONLINE:
-                heldout = _heldout(evaluations.points[0], await evaluations.at(config.steps))
+                heldout = _heldout(evaluations.points[0], await evaluations.at(done))
             best = keep_checkpoints(directory.checkpoints_dir, num_kept, evaluations.scores())
         summary = {
             "objective": config.objective,
             "env": config.env.id,
             **heldout,
             "num_heldout_tasks": config.eval.num_tasks,
-            "num_steps": config.steps,
-            "first_step": done + 1,
+            "num_steps": done,
+            "stopped": self.callbacks.stopped,
+            "first_step": first_step,
             "warm_start_s": warm_start.get("warm_start_s", 0.0),
             "train_s": round(train_s, 2),
             "cpu_s": round(cpu_s() - cpu_before_s, 2),
             "seed": config.seed,
             "warm_start": warm_start,
-            "checkpoint": f"checkpoints/step-{config.steps:06d}",
+            "checkpoint": f"checkpoints/step-{done:06d}",
             "best_checkpoint": None if best is None else f"checkpoints/{best}",
             "version": __version__,
         }
         self._conclude(directory, evaluations, summary)
+        self.callbacks.tell("on_end", summary)
         return summary
 
     async def _probe(
@@ -283,8 +294,9 @@ class _Training:
         done: int,
         rollout_state: Mapping[str, Any] | None,
         player: Player | None,
-    ) -> float:
-        """Train to the end; saves what was learned, also when it is interrupted."""
+    ) -> tuple[int, float]:
+        """Train to the end: the last step, and seconds. Saves what was learned, also when it is
+        interrupted."""
         from areal_gym.trainer.loop import train_loop
         from areal_gym.trainer.weight_syncs import weights_for
 
@@ -313,11 +325,18 @@ class _Training:
             directory.save_trajectories((t for group in groups for t in group), name=step)
             loggers.log(step, row)
             display.step(step, config.steps, row)
+            self.callbacks.tell("on_step", step, row, groups)
             saver.settle()
             if config.trainer.save_every and step % config.trainer.save_every == 0:
                 await saver.save(step)
             if evaluations.is_due(step) and step < config.steps:
                 await evaluations.begin(step)
+            self.callbacks.raise_if_stopped()
+
+        def on_saved(step: int, state: Mapping[str, Any]) -> None:
+            if journal is not None:
+                journal.checkpoint(state)
+            self.callbacks.tell("on_checkpoint", step, directory.checkpoint(step))
 
         def explain(error: NotFiniteError, step: int, groups: Sequence[Group]) -> NotFiniteError:
             file = directory.save_refused((t for group in groups for t in group), step)
@@ -359,12 +378,13 @@ class _Training:
             directory,
             tokenizer_dir,
             runner.state,
-            on_saved=lambda state: None if journal is None else journal.checkpoint(state),
+            on_saved=on_saved,
             scores=evaluations.scores,
             num_kept=config.trainer.keep_checkpoints,
-            saved_step=done,
+            saved_step=done or None,
         )
         try:
+            self.callbacks.raise_if_stopped()
             async with runner:
                 calls = partial(shared_calls, asyncio.get_running_loop())
                 display.watch(Waiting(runner.stats, config.rollout.batch_groups, calls))
@@ -379,9 +399,12 @@ class _Training:
                     num_threads=config.trainer.num_threads,
                 )
             saver.save_now(done)
-        except (asyncio.CancelledError, Exception):
+        except StopTraining as stop:
+            display.say(f"stopped after step {done}, as a callback wanted: {stop}")
             saver.save_now(done)
+        except (asyncio.CancelledError, Exception):
             if done:
+                saver.save_now(done)
                 display.say(f"stopped after step {done}; what was learned is in {directory.path}")
                 display.say(f"go on with: areal-gym train --resume --out {directory.path}")
             raise
@@ -390,7 +413,7 @@ class _Training:
             saver.close()
             if journal is not None:
                 journal.close()
-        return time.perf_counter() - start_s
+        return done, time.perf_counter() - start_s
 
     def _warn_of_contamination(self, parts: Parts) -> None:
         """Say so when what is measured on is learned from; splits without end are kept apart."""

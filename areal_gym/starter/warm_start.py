@@ -237,7 +237,7 @@ def _imitate(
         muon_lr=recipe.muon_lr,
         warmup_steps=recipe.warmup_steps,
     )
-    learner = Supervised(decoder, settings, Sft())
+    learner = Supervised(decoder, settings, objective=Sft())
     probe_rng = random.Random(5)
     probes = [
         encoder.example(perfect_demonstration(encoder.env, probe_rng), skips_first=True)

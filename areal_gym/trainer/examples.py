@@ -11,7 +11,14 @@ import torch
 from areal_gym.trainer.bins import Row, best_fit
 from areal_gym.trainer.packing import PackedBatch, pack
 
-__all__ = ["Example", "TokenRow", "batch_of_step", "micro_batches", "placed_micro_batches"]
+__all__ = [
+    "Example",
+    "TokenRow",
+    "batch_of_step",
+    "example_tokens",
+    "pack_examples",
+    "placed_micro_batches",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,30 +56,24 @@ def batch_of_step(examples: Sequence[Example], step: int, size: int, seed: int) 
     return found
 
 
-def micro_batches(
-    examples: Sequence[Example], budget: int, device: torch.device | str
-) -> Iterator[tuple[PackedBatch, list[Example]]]:
-    """Packed, at most `budget` tokens each; but never less than one whole example.
-
-    They come in another order than the examples: see `placed_micro_batches`.
-    """
-    for batch, places in placed_micro_batches(examples, budget, device):
-        yield batch, [examples[place] for place in places]
+def example_tokens(example: Example) -> int:
+    """Tokens that it adds to a micro-batch: what its rows share counts once."""
+    return sum(len(row.token_ids) for row in example) - sum(row.num_shared for row in example[1:])
 
 
 def placed_micro_batches(
     examples: Sequence[Example], budget: int, device: torch.device | str
 ) -> Iterator[tuple[PackedBatch, list[int]]]:
-    """As `micro_batches`, with the places of the examples in place of them."""
-    costs = [
-        sum(len(row.token_ids) for row in example) - sum(row.num_shared for row in example[1:])
-        for example in examples
-    ]
-    for places in best_fit(costs, budget):
-        yield _packed([examples[place] for place in places], device), places
+    """Packed, at most `budget` tokens each, but never less than one whole example.
+
+    They come in another order than the examples: the places say which ones are in it.
+    """
+    for places in best_fit([example_tokens(example) for example in examples], budget):
+        yield pack_examples([examples[place] for place in places], device), places
 
 
-def _packed(part: list[Example], device: torch.device | str) -> PackedBatch:
+def pack_examples(part: Sequence[Example], device: torch.device | str) -> PackedBatch:
+    """One micro-batch."""
     rows = [
         Row(token_ids=row.token_ids, num_shared=row.num_shared) for rows in part for row in rows
     ]

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from areal_gym.plugins import AdvantageSpec, PolicyLossSpec, TrainerSpec, WeightSyncSpec, hookimpl
 
+_REQUIRES = ("torch", "safetensors")
+
 
 @hookimpl
 def register_trainers() -> Iterable[TrainerSpec]:
@@ -14,6 +16,8 @@ def register_trainers() -> Iterable[TrainerSpec]:
         id="single",
         entry_point="areal_gym.trainer.learner:Learner",
         summary="one process, float32 master weights, packed micro-batches",
+        requires=(*_REQUIRES, "matplotlib"),  # the picture at the end of a run
+        extra="train",
     )
 
 
@@ -45,7 +49,11 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
     ):
         for name, summary in estimators.items():
             yield AdvantageSpec(
-                id=name, entry_point=f"areal_gym.trainer.{module}:{name}", summary=summary
+                id=name,
+                entry_point=f"areal_gym.trainer.{module}:{name}",
+                summary=summary,
+                requires=_REQUIRES,
+                extra="train",
             )
 
 
@@ -59,7 +67,11 @@ def register_policy_losses() -> Iterable[PolicyLossSpec]:
         ("sapo", "a soft gate on the ratio instead of a clip"),
     ):
         yield PolicyLossSpec(
-            id=name, entry_point=f"areal_gym.trainer.losses:{name}", summary=summary
+            id=name,
+            entry_point=f"areal_gym.trainer.losses:{name}",
+            summary=summary,
+            requires=_REQUIRES,
+            extra="train",
         )
 
 
@@ -74,5 +86,9 @@ def register_weight_syncs() -> Iterable[WeightSyncSpec]:
         ("lora", "lora:LoraWeightSync", "adapters under versioned names, the base stays"),
     ):
         yield WeightSyncSpec(
-            id=name, entry_point=f"areal_gym.trainer.weight_syncs.{cls}", summary=summary
+            id=name,
+            entry_point=f"areal_gym.trainer.weight_syncs.{cls}",
+            summary=summary,
+            requires=_REQUIRES,
+            extra="train",
         )

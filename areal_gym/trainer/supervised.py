@@ -3,33 +3,38 @@
     examples -> [micro-batch -> objective -> backward] -> update
 
 An objective gives one loss for each of its units (a token, a pair). The loss of a batch is their
-mean, exactly, however the batch is split.
+mean, exactly, however the batch is split. Alone, or as one of several ranks, each of which is given
+the whole batch and passes its share of it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError
+from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.examples import Example, micro_batches
-from areal_gym.trainer.fsdp import prepare_decoder
+from areal_gym.trainer.bins import best_fit
+from areal_gym.trainer.examples import Example, example_tokens, pack_examples
+from areal_gym.trainer.fsdp import drop_gathered, full_weights, prepare_decoder
 from areal_gym.trainer.lora import add_adapter, merged_weights
 from areal_gym.trainer.memory import readable_memory_errors
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.packing import PackedBatch
-from areal_gym.trainer.ranks import ALONE
+from areal_gym.trainer.ranks import ALONE, Ranks
 from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
 
 __all__ = ["Judgement", "Objective", "Supervised"]
@@ -48,21 +53,24 @@ class Judgement:
     """By name, one number each for whatever they are about; their means are shown."""
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """What is learned from fixed data. Examples are judged one by one: none sees another."""
 
-    heads: Sequence[str]
+    heads: Sequence[str] = ()
     """Modules of the decoder that begin from nothing: they are trained beside an adapter, too."""
 
+    def prepare(self, freeze: Callable[[Decoder | Path], Decoder]) -> None:  # noqa: B027
+        """Have other policies loaded that are needed: `freeze` says where and how they lie."""
+
+    @abstractmethod
     def num_units(self, example: Example) -> int:
         """How many losses the example has."""
-        ...
 
+    @abstractmethod
     def __call__(
         self, decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
         """Judge the examples whose rows, in order, make up `batch`."""
-        ...
 
 
 class Supervised:
@@ -72,29 +80,40 @@ class Supervised:
         decoder: its weights are updated in place and are the float32 master weights.
         config: the trainer's settings: optimizer, learning rate, precision, micro-batches.
         objective: what is learned.
+        ranks: who else trains it; `decoder` holds the whole weights on each of them, and is sharded
+            here.
 
     Raises:
         ConfigError: weights that are not float32, or `trainer.lora` does not fit them.
     """
 
-    def __init__(self, decoder: Decoder, config: TrainerConfig, objective: Objective) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: TrainerConfig,
+        *,
+        objective: Objective,
+        ranks: Ranks = ALONE,
+    ) -> None:
         if any(p.dtype != torch.float32 for p in decoder.parameters()):
             raise ConfigError(
                 "master weights must be float32: in bfloat16 most updates round to nothing",
                 hints=["trainer.dtype=bfloat16 computes in bfloat16 with float32 weights"],
             )
-        if config.lora is not None:
-            add_adapter(decoder, config.lora)
-            for name in objective.heads:
-                decoder.get_submodule(name).requires_grad_(True)
-        prepare_decoder(decoder, config, ALONE)
         self.decoder = decoder
         self.num_steps = 0
         self._config = config
         self._objective = objective
-        self._optimizer = Optimizer(decoder, config)
+        self._ranks = ranks
         self._device = next(decoder.parameters()).device
-        self._files = StateFiles(ALONE)
+        objective.prepare(self._frozen)
+        if config.lora is not None:
+            add_adapter(decoder, config.lora)
+            for name in objective.heads:
+                decoder.get_submodule(name).requires_grad_(True)
+        prepare_decoder(decoder, config, ranks)
+        self._optimizer = Optimizer(decoder, config)
+        self._files = StateFiles(ranks)
         self._num_bad = 0
 
     @readable_memory_errors()
@@ -143,11 +162,10 @@ class Supervised:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors, an adapter merged; copy them before the next step."""
-        if self._config.lora is not None:
+        if self._config.lora is None:
+            yield from full_weights(self.decoder)
+        else:
             yield from merged_weights(self.decoder, self._config.lora)
-            return
-        for name, parameter in self.decoder.named_parameters():
-            yield name, parameter.detach()
 
     def checkpoint_bytes(self) -> int:
         """See `Learner.checkpoint_bytes`."""
@@ -176,21 +194,45 @@ class Supervised:
         self._files.load(states, directory)
         self.num_steps, self._num_bad = int(states["num_steps"]), int(states["num_bad"])
 
+    def _frozen(self, policy: Decoder | Path) -> Decoder:
+        if isinstance(policy, Path):
+            policy = load_checkpoint(policy, device=self._device)
+        policy.requires_grad_(False)
+        prepare_decoder(policy, self._config, self._ranks)
+        return policy
+
     def _judge(self, examples: Sequence[Example], *, learns: bool) -> dict[str, float]:
         num_units = sum(self._objective.num_units(example) for example in examples)
-        sums: dict[str, tuple[float, int]] = {}
-        for batch, part in micro_batches(
-            examples, self._config.tokens_per_microbatch, self._device
-        ):
+        totals: dict[str, float] = defaultdict(float)
+        counts: dict[str, float] = defaultdict(float)
+        for part, is_mine in self._passes(examples):
             with self._autocast():
-                found = self._objective(self.decoder, batch, part)
-            loss = found.loss_U.sum() / num_units
+                found = self._objective(self.decoder, pack_examples(part, self._device), part)
             if learns:
-                loss.backward()
-            for name, values in {"loss": found.loss_U, **found.metrics}.items():
-                total, count = sums.get(name, (0.0, 0))
-                sums[name] = total + float(values.detach().sum()), count + len(values)
-        return {name: total / max(count, 1) for name, (total, count) in sums.items()}
+                # Gradients are averaged over the ranks, each of which has a part of the sum.
+                share = self._ranks.size if is_mine else 0
+                (found.loss_U.sum() / num_units * share).backward()
+            if is_mine:
+                for name, values in {"loss": found.loss_U, **found.metrics}.items():
+                    totals[name] += float(values.detach().sum())
+                    counts[name] += len(values)
+        if not learns:
+            drop_gathered(self.decoder)
+        sums, numbers = self._ranks.sum(totals), self._ranks.sum(counts)
+        return {name: total / max(numbers[name], 1) for name, total in sums.items()}
+
+    def _passes(self, examples: Sequence[Example]) -> Iterator[tuple[list[Example], bool]]:
+        """The micro-batches of this rank's share, and whether they count.
+
+        All ranks make the same number of passes, as those of `Learner` do.
+        """
+        costs = [example_tokens(example) for example in examples]
+        mine = self._ranks.share(range(len(examples)), costs)
+        parts = best_fit([costs[i] for i in mine], self._config.tokens_per_microbatch)
+        for part in parts:
+            yield [examples[mine[j]] for j in part], True
+        for _ in range(self._ranks.largest(len(parts)) - len(parts)):
+            yield [min(examples, key=example_tokens)], False
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._config.dtype == "float32":

@@ -4,6 +4,8 @@
         groups ------------------> step(groups, version) --pipes-------> Learner.step
         weights <----------------- weights() <--- one mapped file ------ whole weights
 
+    fixed data                  `ProcessSupervised`: step(examples) ---> Supervised.step
+
 One worker keeps training and rollouts from sharing an interpreter: with nothing but threads, which
 take turns at every small operation, a step's training took two to three times as long beside
 rollouts as alone. Its parameters are the mapped file, so that nothing is copied for a publication.
@@ -41,19 +43,20 @@ from areal_gym.config import TrainerConfig
 from areal_gym.errors import GymError, TrainError
 from areal_gym.metrics import rss_mb
 from areal_gym.modeling.decoder import Decoder
+from areal_gym.trainer.examples import Example
 from areal_gym.trainer.memory import MEMORY_HINTS, out_of_memory
 from areal_gym.trainer.ranks import Ranks
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.types import Group, Task
 
-__all__ = ["ProcessLearner", "Serving", "readable"]
+__all__ = ["ProcessLearner", "ProcessSupervised", "RemoteLearner", "Serving", "readable"]
 
 _END_S = 10.0
 """How long a worker may take to end by itself."""
 
 
-class ProcessLearner:
-    """A learner that works in other processes, with the interface of `Learner`.
+class RemoteLearner:
+    """A learner that works in other processes: what all learners have in common.
 
     Args:
         learner_class: what is registered as the trainer; made in each worker.
@@ -86,37 +89,12 @@ class ProcessLearner:
         try:
             _share(decoder, file)
             self._workers += [_Worker() for _ in range(config.num_ranks)]
-            shape = decoder.config
+            shape = (type(decoder), decoder.config)
             self._ask("begin", learner_class, shape, config, device, self._home.name, arguments)
             file.unlink()  # mapped by all of them
         except BaseException:
             self.close()
             raise
-
-    def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
-        """See `Learner.step`.
-
-        Raises:
-            TrainError: a worker died, or what `Learner.step` raises.
-        """
-        metrics: dict[str, float] = self._ask("step", [_slim(g) for g in groups], version)
-        metrics["memory/trainer_rss_mb"] = self._held_mb()
-        return metrics
-
-    def trained_tokens(self) -> list[dict[str, Any]]:
-        """See `Learner.trained_tokens`."""
-        rows: list[dict[str, Any]] = self._ask("trained_tokens")
-        return rows
-
-    def adapter(self) -> dict[str, Tensor]:
-        """See `Learner.adapter`."""
-        weights: dict[str, list[Any]] = self._ask("adapter")
-        return {name: torch.tensor(values) for name, values in weights.items()}
-
-    def score(self, rows: list[TokenSequence]) -> list[Tensor]:
-        """See `Learner.score`."""
-        scores: list[list[float]] = self._ask("score", rows)
-        return [torch.tensor(score) for score in scores]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and the live tensors; copy them before the next step."""
@@ -217,6 +195,54 @@ class ProcessLearner:
             worker.process.kill()
 
 
+class ProcessLearner(RemoteLearner):
+    """With the interface of `Learner`."""
+
+    def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
+        """See `Learner.step`.
+
+        Raises:
+            TrainError: a worker died, or what `Learner.step` raises.
+        """
+        metrics: dict[str, float] = self._ask("step", [_slim(g) for g in groups], version)
+        metrics["memory/trainer_rss_mb"] = self._held_mb()
+        return metrics
+
+    def trained_tokens(self) -> list[dict[str, Any]]:
+        """See `Learner.trained_tokens`."""
+        rows: list[dict[str, Any]] = self._ask("trained_tokens")
+        return rows
+
+    def adapter(self) -> dict[str, Tensor]:
+        """See `Learner.adapter`."""
+        weights: dict[str, list[Any]] = self._ask("adapter")
+        return {name: torch.tensor(values) for name, values in weights.items()}
+
+    def score(self, rows: list[TokenSequence]) -> list[Tensor]:
+        """See `Learner.score`."""
+        scores: list[list[float]] = self._ask("score", rows)
+        return [torch.tensor(score) for score in scores]
+
+
+class ProcessSupervised(RemoteLearner):
+    """With the interface of `Supervised`."""
+
+    def step(self, examples: Sequence[Example], scale: float = 1.0) -> dict[str, float]:
+        """See `Supervised.step`.
+
+        Raises:
+            TrainError: a worker died, or what `Supervised.step` raises.
+        """
+        metrics: dict[str, float] = self._ask("step", examples, scale)
+        metrics["memory/trainer_rss_mb"] = self._held_mb()
+        return metrics
+
+    def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
+        """See `Supervised.evaluate`."""
+        metrics: dict[str, float] = self._ask("evaluate", examples)
+        return metrics
+
+
 class _Worker:
     """A process and the pipes to it: for questions, and for telling that a checkpoint is written,
     which happens while it works on another question.
@@ -250,7 +276,7 @@ class _Worker:
 
 
 def main() -> None:
-    """Serve one `ProcessLearner`, and end with it."""
+    """Serve one `RemoteLearner`, and end with it."""
     pipe, saved = Connection(os.dup(sys.stdin.fileno())), Connection(int(sys.argv[1]))
     worker: Serving | None = None
 
@@ -270,7 +296,8 @@ def main() -> None:
                 rank = pickle.load(message)
                 _, (learner_class, shape, config, device, home, further) = pickle.load(message)
                 torch.set_num_threads(config.num_threads)
-                whole = Decoder(shape)
+                kind, decoder_config = shape
+                whole = kind(decoder_config)
                 _map(whole, Path(home) / "weights")
                 meeting = f"file://{home}/ranks"
                 worker = Serving(rank, tell, learner_class, whole, config, device, meeting, further)
@@ -328,7 +355,7 @@ class Serving:
             )
             arguments["ranks"] = Ranks(rank, config.num_ranks)
         if config.num_ranks > 1 or device == "cuda" or config.lora is not None:
-            decoder = Decoder(whole.config, device=device)
+            decoder = type(whole)(whole.config, device=device)
             decoder.load_state_dict(whole.state_dict())
         self._is_writer = rank == 0
         self._tell_of_checkpoint = tell

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import agents
+import openai
 import pytest
 from processes import is_running
 from small import CALL, Sums
@@ -115,6 +116,51 @@ def test_tools_of_the_environment_run_in_it_once_for_all_calls_of_a_message(agen
     assert [turn.reward for turn in trajectory.turns] == [0.25, 1.0]
     assert len(trajectory.branches) == 1
     assert "7" in bytes(i for i in trajectory.spans[2].token_ids if i < 256).decode()
+
+
+def short():
+    env = Sums()
+    env.max_turns = 1
+    return env
+
+
+async def careful(client, task):
+    """Stops where the environment has ended the episode, though it has not answered."""
+    reply = await client.chat.completions.create(
+        model="x", messages=task.messages, tools=task.tools
+    )
+    assert not task.is_over
+    await task.call_tool(reply.choices[0].message.tool_calls[0].id)
+    assert task.is_over
+
+
+async def persistent(client, task):
+    """Asks on, is told, and goes on without the policy."""
+    await careful(client, task)
+    with pytest.raises(openai.BadRequestError, match="has ended this episode") as caught:
+        await client.chat.completions.create(model="x", messages=task.messages)
+    assert caught.value.code == "episode_over"
+    return "nobody reads this"
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        OpenAIFunctionAgent(careful),
+        OpenAIFunctionAgent(persistent),
+        OpenAIFunctionAgent(with_tools),  # is told, and raises
+        OpenAIAgentsAgent(),
+        OpenAIAgentsAgent(api="responses"),
+    ],
+    ids=["careful", "persistent", "raises", "sdk-chat", "sdk-responses"],
+)
+def test_nobody_asks_after_the_environments_end(agent):
+    engine = ScriptedEngine([f"Let me see. {CALL}", "It is 10."])
+    trajectory = play(agent, [], env=short(), engine=engine)
+    assert trajectory.stop_reason is StopReason.MAX_TURNS, trajectory.error
+    assert trajectory.error is None
+    assert [turn.reward for turn in trajectory.turns] == [0.25]
+    assert engine.num_calls == 1
 
 
 def test_what_a_function_returns_is_text_reward_or_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -86,6 +87,29 @@ def test_ranks_that_ray_places_train_as_processes_do(tiny_policy, tmp_path):
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
     # What was played is trained again by one learner in this process: the same weights.
     assert replay(load_config(run.config_file), run.path).max_difference < 1e-5
+    assert not children()
+
+
+def test_preferences_are_learned_on_ranks_that_ray_places(tiny_policy, tmp_path):
+    """One of two is killed in mid-run; the policy is that of one process."""
+    rows = [{"prompt": f"Say {i}.", "chosen": f"{i}", "rejected": "no"} for i in range(40)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        f"engine.model={tiny_policy}",
+        *("objective=dpo", f"data.file={file}", "data.batch_size=8", "engine.max_context=256"),
+        *("eval.num_tasks=8", "steps=3", "trainer.save_every=1", "trainer.lr=1e-3"),
+    ]
+    placed = ["cluster.address=local", "trainer.num_ranks=2"]
+    display = Killing("ray::_Rank")
+    train(load_config(overrides=[*overrides, *placed]), run_dir=tmp_path / "ray", display=display)
+    assert any("going on from the checkpoint of step" in said for said in display.said)
+    train(load_config(overrides=overrides), run_dir=tmp_path / "here")
+    runs = [RunDir(tmp_path / name).read_metrics() for name in ("ray", "here")]
+    for theirs, ours in zip(*runs, strict=True):
+        assert theirs["step"] == ours["step"]
+        for name in ("train/loss", "train/grad_norm"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-3), name
     assert not children()
 
 

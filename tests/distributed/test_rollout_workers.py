@@ -242,6 +242,7 @@ def test_a_cluster_without_room_says_what_was_asked_and_what_there_is(ray_here):
         (["cluster.servers=1"], "engine.id=sglang"),
         (["trainer.weight_sync=lora"], "adapters"),
         (["cluster.address=auto", "engine.id=sglang"], "cluster.servers=1"),
+        (["objective=sft"], "plays no episodes"),
     ],
 )
 def test_settings_that_fight_are_refused(overrides, words):

@@ -96,6 +96,29 @@ def test_it_keeps_the_contract(tir):
     assert len(tir.sessions) < 16, "sessions are ended with their episodes"
 
 
+def test_it_can_be_one_of_several_environments(tir):
+    mixed = areal_gym.make("mix", envs=[{"id": f"remote:{tir.url}", "name": "far"}, {"id": "math"}])
+
+    async def episodes():
+        rewards, names = [], set()
+        for seed in range(12):
+            _, info = await mixed.areset(seed=seed)
+            again = (await mixed.areset(seed=seed, options={"task": info["task"]}))[1]
+            assert again["task_id"] == info["task_id"]
+            assert again["messages"] == info["messages"]
+            names.add(mixed.played_id)
+            result = None
+            while result is None or not (result.terminated or result.truncated):
+                result = await mixed.astep(mixed.gold_action())
+            rewards.append(result.reward)
+        await mixed.aclose()
+        return rewards, names
+
+    rewards, names = asyncio.run(episodes())
+    assert rewards == [1.0] * 12
+    assert names == {"far", "math"}
+
+
 def test_files_of_questions_end_where_they_end_at_home(tmp_path):
     rows = [{"question": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(30)]
     path = tmp_path / "sums.jsonl"

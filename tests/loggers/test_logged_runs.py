@@ -129,7 +129,7 @@ def test_the_hint_names_the_extra(id):
     absent = Entry(dataclasses.replace(entry.spec, requires=("no_such_package",)), entry.plugin)
     with pytest.raises(ConfigError, match=f"{id!r} needs no_such_package") as caught:
         absent.load()
-    assert caught.value.hints == (f'install it: pip install "areal-gym[{id}]"',)
+    assert caught.value.hints == (f"install it: pip install 'areal-gym[{id}]'",)
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (requirement,) = project["optional-dependencies"][id]
     assert requirement.startswith(f"{id}>=")

@@ -52,7 +52,7 @@ def log(id, directory, first_step, rows, **kwargs):
 def needs(package):
     return pytest.mark.skipif(
         importlib.util.find_spec(package) is None,
-        reason=f'{package} is not installed (pip install "areal-gym[{package}]")',
+        reason=f"{package} is not installed: pip install 'areal-gym[{package}]'",
     )
 
 

@@ -10,9 +10,10 @@ from viewed_runs import add_step, make_run, trajectory
 
 from areal_gym.cli.app import run as run_program
 from areal_gym.errors import NothingToDoError
+from areal_gym.markup import number, visible
 from areal_gym.report import collect, keep_report, write_report
 from areal_gym.report.charts import draw
-from areal_gym.report.content import Chart, Line, number, visible
+from areal_gym.report.content import Chart, Line
 from areal_gym.rundir import RunDir
 
 VOID = {"meta", "link", "img", "br", "input"}

@@ -12,7 +12,8 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import EngineError, FailureBudgetError, NothingToDoError, UsageError
 from areal_gym.metrics import wilson_interval
-from areal_gym.rollout.evaluate import evaluate, pass_at_k_interval
+from areal_gym.rollout.eval_report import pass_at_k_interval
+from areal_gym.rollout.evaluate import evaluate
 
 RENDERER = byte_renderer()
 

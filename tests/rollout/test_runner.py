@@ -244,6 +244,60 @@ def test_an_environment_that_gives_no_task_is_a_failure_too():
         asyncio.run(batches(runner_of(engine, Empty), engine, 1))
 
 
+def test_a_slow_reset_from_afar_holds_up_nobody_else():
+    """Remote environments answer `prepare` when they do: other episodes and draws go on."""
+    at_once = {"now": 0, "most": 0}
+
+    class Afar(Sums):
+        num_resets = 0
+
+        async def prepare(self, seed, options):
+            at_once["now"] += 1
+            at_once["most"] = max(at_once["most"], at_once["now"])
+            Afar.num_resets += 1
+            # The third task that is drawn never comes.
+            await asyncio.sleep(0.01 if Afar.num_resets != 3 else 3600)
+            at_once["now"] -= 1
+
+    async def play():
+        engine = ScriptedEngine(["10"])
+        runner = runner_of(engine, Afar, max_staleness=4, max_in_flight=24)
+        async with asyncio.timeout(20), runner:
+            taken = [await runner.next_batch() for _ in range(4)]
+            assert runner.stats().groups_running  # the one that still waits for its task
+            assert 2 in runner.state()["unfinished"]
+        return taken
+
+    taken = asyncio.run(play())
+    indices = [int(group.id[1:]) for batch in taken for group in batch]
+    assert len(indices) == 12
+    assert 2 not in indices
+    assert at_once["most"] > 4
+
+    async def measure_on():
+        Afar.num_resets = 3
+        engine = ScriptedEngine(["10"])
+        return await evaluate(
+            Afar, ChatAgent(), engine, RENDERER, num_tasks=64, max_in_flight=64, max_new_tokens=40
+        )
+
+    at_once.update(now=0, most=0)
+    report = asyncio.run(measure_on())
+    assert report.num_episodes == 64
+    assert at_once["most"] == 64
+
+
+def test_a_task_that_never_comes_is_a_failure():
+    class Silent(Sums):
+        async def prepare(self, seed, options):
+            await asyncio.sleep(3600)
+
+    engine = ScriptedEngine(["10"])
+    runner = runner_of(engine, Silent, episode_timeout_s=0.01)
+    with pytest.raises(FailureBudgetError, match="timeout"):
+        asyncio.run(batches(runner, engine, 1))
+
+
 def test_wrong_requests_and_full_disks_reach_the_trainer():
     class NoData(Sums):
         def sample_task(self, rng, options):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -11,15 +12,12 @@ from torch import Tensor
 
 from areal_gym.errors import ConfigError
 from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.examples import Example, micro_batches
+from areal_gym.trainer.examples import Example
 from areal_gym.trainer.objective import score_tokens
 from areal_gym.trainer.packing import PackedBatch
-from areal_gym.trainer.supervised import Judgement
+from areal_gym.trainer.supervised import Judgement, Objective
 
 __all__ = ["Dpo", "is_preferred", "preference_loss"]
-
-_BUDGET = 8192
-"""Tokens that the reference scores at once."""
 
 
 def preference_loss(
@@ -48,14 +46,14 @@ def is_preferred(margin_P: Tensor) -> Tensor:
     return (margin_P.detach().sign() + 1) / 2
 
 
-class Dpo:
+class Dpo(Objective):
     """`preference_loss` of pairs; an example is the chosen row and the rejected row.
 
     Metrics: `accuracy` (`is_preferred`), `margin` (beta h), and `chosen` and `rejected`, beta times
     what the policy has gained on the reference in each.
 
     Args:
-        reference: the frozen policy; it scores each pair once.
+        reference: the frozen policy, or its checkpoint directory.
         kind: of loss.
         beta: see `preference_loss`.
 
@@ -63,21 +61,22 @@ class Dpo:
         ConfigError: a beta that is not above 0.
     """
 
-    heads: Sequence[str] = ()
-
     def __init__(
         self,
-        reference: Decoder,
+        reference: Decoder | Path,
         *,
         kind: Literal["sigmoid", "ipo"] = "sigmoid",
         beta: float = 0.1,
     ) -> None:
         if beta <= 0:
             raise ConfigError(f"beta = {beta} must be above 0: nothing would be learned")
-        self._reference = reference.requires_grad_(False)
+        self._reference = reference
         self._kind = kind
         self._beta = beta
-        self._known: dict[Example, Tensor] = {}
+
+    def prepare(self, freeze: Callable[[Decoder | Path], Decoder]) -> None:
+        """Load the reference."""
+        self._reference = freeze(self._reference)
 
     def num_units(self, example: Example) -> int:
         """A pair."""
@@ -87,7 +86,7 @@ class Dpo:
         self, decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
         """Judge each pair."""
-        gained_P2 = _row_logprobs(decoder, batch, examples) - self._referred(examples)
+        gained_P2 = _row_logprobs(decoder, batch, examples) - self._referred(batch, examples)
         margin_P = gained_P2[:, 0] - gained_P2[:, 1]
         gained_P2 = self._beta * gained_P2.detach()
         return Judgement(
@@ -101,13 +100,10 @@ class Dpo:
         )
 
     @torch.no_grad()
-    def _referred(self, examples: Sequence[Example]) -> Tensor:
-        new = [example for example in examples if example not in self._known]
-        device = next(self._reference.parameters()).device
-        for batch, part in micro_batches(new, _BUDGET, device):
-            found_P2 = _row_logprobs(self._reference, batch, part)
-            self._known.update(zip(part, found_P2, strict=True))
-        return torch.stack([self._known[example] for example in examples])
+    def _referred(self, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
+        # Scored anew in each epoch: several ranks must all do so in the same passes.
+        assert isinstance(self._reference, Decoder)
+        return _row_logprobs(self._reference, batch, examples)
 
 
 def _row_logprobs(decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:

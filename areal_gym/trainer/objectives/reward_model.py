@@ -16,7 +16,7 @@ from areal_gym.rendering.transcript import closing_ids, transcribe
 from areal_gym.trainer.examples import Example, TokenRow, placed_micro_batches
 from areal_gym.trainer.objectives.dpo import is_preferred
 from areal_gym.trainer.packing import PackedBatch
-from areal_gym.trainer.supervised import Judgement
+from areal_gym.trainer.supervised import Judgement, Objective
 from areal_gym.types import Message
 
 __all__ = ["BradleyTerry", "Grader", "load"]
@@ -25,7 +25,7 @@ _BUDGET = 8192
 """Tokens that are graded at once."""
 
 
-class BradleyTerry:
+class BradleyTerry(Objective):
     """-log sigmoid(r(chosen) - r(rejected)); an example is the chosen row and the rejected row.
 
     Bradley & Terry 1952; as a loss of reward models: Ouyang et al. 2022 (InstructGPT), eq. 1, with
@@ -34,7 +34,7 @@ class BradleyTerry:
     Metrics: `accuracy` (`is_preferred`), `margin`, and the rewards `chosen` and `rejected`.
     """
 
-    heads: Sequence[str] = ("score",)
+    heads = ("score",)
 
     def num_units(self, example: Example) -> int:
         """A pair."""

@@ -10,12 +10,12 @@ from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.examples import Example
 from areal_gym.trainer.objective import score_tokens
 from areal_gym.trainer.packing import PackedBatch
-from areal_gym.trainer.supervised import Judgement
+from areal_gym.trainer.supervised import Judgement, Objective
 
 __all__ = ["Sft"]
 
 
-class Sft:
+class Sft(Objective):
     """-log p(y_t | before) of each marked token; a batch's loss is the mean over its tokens.
 
     Maximum likelihood, as in Ouyang et al. 2022 (InstructGPT), section 3.5. An example is one row.
@@ -23,8 +23,6 @@ class Sft:
     Metrics: `accuracy`, the share of tokens than which none is likelier; `exact`, the share of
     examples in which all tokens are such.
     """
-
-    heads: Sequence[str] = ()
 
     def num_units(self, example: Example) -> int:
         """Its marked tokens."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -80,6 +81,21 @@ def test_calculate(expression, value):
 
 
 @pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("1 +", "invalid syntax (<string>, line 1)"),
+        ("2)", "unmatched ')' (<string>, line 1)"),
+        ("2(3)", "'int' object is not callable"),
+        ("()+1", 'can only concatenate tuple (not "int") to tuple'),
+        ("1/0", "division by zero"),
+    ],
+)
+def test_python_itself_says_what_is_wrong(expression, message):
+    with pytest.raises(Exception, match=f"^{re.escape(message)}$"):
+        calculate(expression)
+
+
+@pytest.mark.parametrize(
     "expression",
     [
         "9**9**9",
@@ -98,7 +114,7 @@ def test_calculate(expression, value):
     ],
 )
 def test_what_cannot_be_calculated_is_an_error_at_once(expression):
-    with pytest.raises((ValueError, ArithmeticError, TypeError)):
+    with pytest.raises((ValueError, ArithmeticError, TypeError, SyntaxError)):
         calculate(expression)
 
 

@@ -1,0 +1,281 @@
+"""What an evaluation found: pass@1, pass@k, and why episodes ended as they did."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_gym.markup import block, number, pairs, short, table
+from areal_gym.metrics import Interval, mean, merge_means, pass_at_k, pass_hat_k, wilson_interval
+from areal_gym.types import Trajectory
+
+__all__ = ["EnvScore", "EvalReport", "make_report", "pass_at_k_interval"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvScore:
+    """How one environment of a mix went."""
+
+    num_tasks: int
+    pass_at_1: Interval
+    reward: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class EvalReport:
+    """What an evaluation found. An episode succeeds when its reward reaches `success_reward`."""
+
+    env_id: str
+    split: str
+    policy_versions: tuple[int, ...]
+    """Versions that sampled; more than one when weights were published meanwhile."""
+    temperature: float
+    num_tasks: int
+    """Tasks with at least one scored episode."""
+    num_samples: int
+    """Episodes per task that were asked for."""
+    num_episodes: int
+    """Scored episodes."""
+    num_failed: int
+    """Episodes that infrastructure failed; excluded from every number but this one."""
+    pass_at_k: Mapping[int, Interval]
+    """Estimates with 95% intervals over tasks (see `pass_at_k_interval`)."""
+    task_versions: tuple[str, ...]
+    """Of the data set, where tasks say so in `task.data["version"]`."""
+    pass_hat_k: Mapping[int, float]
+    """pass^k: the chance that all of k episodes of one task succeed, mean over the tasks."""
+    reward: float
+    reward_parts: Mapping[str, float]
+    """Means over the episodes."""
+    metrics: Mapping[str, float]
+    """The environment's own measurements, means over the episodes that have them."""
+    mean_turns: float
+    mean_policy_tokens: float
+    stop_reasons: Mapping[str, int]
+    """All episodes, failures included."""
+    errors: Mapping[str, int]
+    """The most common error messages of failed episodes, at most five."""
+    wall_s: float
+    by_env: Mapping[str, EnvScore] = field(default_factory=dict)
+    """For each environment of a mix, by name; empty when there is one only."""
+    trajectories: tuple[Trajectory, ...] = field(default=(), repr=False, compare=False)
+    """All episodes, task by task, those that failed at the end; not in `to_dict`."""
+
+    @property
+    def failures(self) -> list[Trajectory]:
+        """Episodes that infrastructure failed, and went on failing when they were played again."""
+        return [t for t in self.trajectories if t.stop_reason.is_failure]
+
+    @property
+    def pass_at_1(self) -> Interval:
+        """The share of episodes that succeed."""
+        return self.pass_at_k[1]
+
+    def __repr__(self) -> str:
+        estimate, low, high = self.pass_at_1
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return (
+            f"<EvalReport {short(self.env_id)} {self.split}: pass@1 {estimate:.3f} ({low:.3f} to "
+            f"{high:.3f}), {self.num_tasks} tasks x {self.num_samples}{failed}>"
+        )
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        intervals = (
+            (f"pass@{k}", f"{p.mean:.3f}", f"{p.low:.3f} to {p.high:.3f}")
+            for k, p in self.pass_at_k.items()
+        )
+        numbers = {"reward": self.reward, **self.reward_parts, "turns": self.mean_turns}
+        numbers |= {"tokens sampled": self.mean_policy_tokens, **self.metrics}
+        shown = {short(name): number(value) for name, value in list(numbers.items())[:30]}
+        stops = {f"stopped by {name}": f"{n:,} episodes" for name, n in self.stop_reasons.items()}
+        errors = {f"{n} x": short(error, 300) for error, n in self.errors.items()}
+        return block(
+            repr(self)[1:-1],
+            table(("", "mean", "95% interval"), intervals),
+            pairs({**shown, **stops}),
+            pairs(errors),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain and JSON-ready; `pass@1` and the like are keys of their own."""
+        row: dict[str, Any] = {
+            "env": self.env_id,
+            "split": self.split,
+            "task_versions": list(self.task_versions),
+            "policy_versions": list(self.policy_versions),
+            "temperature": self.temperature,
+            "num_tasks": self.num_tasks,
+            "num_samples": self.num_samples,
+            "num_episodes": self.num_episodes,
+            "num_failed": self.num_failed,
+        }
+        for k, interval in self.pass_at_k.items():
+            row[f"pass@{k}"] = interval.mean
+            row[f"pass@{k}_low"] = interval.low
+            row[f"pass@{k}_high"] = interval.high
+        row |= {f"pass^{k}": estimate for k, estimate in self.pass_hat_k.items()}
+        return row | {
+            "reward": self.reward,
+            "reward_parts": dict(self.reward_parts),
+            "metrics": dict(self.metrics),
+            "mean_turns": self.mean_turns,
+            "mean_policy_tokens": self.mean_policy_tokens,
+            "stop_reasons": dict(self.stop_reasons),
+            "errors": dict(self.errors),
+            "wall_s": self.wall_s,
+            "by_env": {
+                name: {
+                    "num_tasks": score.num_tasks,
+                    "pass@1": score.pass_at_1.mean,
+                    "pass@1_low": score.pass_at_1.low,
+                    "pass@1_high": score.pass_at_1.high,
+                    "reward": score.reward,
+                    "metrics": dict(score.metrics),
+                }
+                for name, score in self.by_env.items()
+            },
+        }
+
+    def to_text(self) -> str:
+        """A table for people."""
+        how = f"temperature {self.temperature:g}" if self.temperature > 0 else "greedy"
+        version = f" of version {', '.join(self.task_versions)}" if self.task_versions else ""
+        lines = [
+            f"{self.env_id} {self.split}: {self.num_tasks} tasks{version} x {self.num_samples}, "
+            f"{how}, "
+            f"{self.wall_s:.1f} s",
+            "",
+            f"{'':<20}{'mean':>8}   95% interval",
+        ]
+        for k, (estimate, low, high) in self.pass_at_k.items():
+            lines.append(f"{f'pass@{k}':<20}{estimate:>8.3f}   {low:.3f} to {high:.3f}")
+        lines += [f"{f'pass^{k}':<20}{x:>8.3f}" for k, x in self.pass_hat_k.items() if k > 1]
+        for name, score in self.by_env.items():
+            low, high = score.pass_at_1.low, score.pass_at_1.high
+            lines.append(
+                f"{f'  pass@1 in {name}':<20}{score.pass_at_1.mean:>8.3f}   {low:.3f} to {high:.3f}"
+                f"   {score.num_tasks} tasks"
+            )
+        numbers = {"reward": self.reward}
+        numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
+        numbers |= {"turns": self.mean_turns, "tokens sampled": self.mean_policy_tokens}
+        numbers |= self.metrics
+        lines += [f"{name:<20}{value:>8.3f}" for name, value in numbers.items()]
+        lines += ["", f"{'stopped by':<20}{'episodes':>8}{'share':>8}"]
+        total = sum(self.stop_reasons.values())
+        for reason, count in self.stop_reasons.items():
+            lines.append(f"{reason:<20}{count:>8}{count / total:>8.1%}")
+        if self.num_failed:
+            lines += [
+                "",
+                f"{self.num_failed} failed episodes are in no other number; their errors:",
+            ]
+            lines += [f"  {count} x {error}" for error, count in self.errors.items()]
+        return "\n".join(lines)
+
+
+def pass_at_k_interval(counts: Sequence[tuple[int, int]], k: int, *, num_samples: int) -> Interval:
+    """pass@k with a 95% interval over tasks.
+
+    Samples of one task are not independent, so the score interval is taken with as many trials as
+    independent ones would be needed for the variance that is seen between tasks.
+
+    Args:
+        counts: for each task, (scored episodes, successes).
+        k: tasks with fewer episodes are left out.
+        num_samples: episodes per task that were asked for.
+    """
+    estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+    if not estimates:
+        return Interval(math.nan, 0.0, 1.0)
+    p = mean(estimates)
+    variance = mean((estimate - p) ** 2 for estimate in estimates)
+    num_trials = float(len(estimates))
+    if 0 < p < 1:  # at the ends the variance says nothing: one trial per task
+        num_independent = num_trials * p * (1 - p) / variance if variance > 0 else math.inf
+        num_trials = min(num_trials * num_samples, num_independent)
+    return wilson_interval(p * num_trials, num_trials)
+
+
+def make_report(
+    scored: Sequence[Sequence[Trajectory]],
+    failed: Sequence[Trajectory],
+    *,
+    num_samples: int,
+    success_reward: float,
+    **facts: Any,
+) -> EvalReport:
+    """The report of episodes, task by task.
+
+    Args:
+        scored: for each task, its scored episodes.
+        failed: episodes that infrastructure failed.
+        num_samples: episodes per task that were asked for.
+        success_reward: the reward from which on an episode counts as a success.
+        facts: the fields of the report that episodes do not tell.
+    """
+    episodes = [trajectory for siblings in scored for trajectory in siblings]
+    counts = _counts(scored, success_reward)
+    scores = {
+        name: _score(
+            [[t for t in siblings if t.env_id == name] for siblings in scored],
+            num_samples,
+            success_reward,
+        )
+        for name in sorted({t.env_id for t in episodes})
+    }
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
+    ks = sorted({*powers, num_samples})
+    reasons = Counter(str(t.stop_reason) for t in [*episodes, *failed])
+    errors = Counter(t.error or "" for t in failed)
+    return EvalReport(
+        policy_versions=tuple(sorted({v for t in episodes for v in t.policy_versions})),
+        task_versions=tuple(
+            sorted({str(t.task.data["version"]) for t in episodes if "version" in t.task.data})
+        ),
+        num_tasks=len(counts),
+        num_samples=num_samples,
+        num_episodes=len(episodes),
+        num_failed=len(failed),
+        pass_at_k={k: pass_at_k_interval(counts, k, num_samples=num_samples) for k in ks},
+        pass_hat_k={k: mean(pass_hat_k(n, c, k) for n, c in counts if n >= k) for k in ks},
+        reward=mean(t.reward for t in episodes),
+        reward_parts=merge_means([t.reward_parts for t in episodes]),
+        metrics=merge_means([t.metrics for t in episodes]),
+        mean_turns=mean(len(t.turns) for t in episodes),
+        mean_policy_tokens=mean(t.num_policy_tokens for t in episodes),
+        stop_reasons=dict(reasons.most_common()),
+        errors=dict(errors.most_common(5)),
+        by_env=scores if len(scores) > 1 else {},
+        trajectories=(*episodes, *failed),
+        **facts,
+    )
+
+
+def _score(
+    scored: Sequence[Sequence[Trajectory]], num_samples: int, success_reward: float
+) -> EnvScore:
+    theirs = [siblings for siblings in scored if siblings]
+    episodes = [trajectory for siblings in theirs for trajectory in siblings]
+    return EnvScore(
+        num_tasks=len(theirs),
+        pass_at_1=pass_at_k_interval(_counts(theirs, success_reward), 1, num_samples=num_samples),
+        reward=mean(t.reward for t in episodes),
+        metrics=merge_means([t.metrics for t in episodes]),
+    )
+
+
+def _counts(scored: Sequence[Sequence[Trajectory]], success_reward: float) -> list[tuple[int, int]]:
+    """For each task, scored episodes and successes."""
+    return [
+        (len(siblings), sum(t.reward >= success_reward - 1e-9 for t in siblings))
+        for siblings in scored
+        if siblings
+    ]

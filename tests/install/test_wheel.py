@@ -1,0 +1,167 @@
+"""What is in the wheel, and what it says of itself; what works where torch is not installed."""
+
+import email
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from areal_gym.version import __version__
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    home = tmp_path_factory.mktemp("wheel")
+    source = home / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    leftovers = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "areal_gym", source / "areal_gym", ignore=leftovers)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", home, source],
+        check=True,
+        capture_output=True,
+    )
+    (built,) = home.glob("*.whl")
+    with zipfile.ZipFile(built) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return email.message_from_bytes(wheel.read(name))
+
+
+def extra_of(requirement):
+    found = re.search(r"extra == ['\"]([^'\"]+)['\"]", requirement)
+    return found and found[1]
+
+
+def test_every_file_of_the_package_is_in_the_wheel(wheel):
+    """Code, templates, the viewer's front end, schemas, the Dockerfile: whatever is not cached."""
+    ours = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "areal_gym").rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert {suffix for suffix in (".jinja", ".tmpl", ".js", ".css", ".html", ".json", "")} <= {
+        Path(name).suffix for name in ours
+    }
+    assert ours <= set(wheel.namelist())
+    assert "areal_gym/py.typed" in ours
+
+
+def test_the_version_is_said_in_one_place(metadata):
+    assert metadata["Version"] == __version__
+    places = [
+        file
+        for file in [ROOT / "pyproject.toml", *(ROOT / "areal_gym").rglob("*.py")]
+        if f'"{__version__}"' in file.read_text()
+    ]
+    assert places == [ROOT / "areal_gym" / "version.py"]
+
+
+def test_the_core_needs_no_torch(metadata):
+    core = [line for line in metadata.get_all("Requires-Dist") if extra_of(line) is None]
+    names = {re.match(r"[\w.-]+", line)[0] for line in core}
+    assert "aiohttp" in names
+    assert not names & {"torch", "transformers", "safetensors", "matplotlib", "datasets", "ray"}
+
+
+def test_all_is_the_union_of_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    (union,) = extras["all"]
+    named = set(re.fullmatch(r"areal-gym\[(.+)\]", union)[1].split(","))
+    # Those who work on areal-gym, and a server that wants an environment of its own.
+    assert named == set(extras) - {"all", "dev", "docs", "sglang"}
+    assert {"train", "ray", "docker", "agents", "search", "viewer"} <= named
+
+
+# ---- without torch ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def said(tiny_policy, tmp_path_factory):
+    """What the program said without torch, by the words that were typed."""
+    home = tmp_path_factory.mktemp("core")
+    served = home / "served"
+    served.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tiny_policy / name).exists():
+            shutil.copy(tiny_policy / name, served)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("core_commands.py")), str(served)],
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = {tuple(line["argv"]): line for line in map(json.loads, done.stdout.splitlines())}
+    asked = (home / "asked/trajectories/eval.jsonl").read_text().splitlines()
+    return {**lines, "asked": [json.loads(line) for line in asked]}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (("list",), "needs: pip install 'areal-gym[train]'"),
+        (("show", "tir"), "python(code)"),
+        (("show", "ppo_clip"), "needs: pip install 'areal-gym[train]'"),
+        (("play", "math"), "over after 1 turns"),
+        (("check", "math", "--tasks", "1"), "gold"),
+        (("data", "show", "math", "-n", "2"), "Calculate 29-26."),
+        (("train", "--env", "math", "--dry-run"), "# per step"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_needs_no_torch_works_without(said, argv, expected):
+    assert said[argv]["code"] == 0, said[argv]["err"]
+    assert expected in said[argv]["out"]
+
+
+def test_a_served_policy_is_measured_without_torch(said):
+    (measured,) = [line for argv, line in said.items() if "eval" in argv and "sglang" in argv]
+    assert measured["code"] == 0, measured["err"]
+    assert re.search(r"pass@1 +0\.000 .*\n", measured["out"])
+    assert re.search(r"completed +2 +100\.0%", measured["out"])
+
+
+def test_a_server_that_is_asked_in_messages_is_measured(said):
+    (measured,) = [line for argv, line in said.items() if "engine.kwargs.model=Ada" in argv]
+    assert measured["code"] == 0, measured["err"]
+    assert re.search(r"completed +3 +100\.0%", measured["out"])
+    answers = [row["messages"][-1]["content"] for row in said["asked"]]
+    assert answers == ["Ada has no idea"] * 3
+    (refused,) = [line for argv, line in said.items() if "--agent" in argv]
+    assert refused["code"] == 2
+    assert "by nobody but the environment" in refused["err"]
+
+
+def test_the_doctor_says_what_to_install(said):
+    assert "pip install 'areal-gym[train]'" in said["doctor",]["out"]
+
+
+def test_what_needs_torch_says_so_before_anything_is_made(said):
+    refused = [
+        line
+        for argv, line in said.items()
+        if argv[0] in ("train", "eval") and not {"--dry-run", "sglang", "-n"} & {*argv}
+    ]
+    assert len(refused) == 4
+    for line in refused:
+        assert line["code"] == 2, line
+        assert "pip install 'areal-gym[train]'" in line["err"]
