@@ -59,6 +59,7 @@ __all__ = [
     "readable_disk_errors",
     "run_info",
     "run_path",
+    "run_paths",
     "write_atomic",
 ]
 
@@ -290,10 +291,17 @@ class RunDir:
         return list(_read_lines(self.evaluations_file))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The run's outcome; None while it has none."""
+        """The run's outcome; None while it has none.
+
+        Raises:
+            DataError: the file is damaged.
+        """
         if not self.summary_file.exists():
             return None
-        summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        try:
+            summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{self.summary_file} is no JSON: {error}") from None
         return summary
 
     def read_trajectories(self, name: int | str) -> Iterator[Trajectory]:
@@ -395,9 +403,14 @@ class RunInfo:
 
 def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
     """The runs directly under `root`, by name. Empty when there is no such directory."""
+    return [run_info(path) for path in run_paths(root)]
+
+
+def run_paths(root: Path) -> list[Path]:
+    """Where they lie."""
     if not root.is_dir():
         return []
-    return [run_info(path) for path in sorted(root.iterdir()) if RunDir(path).config_file.exists()]
+    return [path for path in sorted(root.iterdir()) if RunDir(path).config_file.exists()]
 
 
 def run_info(path: Path) -> RunInfo:

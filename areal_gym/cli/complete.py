@@ -114,7 +114,7 @@ def _ids(kind: Kind) -> Iterator[tuple[str, str]]:
 
 
 def _runs(incomplete: str) -> list[CompletionItem[str]]:
-    from areal_gym.rundir import RunDir
+    from areal_gym.rundir import run_paths
 
     typed = Path(incomplete)
     folders = [Path("runs")]
@@ -125,9 +125,8 @@ def _runs(incomplete: str) -> list[CompletionItem[str]]:
     found = [
         path
         for folder in dict.fromkeys(folders)
-        if folder.is_dir()
-        for path in sorted(folder.iterdir())
-        if str(path).startswith(incomplete) and RunDir(path).config_file.is_file()
+        for path in run_paths(folder)
+        if str(path).startswith(incomplete)
     ]
     return [CompletionItem(str(path)) for path in found]
 

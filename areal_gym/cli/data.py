@@ -20,6 +20,7 @@ from areal_gym.cli.output import (
     talk,
 )
 from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.markup import visible
 
 if TYPE_CHECKING:
     from areal_gym.envs.base import TextEnv
@@ -179,7 +180,7 @@ def _line(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _short(text: str, limit: int) -> str:
-    text = " ".join(text.split())
+    text = visible(" ".join(text.split()))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

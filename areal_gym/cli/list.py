@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from areal_gym.cli import complete
-from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
-from areal_gym.errors import NothingToDoError, UsageError, did_you_mean
+from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk, warn
+from areal_gym.errors import DataError, NothingToDoError, UsageError, did_you_mean
 from areal_gym.plugins import KINDS, Entry, Kind, registry
 from areal_gym.plugins.registry import as_kind
 
@@ -103,9 +103,14 @@ def _list_algorithms(as_json: bool) -> None:
 
 
 def _list_runs(root: Path, as_json: bool) -> None:
-    from areal_gym.rundir import RunDir, list_runs
+    from areal_gym.rundir import RunDir, run_info, run_paths
 
-    runs = list_runs(root)
+    runs = []
+    for path in run_paths(root):
+        try:
+            runs.append(run_info(path))
+        except DataError as error:  # one damaged run does not hide the others
+            warn(f"{path} is left out: {error}")
     if not runs:
         raise NothingToDoError(f"no runs in {root}", hints=["make one: areal-gym train --env tir"])
     rows: list[dict[str, Any]] = [

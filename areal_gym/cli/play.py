@@ -11,6 +11,7 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, talk
 from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.markup import visible
 from areal_gym.plugins import registry
 from areal_gym.types import Message
 
@@ -108,7 +109,12 @@ def _action(env: TextEnv, line: str) -> str | Message | None:
         case "/tools":
             _print_tools(env)
         case "/gold":
-            gold = env.gold_action()
+            try:
+                gold = env.gold_action()
+            except NotImplementedError:
+                raise UsageError(
+                    "this environment does not say what a perfect policy would do"
+                ) from None
             _print_message({"role": "assistant", "content": gold})
             return gold
         case "/raw":
@@ -160,7 +166,7 @@ def _print_tools(env: TextEnv) -> None:
 
 
 def _print_message(message: Message) -> None:
-    print_data(f"[{message['role']}] {message['content']}")
+    print_data(visible(f"[{message['role']}] {message['content']}"))
 
 
 def _print_step(env: TextEnv, result: StepResult) -> None:

@@ -12,6 +12,7 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
 from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
+from areal_gym.markup import visible
 from areal_gym.plugins import KINDS, Entry, EnvSpec, registry
 from areal_gym.plugins.registry import as_kind
 
@@ -188,7 +189,8 @@ def _print_card(card: dict[str, Any]) -> None:
     if "sample_messages" in card:
         print_data(f"\na task ({card['sample_task']['id']}, split {card['sample_task']['split']}):")
         for message in card["sample_messages"]:
-            print_data(textwrap.indent(f"[{message['role']}] {message['content']}", "  "))
+            said = visible(f"[{message['role']}] {message['content']}")
+            print_data(textwrap.indent(said, "  "))
         print_data(f"\nplay it yourself: areal-gym play {card['id']}")
     if "sample_error" in card:
         print_data(f"\nit gives no task: {card['sample_error']}")

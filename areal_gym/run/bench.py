@@ -184,7 +184,13 @@ def _env(env: str) -> Iterator[Figure]:
         await asyncio.gather(*map(play_on, envs))
         return num_done, time.perf_counter() - wall_s, time.process_time() - cpu_s
 
-    num_done, wall_s, cpu_s = asyncio.run(measure())
+    try:
+        num_done, wall_s, cpu_s = asyncio.run(measure())
+    except NotImplementedError:
+        raise UsageError(
+            f"{env!r} has no gold_action(), which would play it here",
+            hints=["write one: areal-gym check and areal-gym play use it, too"],
+        ) from None
     what = f"episodes of {env} by its own gold policy, 64 in flight"
     yield Figure(part="env", what=what, value=num_done / wall_s, unit="/s", is_more_better=True)
     yield Figure(

@@ -1,5 +1,6 @@
 """All commands alike: the page about them, JSON, what goes to stdout, exit codes."""
 
+import io
 import json
 import re
 import sys
@@ -172,6 +173,55 @@ def test_what_a_new_user_would_mistype(call, argv, code, says):
     found, _, err = call(*argv)
     assert found == code
     assert says in err
+
+
+HOSTILE = """
+from areal_gym import Response, Task, TextEnv
+from areal_gym.plugins import EnvSpec, hookimpl
+
+
+class Hostile(TextEnv):
+    \"""Writes to the terminal.\"""
+
+    def sample_task(self, rng, options):
+        return Task(id="x", data={"a": "\\x1b[31m"})
+
+    def first_messages(self, task):
+        return [{"role": "user", "content": "\\x1b[2J \\u202e"}]
+
+    async def respond(self, message):
+        return Response(is_terminated=True)
+
+
+@hookimpl
+def register_envs():
+    yield EnvSpec(id="hostile", entry_point="hostile_plugin:Hostile", summary="hostile")
+"""
+
+
+def test_texts_of_tasks_do_not_act_on_the_terminal(call, tmp_path, monkeypatch):
+    (tmp_path / "hostile_plugin.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/gold\n/quit\n"))
+    for argv in (["play", "hostile"], ["show", "hostile"], ["data", "show", "hostile", "-n", "1"]):
+        code, out, err = call("-p", "hostile_plugin", *argv)
+        assert code == 0, err
+        assert not re.search("[\x1b\u202e]", out)
+        assert "[U+001B][2J [U+202E]" in out
+        assert argv[0] != "play" or "does not say what a perfect policy would do" in err
+    code, _, err = call("-p", "hostile_plugin", "bench", "env", "--env", "hostile")
+    assert code == 2
+    assert "'hostile' has no gold_action()" in err
+
+
+def test_a_damaged_run_does_not_hide_the_others(call, tmp_path):
+    for name in ("good", "bad"):
+        make_run(tmp_path / name, num_steps=1, num_trajectories=1)
+    (tmp_path / "bad" / "metrics.jsonl").write_text("no JSON\n{}\n")
+    code, out, err = call("list", "runs", "--root", str(tmp_path), "--json")
+    assert code == 0
+    assert [row["path"] for row in json.loads(out)] == [str(tmp_path / "good")]
+    assert "bad is left out: " in err
 
 
 @pytest.mark.parametrize("argv", [[], ["data"]], ids=str)
