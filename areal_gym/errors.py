@@ -19,6 +19,7 @@
         +-- AgentError                      the agent's own code failed
         +-- EngineError                     the policy could not be sampled
         |   +-- EngineUnreachableError (ConnectionError)
+        |   +-- GrammarError                the engine cannot keep to what the answer must look like
         +-- SandboxError                    the sandbox failed (not: the snippet in it)
         +-- WorkerError                 the process that played it died
         +-- EpisodeTimeoutError (TimeoutError)
@@ -46,6 +47,7 @@ __all__ = [
     "EpisodeError",
     "EpisodeTimeoutError",
     "FailureBudgetError",
+    "GrammarError",
     "GymError",
     "InfrastructureError",
     "LostRankError",
@@ -173,6 +175,10 @@ class EngineError(EpisodeError):
 
 class EngineUnreachableError(EngineError, ConnectionError):
     """No engine answers."""
+
+
+class GrammarError(EngineError):
+    """The engine cannot keep to the grammar that an answer was asked in."""
 
 
 class SandboxError(EpisodeError):

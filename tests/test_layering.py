@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "trainer": LOW | {"modeling", "engines.base"},
     "starter": BELOW_RUN,
     "distributed": BELOW_RUN,
-    "run": BELOW_RUN | {"distributed"},
+    "run": BELOW_RUN | {"distributed", "playing"},
     # `play` and `check` are about environments: their contract and its checker, no live engine;
     # tau2 has a benchmark to agree with, and data to fetch.
     "cli": LOW

@@ -154,6 +154,7 @@ class Recorder:
             top_k=asked.top_k,
             stop_token_ids=self.renderer.stop_token_ids,
             seed=derive_seed(*parts),
+            grammar=asked.grammar,
         )
         start_s = time.perf_counter()
         self._in_flight.engine += 1

@@ -12,10 +12,11 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run `areal-gym` with these arguments (default: the process's own) and exit."""
-    from areal_gym.cli.app import run
-    from areal_gym.cli.output import EXIT_INTERRUPTED
-
+    try:
+        from areal_gym.cli.app import run
+    except KeyboardInterrupt:  # this early, nobody else renders it
+        sys.exit(130)
     code = run(argv)
-    if code == EXIT_INTERRUPTED:  # whoever presses Ctrl-C again need not see how Python ends
+    if code == 130:  # whoever presses Ctrl-C again need not see how Python ends
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)

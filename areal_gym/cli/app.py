@@ -1,15 +1,6 @@
 """The `areal-gym` program: global options, commands that load on use, one error renderer.
 
-Exit codes:
-
-    0    done
-    1    ran, but the answer is no: `check` failed, `--fail-under` missed
-    2    usage or settings: unknown id, flag, key; a bad recipe; the run directory is taken
-    3    infrastructure: engine, sandbox, disk; too many failed episodes
-    4    plugin: two claim one id, or one cannot be imported
-    5    nothing to do: no tasks, no runs
-    70   a bug of ours
-    130  interrupted
+What exit codes mean is in `areal_gym.cli.output.EXIT_CODES`.
 """
 
 from __future__ import annotations
@@ -23,8 +14,16 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from areal_gym.cli.output import EXIT_BUG, Options, render_error, warn
-from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.cli.output import (
+    EXIT_BUG,
+    Group,
+    Options,
+    ReaderLeftError,
+    has_reader_left,
+    render_error,
+    warn,
+)
+from areal_gym.errors import InfrastructureError
 from areal_gym.plugins import PluginManager, Registry, registry, set_registry
 from areal_gym.version import __version__
 
@@ -64,7 +63,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 """Section -> name -> (where under `areal_gym.cli`, one line). Help imports none of them."""
 
 
-class GymGroup(click.Group):
+class GymGroup(Group):
     """Loads a command when it is used; lists them by section; knows the commands of plugins."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -86,20 +85,16 @@ class GymGroup(click.Group):
             return loaded
         return None
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Click's, with a suggestion for a mistyped name."""
-        name = args[0]
-        if ctx.resilient_parsing:  # of a line that is still being typed
-            return super().resolve_command(ctx, args)
-        if not name.startswith("-") and self.get_command(ctx, name) is None:
-            near = did_you_mean(name, self.list_commands(ctx))
-            raise UsageError(
-                f"no command {name!r}",
-                hints=[*([near] if near else []), "all of them: areal-gym --help"],
-            )
-        return super().resolve_command(ctx, args)
+    def invoke(self, ctx: click.Context) -> Any:
+        """Click's, which would take a reader that leaves for a failure of the command."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError as error:
+            if has_reader_left():
+                raise ReaderLeftError from error
+            raise InfrastructureError(f"a process that was talked to has ended: {error}") from error
+        return result
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         """Names of commands, without importing one; options where the word begins like one."""
@@ -181,7 +176,6 @@ def run(argv: Sequence[str] | None = None) -> int:
             standalone_mode=False,
             obj=options,
         )
-        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BaseException as error:
         if VARIABLE in os.environ and not isinstance(error, SystemExit):

@@ -11,6 +11,7 @@ import click
 
 from areal_gym.cli import complete
 from areal_gym.cli.output import (
+    Group,
     Options,
     common_options,
     print_columns,
@@ -28,7 +29,7 @@ __all__ = ["data_command"]
 SOURCES = ("tau2",)
 
 
-@click.group("data")
+@click.group("data", cls=Group)
 def data_command() -> None:
     """Data of environments: look at it, check it, fetch it."""
 
@@ -70,7 +71,7 @@ def pull_command(
 @click.argument(
     "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
 )
-@click.option("--split", default="train", show_default=True)
+@click.option("--split", default="train", show_default=True, help="Whose tasks.")
 @click.option(
     "-n", "num_tasks", type=click.IntRange(min=1), default=10, show_default=True, help="Tasks."
 )

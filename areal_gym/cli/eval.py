@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ __all__ = ["eval_command"]
     help="A run: its newest checkpoint.",
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="A checkpoint's directory.")
-@click.option("--model", help="A model's directory, or 'starter'.")
+@click.option("--model", help="A directory, 'starter', or a server's URL (OpenAI's API).")
 @click.option("-n", "num_tasks", type=click.IntRange(min=1), help="Held-out tasks.")
 @click.option("-k", "num_samples", type=click.IntRange(min=1), help="Episodes per task.")
 @click.option("--greedy", is_flag=True, help="Take the likeliest token instead of sampling.")
@@ -85,7 +86,8 @@ def eval_command(
     """Measure a policy on held-out tasks: pass@1 and pass@k with 95% intervals, and what failed.
 
     With --run, the settings are those of the run; without --run, --checkpoint and --model, the
-    policy is the one that a run would start with.
+    policy is the one that a run would start with. A URL as --model is asked in messages; its key is
+    OPENAI_API_KEY, and engine.kwargs.model=NAME the model's name there.
     """
     from areal_gym.cli.settings import (
         env_flags,
@@ -119,6 +121,9 @@ def eval_command(
         seed=seed,
     )
 
+    if bar is not None:
+        _require_known(bar[0], config.eval.num_samples)
+
     from areal_gym import run as runs
     from areal_gym.cli.display import make_display
 
@@ -144,8 +149,9 @@ def eval_command(
         print_json(numbers)
     else:
         print_data(report.to_text())
-    talk(f"trajectories: {place / 'trajectories'}")
-    return 0 if bar is None else _judge(numbers, *bar)
+    code = 0 if bar is None else _judge(numbers, *bar)
+    talk(f"see them: areal-gym view {shlex.quote(str(place))}")
+    return code
 
 
 def _parse_bar(text: str | None) -> tuple[str, float] | None:
@@ -160,12 +166,20 @@ def _parse_bar(text: str | None) -> tuple[str, float] | None:
         ) from None
 
 
+def _require_known(metric: str, num_samples: int) -> None:
+    """Refuse a metric that no evaluation has, before anything has been waited for."""
+    ks = [2**i for i in range(num_samples.bit_length())]
+    names = [f"pass@{k}{bound}" for k in ks for bound in ("", "_low", "_high")]
+    names += [f"pass^{k}" for k in ks]
+    names += ["reward", "mean_turns", "mean_policy_tokens", "num_episodes"]
+    if metric not in names:
+        near = did_you_mean(metric, names)
+        hints = [*([near] if near else []), f"there is: {', '.join(names)}"]
+        raise UsageError(f"--fail-under: no metric {metric!r}", hints=hints)
+
+
 def _judge(numbers: Mapping[str, Any], metric: str, least: float) -> int:
     """The exit code: 1 when the metric is below the bar."""
-    known = [name for name, value in numbers.items() if isinstance(value, int | float)]
-    if metric not in known:
-        near = did_you_mean(metric, known) or f"there is: {', '.join(known)}"
-        raise UsageError(f"--fail-under: no metric {metric!r}", hints=[near])
     if numbers[metric] >= least:
         return 0
     talk(f"areal-gym: {metric} is {numbers[metric]:.4f}, below {least:g}")

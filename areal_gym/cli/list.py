@@ -10,7 +10,7 @@ import click
 
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
-from areal_gym.errors import NothingToDoError
+from areal_gym.errors import NothingToDoError, UsageError, did_you_mean
 from areal_gym.plugins import KINDS, Entry, Kind, registry
 from areal_gym.plugins.registry import as_kind
 
@@ -43,6 +43,12 @@ def list_command(what: str | None, as_json: bool, root: Path) -> None:
         _list_algorithms(as_json)
     elif what is None:
         _list_everything(as_json)
+    elif what not in KINDS:
+        near = did_you_mean(what, WHAT)
+        raise UsageError(
+            f"no kind of things is called {what!r}",
+            hints=[*([near] if near else []), f"there are: {', '.join(WHAT)}"],
+        )
     else:
         kind = as_kind(what)
         entries = registry().entries(kind)
@@ -97,7 +103,7 @@ def _list_algorithms(as_json: bool) -> None:
 
 
 def _list_runs(root: Path, as_json: bool) -> None:
-    from areal_gym.rundir import list_runs
+    from areal_gym.rundir import RunDir, list_runs
 
     runs = list_runs(root)
     if not runs:
@@ -108,6 +114,7 @@ def _list_runs(root: Path, as_json: bool) -> None:
             "env": run.env_id,
             "steps": run.num_steps,
             "is_finished": run.is_finished,
+            "status": RunDir(run.path).status,
             "reward": run.reward,
             "heldout_before": run.summary.get("heldout_before"),
             "heldout_after": run.summary.get("heldout_after"),
@@ -123,7 +130,7 @@ def _list_runs(root: Path, as_json: bool) -> None:
                 row["path"],
                 row["env"],
                 f"step {row['steps']}",
-                "finished" if row["is_finished"] else "not finished",
+                row["status"],
                 f"reward {_number(row['reward'])}",
                 f"held out {_number(row['heldout_before'])} -> {_number(row['heldout_after'])}",
             )

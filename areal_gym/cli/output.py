@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -13,13 +14,17 @@ from typing import Any, TypeVar
 
 import click
 
-from areal_gym.errors import GymError, did_you_mean
+from areal_gym.errors import GymError, UsageError, did_you_mean
 
 __all__ = [
     "EXIT_BUG",
+    "EXIT_CODES",
     "EXIT_INTERRUPTED",
+    "Group",
     "Options",
+    "ReaderLeftError",
     "common_options",
+    "has_reader_left",
     "print_columns",
     "print_data",
     "print_json",
@@ -30,6 +35,19 @@ __all__ = [
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
+EXIT_CODES = {
+    0: "done",
+    1: "ran, but the answer is no: `check` found a broken rule, `--fail-under` was missed",
+    2: "usage or settings: unknown id, flag or key; a bad recipe; the run directory is taken",
+    3: "infrastructure: engine, sandbox, disk; too many failed episodes",
+    4: "plugin: two claim one id, or one cannot be imported",
+    5: "nothing to do: no tasks, no runs",
+    EXIT_BUG: "a bug of ours",
+    EXIT_INTERRUPTED: "interrupted; what a run has learned is saved, and `--resume` goes on",
+}
+
+_REFUSED = {errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
+"""Places that a person named and the system does not give."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,9 +77,38 @@ def common_options(command: F) -> F:
     return command
 
 
+class ReaderLeftError(Exception):
+    """Who reads our data (`| head`) has had enough."""
+
+
+def has_reader_left() -> bool:
+    """Whether nobody reads stdout any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+class Group(click.Group):
+    """A group of commands that suggests a name for a mistyped one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click's; a line that is still being typed is left alone."""
+        name = args[0]
+        is_asked = not ctx.resilient_parsing and not name.startswith("-")
+        if is_asked and self.get_command(ctx, name) is None:
+            near = did_you_mean(name, self.list_commands(ctx))
+            raise UsageError(
+                f"no command {name!r}",
+                hints=[*([near] if near else []), f"all of them: {ctx.command_path} --help"],
+            )
+        return super().resolve_command(ctx, args)
+
+
 def print_data(text: str) -> None:
-    """A line of data."""
-    print(text)
+    """A line of data, at once: who reads it from a pipe may wait for it."""
+    print(text, flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -102,11 +149,14 @@ def render_error(error: BaseException, *, is_verbose: bool = False) -> int:
         case GymError():
             _talk_error(error.message, error.hints)
             return error.exit_code
+        case click.exceptions.NoArgsIsHelpError():
+            talk(error.format_message())
+            return 2
         case click.ClickException():
             _talk_error(*_from_click(error))
             return 2
-        case BrokenPipeError():
-            # The reader (`| head`) has had enough; the interpreter must not flush into it again.
+        case ReaderLeftError():
+            # The interpreter must not flush into it again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -115,6 +165,12 @@ def render_error(error: BaseException, *, is_verbose: bool = False) -> int:
                 ["free some space: runs keep theirs in checkpoints/ and trajectories/"],
             )
             return 3
+        case OSError() if error.errno in _REFUSED:
+            _talk_error(
+                f"cannot use {error.filename2 or error.filename}: {error.strerror}",
+                ["choose another place"],
+            )
+            return 2
         case MemoryError():
             _talk_error("out of memory", ["make it smaller: rollout.max_in_flight=32 ..."])
             return 3
@@ -140,6 +196,7 @@ def _from_click(error: click.ClickException) -> tuple[str, list[str]]:
     if isinstance(error, click.NoSuchOption):
         message = f"no option {error.option_name!r}"
         known = [flag for parameter in ctx.command.params for flag in parameter.opts] if ctx else []
+        known.append("--help")
         near = did_you_mean(error.option_name, [flag for flag in known if flag.startswith("--")])
         if near:
             hints.append(near)

@@ -22,7 +22,7 @@ def plugins_command(show_all: bool, strict: bool, as_json: bool) -> None:
     """What is installed, from which distribution, what failed and why.
 
     Plugins come from the entry-point group `areal_gym`. AREAL_GYM_PLUGINS=a,b loads only those;
-    `areal-gym -p no:NAME` leaves one out; `areal-gym -p MODULE` loads one that is not installed.
+    before the command, `-p no:NAME` leaves one out and `-p MODULE` loads one that is not installed.
     """
     manager = registry().manager
     shown = [p for p in manager.plugins if show_all or as_json or not p.is_blocked]

@@ -82,11 +82,18 @@ def serve_command(
 
     display = make_display(is_plain=options.is_plain)
 
+    is_ready = False
+
     def tell(base_url: str, api_key: str) -> None:
+        nonlocal is_ready
+        is_ready = True
         display.close()
         print_data(json.dumps({"base_url": base_url, "api_key": api_key}))
 
     try:
         runs.serve(config, checkpoint=checkpoint, display=display, on_ready=tell)
+    except KeyboardInterrupt:
+        if not is_ready:  # of a server that serves, it is the proper end
+            raise
     finally:
         display.close()

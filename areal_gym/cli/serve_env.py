@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from importlib.util import find_spec
@@ -102,4 +103,5 @@ def serve_env_command(
         raise ConfigError(
             "--mcp needs the package mcp", hints=["install it: pip install 'areal-gym[mcp]'"]
         )
-    asyncio.run(serve() if mcp is None else serve_mcp())
+    with contextlib.suppress(KeyboardInterrupt):  # a server's proper end
+        asyncio.run(serve() if mcp is None else serve_mcp())

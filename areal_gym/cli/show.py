@@ -11,7 +11,7 @@ import click
 
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
-from areal_gym.errors import GymError, UnknownIdError, did_you_mean
+from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
 from areal_gym.plugins import KINDS, Entry, EnvSpec, registry
 from areal_gym.plugins.registry import as_kind
 
@@ -51,6 +51,7 @@ def _find(id: str, kind: str | None) -> Entry:
         return registry().get("envs", id)
     homes = [word for word in KINDS if any(e.id == id for e in registry().entries(word))]
     if not homes:
+        _require_no_path(id)
         known = {entry.id for word in KINDS for entry in registry().entries(word)}
         near = did_you_mean(id, sorted(known))
         raise UnknownIdError(
@@ -64,6 +65,21 @@ def _find(id: str, kind: str | None) -> Entry:
     if len(homes) > 1:
         talk(f"{id!r} is also in: {', '.join(homes[1:])} (areal-gym show {id} --kind {homes[1]})")
     return registry().get(homes[0], id)
+
+
+def _require_no_path(id: str) -> None:
+    """What looks like a run's directory is taken for one that is not there.
+
+    Raises:
+        UsageError: it looks like one.
+    """
+    path = Path(id)
+    if path.is_dir():
+        raise UsageError(f"{path} holds no run", hints=["all runs: areal-gym list runs"])
+    if path.parent != Path() and path.parent.is_dir():
+        near = did_you_mean(id, map(str, path.parent.iterdir()))
+        hints = [*([near] if near else []), "all runs: areal-gym list runs"]
+        raise UsageError(f"there is no run {path}", hints=hints)
 
 
 def _card(entry: Entry) -> dict[str, Any]:

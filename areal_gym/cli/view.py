@@ -26,8 +26,19 @@ __all__ = ["view_command"]
     type=click.Path(path_type=Path),
     shell_complete=complete.runs,
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=7576, show_default=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Others need the token.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=7576,
+    show_default=True,
+    help="Where to listen; 0 is any free one.",
+)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Where to listen; beyond this machine, the address has a token.",
+)
 @click.option("--browser/--no-browser", default=True, help="Open a browser, where there is one.")
 @click.option("--export", "file", type=click.Path(path_type=Path), help="Write one HTML file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address and the runs as JSON.")

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from areal_gym.types import FinishReason
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # the protocol names tensors, but importing torch is the engi
 __all__ = [
     "Engine",
     "Generation",
+    "Grammar",
+    "GrammarEngine",
     "LocalEngine",
     "Piece",
     "RemoteEngine",
@@ -25,6 +27,10 @@ __all__ = [
     "stream_from",
     "stream_in_chunks",
 ]
+
+
+Grammar = tuple[Literal["json_schema", "structural_tag"], str]
+"""What alone may be written, as JSON text: a JSON schema, or xgrammar's structural tag."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +47,9 @@ class SamplingParams:
     """Sampling ends with, and includes, the first of these."""
     seed: int | None = None
     """Same seed, prompt and weights give the same tokens, whatever else is in the batch."""
+    grammar: Grammar | None = None
+    """Only engines that are a `GrammarEngine` keep to it. Log-probabilities are then those of what
+    it leaves, and not the policy's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +131,13 @@ class StreamingEngine(Engine, Protocol):
     ) -> AsyncGenerator[Piece, None]:
         """As `generate`, piece by piece. Closing the generator aborts the generation."""
         ...
+
+
+@runtime_checkable
+class GrammarEngine(Engine, Protocol):
+    """An engine that keeps to `SamplingParams.grammar`, or raises `GrammarError`."""
+
+    takes_grammars: bool
 
 
 async def stream_from(

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal_gym.gateway.errors import ApiError
-from areal_gym.gateway.openai_chat import MaxTokens, Stops, Text, may_call, refuse
+from areal_gym.gateway.grammar import called_tools, refuse
+from areal_gym.gateway.openai_chat import MaxTokens, Stops, Text, may_call
 from areal_gym.gateway.reading import Delta
 from areal_gym.gateway.session import Answer, Ask
 from areal_gym.types import Message, ToolCall
@@ -51,6 +52,8 @@ class ToolChoice(BaseModel):
     """Whether tools are called."""
 
     type: str
+    name: str | None = None
+    """Of the tool that must be called."""
     disable_parallel_tool_use: bool | None = None
 
 
@@ -82,10 +85,15 @@ class MessagesRequest(BaseModel):
             messages += _messages(turn)
         choice = self.tool_choice
         is_single = choice is not None and choice.disable_parallel_tool_use
+        tools = [_schema(tool) for tool in self.tools or ()]
+        kind: object = choice and choice.type
+        if choice is not None and kind == "tool":
+            kind = {"type": "tool", "name": choice.name}
         return Ask(
             messages=messages,
-            tools=[_schema(tool) for tool in self.tools or ()],
-            has_calls=may_call(choice and choice.type, False if is_single else None),
+            tools=tools,
+            has_calls=may_call(kind, False if is_single else None),
+            form=called_tools(kind, tools),
             max_new_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,

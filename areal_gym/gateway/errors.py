@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_gym.capture import ContextFullError
-from areal_gym.errors import AgentError, EngineError, EpisodeError, UsageError
+from areal_gym.errors import AgentError, EngineError, EpisodeError, GrammarError, UsageError
 
 __all__ = ["ApiError", "as_api_error"]
 
@@ -76,6 +76,8 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case ContextFullError():
             return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+        case GrammarError():
+            return ApiError(400, f"the engine refuses: {error}", code="unsupported_value")
         case EngineError():
             return ApiError(503, f"the policy could not be sampled: {error}", code="engine_error")
         case UsageError() | AgentError():

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal_gym.gateway.errors import ApiError
+from areal_gym.gateway.grammar import called_tools, form_of, refuse
 from areal_gym.gateway.reading import Delta
 from areal_gym.gateway.session import Answer, Ask
 from areal_gym.rendering import Tokenizer
@@ -21,11 +22,11 @@ __all__ = [
     "MaxTokens",
     "Part",
     "Seed",
+    "Shape",
     "Stops",
     "Text",
     "arguments_of",
     "may_call",
-    "refuse",
     "refuse_shaped",
     "text_of",
     "token_logprobs",
@@ -35,6 +36,7 @@ __all__ = [
 Text = Annotated[str, Field(max_length=8_000_000)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 MaxTokens = Annotated[int, Field(ge=1, le=2**31)]
+Shape = Annotated[dict[str, Any], Field(max_length=64)]
 Stops = Annotated[list[str], Field(max_length=16)]
 
 
@@ -93,12 +95,6 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """How the answer must look."""
-
-    type: str
-
-
 class ChatRequest(BaseModel):
     """The body of a request. Fields that are not here change nothing."""
 
@@ -119,7 +115,7 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Shape | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -132,14 +128,14 @@ class ChatRequest(BaseModel):
         """
         refuse("top_logprobs", self.top_logprobs, "only the sampled tokens' are known")
         refuse_shaped(self.frequency_penalty, self.presence_penalty, self.logit_bias)
-        if self.response_format is not None and self.response_format.type != "text":
-            why = "the engine does not constrain what is sampled"
-            refuse("response_format", self.response_format.type, why)
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        call = called_tools(self.tool_choice, tools)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return Ask(
             messages=[_message(message) for message in self.messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            tools=tools,
             has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
+            form=call or form_of("response_format", self.response_format),
             n=self.n or 1,
             max_new_tokens=self.max_completion_tokens or self.max_tokens,
             temperature=self.temperature,
@@ -147,17 +143,6 @@ class ChatRequest(BaseModel):
             top_k=None if self.top_k is None else max(self.top_k, 0),
             seed=self.seed,
             stops=[stop for stop in stops if stop],
-        )
-
-
-def refuse(field: str, value: object, why: str) -> None:
-    """Raise ApiError where a field asks for what cannot be done."""
-    if value:
-        raise ApiError(
-            400,
-            f"{field} = {value!r} is not supported: {why}",
-            code="unsupported_value",
-            param=field,
         )
 
 
@@ -173,11 +158,9 @@ def may_call(choice: object, parallel: bool | None) -> bool:
     """Whether calls are read as calls.
 
     Raises:
-        ApiError: calls are to be forced or forbidden, which needs an engine that does so.
+        ApiError: there is to be one call at most, and the policy decides whether it calls.
     """
-    if choice not in (None, "auto", "none"):
-        refuse("tool_choice", choice, "the policy decides whether it calls; auto and none are")
-    if parallel is False:
+    if parallel is False and choice in (None, "auto", "none"):
         why = "the policy decides how many calls it makes"
         raise ApiError(400, f"parallel_tool_calls = false is not supported: {why}")
     return choice != "none"

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from areal_gym.gateway.grammar import refuse
 from areal_gym.gateway.openai_chat import (
     MaxTokens,
     Seed,
     Stops,
     StreamOptions,
     Text,
-    refuse,
     refuse_shaped,
     token_logprobs,
     usage_of,

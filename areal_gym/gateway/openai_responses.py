@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal_gym.gateway.errors import ApiError
+from areal_gym.gateway.grammar import called_tools, form_of, refuse
 from areal_gym.gateway.openai_chat import (
     MaxTokens,
     Part,
-    ResponseFormat,
+    Shape,
     Text,
     arguments_of,
     may_call,
-    refuse,
     text_of,
 )
 from areal_gym.gateway.reading import Delta
@@ -52,7 +52,7 @@ class Tool(BaseModel):
 class TextOptions(BaseModel):
     """How the text must look."""
 
-    format: ResponseFormat | None = None
+    format: Shape | None = None
 
 
 class ResponseRequest(BaseModel):
@@ -80,15 +80,16 @@ class ResponseRequest(BaseModel):
         """
         refuse("top_logprobs", self.top_logprobs, "only the sampled tokens' are known")
         shape = None if self.text is None else self.text.format
-        if shape is not None and shape.type != "text":
-            refuse("text.format", shape.type, "the engine does not constrain what is sampled")
+        tools = [_schema(tool) for tool in self.tools or ()]
+        call = called_tools(self.tool_choice, tools)
         system: list[Message] = []
         if self.instructions:
             system = [{"role": "system", "content": self.instructions}]
         return Ask(
             messages=[*system, *before, *self.messages()],
-            tools=[_schema(tool) for tool in self.tools or ()],
+            tools=tools,
             has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
+            form=call or form_of("text.format", shape),
             max_new_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,

@@ -13,6 +13,7 @@ from areal_gym.capture import ContextFullError, Conversations, Recorder, TurnDra
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.errors import AgentError, EngineError
 from areal_gym.gateway.errors import ApiError
+from areal_gym.gateway.grammar import Form
 from areal_gym.gateway.reading import Delta, Reader
 from areal_gym.types import Message, StopReason
 
@@ -40,6 +41,8 @@ class Ask:
     top_k: int | None = None
     seed: int | None = None
     stops: Sequence[str] = ()
+    form: Form | None = None
+    """How the answer must look."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +202,8 @@ class Session:
                 "(agents can tell by task.is_over, programs by GET /v1/rl/task)",
                 code="episode_over",
             )
+        if ask.form is not None and self.is_training:
+            ask.form.refuse_training()
         if self.max_calls is not None and self.recorder.num_calls + ask.n > self.max_calls:
             self.limit = StopReason.MAX_TURNS
             raise ApiError(
@@ -247,7 +252,7 @@ class Session:
             message, generation = await self.recorder.sample(
                 dialogue,
                 prompt,
-                params=self._params(ask),
+                params=self._params(ask, dialect),
                 seed=None if ask.seed is None else derive_seed(ask.seed & _MASK, index),
                 hear=hear if show is not None or ask.stops else None,
                 text=lambda: None if reader.stop is None else reader.text,
@@ -267,19 +272,21 @@ class Session:
             stop=reader.stop,
         )
 
-    def _params(self, ask: Ask) -> SamplingParams:
+    def _params(self, ask: Ask, dialect: str) -> SamplingParams:
         own = self.recorder.params
         limit = own.max_new_tokens
         if ask.max_new_tokens is not None:
             limit = min(limit, ask.max_new_tokens)
         if self.is_training:
             return replace(own, max_new_tokens=limit)
+        engine, renderer = self.recorder.engine, self.recorder.renderer
         return replace(
             own,
             max_new_tokens=limit,
             temperature=own.temperature if ask.temperature is None else ask.temperature,
             top_p=own.top_p if ask.top_p is None else ask.top_p,
             top_k=own.top_k if ask.top_k is None else ask.top_k,
+            grammar=None if ask.form is None else ask.form.grammar(engine, renderer, dialect),
         )
 
     def history(self, answer_id: str | None) -> list[Message]:

@@ -83,7 +83,7 @@ class Plugin:
         return "partly loaded" if self.hooks else "failed"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.source})"
+        return f"{self.name} ({self.source.strip('()')})"
 
 
 class Registration(NamedTuple):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CALL", "PARTS", "REFERENCES", "Figure", "Sums", "bench", "play_groups", "shape"]
 
-REFERENCES: Mapping[str, float] = {"rollout": 0.35, "sandbox": 2.6, "engine": 29_782, "step": 1.3}
+REFERENCES: Mapping[str, float] = {"rollout": 0.35, "sandbox": 2.6, "engine": 29_782, "step": 1.1}
 """Of README's "Speed", by part."""
 
 _SOME_S = 3.0

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.config import RunConfig
-from areal_gym.engines.base import Engine
-from areal_gym.errors import UsageError
+from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.errors import ConfigError, UsageError
 from areal_gym.gateway.shared import gateway_at
 from areal_gym.learning_curve import CurvePoint
 from areal_gym.online import ONLINE, split_address
+from areal_gym.playing.policies import opened
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.rollout.evaluate import evaluate as evaluate_policy
+from areal_gym.rollout.evaluate import measure as measure_play
 from areal_gym.run.blocking import run_to_end
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.parts import Parts, open_engine, policy_directory
@@ -66,22 +68,67 @@ def evaluate(
 
     async def measure() -> EvalReport:
         parts = Parts.of(config)
-        policy = checkpoint or policy_directory(config, parts, shown)[0]
-        async with (
-            open_engine(config, policy) as (engine, renderer),
-            gateway_at(*split_address(config.gateway)),
-        ):
-            kept: list[Trajectory] = []
-            label = f"evaluate ({'greedy' if greedy else 'sampled'})"
-            shown.phase(label, config.eval.num_tasks * (1 if greedy else config.eval.num_samples))
-            report = await _measure(
-                config, parts, engine, renderer, greedy=greedy, keep=kept, advance=shown.advance
-            )
-            if out is not None:
-                RunDir(out).save_trajectories(kept, name="eval-greedy" if greedy else "eval")
-            return report
+        kept: list[Trajectory] = []
+        label = f"evaluate ({'greedy' if greedy else 'sampled'})"
+        total = config.eval.num_tasks * (1 if greedy else config.eval.num_samples)
+        if checkpoint is None and "://" in config.engine.model:
+            shown.phase(label, total)
+            report = await _measure_words(config, parts, greedy, kept, shown.advance)
+        else:
+            policy = checkpoint or policy_directory(config, parts, shown)[0]
+            async with (
+                open_engine(config, policy) as (engine, renderer),
+                gateway_at(*split_address(config.gateway)),
+            ):
+                shown.phase(label, total)
+                report = await _measure(
+                    config, parts, engine, renderer, greedy=greedy, keep=kept, advance=shown.advance
+                )
+        if out is not None:
+            RunDir(out).save_trajectories(kept, name="eval-greedy" if greedy else "eval")
+        return report
 
     return run_to_end(measure())
+
+
+async def _measure_words(
+    config: RunConfig,
+    parts: Parts,
+    greedy: bool,
+    keep: list[Trajectory],
+    advance: Callable[..., Any],
+) -> EvalReport:
+    """The policy that an OpenAI-compatible server has: messages in and out, no tokens.
+
+    Raises:
+        ConfigError: the settings want what only tokens can give.
+    """
+    if config.agent.id != "chat" or set(config.engine.kwargs) - {"model"}:
+        raise ConfigError(
+            f"{config.engine.model} is asked in messages, by nobody but the environment",
+            hints=[
+                "agent.id=chat; engine.kwargs.model=NAME is the model's name there",
+                "agents play where tokens are recorded: --engine sglang --engine.url URL",
+            ],
+        )
+    rollout, temperature = config.rollout, 0.0 if greedy else config.rollout.temperature
+    params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
+    name = str(config.engine.kwargs.get("model", "default"))
+    timeout_s = rollout.episode_timeout_s
+    async with opened(config.engine.model, params, name, None, 0, timeout_s) as play:
+        return await measure_play(
+            parts.make_env,
+            play,
+            temperature=temperature,
+            split=config.eval.split,
+            num_tasks=config.eval.num_tasks,
+            num_samples=1 if greedy else config.eval.num_samples,
+            max_in_flight=rollout.max_in_flight,
+            seed=config.seed,
+            env_id=config.env.id,
+            on_progress=lambda done, total: advance(done),
+            on_trajectory=keep.append,
+        )
 
 
 @dataclass(slots=True)

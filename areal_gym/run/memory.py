@@ -1,4 +1,4 @@
-"""What memory a run needs, by arithmetic: a rank of the trainer at its peak, the policy's cache.
+"""What memory a run needs, by arithmetic: a rank of the trainer at its peak, and the engine.
 
 Nothing is allocated: the parameters are counted on a model without data. Activations are those
 that the backward pass needs, for a full micro-batch; what allocators and libraries take comes on
@@ -158,7 +158,8 @@ def describe_memory(config: RunConfig) -> list[str]:
         f"{_gb(found.total)} GB = {listed}",
         f"engine: {_gb(found.served)} GB weights in bfloat16, {found.cached / 1e3:.0f} kB of cache "
         f"a token; {config.rollout.max_in_flight:,} in flight, all of "
-        f"{config.engine.max_context:,} tokens, would take {_gb(tokens * found.cached)} GB: who finds no room there waits",
+        f"{config.engine.max_context:,} tokens, would take {_gb(tokens * found.cached)} GB: "
+        "who finds no room there waits",
     ]
 
 

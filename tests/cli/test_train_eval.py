@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from areal_gym.cli.reference import JSON_KEYS
+
 pytestmark = pytest.mark.slow
 
 SMALL = (
@@ -49,7 +51,8 @@ def test_train_then_eval_then_resume(areal_gym, tiny_policy, tmp_path):
     assert found.returncode == 0, found.stderr
     numbers = json.loads(found.stdout)
     assert numbers["num_tasks"] == 4
-    assert {"pass@1", "pass@2"} <= set(numbers)
+    assert {"pass@2", *JSON_KEYS["eval"][1].split()} <= set(numbers)
+    assert found.stderr.splitlines()[-1] == "see them: areal-gym view run"
     assert list((run / "trajectories").glob("eval*.jsonl"))
     missed = areal_gym("eval", "--run", "run", "--fail-under", "pass@1=1.1")
     assert missed.returncode == 1

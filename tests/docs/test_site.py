@@ -21,6 +21,12 @@ def test_every_setting_says_what_it_is_for():
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
+def test_the_picture_is_what_its_script_draws():
+    script = ROOT / "docs" / "asynchrony_picture.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout == (ROOT / "docs" / "asynchrony.svg").read_text()
+
+
 def test_the_site_builds(tmp_path):
     # Not --quiet: warnings that are not shown are not counted by --strict, either.
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'areal-gym[docs]'")

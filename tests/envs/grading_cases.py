@@ -45,6 +45,7 @@ EQUAL = {
     "angles": [
         (r"90^\circ", "90"), (r"45^{\circ}", "45°"), ("30 degrees", r"30^\circ"),
         (r"\frac{\pi}{6}", r"\pi/6"), (r"\sin(90^\circ - x)", r"\cos x"),
+        ("4 ℃", "4"),
     ],
     "names": [
         (r"f^{-1}(x) = \frac{x-1}{2}", r"\frac{x-1}{2}"), (r"\angle A = 30^\circ", "30"),
@@ -57,11 +58,14 @@ EQUAL = {
         ("Evelyn", r"\text{Evelyn}"), ("even", "Even"), (r"\text{ellipse}", "ellipse"),
         ("Tuesday.", "tuesday"), ("yes", "Yes"), (r"\mathbf{no solution}", "no solution"),
         ("True", "true"),
+        ("thirteen", "13"), ("Twenty-one", "21"), ("forty two", "42"), ("hundred", "100"),
+        ("6 hours and 15 minutes", "6 hours 15 minutes"), ("“blue”", "blue"),
     ],
     "choices": [
         ("(B)", "B"), (r"\text{(C)}", "C"), ("D.", "D"), ("e", "(E)"),
         (r"\mathrm{A}", r"\textbf{A}"), ("(B) 12", "B"), ("C) 3.5", "(C)"),
         (r"\boxed{\text{(A)}}", "A"),
+        ("Option A", "A"), ("option (C)", "C"), ("B", "choice B"),
     ],
     "bases": [
         ("52_8", "52_{8}"), ("1011_2", "1011_{2}"), (r"4A_{16}", "4A_16"),
@@ -73,6 +77,8 @@ EQUAL = {
         ("x = 4, y = -1", "4, -1"), ("0.5, 4", r"4, \frac12"), (r"12\text{ and }13", "12, 13"),
         ("3; 5", "3, 5"), (r"60^\circ, 120^\circ", "120, 60"),
         (r"\boxed{-2} \text{ and } \boxed{1}", "1, -2"), ("n = 1, 2, 3", "1,2,3"),
+        ("{1, 3}", "(1, 3)"), ("(1;2;3)", "(1,2,3)"),
+        ("2 apples and 3 pears", "3 pears, 2 apples"),
     ],
     "sets": [
         (r"\{1, 2\}", r"\{2,1\}"), ("{3, 4}", r"\{4, 3\}"),
@@ -83,6 +89,7 @@ EQUAL = {
         ("(1, 0.5)", r"(1, \frac{1}{2})"), (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
         ("( 6,31 , -1 )", "(6,31,-1)"), (r"\left(-\frac32, \sqrt{4}\right)", "(-1.5, 2)"),
         (r"\langle 1, 2 \rangle", "(1,2)"), (r"(7, 225^\circ)", "(7,225)"),
+        ("<1, 2, 3>", "(1,2,3)"), (r"\overline{AB} = 5", "5"),
     ],
     "intervals": [
         (r"\{x \mid x > 2\}", r"(2, \infty)"),
@@ -92,6 +99,10 @@ EQUAL = {
         (r"-2 \le x < 7", "[-2, 7)"), (r"x \in [-2,7]", r"-2 \leq x \leq 7"), ("3 < t", "t > 3"),
         ("7 > y ≥ 1", "[1,7)"), (r"x < 1 \text{ or } x > 4", r"(-\infty,1)\cup(4,\infty)"),
         ("(2, +∞)", r"(2, \infty)"),
+        ("-x > -1", "x < 1"), (r"-t \le 4", r"t \ge -4"),
+        (r"x \neq 3", r"(-\infty,3)\cup(3,\infty)"),
+        ("x != 3", r"x \ne 3"), (r"x > 2 \text{ and } x < 5", "2<x<5"),
+        ("x < 5 and x ≥ 2", "[2,5)"),
     ],
     "matrices": [
         (r"(1, 2)", r"\begin{pmatrix}1\\2\end{pmatrix}"),
@@ -108,6 +119,7 @@ EQUAL = {
             r"\begin{pmatrix} \sqrt{4} \\ x+1 \end{pmatrix}",
             r"\begin{pmatrix} 2 \\ 1+x \end{pmatrix}",
         ),
+        (r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}}", r"\begin{pmatrix} 1.0 \\ -2 \end{pmatrix}"),
     ],
     "roots and constants": [
         (r"\sqrt{4}", "2"), (r"\frac{\sqrt3}{3}", r"1/\sqrt{3}"), (r"2\sqrt{3}", r"\sqrt{12}"),
@@ -126,6 +138,7 @@ EQUAL = {
         (r"\frac{11+9a}{20}", r"\frac{9a}{20}+\frac{11}{20}"), ("x²", "x^2"),
         ("8n^2 + 4n + 1", "1+4n+8n^2"), (r"\left(x-2\right)\left(x+2\right)", "x^2-4"),
         (r"2-2p", "2(1-p)"), (r"e^{x}e^{y}", "e^{x+y}"),
+        (r"a_n = \sum_{k=0}^{n} b_k c_k", r"\sum_{k=0}^{n} c_k b_k"), ("|x-1|", "|1-x|"),
     ],
     "complex": [
         ("1+2i", "2i + 1"), ("i(2-i)", "1+2i"), (r"\frac34i", r"\frac{3}{4}i"),
@@ -134,9 +147,11 @@ EQUAL = {
     "equations": [
         ("5x - 7y + 11z + 4 = 0", "-5x+7y-11z-4=0"), ("y = -2x", "2x + y = 0"),
         ("2x = 4y", "x = 2y"), ("x^2 + y^2 = 9", "9 = y^2 + x^2"),
+        (r"\frac12 + \frac{11}{18} = \frac{10}{9}", "10/9"), ("= 5", "5"),
     ],
     "ratios and times": [
         ("3:1", "3 : 1"), ("12:30", "12:30"),
+        ("3 to 1", "3:1"), ("5:00 p.m.", "5:00 PM"),
     ],
     "texts that end in an answer": [
         ("<answer> 42 </answer>", "42"), ("**42**", "42"), ("So x = 42.", "42"),
@@ -152,6 +167,9 @@ EQUAL = {
         ("16", "8 + 8 = 16 in all, so she earns\n#### 16"), (r"$\frac{1}{2}$", "0.5"),
         (r"\(9\)", "9"), (r"\[ \frac{3}{4} \]", "3/4"), ("$$ 10 $$", "10"),
         ("The answer is 4 4/9.", "40/9"), ("Final Answer: The largest $n$ is 34.", "34"),
+        (r"Answer \[ 9 \]", "9"), ("Answer $ 9 $", "9"), (r"Result: \( x + 1 \)", "x+1"),
+        ("the number is not 10 which is 1,000.99€", "1000.99"),
+        ('the answer is "$2$ and $3$".', "2, 3"),
     ],
 }  # fmt: skip
 
@@ -161,15 +179,18 @@ DIFFERENT = {
         ("3.14", r"\pi"), ("5", "-5"), ("9" * 100_000, "8" * 100_000), ("2,5", "25"),
         ("1,2", "12"), ("5.0001", "5"), ("0.333", "1/3"), ("5 million", "5"), ("11 7/6", "73/6"),
         ("4 4/0", "4"), ("1e3", "1e4"), ("1", "0.9999"), ("100", "1"),
+        ("thirteen", "30"), ("11\n5/6", "71/6"),
     ],
     "two or more": [
         ("41 ... 42", "42"), ("1 or 2 or 3", "2"), ("2 1", "3"), (r"\boxed{1}, \boxed{2}", "2"),
         ("42, 43", "42"), ("either 4 or 5", "5"), ("maybe it is about 5", "5"),
         (r"\sqrt{67}", r"\sqrt{67}, -\sqrt{85}"), ("1, 2, 3, ...", "1,2,3"), ("2 3", "6"),
         ("The answer is not 5", "5"),
+        ("6 hours and 15 minutes", "15"), ("not 5 and not 6", "6"),
     ],
     "unfinished": [
         ("2 + 3", "5"), ("37*48+12", "1788"), (r"6 \times 7", "42"), ("10 - 3", "7"),
+        ("(9+1)", "10"), ("2 + 2 = 4", "2 + 2 = 5"),
     ],
     "parts of it": [
         ("5x", "5"), ("5 pi", "5"), (r"4\sqrt{2}", "4"), ("x + 1", "x"), ("1/3", "1"),
@@ -183,6 +204,7 @@ DIFFERENT = {
     "lists": [
         ("10, 4, 2", "4, 12, 2"), ("1,2", "1,2,3"), ("1,1,2", "1,2,2"), ("x=1, y=2", "x=2, y=1"),
         (r"32, 349", "32349"), (r"\pm 2021", "2021"), (r"1 \pm \sqrt{2}", r"1 \pm \sqrt{3}"),
+        ("{3, 1}", "(1, 3)"), ("(1;2)", "(2;1)"),
     ],
     "tuples and intervals": [
         ("(1,2)", "(2,1)"), ("(1,2)", "[1,2)"), ("[-3,2]", "(-3,2)"), ("()", "0"),
@@ -190,6 +212,7 @@ DIFFERENT = {
         (r"(-\infty, 2) \cup (3, \infty)", r"(-\infty, 2) \cup (4, \infty)"),
         ("x > 5", r"x \ge 5"), ("x < 5", "x > 5"), (r"(1, 2)", r"\{1, 2\}"),
         (r"-2 \le x \le 7", "(-2,7)"), ("5", "x > 5"),
+        ("-x > -1", "x > 1"), ("x > 2 and x < 5", "[2,5]"), (r"x \ne 3", "3"), ("<1,2>", "<2,1>"),
     ],
     "matrices": [
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
@@ -200,17 +223,20 @@ DIFFERENT = {
         ("odd", r"\text{oddd}"), ("even", "odd"), ("A", "B"), ("Evelyn", "Evelyn Smith"),
         ("p - q", r"\dfrac{3}{5}"), ("AZYUK2A", "2"), ("I do not know", "no"),
         ("E", r"\mathrm{E}*2"), ("(B) 12", "A"), ("yes", "no"),
+        ("Option A", "B"), ("Isosceles triangle", "Isosceles"),
     ],
     "expressions": [
         (r"1 - 1/\mathrm{e}", r"1 + 1/\mathrm{e}"), ("x^2+2x+1", "x^3+2x+1"), ("52_8", "52_9"),
         ("1112112_3", "1112122_3"), (r"\tfrac{1}{2} + \frac1{72}", r"\frac{1}{2} + 2/3"),
         (r"\sin x", r"\cos x"), ("x+y", "xy"), (r"\frac{1+\sqrt{5}}{2}", "2"),
         (r"\sum_{k=0}^{n-1} k", r"\sum_{k=0}^{n-2} k"), ("2i", "2"), ("x", "-x"),
+        ("|x|", "x"), ("-|x|", "|x|"),
     ],
     "equations": [
         ("5x - 7y + 11z + 4 = 0", "x + y - z + 2 = 0"),
         (r"\sin(x)=\frac{42}{59}", r"\cos(x)=\frac{42}{59}"), ("x + y = 3", "x + y = 4"),
         ("3", "x + y = 3"),
+        ("11a+c", "7 = 11a+c"), ("9", "9 = y^2 + x^2"),
     ],
     "ratios and times": [
         ("3:1", "3"), ("12:00", "1:00"), ("1:3", "3:1"), ("12:00", "12"),
@@ -226,5 +252,7 @@ DIFFERENT = {
         ("1" + "0" * 500, "1"), ("10000000000!", "1"),
         (r"\sum_{n=1}^{10^{12}} \frac{1}{n^2}", "1"), ("99999^{99999^{9}}", "1"),
         ("x" * 2**20, "x"), (r"\int_0^1 e^{e^{e^{x^9}}} dx", "1"),
+        ("x=" + "{a}" * 190 + "=1", "2"), ("1a," * 600 + "!", "1"), ("x > 2 and " * 60, "2"),
+        ('"' * 1990, "1"), ("not 5 " * 330, "5"), ("<1," * 150 + ">", "1"),
     ],
 }  # fmt: skip

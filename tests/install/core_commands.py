@@ -27,15 +27,24 @@ class WithoutHidden(PathFinder):
 
 sys.meta_path[:] = [WithoutHidden if finder is PathFinder else finder for finder in sys.meta_path]
 
+from aiohttp import web  # noqa: E402
+
 from areal_gym.cli.app import run  # noqa: E402
 from areal_gym.engines.scripted import ScriptedEngine  # noqa: E402
 from areal_gym.engines.sglang.fake import FakeSGLangServer  # noqa: E402
 from areal_gym.rendering import Renderer  # noqa: E402
 
 
+async def complete(request):
+    """OpenAI's chat completions, by somebody who knows nothing but its own name."""
+    body = await request.json()
+    message = {"role": "assistant", "content": f"{body['model']} has no idea"}
+    return web.json_response({"choices": [{"message": message}]})
+
+
 @contextlib.contextmanager
 def served(policy):
-    """The URL of a stand-in for SGLang, whose policy gives the same wrong answer always."""
+    """URLs of a stand-in for SGLang, and of an OpenAI-compatible server: both know no answer."""
     tokenizer = Renderer.from_checkpoint(policy).tokenizer
     engine = ScriptedEngine(
         lambda question: "no idea",
@@ -46,16 +55,23 @@ def served(policy):
     found, ready = {}, threading.Event()
 
     async def serve():
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with FakeSGLangServer(engine, model_path=str(policy), chunk_tokens=256) as server:
-            found.update(url=server.url, loop=asyncio.get_running_loop(), over=asyncio.Event())
+            found["urls"] = server.url, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            found.update(loop=asyncio.get_running_loop(), over=asyncio.Event())
             ready.set()
             await found["over"].wait()
+        await runner.cleanup()
 
     thread = threading.Thread(target=asyncio.run, args=[serve()])
     thread.start()
     assert ready.wait(30)
     try:
-        yield found["url"]
+        yield found["urls"]
     finally:
         found["loop"].call_soon_threadsafe(found["over"].set)
         thread.join()
@@ -80,12 +96,15 @@ def main():
     call("data", "show", "math", "-n", "2")
     call("doctor")
     call("train", "--env", "math", "--dry-run")
-    with served(policy) as url:
+    with served(policy) as (url, openai_url):
         call(
             *("eval", "--env", "math", "-n", "2", "--engine", "sglang", "--engine.url", url),
             *(f"engine.model={policy}", "engine.max_context=256", "rollout.max_new_tokens=32"),
             *("--out", "measured"),
         )
+        asked = ("eval", "--env", "math", "-n", "3", "--model", openai_url)
+        call(*asked, "engine.kwargs.model=Ada", "--out", "asked")
+        call(*asked, "--agent", "program", "agent.kwargs.command=true")
     call("train", "--env", "math")
     call("train", "--env", "math", "--objective", "sft")
     call("eval", "--env", "math")

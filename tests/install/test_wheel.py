@@ -110,7 +110,9 @@ def said(tiny_policy, tmp_path_factory):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return {tuple(line["argv"]): line for line in map(json.loads, done.stdout.splitlines())}
+    lines = {tuple(line["argv"]): line for line in map(json.loads, done.stdout.splitlines())}
+    asked = (home / "asked/trajectories/eval.jsonl").read_text().splitlines()
+    return {**lines, "asked": [json.loads(line) for line in asked]}
 
 
 @pytest.mark.parametrize(
@@ -132,10 +134,21 @@ def test_what_needs_no_torch_works_without(said, argv, expected):
 
 
 def test_a_served_policy_is_measured_without_torch(said):
-    (measured,) = [line for argv, line in said.items() if argv[0] == "eval" and "sglang" in argv]
+    (measured,) = [line for argv, line in said.items() if "eval" in argv and "sglang" in argv]
     assert measured["code"] == 0, measured["err"]
     assert re.search(r"pass@1 +0\.000 .*\n", measured["out"])
     assert re.search(r"completed +2 +100\.0%", measured["out"])
+
+
+def test_a_server_that_is_asked_in_messages_is_measured(said):
+    (measured,) = [line for argv, line in said.items() if "engine.kwargs.model=Ada" in argv]
+    assert measured["code"] == 0, measured["err"]
+    assert re.search(r"completed +3 +100\.0%", measured["out"])
+    answers = [row["messages"][-1]["content"] for row in said["asked"]]
+    assert answers == ["Ada has no idea"] * 3
+    (refused,) = [line for argv, line in said.items() if "--agent" in argv]
+    assert refused["code"] == 2
+    assert "by nobody but the environment" in refused["err"]
 
 
 def test_the_doctor_says_what_to_install(said):
@@ -146,7 +159,7 @@ def test_what_needs_torch_says_so_before_anything_is_made(said):
     refused = [
         line
         for argv, line in said.items()
-        if argv[0] in ("train", "eval") and "--dry-run" not in argv and "sglang" not in argv
+        if argv[0] in ("train", "eval") and not {"--dry-run", "sglang", "-n"} & {*argv}
     ]
     assert len(refused) == 4
     for line in refused:

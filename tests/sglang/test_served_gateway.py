@@ -1,11 +1,15 @@
 """The official client talks to the gateway, and SGLang samples behind it."""
 
 import asyncio
+import json
 
 import pytest
-from suite import engine_over
+from suite import PROMPT, engine_over, gap
 
+from areal_gym.engines.base import SamplingParams
+from areal_gym.errors import GrammarError
 from areal_gym.gateway.server import Gateway
+from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.rendering import Renderer
 
 openai = pytest.importorskip("openai", reason="pip install 'areal-gym[agents]'")
@@ -35,5 +39,74 @@ def test_a_client_before_the_gateway_before_the_server(server, policies):
         assert whole.usage.completion_tokens > 0
         told = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
         assert told == (whole.choices[0].message.content or "")
+
+    asyncio.run(play())
+
+
+SUM = {
+    "type": "object",
+    "properties": {"sum": {"enum": [5, 7]}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+ADD = {"type": "function", "function": {"name": "add", "parameters": SUM}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}}
+
+
+def test_answers_of_a_form(server, kind, policies):
+    """A policy of random weights writes JSON and calls a tool where the server masks the rest."""
+
+    async def play():
+        async with engine_over(policies[0], server, take_over=True) as engine:
+            gateway = Gateway()
+            await gateway.start()
+            try:
+                session = gateway.serve_policy(engine, Renderer.from_checkpoint(policies[0]))
+                async with openai.AsyncOpenAI(
+                    base_url=session.base_url, api_key=session.api_key, max_retries=0
+                ) as client:
+                    asked = {
+                        "model": "policy",
+                        "messages": [{"role": "user", "content": "Make 17."}],
+                        "max_completion_tokens": 300,
+                        "temperature": 1.0,  # greedy, it would write spaces for ever
+                    }
+                    create = client.chat.completions.create
+                    if kind == "fake":
+                        for form in ({"response_format": FORMAT}, {"tools": [ADD]}):
+                            choice = "required" if "tools" in form else openai.NOT_GIVEN
+                            with pytest.raises(openai.BadRequestError, match="grammar-backend"):
+                                await create(**asked, **form, tool_choice=choice)
+                        return
+                    whole = await create(**asked, response_format=FORMAT)
+                    assert json.loads(whole.choices[0].message.content)["sum"] in (5, 7)
+                    stream = await create(**asked, response_format=FORMAT, stream=True)
+                    parts = [chunk async for chunk in stream]
+                    told = "".join(part.choices[0].delta.content or "" for part in parts)
+                    assert json.loads(told)["sum"] in (5, 7)
+                    forced = await create(**asked, tools=[ADD], tool_choice="required")
+                    (call,) = forced.choices[0].message.tool_calls
+                    assert call.function.name == "add"
+                    assert json.loads(call.function.arguments)["sum"] in (5, 7)
+            finally:
+                await gateway.aclose()
+
+    asyncio.run(play())
+
+
+def test_log_probabilities_under_a_grammar_are_not_the_policys(server, kind, policies):
+    """Why nothing is learned from such answers; the fake server refuses them."""
+
+    async def play():
+        async with engine_over(policies[0], server, take_over=True) as engine:
+            grammar = ("json_schema", json.dumps(SUM))
+            params = SamplingParams(max_new_tokens=64, stop_token_ids=(2,), grammar=grammar)
+            if kind == "fake":
+                with pytest.raises(GrammarError, match="grammar-backend"):
+                    await engine.generate(PROMPT, params)
+                return
+            generation = await engine.generate(PROMPT, params)
+            assert generation.logprobs[0] == 0.0  # "{" is all that is allowed
+            assert gap(load_checkpoint(policies[0]), generation) > 1.0
 
     asyncio.run(play())

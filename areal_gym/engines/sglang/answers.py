@@ -69,6 +69,9 @@ def sampling_params(
         body["stop_token_ids"] = list(params.stop_token_ids)
     else:
         body["ignore_eos"] = True
+    if params.grammar is not None:
+        kind, text = params.grammar
+        body[kind] = text
     if has_seeds and params.seed is not None:
         body["sampling_seed"] = params.seed % 2**31
     return body

@@ -43,7 +43,7 @@ from areal_gym.engines.sglang.answers import Answer, Draft, read_answer, samplin
 from areal_gym.engines.sglang.fleet import Fleet, Member
 from areal_gym.engines.sglang.launch import LaunchedServer, ServerProcess
 from areal_gym.engines.sglang.server import RefusedError, SGLangServer, vocab_size_of
-from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError, GrammarError
 from areal_gym.types import FinishReason
 
 __all__ = ["SGLangEngine", "SGLangStats"]
@@ -134,6 +134,7 @@ class SGLangEngine:
             )
         self.policy_version = 0
         self.max_context = max_context
+        self.takes_grammars = True
         self.adapter: str | None = None
         """The LoRA adapter that the policy is sampled with, by its name on the servers."""
         self.take_over = take_over
@@ -270,6 +271,8 @@ class SGLangEngine:
                     raise EngineError(f"{member.server.url} lost the weights it was given")
             except EngineError as error:
                 if isinstance(error, RefusedError) and error.status in _OUR_FAULT:
+                    if params.grammar is not None:
+                        raise GrammarError(error.message) from error
                     raise
                 self._fleet.failed(member, error)
                 await budget.spend(error, member)
@@ -279,11 +282,13 @@ class SGLangEngine:
             if self._is_guest and answer.versions:
                 self.policy_version = max(version, answer.versions[-1])
             if answer.finish == "stop":
-                if answer.token_ids[-1] in params.stop_token_ids:
+                if answer.token_ids[-1] in params.stop_token_ids or params.grammar is not None:
                     return self._finish(draft, FinishReason.STOP)
                 continue  # the model's own end of text, which nobody asked for
             if answer.finish == "length":
                 break
+            if params.grammar is not None:  # it would begin anew in the middle
+                draft = Draft()
             if self._gate.is_set() and self.policy_version == version:
                 why = EngineError(f"{member.server.url} aborted a request by itself")
                 await budget.spend(why, member)
@@ -296,11 +301,17 @@ class SGLangEngine:
     ) -> AsyncGenerator[Piece, None]:
         """Tell of the tokens some at a time; see `StreamingEngine.stream`.
 
+        Under a grammar all come at once: going on would begin it anew.
+
         Raises:
             EngineError: as `generate`.
         """
         return stream_in_chunks(
-            self, prompt_ids, params, session=session, chunk_tokens=_TOLD_AT_A_TIME
+            self,
+            prompt_ids,
+            params,
+            session=session,
+            chunk_tokens=_TOLD_AT_A_TIME if params.grammar is None else self.max_context,
         )
 
     def release(self, session: str) -> None:

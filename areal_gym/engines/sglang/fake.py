@@ -10,6 +10,7 @@ was seen to answer in; one suite (`tests/sglang`) runs against it and against th
 
 What it does not do: text in or out, streams, `n` above 1. It scores prompts where the model is a
 checkpoint directory. Its pause "in_place" is a "retract": no cache is kept under new weights.
+Grammars it refuses, as a server that was started with `--grammar-backend none` does.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from areal_gym.types import FinishReason
 
 __all__ = ["FakeSGLangServer"]
 
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _PROMPT_MARGIN = 6
 """SGLang takes prompts that are shorter than its context by this much."""
 
@@ -277,6 +279,11 @@ class FakeSGLangServer:
             raise _BadRequestError(
                 "the fake server has no logit_bias"
                 + (f" for tokens of [0, {vocab_size - 1}]" if vocab_size else "")
+            )
+        if any(sampling.get(kind) for kind in _GRAMMARS):
+            raise _BadRequestError(
+                f"Grammar-based generation ({', '.join(_GRAMMARS)}) is not supported when the "
+                "server is launched with --grammar-backend none"
             )
         params = SamplingParams(
             max_new_tokens=sampling.get("max_new_tokens", 128),

@@ -67,6 +67,8 @@ def _are_same(a: Any, b: Any, allowance: float) -> bool:
     import math_verify
     import sympy
 
+    if a == b:
+        return True
     if isinstance(a, sympy.Equality) or isinstance(b, sympy.Equality):
         return (
             isinstance(a, sympy.Equality)
@@ -88,8 +90,11 @@ def _agree_at_points(a: Any, b: Any, allowance: float) -> bool | None:
     num_compared = 0
     for point in range(_NUM_POINTS if symbols else 1):
         # Positive and of no pattern: roots and logarithms are real, and nothing cancels by chance.
+        sign = -1 if point % 2 and (a.has(sympy.Abs) or b.has(sympy.Abs)) else 1
         values = {
-            symbol: sympy.Rational(7919 + 104_729 * (point + 1) * (k + 2), 7_368_787 + 15 * k)
+            symbol: sympy.Rational(
+                sign * (7919 + 104_729 * (point + 1) * (k + 2)), 7_368_787 + 15 * k
+            )
             for k, symbol in enumerate(symbols)
         }
         x, y = (_number(side.xreplace(values)) for side in (a, b))

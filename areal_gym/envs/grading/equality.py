@@ -94,6 +94,7 @@ def _leave_to_worker(prediction: str, gold: str) -> bool:
     raise _NeedsAlgebraError
 
 
+_WHOLE = re.compile(r"-?[0-9]{1,300}")
 _Compare = Callable[[str, str], bool]
 """Decides where neither numbers nor spelling nor structure do."""
 
@@ -101,6 +102,8 @@ _Compare = Callable[[str, str], bool]
 def _are_equal(prediction: str, gold: str, compare: _Compare) -> bool:
     if not prediction.strip() or not gold.strip():
         return False
+    if _WHOLE.fullmatch(prediction) and _WHOLE.fullmatch(gold):  # nearly always
+        return int(prediction) == int(gold)
     if max(len(prediction), len(gold)) > _MAX_ANSWER:
         return prediction.strip() == gold.strip()
     return _are_same(tidy(prediction), tidy(gold), compare)
@@ -149,16 +152,23 @@ def _are_same_things(
 # ---- one thing ----------------------------------------------------------------------------------
 
 _CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*[).]?|([A-Za-z])\s*[).:]")
+_OPTION = re.compile(r"(?:option|choice|answer) (?=\(?[A-Z]\)?$)", re.IGNORECASE)
 _CHOICE_AND_TEXT = re.compile(r"\(?([A-J])[).:]\s+\S.*")
 _BASED = re.compile(r"\(?([0-9A-F]+)\)?_\s*\{?\s*(\d+)\s*\}?")
+_RATIO = re.compile(r"(\d+) to (\d+)")
+_SEVERAL_UNITS = re.compile(r"[\d.]+ ?[a-z]+(?:,? (?:and )?[\d.]+ ?[a-z]+)+")
+_BETWEEN_UNITS = re.compile(r",? and |, ")
 _TIGHT = re.compile(r"\s+|\\(?=[ ])")
 
 
 def _bare(text: str) -> str:
     """For comparison letter by letter: choices lose their parentheses, words their case."""
-    found = _CHOICE.fullmatch(text)
+    found = _CHOICE.fullmatch(_OPTION.sub("", text))
     if found:
         return (found[1] or found[2]).upper()
+    if _SEVERAL_UNITS.fullmatch(text):
+        text = _BETWEEN_UNITS.sub(" ", text)
+    text = _RATIO.sub(r"\1:\2", text)
     text = re.sub(r"\{([A-Za-z0-9])\}", r"\1", _TIGHT.sub("", text))
     return text.casefold() if "\\" not in text else text
 
@@ -176,14 +186,16 @@ def _is_choice(text: str, letter: str) -> bool:
 
 # "k = 1/2", "f(x) = 2x", "x \in [1, 2]": the name is not part of the answer
 _NAME = rf"(?:{NAME}|\([A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\))"
-_NAMED = re.compile(rf"\s*({_NAME})\s*(?:=|\\in(?![a-zA-Z])|\\approx)\s*([^=]*[^=\s][^=]*)")
+_NAMED = re.compile(rf"\s*({_NAME})\s*(?:=|\\in(?![a-zA-Z])|\\approx)\s*")
+_NO_LETTERS = r"(?:[-+*/().,\d\s{}^%]|\\(?:frac|sqrt|times|cdot|div|pi)(?![a-zA-Z]))+"
+_COMPUTED = re.compile(rf"{_NO_LETTERS}=({_NO_LETTERS})")
 _APPROXIMATELY = re.compile(r"\\approx(?![a-zA-Z])|\\simeq|\\sim(?![a-zA-Z])")
 
 
 def _readings(a: str, b: str) -> list[tuple[str, str]]:
     """What the answers may be taken for, likeliest first: a value without its name or unit, ..."""
     values = _value(a), _value(b)
-    has_equation = "=" in values[0], "=" in values[1]
+    has_equation = len(_sides(values[0])) > 1, len(_sides(values[1])) > 1
     names = _assigned(values[0]), _assigned(values[1])
     if all(has_equation) and not all(names):
         return [values]
@@ -198,19 +210,43 @@ def _value(text: str) -> str:
     exact = _APPROXIMATELY.split(text)[0].strip()
     if exact and "=" not in text and _assigned(text) is None:
         text = exact
-    if text.count("=") > 1 and "," not in text and not has_list_words(text):
-        text = text.rpartition("=")[2].strip()
+    sides = _sides(text) if text.count("=") > 1 else ()
+    if len(sides) > 2 and "," not in text and not has_list_words(text):
+        text = sides[-1].strip()
+    elif computed := _COMPUTED.fullmatch(text):  # 1/2 + 11/18 = 10/9
+        text = computed[1].strip()
     return without_unit(text)
 
 
+def _sides(text: str) -> list[str]:
+    """Cut at equals signs, but not at those of `\\sum_{k=0}`."""
+    depth, start, sides = 0, 0, []
+    for position, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if character == "=" and depth == 0:
+            sides.append(text[start:position])
+            start = position + 1
+    return [*sides, text[start:]]
+
+
 def _assigned(text: str) -> str | None:
-    found = _NAMED.fullmatch(text) if "," not in text or text.count("=") < 2 else None
-    return found[1] if found else None
+    """The name that the text gives a value to."""
+    return _name_and_value(text)[0]
 
 
 def _unnamed(text: str) -> str:
-    found = _NAMED.fullmatch(text) if "," not in text or text.count("=") < 2 else None
-    return found[2].strip() if found else text
+    """The value alone."""
+    return _name_and_value(text)[1]
+
+
+def _name_and_value(text: str) -> tuple[str | None, str]:
+    if "," not in text or text.count("=") < 2:
+        found = _NAMED.match(text)
+        value = text[found.end() :].strip() if found else ""
+        is_whole = found is not None and found[1].count("{") == found[1].count("}")
+        if found and is_whole and value and len(_sides(value)) == 1:
+            return found[1], value
+    return None, text
 
 
 # ---- several things --------------------------------------------------------------------------

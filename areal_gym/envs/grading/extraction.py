@@ -32,7 +32,13 @@ _SENTENCE_END = re.compile(r"(?<![.\d])\.(?=\s)|\d\.(?=\s+[A-Z])|(?<=[$)\]])\.(?
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(.+?)(?<!\\)\$", re.DOTALL)
 _LAST_NUMBER = re.compile(r"(?<![\w.^/\\])-?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?\s?%?")
 _COMMAND = re.compile(r"\\[a-zA-Z]+\s*(?:\{[^{}]*\})*")
-_WORD = re.compile(r"(?<![\\a-zA-Z])[A-Za-z]{2,}")
+_WORD = re.compile(r"(?<![\\a-zA-Z])(?!(?:and|or)\b)[A-Za-z]{2,}", re.IGNORECASE)
+# "Answer $9$", "Therefore $x > 5$": words, and then one formula.
+_INTRODUCTION = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z ,:;*]*")
+# "It is not 10, but 12": 10 was taken back.
+_TAKEN_BACK = re.compile(r"\b(?:not\s+it'?s\s+)?not\s+\$?-?\d[\d.,]*\$?(?=\D+\d)", re.IGNORECASE)
+_SEVERAL_UNITS = re.compile(r"\d[\d./]*\s*[A-Za-z]+(?:,?\s*(?:and\s+)?\d[\d./]*\s*[A-Za-z]+)+\.?")
+_BARE_NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")
 _HEDGES = re.compile(
     r"\b(?:or|not|maybe|perhaps|either|guess|between|unsure|wrong|incorrect)\b", re.IGNORECASE
 )
@@ -57,6 +63,8 @@ def final_answer(text: str) -> str:
     A text without any mark is prose when it has several words: then its last formula counts, or
     its last number. Prose that hedges ("2 or 3", "maybe 5") is left whole: it equals nothing.
     """
+    if _BARE_NUMBER.fullmatch(text):
+        return text
     # Somebody's "\frac" that was no raw string.
     text = text[-_MAX_TEXT:].replace("\x0crac", "\\frac").rpartition("</think>")[2]
     boxed = _last_boxes(text)
@@ -78,11 +86,17 @@ def _announced(text: str) -> str | None:
 
 def _end_of_prose(text: str) -> str:
     """The last formula or number of a text in words; other texts without their opening word."""
-    text = _OPENING.sub("", text.strip("*# \t\r\n"))
+    text = _TAKEN_BACK.sub("", _OPENING.sub("", text.strip("*# \t\r\n")))
     spans = list(_MATH.finditer(text))
     outside = _MATH.sub(" ", text)
     if len(spans) == 1 and not outside.strip(" .*"):
         return _inside(spans[0])
+    if _SEVERAL_UNITS.fullmatch(text):  # 6 hours and 15 minutes
+        return text
+    if len(spans) == 1 and not _HEDGES.search(outside):
+        before, after = text[: spans[0].start()], text[spans[0].end() :]
+        if _INTRODUCTION.fullmatch(before.strip()) and not after.strip(" .*"):
+            return _inside(spans[0])
     if not _is_prose(outside) or _HEDGES.search(outside):
         return text
     numbers = list(_LAST_NUMBER.finditer(text))

@@ -58,7 +58,7 @@ NAME = (
 _VARIABLE = re.compile(rf"{NAME}\s*(?:=|\\approx)\s*|\\approx\s*")
 _PERCENT = re.compile(r"\s*(?:%|percent(?:age)?|pct|per cent)$")
 _CURRENCY = re.compile(r"[$€£¥₹]|\bRs\.?\s|\\(?:pounds|euro)(?![a-zA-Z])|\b(?:USD|EUR|GBP)\b")
-_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
+_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _UNIT = re.compile(
     r"(?P<number>.*(?:[\d.)}]|\\pi))(?P<space> ?)(?P<unit>[A-Za-z]+(?:[ -][A-Za-z]+){0,3}\.?)"
     r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?:/[A-Za-z]+(?:\s*\^\s*\{?\s*[23]\s*\}?)?)?"
@@ -78,8 +78,20 @@ _NO_UNITS = {
 """Words that change what the number before them means."""
 _WORDS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
-    *("eleven", "twelve"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    "nineteen",
 )
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_IN_WORDS = {
+    **{word: number for number, word in enumerate(_WORDS)},
+    **{word: 10 * number for number, word in enumerate(_TENS, 2)},
+    **{
+        f"{ten} {one}": 10 * tens + ones
+        for tens, ten in enumerate(_TENS, 2)
+        for ones, one in enumerate(_WORDS[1:10], 1)
+    },
+    **{"hundred": 100, "one hundred": 100, "one thousand": 1000, "one million": 10**6},
+}
 _ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)$")
 _ABOUT = re.compile(r"^(?:about|approximately|approx\.?|roughly|exactly)\s+", re.IGNORECASE)
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -103,8 +115,9 @@ def parse_tidy_number(text: str) -> Number | None:
         return None
     text = _DEGREES.sub("", _CURRENCY.sub("", text)).strip()
     text = _ABOUT.sub("", text)
-    if text.lower() in _WORDS:
-        return Number(Fraction(_WORDS.index(text.lower())))
+    in_words = _IN_WORDS.get(text.lower().replace("-", " "))
+    if in_words is not None:
+        return Number(Fraction(in_words))
     variable = _VARIABLE.match(text)
     text = text[variable.end() :] if variable else text
     text, num_percents = _PERCENT.subn("", _ORDINAL.sub("", text))

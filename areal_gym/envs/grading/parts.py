@@ -42,12 +42,19 @@ def read_matrix(text: str) -> Parts | None:
 
 
 _RELATION = r"(<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z]))"
+_RELATED = re.compile(rf"{_RELATION}|\\ne(?![a-zA-Z])")
 _SYMBOL = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?)"
 _SIDE = r"((?:(?!\\[lg]e(?![a-zA-Z]))[^<>])+?)"
 _BETWEEN = re.compile(rf"{_SIDE}\s*{_RELATION}\s*{_SYMBOL}\s*{_RELATION}\s*{_SIDE}")
 _BOUND = re.compile(rf"{_SYMBOL}\s*{_RELATION}\s*{_SIDE}")
 _BOUND_FIRST = re.compile(rf"([^<>A-Za-z]+?)\s*{_RELATION}\s*{_SYMBOL}")
 _BUILDER = re.compile(rf"\\\{{\s*{_SYMBOL}\s*(?:\\mid|:|\|)\s*(.*[<>]|.*\\[lg]e.*)(.*)\\\}}")
+_EXCEPT = re.compile(rf"{_SYMBOL}\s*\\ne(?![a-zA-Z])\s*([^<>=,]+)")
+_BOTH = re.compile(
+    rf"({_SYMBOL})\s*{_RELATION}\s*{_SIDE}\s+and\s+({_SYMBOL})\s*{_RELATION}\s*{_SIDE}"
+)
+_NEGATED = re.compile(rf"-\s*{_SYMBOL}\s*{_RELATION}\s*(-?)\s*([\w.]+|\\frac\{{\w+\}}\{{\w+\}})")
+_TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _SIGNS = {"<": ("(", ")"), "\\le": ("[", "]"), ">": (")", "("), "\\ge": ("]", "[")}
 
 
@@ -58,12 +65,23 @@ def _interval(text: str) -> str:
         if "<" in first or "le" in first:
             return f"{_SIGNS[first][0]}{low.strip()}, {high.strip()}{_SIGNS[second][1]}"
         return f"{_SIGNS[second][1]}{high.strip()}, {low.strip()}{_SIGNS[first][0]}"
+    if found := _EXCEPT.fullmatch(text):
+        return f"(-\\infty, {found[1]}) \\cup ({found[1]}, \\infty)"
+    if found := _BOTH.fullmatch(text):  # x > 2 and x < 5
+        name, first, low, other, second, high = found.groups()
+        if name == other and (first in (">", "\\ge")) != (second in (">", "\\ge")):
+            if first in ("<", "\\le"):
+                first, low, second, high = second, high, first, low
+            return f"{_SIGNS[first][1]}{low.strip()}, {high.strip()}{_SIGNS[second][1]}"
+    if found := _NEGATED.fullmatch(text):  # -x > -1
+        sign, minus, bound = found.groups()
+        text = f"x {_TURNED[sign]} {bound if minus else '-' + bound}"
     found = _BOUND.fullmatch(text)
     if found:
         sign, bound = found.groups()
     elif found := _BOUND_FIRST.fullmatch(text):
         bound, turned = found.groups()
-        sign = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}[turned]
+        sign = _TURNED[turned]
     else:
         return text
     if sign in ("<", "\\le"):
@@ -82,7 +100,7 @@ def read_collection(text: str) -> Parts | None:
         text = (builder[1] + builder[2]).strip()
     if parse_tidy_number(text) is not None:  # 1,000
         return None
-    text = _interval(text) if re.search(_RELATION, text) else text
+    text = _interval(text) if _RELATED.search(text) else text
     if re.search(r"\\cup(?![a-zA-Z])", text):
         return Parts("", [part.strip() for part in re.split(r"\\cup(?![a-zA-Z])", text)])
     brackets = ""
@@ -95,9 +113,11 @@ def read_collection(text: str) -> Parts | None:
     if text == "\\emptyset":
         return Parts("{}", [])
     if len(text) > 1 and text[0] == "{" and text[-1] == "}" and len(_split(text)) == 1:
-        brackets, text = "{}", text[1:-1]
+        text = text[1:-1]  # braces that group, and are not printed
     elif len(text) > 1 and text[0] in "([" and text[-1] in ")]" and _wraps(text):
         brackets, text = text[0] + text[-1], text[1:-1]
+    elif text.startswith("<") and text.endswith(">"):
+        brackets, text = "()", text[1:-1]
     elif text.startswith("\\langle") and text.endswith("\\rangle"):
         brackets, text = "()", text[7:-7]
     items = _items(text) if brackets in UNORDERED else _split(text)
@@ -129,14 +149,14 @@ def _items(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Cut at commas outside of brackets, but not at those of thousands."""
+    """Cut at commas and semicolons outside of brackets, but not at those of thousands."""
     parts, depth, start = [], 0, 0
     for position, character in enumerate(text):
         if character in "([{":
             depth += 1
         elif character in ")]}":
             depth -= 1
-        elif character == "," and depth == 0:
+        elif character in ",;" and depth == 0:
             parts.append(text[start:position].strip())
             start = position + 1
     parts.append(text[start:].strip())

@@ -56,11 +56,24 @@ _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z])")
 _DIGIT_GROUP = re.compile(r"(?<=\d)(?:\s?\{\s*,\s*\}|,\s?\\!|\\!,|\\,)\s?(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|(\d)\s*(\{)|(\{[^{}]*\})\s*(\d))")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d+|[a-zA-Z](?![a-zA-Z]))")
+_LINE_OVER = re.compile(r"\\(?:overline|overrightarrow|vec)\s*\{([A-Za-z]+)\}")
+_LINES = re.compile(r"(?<=\d)\s*\n\s*(?=-?\d)")
+_QUOTED = re.compile(r"""(?:\\?["“”`]|'')+(.*?)(?:\\?["“”]|'')+\.?""", re.DOTALL)
+_QUOTES = ('"', "“", "”", "'")
+_NOON = re.compile(r"\b([ap])\.\s?m\b\.?", re.IGNORECASE)
+_BRACE = re.compile(r"(?<!\\)[{}]")
 _END = re.compile(r"(?:[\s,;:]|(?<!\.)\.|\\+)+$")
 
 
 def tidy(text: str) -> str:
     """The same answer without what is typesetting only, in LaTeX's spelling; never raises."""
+    if text[-2:].strip(".")[-1:] in _QUOTES and (quoted := _QUOTED.fullmatch(text.strip())):
+        text = quoted[1]
+    text = text.replace(" != ", r" \ne ")  # 5!=120 is no such thing
+    if "\n" in text:
+        text = _LINES.sub(", ", text)  # numbers on two lines are two
+    if "." in text:
+        text = _NOON.sub(r"\1m", text)
     text = _REALS.sub(r"(-\\infty, \\infty)", _RAISED.sub(_raise, text))
     text = _VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
     text = _SYMBOL.sub(lambda m: _SYMBOLS[m[0]], unicodedata.normalize("NFKC", text))
@@ -71,11 +84,21 @@ def tidy(text: str) -> str:
     text = _SIZES.sub("", text)
     text = _DELIMITERS.sub("", _WIDE.sub(" ", _THIN.sub("", text)))
     text = _FONT.sub(r"\1", _TEXT.sub(r" \1 ", text))
+    if "\\" in text:
+        text = _LINE_OVER.sub(r"\1", text)
     text = _INFINITY.sub(r"\\infty", text)
     text = _ALIAS.sub(lambda m: _ALIASES[m[0]], text)
     text = _SHORT_FRACTION.sub(_spell_out, text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
-    return _END.sub("", " ".join(text.split()))
+    return _END.sub("", _without_stray_brace(" ".join(text.split()))).removeprefix("= ")
+
+
+def _without_stray_brace(text: str) -> str:
+    """Without a last brace that closes nothing: what is left of somebody's box."""
+    if not text.endswith("}") or text.endswith("\\}"):
+        return text
+    braces = _BRACE.findall(text)
+    return text if 2 * braces.count("{") >= len(braces) else text[:-1].rstrip()
 
 
 def _raise(match: re.Match[str]) -> str:
