@@ -99,6 +99,7 @@ class RunDir:
         self.log_file = path / "log.txt"
         self._lock: int | None = None
         self._is_new = False
+        self._has_config = False
 
     @classmethod
     def open(cls, path: Path, mode: RunMode = "new") -> Self:
@@ -156,6 +157,17 @@ class RunDir:
         return "running" if self.is_being_written else "stopped"
 
     @property
+    def is_intact(self) -> bool:
+        """Whether this is still the directory that was opened, and nobody has emptied it."""
+        try:
+            is_same = self._lock is not None and os.path.samestat(
+                os.fstat(self._lock), self.path.stat()
+            )
+        except FileNotFoundError:
+            return False
+        return is_same and (self.config_file.exists() or not self._has_config)
+
+    @property
     def is_being_written(self) -> bool:
         """Whether a process of this machine has it open; False where the system does not tell."""
         try:
@@ -195,6 +207,7 @@ class RunDir:
     def save_config(self, text: str) -> None:
         """The resolved settings, as YAML."""
         write_atomic(self.config_file, text)
+        self._has_config = True
 
     def save_provenance(self, used: Iterable[Mapping[str, Any]], policy: str) -> None:
         """What the run is made of; versions of the rest are added.
@@ -222,7 +235,12 @@ class RunDir:
         write_atomic(self.summary_file, _json(summary, indent=2))
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """One step's numbers; `row["step"]` says which. Not a number becomes null."""
+        """One step's numbers; `row["step"]` says which. Not a number becomes null.
+
+        Raises:
+            TrainError: the disk is full, or this is no longer the directory that was opened.
+        """
+        self._require_intact()
         _append(self.metrics_file, _json(row) + "\n")
 
     def append_evaluation(self, row: Mapping[str, Any]) -> None:
@@ -348,6 +366,19 @@ class RunDir:
         except OSError:
             # Some network file systems lock no directories; there, the rules of `mode` must do.
             pass
+
+    def _require_intact(self) -> None:
+        # Files would be written into a directory that holds half a run, and that anybody can claim.
+        if self._lock is None or self.is_intact:
+            return
+        raise TrainError(
+            f"{self.path} was deleted or moved while the run was writing to it",
+            hints=[
+                "moved: what it holds is whole, --resume --out PLACE goes on with it",
+                f"deleted: the weights as they are now are saved in {self.checkpoints_dir}, and "
+                "engine.model=CHECKPOINT starts a new run from them",
+            ],
+        )
 
     def _enter(self, mode: RunMode) -> None:
         for folder in (self.path, self.trajectories_dir):
@@ -495,6 +526,11 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
                     "runs keep their space in checkpoints/ and trajectories/; old ones can go",
                     "then continue: the same command with --resume",
                 ],
+            ) from error
+        if error.errno == errno.ENOENT:
+            raise TrainError(
+                f"cannot write {path} ({error.strerror})",
+                hints=["has somebody deleted or moved its directory meanwhile?"],
             ) from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
             raise TrainError(

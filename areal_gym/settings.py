@@ -13,7 +13,9 @@ __all__ = ["Settings", "flat", "merge"]
 class Settings(BaseModel):
     """Unknown keys are errors; what follows an attribute is its description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:

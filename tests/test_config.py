@@ -100,6 +100,27 @@ def test_a_file_that_holds_no_settings(tmp_path, content, reason):
     assert reason in explain(file=recipe)
 
 
+def test_a_file_may_be_utf_16_and_have_empty_sections(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_bytes("env: {id: math}\ntrainer:\n  # lr: 1\nrollout:\n".encode("utf-16"))
+    assert load_config(file, ["trainer.lr=1e-4"]).trainer.lr == 1e-4
+    assert load_config(file).env.id == "math"
+
+
+@pytest.mark.parametrize("content", [b"env: {id: caf\xe9}", bytes(range(256))])
+def test_a_file_that_is_no_text(tmp_path, content):
+    file = tmp_path / "recipe.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"recipe\.yaml is no YAML"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("override", ["trainer.lr=.inf", "seed=99999999999999999999"])
+def test_numbers_that_nothing_can_be_computed_with(override):
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        load_config(overrides=[override])
+
+
 def test_an_empty_file_changes_nothing(tmp_path):
     recipe = tmp_path / "empty.yaml"
     recipe.write_text("# only a comment\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ from areal_gym.run.probe import measure_gap, require_agreement
 SMALL = ["env.id=countdown", "engine.max_context=256", "rollout.max_new_tokens=16"]
 
 
-def gap_between(served, trained, *overrides, served_at=1.0):
+def gap_between(served, trained, *overrides, served_at=1.0, max_context=256):
     """The gap between an engine with one checkpoint and a trainer with another."""
     torch.set_num_threads(1)
     config = load_config(overrides=[f"engine.model={trained}", *SMALL, *overrides])
 
     async def measure():
-        engine = EmbeddedEngine.from_checkpoint(served, num_slots=8, max_context=256)
+        engine = EmbeddedEngine.from_checkpoint(served, num_slots=8, max_context=max_context)
         await engine.start()
         try:
             asked = config.model_copy(
@@ -67,3 +68,16 @@ def test_another_temperature_shows(tiny_policy, tmp_path):
     config, gap = gap_between(sharp, sharp, served_at=0.5)
     with pytest.raises(ConfigError, match="differ by"):
         require_agreement(gap, config)
+
+
+def test_prompts_that_do_not_fit_are_said_with_what_to_do(tiny_policy):
+    with pytest.raises(ConfigError, match=r"have \d+ to \d+ tokens, and a sequence may have 32"):
+        gap_between(tiny_policy, tiny_policy, max_context=32)
+
+
+def test_some_prompts_that_do_not_fit_stop_nobody(tiny_policy):
+    with pytest.raises(ConfigError) as caught:
+        gap_between(tiny_policy, tiny_policy, max_context=32)
+    shortest = int(re.search(r"have (\d+) to", caught.value.message)[1])
+    _, gap = gap_between(tiny_policy, tiny_policy, max_context=shortest + 1)
+    assert 1 <= gap.num_tokens < 8  # room for one token each, and not for all

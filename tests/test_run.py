@@ -270,7 +270,7 @@ def test_no_tasks_is_said(policy, tmp_path):
         train(config_of(policy, f"env.kwargs.path={file}", env="math"), run_dir=tmp_path / "run")
 
 
-def test_ctrl_c_saves_what_was_learned_and_resume_goes_on(policy, tmp_path):
+def test_a_system_that_ends_it_twice_loses_nothing_and_resume_goes_on(policy, tmp_path):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "areal_gym", "train", "--env", "math", "--out", str(run_dir)]
     settings = [f"engine.model={policy}", *SMALL]
@@ -283,7 +283,8 @@ def test_ctrl_c_saves_what_was_learned_and_resume_goes_on(policy, tmp_path):
     deadline_s = time.monotonic() + 60
     while len(RunDir(run_dir).read_metrics()) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)  # in the same moment: no impatience, a wrapper's echo
     _, talk = process.communicate(timeout=60)
     assert process.returncode == 130, talk
     assert "--resume" in talk

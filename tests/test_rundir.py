@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -254,6 +255,26 @@ def test_no_space_left_on_device_is_a_full_disk(run):
     run.metrics_file.symlink_to("/dev/full")
     with pytest.raises(TrainError, match="No space left"):
         run.append_metrics({"step": 1})
+
+
+@pytest.mark.parametrize("what", ["deleted", "emptied", "moved"])
+def test_a_directory_that_disappears_is_noticed_at_the_next_step(tmp_path, what):
+    with RunDir.open(tmp_path / "run") as run:
+        run.save_config("steps: 2\n")
+        run.append_metrics({"step": 1})
+        assert run.is_intact
+        if what == "moved":
+            run.path.rename(tmp_path / "elsewhere")
+        elif what == "deleted":
+            shutil.rmtree(run.path)
+        else:
+            run.config_file.unlink()
+        assert not run.is_intact
+        with pytest.raises(TrainError, match="was deleted or moved"):
+            run.append_metrics({"step": 2})
+        assert run.path.exists() == (what == "emptied")
+    if what == "moved":
+        assert [row["step"] for row in RunDir(tmp_path / "elsewhere").read_metrics()] == [1]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

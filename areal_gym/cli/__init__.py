@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -15,4 +16,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         from areal_gym.cli.app import run
     except KeyboardInterrupt:  # this early, nobody else renders it
         sys.exit(130)
-    sys.exit(run(argv))
+    code = run(argv)
+    if code == 130:  # whoever presses Ctrl-C again need not see how Python ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)

@@ -137,7 +137,7 @@ def _leave_open(tree: dict[str, Any]) -> None:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = yaml.safe_load(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
     except yaml.YAMLError as error:
@@ -146,7 +146,9 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}; settings are a mapping")
-    return tree
+    # A section whose lines are all commented out says nothing.
+    sections = {name for name, info in RunConfig.model_fields.items() if _model_of(info)}
+    return {key: v for key, v in tree.items() if not (v is None and key in sections)}
 
 
 def _explain(error: ValidationError, source: str) -> ConfigError:

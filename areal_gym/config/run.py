@@ -62,7 +62,7 @@ class RunConfig(Settings):
     teacher: TeacherConfig = TeacherConfig()
     steps: int = Field(30, ge=0)
     """Training steps."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Of tasks, sampling, and of the model where one is made."""
     deterministic: bool = False
     """The same seed gives the same weights, bit for bit, also when the run was killed and resumed;

@@ -285,10 +285,11 @@ class TextEnv(gymnasium.Env[str, str]):
             self._messages = list(self.first_messages(self._task))
         except GymError:  # raised on purpose: no such split, an empty file, a failed sandbox
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # libraries that think they are a program
             raise EnvError(f"{type(self).__name__}.reset failed: {error!r}") from error
         if not self._messages:
             raise EnvError(f"{type(self).__name__}.first_messages gave no message")
+        _require_messages(self._messages, f"{type(self).__name__}.first_messages")
         self.num_turns = 0
         self.num_tool_calls = 0
         self._is_over = False
@@ -337,9 +338,12 @@ class TextEnv(gymnasium.Env[str, str]):
         except EpisodeError:
             self._is_over = True
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._is_over = True
             raise EnvError(f"{type(self).__name__}.respond failed: {error!r}") from error
+        if not isinstance(response, Response):
+            raise EnvError(f"{type(self).__name__}.respond gave {response!r}, which is no Response")
+        _require_messages(response.messages, f"{type(self).__name__}.respond")
         reward = _number(response.reward, type(self).__name__)
         is_terminated = response.is_terminated
         is_truncated = not is_terminated and (
@@ -359,9 +363,18 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @final
     def close(self) -> None:
-        """Release what the episode holds, synchronously. See `aclose`."""
+        """Release what the episode holds, synchronously. See `aclose`.
+
+        Raises:
+            EnvError: the environment's own code failed.
+        """
         if self.suspends:
-            run_on_kept_loop(self.aclose())
+            try:
+                run_on_kept_loop(self.aclose())
+            except GymError:
+                raise
+            except Exception as error:
+                raise EnvError(f"{type(self).__name__}.aclose failed: {error!r}") from error
 
     def __repr__(self) -> str:
         task = "no task yet" if self._task is None else f"task {short(self._task.id)}"
@@ -396,6 +409,19 @@ def _given_task(row: Any) -> Task:
     except TypeError as error:
         message = f"options['task'] is no task: {error}"
         raise UsageError(message, hints=["give what Task.to_dict() returns"]) from None
+
+
+def _require_messages(messages: Sequence[Message], who: str) -> None:
+    for message in messages:
+        is_message = isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        if not is_message or message.get("role") not in _ROLES:
+            raise EnvError(
+                f"{who} gave {short(message)}, which is no message: it needs a role "
+                f"({', '.join(_ROLES)}) and a content that is text"
+            )
+
+
+_ROLES = ("system", "user", "assistant", "tool")
 
 
 def _number(reward: object, who: str) -> float:

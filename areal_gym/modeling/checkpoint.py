@@ -243,9 +243,14 @@ def fresh_directory(path: Path) -> Iterator[Path]:
         if old.exists() and not path.exists():
             old.rename(path)
         reason = error.strerror if isinstance(error, OSError) else None
+        hints = [
+            "free some space; nothing half-written is left",
+            "a run goes on from its newest checkpoint: the same command with --resume",
+        ]
+        if isinstance(error, FileNotFoundError):
+            hints = ["has somebody deleted or moved its directory meanwhile?"]
         raise TrainError(
-            f"cannot write the checkpoint {path}: {reason or error}",
-            hints=["free some space, then run the command again; nothing half-written is left"],
+            f"cannot write the checkpoint {path}: {reason or error}", hints=hints
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

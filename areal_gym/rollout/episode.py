@@ -407,7 +407,7 @@ class _Boundary:
         traceback: TracebackType | None,
     ) -> None:
         self._count(-1)
-        if error is None or not isinstance(error, Exception):
+        if not isinstance(error, Exception | SystemExit):  # an agent's library may want to exit
             return
         if isinstance(error, UsageError | ContextFullError | _EpisodeOver):
             return

@@ -218,7 +218,10 @@ async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: 
 
     await run_all([draw() for _ in range(min(max_in_flight, num_tasks) if env.prepares else 1)])
     if not tasks:
-        raise NothingToDoError(f"the split {split!r} has no tasks to evaluate on")
+        raise NothingToDoError(
+            f"the split {split!r} has no tasks to evaluate on",
+            hints=["take another one (eval.split=NAME), or larger data"],
+        )
     return [task for task in tasks if task is not None]
 
 

@@ -45,17 +45,23 @@ async def measure_gap(
     """Sample some turns at the run's temperature, score them with the trainer's weights.
 
     Raises:
+        ConfigError: none of the prompts fits into the context.
         EngineError: the engine cannot sample.
     """
     from areal_gym.trainer.sequences import Sequence as TokenSequence
 
-    async def sample(index: int) -> TokenSequence:
+    lengths: list[int] = []
+
+    async def sample(index: int) -> TokenSequence | None:
         seed = derive_seed(config.seed, _PROBE, index)
         env = parts.make_env()
         _, info = await env.areset(seed=seed, options={"split": "train"})
         schemas = [tool.schema() for tool in env.tools]
         prompt = renderer.first_ids(info["messages"], schemas)
         await env.aclose()
+        lengths.append(len(prompt))
+        if len(prompt) >= engine.max_context:
+            return None
         params = SamplingParams(
             max_new_tokens=min(_NUM_TOKENS, config.rollout.max_new_tokens),
             temperature=config.rollout.temperature,
@@ -71,8 +77,17 @@ async def measure_gap(
             versions=(-1,) * num_prompt + generation.versions,
         )
 
-    rows = await asyncio.gather(*(sample(index) for index in range(_NUM_PROMPTS)))
-    rows = [row for row in rows if row.num_trainable]
+    sampled = await asyncio.gather(*(sample(index) for index in range(_NUM_PROMPTS)))
+    rows = [row for row in sampled if row is not None and row.num_trainable]
+    if not rows:
+        raise ConfigError(
+            f"the first prompts in {config.env.id} have {min(lengths)} to {max(lengths)} tokens, "
+            f"and a sequence may have {engine.max_context}, what is sampled included",
+            hints=[
+                f"give them room: engine.max_context={2 * max(lengths)}, if the model has as much",
+                "or take an environment, or arguments of it, with shorter prompts",
+            ],
+        )
     scores = await asyncio.to_thread(learner.score, rows)
     return _gap(rows, [score.tolist() for score in scores])
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +18,7 @@ from areal_gym.learning_curve import draw_supervised_curve
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.report import keep_report
+from areal_gym.run.blocking import interruptible
 from areal_gym.run.callbacks import Callback, Callbacks
 from areal_gym.run.data import load_examples
 from areal_gym.run.display import Display, SilentDisplay
@@ -177,7 +176,8 @@ def _learn(
             if done:
                 save(done)
                 display.say(f"stopped after step {done}; what was learned is in {directory.path}")
-                display.say(f"go on with: areal-gym train --resume --out {directory.path}")
+                if directory.is_intact:
+                    display.say(f"go on with: areal-gym train --resume --out {directory.path}")
             raise
         finally:
             loggers.close()
@@ -245,27 +245,19 @@ def _make_learner(config: RunConfig, source: Path, policy: Path, cluster: Cluste
 
 @contextmanager
 def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Keep Ctrl-C until it is asked for: weights are never left in the middle of an update."""
+    """Keep an interrupt until it is asked for: weights are never left half updated."""
     is_interrupted = False
 
-    def note(signum: int, frame: object) -> None:
+    def note() -> None:
         nonlocal is_interrupted
-        if is_interrupted:  # whoever presses it twice does not want to wait
-            raise KeyboardInterrupt
         is_interrupted = True
 
     def raise_if_interrupted() -> None:
         if is_interrupted:
             raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
+    with interruptible(note):
         yield raise_if_interrupted
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield raise_if_interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _in_words(row: dict[str, float]) -> str:

@@ -100,10 +100,13 @@ def train(
     _require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay(), Callbacks(callbacks))
     with RunDir.open(run_dir, mode) as directory:
+
+        def play(is_resumed: bool, from_step: int | None) -> dict[str, Any]:
+            start = run.prepare(directory, is_resumed=is_resumed)
+            return run_to_end(run.play(directory, start, is_resumed, from_step))
+
         return play_on(
-            lambda is_resumed, from_step: run_to_end(
-                run.play(directory, is_resumed=is_resumed, from_step=from_step)
-            ),
+            play,
             config,
             directory,
             run.display,
@@ -129,6 +132,16 @@ def _require_plain_sampling(config: RunConfig) -> None:
             )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start:
+    """What a run begins with."""
+
+    parts: Parts
+    loggers: Loggers
+    policy: Path
+    warm_start: dict[str, Any]
+
+
 @dataclass(slots=True)
 class _Training:
     """One training run."""
@@ -137,9 +150,27 @@ class _Training:
     display: Display
     callbacks: Callbacks
 
+    def prepare(self, directory: RunDir, *, is_resumed: bool) -> _Start:
+        """All that comes before the event loop: a warm start takes a minute, and an interrupt ends
+        it at once."""
+        config, display = self.config, self.display
+        used = entries_used(config)
+        parts = Parts.of(config)
+        loggers = Loggers(make_loggers(config), display.say)
+        self._announce(directory, used)
+        self._warn_of_contamination(parts)
+        policy, warm_start = policy_directory(config, parts, display)
+        if is_resumed:
+            require_same_start(directory, policy)
+        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
+        directory.save_tokenizer(policy)
+        return _Start(parts=parts, loggers=loggers, policy=policy, warm_start=warm_start)
+
     async def play(
-        self, directory: RunDir, *, is_resumed: bool, from_step: int | None
+        self, directory: RunDir, start: _Start, is_resumed: bool, from_step: int | None
     ) -> dict[str, Any]:
+        """From the first engine to the summary."""
         from areal_gym.trainer.checkpoint import (
             checkpoint_of,
             keep_checkpoints,
@@ -152,17 +183,7 @@ class _Training:
 
         config, display = self.config, self.display
         cpu_before_s = cpu_s()
-        used = entries_used(config)
-        parts = Parts.of(config)
-        loggers = Loggers(make_loggers(config), display.say)
-        self._announce(directory, used)
-        self._warn_of_contamination(parts)
-        policy, warm_start = policy_directory(config, parts, display)
-        if is_resumed:
-            require_same_start(directory, policy)
-        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
-        directory.save_tokenizer(policy)
+        parts, loggers, policy = start.parts, start.loggers, start.policy
         done, source = 0, policy
         found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
         if from_step is not None:
@@ -242,11 +263,11 @@ class _Training:
             "num_steps": done,
             "stopped": self.callbacks.stopped,
             "first_step": first_step,
-            "warm_start_s": warm_start.get("warm_start_s", 0.0),
+            "warm_start_s": start.warm_start.get("warm_start_s", 0.0),
             "train_s": round(train_s, 2),
             "cpu_s": round(cpu_s() - cpu_before_s, 2),
             "seed": config.seed,
-            "warm_start": warm_start,
+            "warm_start": start.warm_start,
             "checkpoint": f"checkpoints/step-{done:06d}",
             "best_checkpoint": None if best is None else f"checkpoints/{best}",
             "version": __version__,
@@ -406,7 +427,8 @@ class _Training:
             if done:
                 saver.save_now(done)
                 display.say(f"stopped after step {done}; what was learned is in {directory.path}")
-                display.say(f"go on with: areal-gym train --resume --out {directory.path}")
+                if directory.is_intact:
+                    display.say(f"go on with: areal-gym train --resume --out {directory.path}")
             raise
         finally:
             display.watch(None)

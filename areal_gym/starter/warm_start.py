@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from areal_gym.cache import cache_directory
+from areal_gym.cache import cache_directory, readable_cache_errors
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.scripted import ByteTokenizer
 from areal_gym.envs.base import TextEnv
@@ -132,8 +132,9 @@ def prepare_starter(
         )
     demonstrators_for(env)
     start_s = time.perf_counter()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=directory.parent))
+    with readable_cache_errors():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=directory.parent))
     try:
         tokenizer = _make_tokenizer(env, recipe, draft)
         renderer = Renderer.from_checkpoint(draft)

@@ -232,3 +232,53 @@ def test_any_text_is_in_the_space():
     assert space == TextSpace(5)
     assert space != TextSpace(6)
     assert space.from_jsonable(space.to_jsonable(["a", "b"])) == ["a", "b"]
+
+
+class Careless(TextEnv):
+    """Does what libraries and tired people do."""
+
+    suspends = True
+
+    def __init__(self, first=None, answer=None):
+        super().__init__()
+        self.first = first or [{"role": "user", "content": "Go."}]
+        self.answer = answer
+
+    def sample_task(self, rng, options):
+        return Task(id="1", data={})
+
+    def first_messages(self, task):
+        return self.first
+
+    async def respond(self, message):
+        if self.answer == "exit":
+            raise SystemExit(7)
+        return self.answer
+
+    async def aclose(self):
+        raise OSError("no such container")
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": "hi"}, {"role": "user", "content": 3}, {"role": "user"}, "hi", None]
+)
+def test_what_is_no_message_is_named(message):
+    with pytest.raises(EnvError, match=r"first_messages gave .*which is no message"):
+        Careless(first=[message]).reset(seed=0)
+    env = Careless(answer=Response(messages=[message]))
+    env.reset(seed=0)
+    with pytest.raises(EnvError, match=r"respond gave .*which is no message"):
+        env.step("hi")
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [(None, "gave None, which is no Response"), ("exit", r"respond failed: SystemExit\(7\)")],
+)
+def test_no_answer_and_an_exit_are_failures_of_the_environment(answer, complaint):
+    env = Careless(answer=answer)
+    env.reset(seed=0)
+    with pytest.raises(EnvError, match=complaint):
+        env.step("hi")
+    with pytest.raises(EnvError, match="aclose failed"):
+        env.close()

@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import areal_gym
+from areal_gym.errors import TrainError
 from areal_gym.modeling.checkpoint import load_checkpoint
 from areal_gym.rendering import Renderer
 from areal_gym.starter.warm_start import Recipe, prepare_starter
@@ -89,3 +90,11 @@ def test_facts_say_who_was_imitated():
     assert set(facts["demonstrators"]) <= {"careful", "hasty", "clumsy"}
     assert facts["num_steps"] == SMALL.max_hold_steps + SMALL.decay_steps
     assert starter.best_demonstrator == max(d["accuracy"] for d in facts["demonstrators"].values())
+
+
+def test_a_cache_that_cannot_be_written_says_where_else(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(TrainError, match="cannot write the cache") as caught:
+        prepare()
+    assert "AREAL_GYM_CACHE=DIR" in caught.value.hints[0]

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from areal_gym.cache import cache_directory
+from areal_gym.cache import cache_directory, readable_cache_errors
 from areal_gym.envs.search.corpus import Hit, Passage, corpus_hash, read_corpus, terms
 from areal_gym.errors import ConfigError, DataError
 
@@ -99,8 +99,9 @@ def _build(corpus: Path, digest: str, place: Path) -> None:
     """Build beside the place and move there, so that no other process sees half an index."""
     import tantivy
 
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    with readable_cache_errors():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
         schema = (
             tantivy.SchemaBuilder()
