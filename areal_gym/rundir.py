@@ -23,15 +23,12 @@ disk is a `TrainError` that says so, and leaves the file as it was before.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,6 +43,15 @@ from areal_gym.errors import (
     TrainError,
     UsageError,
 )
+from areal_gym.files import (
+    append_text,
+    cut_torn_line,
+    read_lines,
+    readable_disk_errors,
+    remove,
+    to_json,
+    write_atomic,
+)
 from areal_gym.types import Group, Trajectory
 from areal_gym.version import __version__
 
@@ -56,18 +62,13 @@ __all__ = [
     "RunStatus",
     "list_runs",
     "new_run_path",
-    "readable_disk_errors",
     "run_info",
     "run_path",
     "run_paths",
-    "write_atomic",
 ]
 
 RunMode = Literal["new", "resume", "clean"]
 """What to do with a directory: it must hold no run, its run is continued, its run is replaced."""
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
 
 RunStatus = Literal["finished", "running", "stopped"]
 
@@ -217,11 +218,11 @@ class RunDir:
             policy: the hash of the weights that it starts with.
         """
         facts = {"used": list(used), "initial_policy": policy, **_facts()}
-        write_atomic(self.plugins_file, _json(facts, indent=2))
+        write_atomic(self.plugins_file, to_json(facts, indent=2))
 
     def add_provenance(self, **facts: Any) -> None:
         """What became known later."""
-        write_atomic(self.plugins_file, _json({**self.read_provenance(), **facts}, indent=2))
+        write_atomic(self.plugins_file, to_json({**self.read_provenance(), **facts}, indent=2))
 
     def read_provenance(self) -> dict[str, Any]:
         """What `save_provenance` wrote; empty when nothing did."""
@@ -232,7 +233,7 @@ class RunDir:
 
     def save_summary(self, summary: Mapping[str, Any]) -> None:
         """The run's outcome; after this it counts as finished."""
-        write_atomic(self.summary_file, _json(summary, indent=2))
+        write_atomic(self.summary_file, to_json(summary, indent=2))
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """One step's numbers; `row["step"]` says which. Not a number becomes null.
@@ -241,20 +242,20 @@ class RunDir:
             TrainError: the disk is full, or this is no longer the directory that was opened.
         """
         self._require_intact()
-        _append(self.metrics_file, _json(row) + "\n")
+        append_text(self.metrics_file, to_json(row) + "\n")
 
     def append_evaluation(self, row: Mapping[str, Any]) -> None:
         """One evaluation: `step`, and the reports `sampled` and `greedy`."""
-        _append(self.evaluations_file, _json(row) + "\n")
+        append_text(self.evaluations_file, to_json(row) + "\n")
 
     def append_log(self, text: str) -> None:
         """A line for people, with the time before it."""
-        _append(self.log_file, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        append_text(self.log_file, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def save_trajectories(self, trajectories: Iterable[Trajectory], *, name: int | str) -> Path:
         """One file of trajectories, of a step (`name=12`) or of anything else (`name="eval-0"`)."""
         file = self._trajectories_file(name)
-        write_atomic(file, "".join(_json(t.to_dict()) + "\n" for t in trajectories))
+        write_atomic(file, "".join(to_json(t.to_dict()) + "\n" for t in trajectories))
         return file
 
     def save_refused(self, trajectories: Iterable[Trajectory], step: int) -> Path:
@@ -263,7 +264,7 @@ class RunDir:
 
     def save_trained(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
         """What training made of a step's trajectories: a row for each, in their order."""
-        text = "".join(_json(row) + "\n" for row in rows)
+        text = "".join(to_json(row) + "\n" for row in rows)
         write_atomic(self.trained_dir / f"step-{step:06d}.jsonl", text)
 
     def save_tokenizer(self, policy: Path) -> None:
@@ -275,8 +276,8 @@ class RunDir:
     def rewind(self, step: int) -> None:
         """Forget what lies after `step`: a run resumes where its checkpoint is, not its metrics."""
         for file in (self.metrics_file, self.evaluations_file):
-            rows = [row for row in _read_lines(file) if row.get("step", 0) <= step]
-            write_atomic(file, "".join(_json(row) + "\n" for row in rows))
+            rows = [row for row in read_lines(file) if row.get("step", 0) <= step]
+            write_atomic(file, "".join(to_json(row) + "\n" for row in rows))
         for path in (
             *self.trajectories_dir.glob("step-*.jsonl"),
             *self.trained_dir.glob("step-*.jsonl"),
@@ -284,7 +285,7 @@ class RunDir:
         ):
             number = path.stem.removeprefix("step-")
             if number.isdigit() and int(number) > step:
-                _remove(path)
+                remove(path)
         for file in (self.summary_file, self.report_file):
             file.unlink(missing_ok=True)
 
@@ -302,11 +303,11 @@ class RunDir:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines, in order."""
-        return list(_read_lines(self.metrics_file))
+        return list(read_lines(self.metrics_file))
 
     def read_evaluations(self) -> list[dict[str, Any]]:
         """All evaluations, in order."""
-        return list(_read_lines(self.evaluations_file))
+        return list(read_lines(self.evaluations_file))
 
     def read_summary(self) -> dict[str, Any] | None:
         """The run's outcome; None while it has none.
@@ -324,7 +325,7 @@ class RunDir:
 
     def read_trajectories(self, name: int | str) -> Iterator[Trajectory]:
         """What `save_trajectories` wrote under that name."""
-        return map(Trajectory.from_dict, _read_lines(self._trajectories_file(name)))
+        return map(Trajectory.from_dict, read_lines(self._trajectories_file(name)))
 
     def read_refused(self) -> tuple[int, list[Group]] | None:
         """The newest of the batches of `save_refused`, and its step; None when there is none."""
@@ -385,11 +386,11 @@ class RunDir:
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink()
         for leftover in self.checkpoints_dir.glob(".step-*"):
-            _remove(leftover)
+            remove(leftover)
         if mode == "resume":
             self.recipe()
-            _cut_torn_line(self.metrics_file)
-            _cut_torn_line(self.evaluations_file)
+            cut_torn_line(self.metrics_file)
+            cut_torn_line(self.evaluations_file)
             return
         if self.holds_run:
             if mode == "new":
@@ -414,7 +415,7 @@ class RunDir:
     def _clear(self) -> None:
         # Only what runs write goes: a mistyped --out must not cost anybody a home directory.
         for path in self._contents():
-            _remove(path)
+            remove(path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -489,133 +490,6 @@ def run_path(given: Path | None, label: str) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             path.rmdir()
-
-
-def write_atomic(file: Path, data: str | bytes) -> None:
-    """Make `file` hold `data`, whatever happens meanwhile: the old content, or all of the new.
-
-    Raises:
-        TrainError: the disk is full.
-    """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    with readable_disk_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as stream:
-                stream.write(raw)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(file)
-            _sync_directory(file.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def readable_disk_errors(path: Path) -> Iterator[None]:
-    """Turn what a full or read-only disk raises inside into a TrainError that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise TrainError(
-                f"the disk is full: cannot write {path} ({error.strerror})",
-                hints=[
-                    "free some space, or choose another disk with --out",
-                    "runs keep their space in checkpoints/ and trajectories/; old ones can go",
-                    "then continue: the same command with --resume",
-                ],
-            ) from error
-        if error.errno == errno.ENOENT:
-            raise TrainError(
-                f"cannot write {path} ({error.strerror})",
-                hints=["has somebody deleted or moved its directory meanwhile?"],
-            ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
-            raise TrainError(
-                f"cannot write {path} ({error.strerror})",
-                hints=["choose another directory with --out"],
-            ) from error
-        raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _append(file: Path, text: str) -> None:
-    with readable_disk_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab", buffering=0) as stream:
-            size = stream.tell()
-            raw = text.encode("utf-8", "surrogatepass")
-            try:
-                if stream.write(raw) != len(raw):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                # Half a line would be glued to the next one.
-                with contextlib.suppress(OSError):
-                    stream.truncate(size)
-                raise
-
-
-def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    if not file.exists():
-        return
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line.decode("utf-8", "surrogatepass"))
-            except ValueError as error:
-                raise DataError(f"{file}, line {number} is no JSON: {error}") from None
-
-
-def _cut_torn_line(file: Path) -> None:
-    if file.exists():
-        raw = file.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        if whole != raw:
-            write_atomic(file, whole)
-
-
-def _sync_directory(path: Path) -> None:
-    # The rename itself survives a power cut only when the directory is on the disk too.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _json(value: Any, *, indent: int | None = None) -> str:
-    try:
-        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False, default=_plain)
-    except ValueError:
-        # JSON has no NaN; readers in other languages stumble over Python's.
-        return json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    # numpy's scalars; anything else is for people to read.
-    return value.item() if hasattr(value, "item") else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _facts() -> dict[str, Any]:

@@ -15,6 +15,7 @@ SETTINGS = {
     "config",
     "rendering",
     "dialects",
+    "files",
     "rundir",
     "provenance",
     "learning_curve",

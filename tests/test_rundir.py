@@ -24,7 +24,8 @@ from areal_gym.errors import (
     TrainError,
     UsageError,
 )
-from areal_gym.rundir import RunDir, list_runs, new_run_path, write_atomic
+from areal_gym.files import write_atomic
+from areal_gym.rundir import RunDir, list_runs, new_run_path
 from areal_gym.types import FinishReason, Task, TokenSpan, Trajectory, Turn
 
 CONFIG = "env:\n  id: tir\n"
@@ -297,7 +298,7 @@ def test_kill_at_any_moment_leaves_one_whole_content(tmp_path):
         """
         import sys
         from pathlib import Path
-        from areal_gym.rundir import write_atomic
+        from areal_gym.files import write_atomic
         number = 0
         while True:
             write_atomic(Path(sys.argv[1]) / "file", f"{number} " * 20_000)

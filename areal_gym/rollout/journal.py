@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from areal_gym.errors import TrainError
+from areal_gym.files import readable_disk_errors
 from areal_gym.rollout.packed import dump_row, pack_group, unpack_group
-from areal_gym.rundir import readable_disk_errors
 from areal_gym.types import Group
 
 __all__ = ["Journal", "KnownGroup"]

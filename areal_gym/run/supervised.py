@@ -14,6 +14,7 @@ import yaml
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import Cluster, open_cluster
 from areal_gym.errors import StopTraining
+from areal_gym.files import write_atomic
 from areal_gym.learning_curve import draw_supervised_curve
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
@@ -33,7 +34,7 @@ from areal_gym.run.parts import (
     require_same_start,
 )
 from areal_gym.run.restarts import play_on
-from areal_gym.rundir import RunDir, RunMode, write_atomic
+from areal_gym.rundir import RunDir, RunMode
 from areal_gym.version import __version__
 
 __all__ = ["train_supervised"]

@@ -17,6 +17,7 @@ from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError, NotFiniteError, StopTraining
+from areal_gym.files import write_atomic
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
 from areal_gym.metrics import cpu_s, rss_mb
 from areal_gym.objectives import SUPERVISED
@@ -55,7 +56,7 @@ from areal_gym.run.supervised import train_supervised
 from areal_gym.run.teacher import Taught, open_teacher
 from areal_gym.run.waiting import Waiting
 from areal_gym.run.workers import open_workers
-from areal_gym.rundir import RunDir, RunMode, write_atomic
+from areal_gym.rundir import RunDir, RunMode
 from areal_gym.sandbox import shared_calls, shared_reports
 from areal_gym.types import Group, StopReason
 from areal_gym.version import __version__

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from areal_gym.rundir import write_atomic
+from areal_gym.files import write_atomic
 from areal_gym.viewer.catalog import Catalog, Run
 from areal_gym.viewer.details import detail, rows, token_ids
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal_gym.engines.base import Engine
-from areal_gym.rundir import readable_disk_errors
+from areal_gym.files import readable_disk_errors
 from areal_gym.trainer.weight_syncs.base import Weights, on_all, require_remote
 
 __all__ = ["DiskWeightSync"]

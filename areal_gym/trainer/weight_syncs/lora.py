@@ -13,7 +13,7 @@ from torch import Tensor
 
 from areal_gym.engines.base import Engine, WeightServer
 from areal_gym.errors import ConfigError
-from areal_gym.rundir import readable_disk_errors, write_atomic
+from areal_gym.files import readable_disk_errors, write_atomic
 from areal_gym.trainer.weight_syncs.base import Weights, on_all, require_remote
 
 __all__ = ["LoraWeightSync", "adapter_config"]
