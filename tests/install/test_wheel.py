@@ -87,6 +87,8 @@ def test_all_is_the_union_of_the_extras():
     # Those who work on areal-gym, and a server that wants an environment of its own.
     assert named == set(extras) - {"all", "dev", "docs", "sglang"}
     assert {"train", "ray", "docker", "agents", "search", "viewer"} <= named
+    explained = (ROOT / "docs" / "installation.md").read_text()
+    assert [name for name in {*named, "all", "sglang"} if f"`{name}`" not in explained] == []
 
 
 # ---- without torch ------------------------------------------------------------------------------
