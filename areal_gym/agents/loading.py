@@ -48,7 +48,11 @@ def load_function(path: str) -> Any:
     try:
         module = _load_file(Path(module_name)) if _is_file(module_name) else _load(module_name)
     except Exception as error:
-        raise ConfigError(f"cannot load {module_name}: {type(error).__name__}: {error}") from error
+        hints = []
+        if isinstance(error, ModuleNotFoundError) and error.name != module_name:
+            hints.append(f"{error.name} must be installed beside areal-gym, in {sys.prefix}")
+        message = f"cannot load {module_name}: {type(error).__name__}: {error}"
+        raise ConfigError(message, hints=hints) from error
     if not callable(found := getattr(module, name, None)):
         near = did_you_mean(name, [key for key, v in vars(module).items() if callable(v)])
         raise ConfigError(f"{module_name} has no function {name!r}", hints=[near] if near else [])

@@ -123,6 +123,9 @@ def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple
     if names:
         blocked = [name.removeprefix("no:") for name in names if name.startswith("no:")]
         modules = [name for name in names if not name.startswith("no:")]
+        if modules and os.getcwd() not in sys.path:
+            # As `python -m` does: what is being written is in the directory where one types.
+            sys.path.append(os.getcwd())
         set_registry(Registry(PluginManager.installed(blocked=blocked, modules=modules)))
 
 

@@ -363,6 +363,14 @@ def test_functions_are_found_by_name_or_file(tmp_path):
         assert said in str(caught.value) + " ".join(caught.value.hints)
 
 
+def test_a_package_that_is_missing_is_named(tmp_path):
+    file = tmp_path / "theirs.py"
+    file.write_text("import nowhere_to_be_found\n")
+    with pytest.raises(ConfigError, match="No module named 'nowhere_to_be_found'") as caught:
+        load_function(f"{file}:solve")
+    assert caught.value.hints[0].startswith("nowhere_to_be_found must be installed")
+
+
 def test_agents_travel_to_other_processes(tmp_path, monkeypatch):
     (tmp_path / "theirs.py").write_text("def solve(client, task):\n    return 1\n")
     monkeypatch.chdir(tmp_path)

@@ -1,8 +1,10 @@
 """The plugin of docs/plugins.md, written into files, loaded as a plugin, and used."""
 
 import asyncio
+import os
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -145,6 +147,20 @@ def test_its_logger_goes_on_where_a_run_was_interrupted(tmp_path):
             logger.log(step, {"reward/mean": reward})
         logger.close()
     assert (tmp_path / "rewards.txt").read_text() == "1 0.100\n2 0.200\n3 0.400\n"
+
+
+def test_the_program_finds_it_where_one_types(folder):
+    """As the page says: in a process of its own, whose path does not name the directory."""
+    script = "import sys; sys.path.remove(''); from areal_gym.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "-p", "my_plugin.plugin", "shout", "hello"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(PAGE.parents[1])},
+    )
+    assert (done.returncode, done.stdout) == (0, "HELLO\n"), done.stderr
 
 
 def test_its_command_runs():
