@@ -183,9 +183,8 @@ def _read_call(text: str, start: int) -> tuple[str, dict[str, Any], int]:
 
 def _named_arguments(call: Any, key: str = "arguments") -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call's JSON."""
-    shape = f'{{"name": ..., "{key}": {{...}}}}'
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        raise ValueError(f"a tool call is an object {shape}")
+        raise ValueError(f"a tool call is an object {_shape(key)}")
     arguments = call.get(key, call.get("arguments", {}))
     if isinstance(arguments, str):
         text = arguments
@@ -193,8 +192,12 @@ def _named_arguments(call: Any, key: str = "arguments") -> tuple[str, dict[str, 
         if _skip_space(text, rest) != len(text):
             raise ValueError("there is text after the arguments' JSON")
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of a tool call are an object: {shape}")
+        raise ValueError(f"the arguments of a tool call are an object: {_shape(key)}")
     return call["name"], arguments
+
+
+def _shape(key: str) -> str:
+    return f'{{"name": ..., "{key}": {{...}}}}'
 
 
 def _no_constant(name: str) -> Any:

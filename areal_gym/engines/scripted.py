@@ -12,6 +12,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from areal_gym.engines.base import Generation, SamplingParams
@@ -191,11 +192,17 @@ class ScriptedEngine:
         return tuple(reply)
 
 
+@lru_cache(maxsize=256)
+def _end(ids: tuple[int, ...], stop_token_ids: tuple[int, ...]) -> int:
+    """How many ids there are up to the first stop token; one more than all where there is none."""
+    return min((ids.index(stop) for stop in stop_token_ids if stop in ids), default=len(ids)) + 1
+
+
 def _cut(
     ids: tuple[int, ...], room: int, stop_token_ids: tuple[int, ...]
 ) -> tuple[tuple[int, ...], FinishReason]:
     """What a sampler would have given: up to the first stop token, or as much as fits."""
-    end = min((ids.index(stop) for stop in stop_token_ids if stop in ids), default=len(ids)) + 1
+    end = _end(ids, stop_token_ids)
     if end <= min(room, len(ids)):
         return ids[:end], FinishReason.STOP
     return ids[:room], FinishReason.LENGTH

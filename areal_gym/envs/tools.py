@@ -74,6 +74,21 @@ class Tool:
             raise ToolError(f"{self.name} cannot be called here")
         properties = self.parameters.get("properties", {})
         required = self.parameters.get("required", ())
+        for name, value in arguments.items():
+            if name not in properties or not _fits(value, properties[name]):
+                self._explain(arguments)
+        for name in required:
+            if name not in arguments:
+                self._explain(arguments)
+        result = self.function(**arguments)
+        if isinstance(result, str) or not inspect.isawaitable(result):
+            return result
+        return await result
+
+    def _explain(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ToolError where the arguments are wrong; an optional one may be null."""
+        properties = self.parameters.get("properties", {})
+        required = self.parameters.get("required", ())
         unknown = [str(name) for name in arguments if name not in properties]
         missing = [name for name in required if name not in arguments]
         mistyped = [
@@ -91,10 +106,6 @@ class Tool:
                 problems.append(f"unknown: {', '.join(unknown)}")
             problems += mistyped
             raise ToolError(f"{self.name} takes ({', '.join(properties)}); {'; '.join(problems)}")
-        result = self.function(**arguments)
-        if isinstance(result, str) or not inspect.isawaitable(result):
-            return result
-        return await result
 
 
 def tool(function: Callable[..., str | Awaitable[str]]) -> Tool:

@@ -298,6 +298,8 @@ class Renderer:
 
 def reply_shape(messages: Sequence[Message]) -> tuple[str, ...]:
     """The roles in order; of a run of the same role, two stand for more."""
+    if len(messages) == 1:
+        return (messages[0]["role"],)
     roles = [message["role"] for message in messages]
     return tuple(role for i, role in enumerate(roles) if roles[max(0, i - 2) : i] != [role] * 2)
 

@@ -48,8 +48,8 @@ _TRAINING: tuple[tuple[str, str, int], ...] = (
 )
 """Label, metric, and whether more of it is better (1), worse (-1) or just more (0)."""
 
-_BY_CONDITIONS = {"reward", "accuracy of the batch", "loss", "truncated", "tokens of an episode"}
-"""These mean something else in another environment."""
+_OF_THE_TASK = {"reward", "accuracy of the batch", "loss", "truncated", "tokens of an episode"}
+"""Labels of what means something else in another environment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
             for name, side in zip(names, sides, strict=True)
         ],
         settings=settings,
-        heldout=list(_heldout(sides, is_same_task)),
+        heldout=list(_heldout(sides, is_same_task and "eval.split" not in settings)),
         training=list(_training(sides, window, is_same_task)),
         cost=list(_cost(sides)),
         steps=(window[0], window[-1]) if window else None,
@@ -155,9 +155,9 @@ class _Side:
         self.evaluations = [evaluation_of(row) for row in self.run.read_evaluations()]
         if not self.config:
             self.evaluations = [
-                _alone(name, mean_interval([*self.scores(stem).values()]))
+                _alone(name, mean_interval([*scores.values()]))
                 for name, stem in _ALONE.items()
-                if stem in self.files
+                if (scores := self.scores(stem))
             ]
 
     @property
@@ -266,7 +266,7 @@ def _training(sides: Sequence[_Side], window: Sequence[int], is_same_task: bool)
             values=[None if one is None else one.mean for one in estimates],
             intervals=[_bounds(one) for one in estimates],
         )
-        is_comparable = is_same_task or label not in _BY_CONDITIONS
+        is_comparable = is_same_task or label not in _OF_THE_TASK
         differences = [
             difference_interval(values, series[0]) if values and series[0] else None
             for values in series

@@ -115,6 +115,7 @@ async def _measure_words(
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
     name = str(config.engine.kwargs.get("model", "default"))
     timeout_s = rollout.episode_timeout_s
+    going = _Going(keep, advance)
     async with opened(config.engine.model, params, name, None, 0, timeout_s) as play:
         return await measure_play(
             parts.make_env,
@@ -126,8 +127,8 @@ async def _measure_words(
             max_in_flight=rollout.max_in_flight,
             seed=config.seed,
             env_id=config.env.id,
-            on_progress=lambda done, total: advance(done),
-            on_trajectory=keep.append,
+            on_progress=going.on_progress,
+            on_trajectory=going.on_trajectory,
         )
 
 
@@ -277,6 +278,32 @@ def _point(row: Mapping[str, Any]) -> CurvePoint:
     )
 
 
+@dataclass(slots=True)
+class _Going:
+    """How an evaluation goes: its trajectories are kept, and somebody may be told the reward."""
+
+    keep: list[Trajectory] | None
+    advance: Callable[..., Any] | None
+    _reward: float = 0.0
+    _num_scored: int = 0
+    _num_failed: int = 0
+
+    def on_trajectory(self, trajectory: Trajectory) -> None:
+        if self.keep is not None:
+            self.keep.append(trajectory)
+        if trajectory.stop_reason.is_failure:
+            self._num_failed += 1
+        else:
+            self._reward += trajectory.reward
+            self._num_scored += 1
+
+    def on_progress(self, done: int, total: int) -> None:
+        if self.advance is not None:
+            failed = f", {self._num_failed} failures" if self._num_failed else ""
+            reward = self._reward / max(1, self._num_scored)
+            self.advance(done, f"reward {reward:.3f}{failed}")
+
+
 async def _measure(
     config: RunConfig,
     parts: Parts,
@@ -287,6 +314,7 @@ async def _measure(
     keep: list[Trajectory] | None,
     advance: Callable[..., Any] | None,
 ) -> EvalReport:
+    going = _Going(keep, advance)
     return await evaluate_policy(
         parts.make_env,
         parts.agent,
@@ -304,6 +332,6 @@ async def _measure(
         seed=config.seed,
         env_id=config.env.id,
         agent_id=config.agent.id,
-        on_progress=None if advance is None else lambda done, total: advance(done),
-        on_trajectory=None if keep is None else keep.append,
+        on_progress=going.on_progress,
+        on_trajectory=going.on_trajectory,
     )
