@@ -84,7 +84,9 @@ def _print_entries(entries: Sequence[Entry], indent: str = "") -> None:
 def _count(kind: Kind, entries: Sequence[Entry]) -> str:
     plugins = {entry.plugin for entry in entries}
     noun = KINDS[kind].kind
-    things = f"{len(entries)} {noun}{'' if len(entries) == 1 else 's'}"
+    if len(entries) != 1:
+        noun += "es" if noun.endswith(("s", "x")) else "s"  # losses, sandboxes
+    things = f"{len(entries)} {noun}"
     return f"{things} from {len(plugins)} plugin{'' if len(plugins) == 1 else 's'}"
 
 

@@ -257,6 +257,7 @@ def test_list_as_json_and_as_text(cli):
     assert code == 0
     assert "tir" in out
     assert "environments from" in err
+    assert "policy losses from" in cli("list", "losses")[2]
 
 
 def test_list_algorithms(cli):
