@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_memory import QWEN3, config_json
+from test_run_memory import QWEN3, config_json
 
 from areal_gym.cli.app import run
 from areal_gym.config import load_config
