@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import glob
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -148,7 +149,8 @@ def _failed(
             if any(glob.glob(f"{path}/zz_{mark}*.pth") for path in sys.path):
                 yield "a .pth file was installed"
         case "no_core":
-            if glob.glob("core*") or glob.glob("/tmp/core*"):
+            named_so = glob.glob("core*") + glob.glob("/tmp/core*")
+            if any(re.fullmatch(r"core(\.\d+)?", os.path.basename(path)) for path in named_so):
                 yield "a core file was written"
         case "no_zombies":
             if any(_is_zombie_of_ours(entry) for entry in os.listdir("/proc")):
