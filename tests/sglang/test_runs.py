@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -117,11 +118,10 @@ def test_a_killed_server_s_work_moves_to_the_other(kind, policies, tmp_path):
             assert set((await ask(engine)).versions) == {1}
             await sync.aclose()
 
-    with ExitStack() as stack:
-        started = [
-            stack.enter_context(running_server(kind, policies[0], tmp_path / f"{name}.log"))
-            for name in "ab"
-        ]
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    with ExitStack() as stack, ThreadPoolExecutor(2) as starting:  # the real one takes a while
+        servers = [stack.push(running_server(kind, policies[0], log)) for log in logs]
+        started = list(starting.map(lambda server: server.__enter__(), servers))
         asyncio.run(play([process for _, process in started], [url for url, _ in started]))
 
 
