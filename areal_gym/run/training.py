@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +13,15 @@ import yaml
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError, NotFiniteError, StopTraining
+from areal_gym.errors import ConfigError
 from areal_gym.files import write_atomic
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
-from areal_gym.metrics import cpu_s, rss_mb
+from areal_gym.metrics import cpu_s
 from areal_gym.objectives import SUPERVISED
 from areal_gym.online import ONLINE
 from areal_gym.provenance import entries_used, require_installed
 from areal_gym.rendering import Renderer
 from areal_gym.report import keep_report
-from areal_gym.rollout.batch_metrics import batch_metrics
-from areal_gym.rollout.journal import Journal
-from areal_gym.rollout.player import Player
-from areal_gym.rollout.runner import RolloutRunner, RolloutStats
 from areal_gym.run.blocking import run_to_end
 from areal_gym.run.callbacks import Callback, Callbacks
 from areal_gym.run.display import Display, SilentDisplay
@@ -39,26 +32,19 @@ from areal_gym.run.parts import (
     Parts,
     close_learner,
     hash_of_policy,
-    make_curriculum,
-    make_filters,
     make_learner,
     make_loggers,
     open_engine,
     policy_directory,
-    relax_garbage_collection,
     require_same_start,
 )
 from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.restarts import play_on
-from areal_gym.run.saving import Saver
-from areal_gym.run.step_times import StepTimes
+from areal_gym.run.steps import Started, take_steps
 from areal_gym.run.supervised import train_supervised
-from areal_gym.run.teacher import Taught, open_teacher
-from areal_gym.run.waiting import Waiting
+from areal_gym.run.teacher import open_teacher
 from areal_gym.run.workers import open_workers
 from areal_gym.rundir import RunDir, RunMode
-from areal_gym.sandbox import shared_calls, shared_reports
-from areal_gym.types import Group, StopReason
 from areal_gym.version import __version__
 
 __all__ = ["train"]
@@ -237,21 +223,23 @@ class _Training:
             if evaluations.is_due(done):
                 await evaluations.at(done)
             first_step = done + 1
-            done, train_s = await self._steps(
-                directory,
-                parts,
-                engine,
-                renderer,
-                learner,
-                weight_sync,
-                evaluations,
-                loggers,
-                teacher,
-                policy,
-                done,
-                rollout_state,
-                player,
+            started = Started(
+                config=config,
+                display=display,
+                callbacks=self.callbacks,
+                directory=directory,
+                parts=parts,
+                policy=policy,
+                engine=engine,
+                renderer=renderer,
+                learner=learner,
+                weight_sync=weight_sync,
+                evaluations=evaluations,
+                loggers=loggers,
+                teacher=teacher,
+                player=player,
             )
+            done, train_s = await take_steps(started, done, rollout_state)
             heldout = {}
             if config.env.id != ONLINE:
                 heldout = _heldout(evaluations.points[0], await evaluations.at(done))
@@ -300,143 +288,6 @@ class _Training:
         for remark in renderer.remarks(info["messages"], [tool.schema() for tool in env.tools]):
             display.say(remark)
         await env.aclose()
-
-    async def _steps(
-        self,
-        directory: RunDir,
-        parts: Parts,
-        engine: Engine,
-        renderer: Renderer,
-        learner: Any,
-        weight_sync: Any,
-        evaluations: Evaluations,
-        loggers: Loggers,
-        teacher: Any,
-        tokenizer_dir: Path,
-        done: int,
-        rollout_state: Mapping[str, Any] | None,
-        player: Player | None,
-    ) -> tuple[int, float]:
-        """Train to the end: the last step, and seconds. Saves what was learned, also when it is
-        interrupted."""
-        from areal_gym.trainer.loop import train_loop
-        from areal_gym.trainer.weight_syncs import weights_for
-
-        config, display = self.config, self.display
-        first_step = done + 1
-
-        async def on_step(step: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
-            nonlocal done
-            done = step
-            if step == first_step:
-                # By now the episodes have used whatever sandboxes they use.
-                reports = [asdict(report) for report in await shared_reports()]
-                directory.add_provenance(sandboxes=reports)
-            stats = runner.stats()
-            row = {
-                "step": step,
-                **metrics,
-                **batch_metrics(groups, step - 1),
-                **times.measure(stats, metrics),
-                **_counters(stats, engine),
-                **loggers.metrics(),
-                "memory/rss_mb": rss_mb(),
-            }
-            directory.append_metrics(row)
-            directory.save_trained(learner.trained_tokens(), step=step)
-            directory.save_trajectories((t for group in groups for t in group), name=step)
-            loggers.log(step, row)
-            display.step(step, config.steps, row)
-            self.callbacks.tell("on_step", step, row, groups)
-            saver.settle()
-            if config.trainer.save_every and step % config.trainer.save_every == 0:
-                await saver.save(step)
-            if evaluations.is_due(step) and step < config.steps:
-                await evaluations.begin(step)
-            self.callbacks.raise_if_stopped()
-
-        def on_saved(step: int, state: Mapping[str, Any]) -> None:
-            if journal is not None:
-                journal.checkpoint(state)
-            self.callbacks.tell("on_checkpoint", step, directory.checkpoint(step))
-
-        def explain(error: NotFiniteError, step: int, groups: Sequence[Group]) -> NotFiniteError:
-            file = directory.save_refused((t for group in groups for t in group), step)
-            return NotFiniteError(
-                f"step {step}: {error.message}",
-                hints=[
-                    f"the batch is in {file}",
-                    f"take the step again: areal-gym replay {directory.path} --refused",
-                    *error.hints,
-                ],
-            )
-
-        relax_garbage_collection()
-        display.phase("train", config.steps)
-        start_s = time.perf_counter()
-        # Groups from a journal were sampled in other company: to the last bit, they must be played.
-        journal = None if config.deterministic else Journal(directory.journal_file)
-        if config.deterministic:  # what the engine has cached so far came in any order
-            await weight_sync.publish(weights_for(weight_sync, learner), done)
-        runner = RolloutRunner(
-            parts.make_env,
-            parts.agent,
-            engine,
-            renderer,
-            config.rollout,
-            seed=config.seed,
-            env_id=config.env.id,
-            agent_id=config.agent.id,
-            filters=make_filters(config),
-            curriculum=make_curriculum(config),
-            journal=journal,
-            state=rollout_state,
-            is_deterministic=config.deterministic,
-            player=player,
-        )
-        times = StepTimes(config.rollout.max_in_flight, runner.stats())
-        saver = Saver(
-            learner,
-            directory,
-            tokenizer_dir,
-            runner.state,
-            on_saved=on_saved,
-            scores=evaluations.scores,
-            num_kept=config.trainer.keep_checkpoints,
-            saved_step=done or None,
-        )
-        try:
-            self.callbacks.raise_if_stopped()
-            async with runner:
-                calls = partial(shared_calls, asyncio.get_running_loop())
-                display.watch(Waiting(runner.stats, config.rollout.batch_groups, calls))
-                await train_loop(
-                    runner if teacher is None else Taught(runner, teacher),
-                    learner,
-                    weight_sync,
-                    num_steps=config.steps,
-                    first_step=first_step,
-                    on_step=on_step,
-                    explain=explain,
-                    num_threads=config.trainer.num_threads,
-                )
-            saver.save_now(done)
-        except StopTraining as stop:
-            display.say(f"stopped after step {done}, as a callback wanted: {stop}")
-            saver.save_now(done)
-        except (asyncio.CancelledError, Exception):
-            if done:
-                saver.save_now(done)
-                display.say(f"stopped after step {done}; what was learned is in {directory.path}")
-                if directory.is_intact:
-                    display.say(f"go on with: areal-gym train --resume --out {directory.path}")
-            raise
-        finally:
-            display.watch(None)
-            saver.close()
-            if journal is not None:
-                journal.close()
-        return done, time.perf_counter() - start_s
 
     def _warn_of_contamination(self, parts: Parts) -> None:
         """Say so when what is measured on is learned from; splits without end are kept apart."""
@@ -515,25 +366,3 @@ def _heldout(before: CurvePoint, after: CurvePoint) -> dict[str, Any]:
         "heldout_greedy_after": after.greedy,
         "heldout_after_interval": [after.low, after.high],
     }
-
-
-def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
-    """What has been counted since the start (of this process, after a resume)."""
-    found: dict[str, float] = {
-        "rollout/failed_groups": stats.num_groups_failed,
-        "rollout/stale_groups": stats.num_groups_stale,
-        "rollout/acceptance": stats.acceptance_rate,
-        "rollout/retries": stats.num_retries,
-        "rollout/groups_ready": stats.groups_ready,
-        "rollout/episodes_queued": stats.episodes_queued,
-        "rollout/oldest_ready_s": stats.oldest_ready_s,
-    }
-    for name, count in stats.num_groups_rejected.items():
-        found[f"rollout/rejected/{name}"] = count
-    for reason in StopReason:
-        if reason.is_failure:
-            found[f"rollout/failures/{reason}"] = stats.num_failures.get(reason, 0)
-    counters = getattr(engine, "stats", None)
-    if is_dataclass(counters):
-        found |= {f"engine/{f.name}": getattr(counters, f.name) for f in fields(counters)}
-    return {name: float(value) for name, value in found.items()}

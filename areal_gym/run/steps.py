@@ -1,0 +1,212 @@
+"""The steps of a run: episodes, updates, publications, and what is written down of each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from areal_gym.config import RunConfig
+from areal_gym.engines.base import Engine
+from areal_gym.errors import NotFiniteError, StopTraining
+from areal_gym.metrics import rss_mb
+from areal_gym.rendering import Renderer
+from areal_gym.rollout.batch_metrics import batch_metrics
+from areal_gym.rollout.journal import Journal
+from areal_gym.rollout.player import Player
+from areal_gym.rollout.runner import RolloutRunner, RolloutStats
+from areal_gym.run.callbacks import Callbacks
+from areal_gym.run.display import Display
+from areal_gym.run.evaluation import Evaluations
+from areal_gym.run.loggers import Loggers
+from areal_gym.run.parts import Parts, make_curriculum, make_filters, relax_garbage_collection
+from areal_gym.run.saving import Saver
+from areal_gym.run.step_times import StepTimes
+from areal_gym.run.teacher import Taught
+from areal_gym.run.waiting import Waiting
+from areal_gym.rundir import RunDir
+from areal_gym.sandbox import shared_calls, shared_reports
+from areal_gym.types import Group, StopReason
+
+__all__ = ["Started", "take_steps"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """What a run works with, once all of it has started."""
+
+    config: RunConfig
+    display: Display
+    callbacks: Callbacks
+    directory: RunDir
+    parts: Parts
+    policy: Path
+    """The checkpoint that the run began with; its tokenizer goes into others."""
+    engine: Engine
+    renderer: Renderer
+    learner: Any
+    weight_sync: Any
+    evaluations: Evaluations
+    loggers: Loggers
+    teacher: Any
+    """None unless the objective is distillation."""
+    player: Player | None
+    """Plays episodes elsewhere; None plays them here."""
+
+
+async def take_steps(
+    at: Started, done: int, rollout_state: Mapping[str, Any] | None
+) -> tuple[int, float]:
+    """Train to the end; saves what was learned, also when it is interrupted.
+
+    Args:
+        at: everything that is needed.
+        done: steps that were taken before.
+        rollout_state: what a checkpoint said of the tasks to come; None at the beginning.
+
+    Returns:
+        The last step, and seconds.
+    """
+    from areal_gym.trainer.loop import train_loop
+    from areal_gym.trainer.weight_syncs import weights_for
+
+    first_step = done + 1
+
+    async def on_step(step: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
+        nonlocal done
+        done = step
+        if step == first_step:
+            # By now the episodes have used whatever sandboxes they use.
+            reports = [asdict(report) for report in await shared_reports()]
+            at.directory.add_provenance(sandboxes=reports)
+        stats = runner.stats()
+        row = {
+            "step": step,
+            **metrics,
+            **batch_metrics(groups, step - 1),
+            **times.measure(stats, metrics),
+            **_counters(stats, at.engine),
+            **at.loggers.metrics(),
+            "memory/rss_mb": rss_mb(),
+        }
+        at.directory.append_metrics(row)
+        at.directory.save_trained(at.learner.trained_tokens(), step=step)
+        at.directory.save_trajectories((t for group in groups for t in group), name=step)
+        at.loggers.log(step, row)
+        at.display.step(step, at.config.steps, row)
+        at.callbacks.tell("on_step", step, row, groups)
+        saver.settle()
+        if at.config.trainer.save_every and step % at.config.trainer.save_every == 0:
+            await saver.save(step)
+        if at.evaluations.is_due(step) and step < at.config.steps:
+            await at.evaluations.begin(step)
+        at.callbacks.raise_if_stopped()
+
+    def on_saved(step: int, state: Mapping[str, Any]) -> None:
+        if journal is not None:
+            journal.checkpoint(state)
+        at.callbacks.tell("on_checkpoint", step, at.directory.checkpoint(step))
+
+    def explain(error: NotFiniteError, step: int, groups: Sequence[Group]) -> NotFiniteError:
+        file = at.directory.save_refused((t for group in groups for t in group), step)
+        return NotFiniteError(
+            f"step {step}: {error.message}",
+            hints=[
+                f"the batch is in {file}",
+                f"take the step again: areal-gym replay {at.directory.path} --refused",
+                *error.hints,
+            ],
+        )
+
+    relax_garbage_collection()
+    at.display.phase("train", at.config.steps)
+    start_s = time.perf_counter()
+    # Groups from a journal were sampled in other company: to the last bit, they must be played.
+    journal = None if at.config.deterministic else Journal(at.directory.journal_file)
+    if at.config.deterministic:  # what the engine has cached so far came in any order
+        await at.weight_sync.publish(weights_for(at.weight_sync, at.learner), done)
+    runner = RolloutRunner(
+        at.parts.make_env,
+        at.parts.agent,
+        at.engine,
+        at.renderer,
+        at.config.rollout,
+        seed=at.config.seed,
+        env_id=at.config.env.id,
+        agent_id=at.config.agent.id,
+        filters=make_filters(at.config),
+        curriculum=make_curriculum(at.config),
+        journal=journal,
+        state=rollout_state,
+        is_deterministic=at.config.deterministic,
+        player=at.player,
+    )
+    times = StepTimes(at.config.rollout.max_in_flight, runner.stats())
+    saver = Saver(
+        at.learner,
+        at.directory,
+        at.policy,
+        runner.state,
+        on_saved=on_saved,
+        scores=at.evaluations.scores,
+        num_kept=at.config.trainer.keep_checkpoints,
+        saved_step=done or None,
+    )
+    try:
+        at.callbacks.raise_if_stopped()
+        async with runner:
+            calls = partial(shared_calls, asyncio.get_running_loop())
+            at.display.watch(Waiting(runner.stats, at.config.rollout.batch_groups, calls))
+            await train_loop(
+                runner if at.teacher is None else Taught(runner, at.teacher),
+                at.learner,
+                at.weight_sync,
+                num_steps=at.config.steps,
+                first_step=first_step,
+                on_step=on_step,
+                explain=explain,
+                num_threads=at.config.trainer.num_threads,
+            )
+        saver.save_now(done)
+    except StopTraining as stop:
+        at.display.say(f"stopped after step {done}, as a callback wanted: {stop}")
+        saver.save_now(done)
+    except (asyncio.CancelledError, Exception):
+        if done:
+            saver.save_now(done)
+            at.display.say(f"stopped after step {done}; what was learned is in {at.directory.path}")
+            if at.directory.is_intact:
+                at.display.say(f"go on with: areal-gym train --resume --out {at.directory.path}")
+        raise
+    finally:
+        at.display.watch(None)
+        saver.close()
+        if journal is not None:
+            journal.close()
+    return done, time.perf_counter() - start_s
+
+
+def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
+    """What has been counted since the start (of this process, after a resume)."""
+    found: dict[str, float] = {
+        "rollout/failed_groups": stats.num_groups_failed,
+        "rollout/stale_groups": stats.num_groups_stale,
+        "rollout/acceptance": stats.acceptance_rate,
+        "rollout/retries": stats.num_retries,
+        "rollout/groups_ready": stats.groups_ready,
+        "rollout/episodes_queued": stats.episodes_queued,
+        "rollout/oldest_ready_s": stats.oldest_ready_s,
+    }
+    for name, count in stats.num_groups_rejected.items():
+        found[f"rollout/rejected/{name}"] = count
+    for reason in StopReason:
+        if reason.is_failure:
+            found[f"rollout/failures/{reason}"] = stats.num_failures.get(reason, 0)
+    counters = getattr(engine, "stats", None)
+    if is_dataclass(counters):
+        found |= {f"engine/{f.name}": getattr(counters, f.name) for f in fields(counters)}
+    return {name: float(value) for name, value in found.items()}
