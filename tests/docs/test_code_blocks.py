@@ -1,7 +1,8 @@
 """What README and docs tell people to type: Python runs, commands are taken by the program.
 
-A `train` is run as far as `--dry-run`; of other commands, and where names of one's own are used,
-names and options are read. What stands for a path of one's own is replaced (`DIR`, `RUN`, ...).
+What only looks is run. A `train` is run as far as `--dry-run`; of other commands, and where names
+of one's own are used, names and options are read. What stands for something of one's own is
+replaced (`DIR`, `RUN`, `ENV`, ...).
 """
 
 import ast
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import click
 import pytest
+from viewed_runs import make_run
 
 from areal_gym.cli.app import app, run
 from areal_gym.cli.output import Options
@@ -58,6 +60,24 @@ COMMANDS = sorted({line for page in PAGES for line in shell_of(page) if "-p my_p
 """Those of the plugin in docs/plugins.md have a test of their own, where it exists."""
 
 
+LOOKING = (
+    "list",
+    "show",
+    "plugins",
+    "doctor",
+    "completion",
+    "data show",
+    "report",
+    "compare",
+    "new",
+)
+STAND_INS = {
+    **{"ENV": "tir", "ID": "tir", "AGENT": "chat", "ENGINE": "embedded", "KIND": "env"},
+    **{"NAME": "dice", "RUN": "runs/first"},
+}
+"""In a directory with one run, and a file of questions."""
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if python_of(p)], ids=lambda p: p.name)
 def test_python(page, tiny_policy, tmp_path, monkeypatch):
     """One namespace for a page: later blocks go on where earlier ones ended."""
@@ -92,6 +112,32 @@ def test_notebook(tiny_policy, tmp_path, monkeypatch):
                 assert shown._repr_html_().startswith('<div class="areal-gym">')
 
     asyncio.run(kernel())
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Where somebody types that has trained once, and has questions."""
+    make_run(tmp_path / "runs" / "first")
+    row = {"question": "How much is 1 + 1?", "answer": "2"}
+    (tmp_path / "questions.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        command
+        for command in COMMANDS
+        if command.removeprefix("areal-gym ").startswith(LOOKING) and "[" not in command
+    ],
+)
+def test_what_looks_is_run(command, place, capsys):
+    words = shlex.split(command, comments=True)[1:]
+    if words[0] == "show":
+        words = ["tir" if word == "NAME" else word for word in words]
+    status = run([STAND_INS.get(word, word) for word in words])
+    # `doctor` may find something missing here.
+    assert status == 0 or (words[0] == "doctor" and status == 1), capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
