@@ -16,6 +16,7 @@ from areal_gym.distributed.cluster import Cluster, open_cluster
 from areal_gym.errors import StopTraining
 from areal_gym.files import write_atomic
 from areal_gym.learning_curve import draw_supervised_curve
+from areal_gym.metrics import cpu_s
 from areal_gym.provenance import entries_used
 from areal_gym.rendering import Renderer
 from areal_gym.report import keep_report
@@ -90,6 +91,7 @@ def _learn(
     )
     from areal_gym.trainer.examples import batch_of_step
 
+    cpu_before_s = cpu_s()
     with ExitStack() as stack:
         display.say(
             f"areal-gym {__version__} | objective {config.objective} | model "
@@ -190,6 +192,7 @@ def _learn(
             "stopped": told.stopped,
             "warm_start_s": warm_start.get("warm_start_s", 0.0),
             "train_s": round(train_s, 2),
+            "cpu_s": round(cpu_s() - cpu_before_s, 2),
             "warm_start": warm_start,
         }
         summary = _conclude(config, directory, display, facts, keep())
