@@ -12,6 +12,20 @@ from areal_gym.run import blocking
 from areal_gym.run.blocking import interruptible, run_to_end
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_terminal():
+    """Who starts the tests may have these signals ignored, as `nohup` and `&` do."""
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def here(make):
     return run_to_end(make())
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -84,7 +86,11 @@ async def open_cluster(
     was_there = ray.is_initialized()  # a program that has its own Ray keeps it
     is_local = address == "local"
     if not was_there:
-        _connect(config)  # in the main thread, or Ray cannot take care of SIGTERM
+        ours = signal.getsignal(signal.SIGTERM)
+        _connect(config)
+        if threading.current_thread() is threading.main_thread():
+            # Ray's own handler ends the process on the spot; the run saves first.
+            signal.signal(signal.SIGTERM, ours)
     try:
         device = _device(config, ray.cluster_resources())
         bundles = _bundles_of(config, device)
