@@ -143,7 +143,6 @@ def test_what_fights_is_refused_with_the_reason(overrides, reason):
 @pytest.mark.parametrize(
     "content",
     [
-        "trainer:\n",
         "trainer: 3",
         "rollout: []",
         "trainer: {algorithm: [grpo]}",

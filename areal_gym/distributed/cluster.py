@@ -86,11 +86,7 @@ async def open_cluster(
     was_there = ray.is_initialized()  # a program that has its own Ray keeps it
     is_local = address == "local"
     if not was_there:
-        ours = signal.getsignal(signal.SIGTERM)
         _connect(config)
-        if threading.current_thread() is threading.main_thread():
-            # Ray's own handler ends the process on the spot; the run saves first.
-            signal.signal(signal.SIGTERM, ours)
     try:
         device = _device(config, ray.cluster_resources())
         bundles = _bundles_of(config, device)
@@ -114,6 +110,7 @@ def _connect(config: RunConfig) -> None:
     import ray
 
     address = config.cluster.address
+    ours = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
     try:
         if address == "local":
@@ -134,6 +131,10 @@ def _connect(config: RunConfig) -> None:
             f"no Ray at cluster.address = {address!r}: {error}",
             hints=["start one: ray start --head", "or cluster.address=local"],
         ) from error
+    finally:
+        if ours is not None and threading.current_thread() is threading.main_thread():
+            # Ray's own handler ends the process on the spot; a run saves first.
+            signal.signal(signal.SIGTERM, ours)
 
 
 def _device(config: RunConfig, resources: Mapping[str, float]) -> str:

