@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -170,7 +171,11 @@ async def _reserve(bundles: list[Mapping[str, float]], timeout_s: float) -> Any:
             await group.ready()
     except TimeoutError:
         ray.util.remove_placement_group(group)
-        there, free = ray.cluster_resources(), ray.available_resources()
+        # `ray.cluster_resources` has nothing for moments while groups come and go.
+        there: Counter[str] = Counter()
+        for node in ray.nodes():
+            there.update(node["Resources"] if node["Alive"] else {})
+        free = ray.available_resources()
         shown = ", ".join(
             f"{number:g} {kind}s ({there.get(kind, 0):g} there are, {free.get(kind, 0):g} free)"
             for kind, number in _total(bundles).items()
