@@ -34,7 +34,8 @@ def test_a_box_with_nested_braces_comes_back_whole(before, inner, after):
 @given(st.lists(balanced, min_size=1, max_size=5))
 def test_the_last_box_wins(answers):
     text = " then ".join(f"\\boxed{{{answer}}}" for answer in answers)
-    assert extract_answer(text) == answers[-1].strip()
+    full = [answer.strip() for answer in answers if answer.strip()]
+    assert extract_answer(text) == (full[-1] if full else "")
 
 
 @settings(deadline=None)  # the first symbolic answer imports sympy

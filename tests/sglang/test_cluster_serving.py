@@ -38,7 +38,8 @@ def test_a_run_over_servers_that_ray_places(kind, policies, tmp_path):
     rows = run.read_metrics()
     assert [row["step"] for row in rows] == [1, 2, 3]
     versions = {v for s in range(1, 4) for t in run.read_trajectories(s) for v in t.policy_versions}
-    assert {0, 1} <= versions <= {0, 1, 2}
+    # On a busy machine no group may begin between two publications.
+    assert {0} < versions <= {0, 1, 2}
     # What the server says it sampled with is what the trainer computes.
     assert rows[0]["train/ratio"] == pytest.approx(1, abs=1e-4)
     assert all(not row["rollout/failures/worker_error"] for row in rows)

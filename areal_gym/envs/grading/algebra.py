@@ -18,7 +18,7 @@ _NAMED = re.compile(
     r"(?![a-zA-Z])"
 )
 _CALLED_ROOT = re.compile(r"\\sqrt\s*\(((?:[^()]|\([^()]*\))*)\)")
-_LONG_EXPONENT = re.compile(r"\^\s*(-?\d{2,}|-\d|\(-?[\w/]+\))")
+_LONG_EXPONENT = re.compile(r"\^\s*(-?\d{2,}|-\d|\((?:[^()]|\([^()]*\))*\))")
 _DECIMAL = re.compile(r"-?\d*\.(\d{4,})")
 
 
@@ -40,7 +40,7 @@ def _parse(text: str) -> Any:
     text = text.replace("**", "^")
     text = _NAMED.sub(r"\\\1 ", text)
     text = _CALLED_ROOT.sub(r"\\sqrt{\1}", text)
-    text = _LONG_EXPONENT.sub(lambda m: "^{" + m[1].strip("()") + "}", text)
+    text = _LONG_EXPONENT.sub(lambda m: "^{" + _unwrapped(m[1]) + "}", text)
     plain = re.sub(r"[_^](?:\w|\{[^{}]*\})|\s*[-+]\s+", "+", text)
     if re.search(r"\d\s+[-\d]", plain):
         raise ValueError("two numbers side by side")
@@ -52,6 +52,10 @@ def _parse(text: str) -> Any:
         imaginary = {s: sympy.I for s in found.free_symbols if s.name in ("i", "I")}
         found = found.xreplace(imaginary) if imaginary else found
     return found
+
+
+def _unwrapped(text: str) -> str:
+    return text[1:-1] if text.startswith("(") else text
 
 
 def _allowance(a: str, b: str) -> float:
@@ -67,6 +71,8 @@ def _are_same(a: Any, b: Any, allowance: float) -> bool:
     import math_verify
     import sympy
 
+    if any(isinstance(side, sympy.Basic) and side.has(sympy.zoo, sympy.nan) for side in (a, b)):
+        return False  # 1/0 is not 2/0
     if a == b:
         return True
     if isinstance(a, sympy.Equality) or isinstance(b, sympy.Equality):

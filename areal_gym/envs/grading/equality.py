@@ -133,17 +133,22 @@ def _are_same_things(
     a: str, b: str, numbers: tuple[Number | None, Number | None], compare: _Compare
 ) -> bool:
     """When neither numbers nor spelling decide: part by part, and by algebra."""
+    if numbers[1] is not None and _UNFINISHED.fullmatch(a.strip("{}")):
+        return False
     for number, text in zip(numbers, (b, a), strict=True):
-        if number is not None and (_UNFINISHED.fullmatch(text) or _SIDE_BY_SIDE.search(text)):
+        if number is not None and _SIDE_BY_SIDE.search(text):
             return False
     bases = _BASED.fullmatch(a), _BASED.fullmatch(b)
-    if bases[0] or bases[1]:  # 52_8 is another number than 52_9; algebra would drop the base
-        return None not in bases and len({base and base.groups() for base in bases}) == 1
-    left, right = (read_matrix(text) or read_collection(text) for text in (a, b))
+    if bases[0] and bases[1]:  # 52_8 is another number than 52_9; algebra would drop the base
+        return bases[0].groups() == bases[1].groups()
+    if based := bases[0] or bases[1]:  # a base left out is as good as a unit left out
+        return based[1] == (b if bases[0] else a)
+    left, right = (read_matrix(text) or read_collection(_points(text) or text) for text in (a, b))
     if left is not None and right is not None:
         return _are_same_parts(left, right, compare)
-    if left is not None or right is not None:
-        return False
+    if left is not None or right is not None:  # {5} is as good as 5
+        x, y = _only_element(left, a), _only_element(right, b)
+        return x is not None and y is not None and _are_same(x, y, compare)
     if any(map(_is_beyond_algebra, (a, b), numbers)):
         return False
     return compare(a, b)
@@ -185,7 +190,9 @@ def _is_choice(text: str, letter: str) -> bool:
 
 
 # "k = 1/2", "f(x) = 2x", "x \in [1, 2]": the name is not part of the answer
-_NAME = rf"(?:{NAME}|\([A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\))"
+_SEGMENT = r"[A-Z]{1,4}(?:_\{?\w+\}?)?"
+_MEASURE = rf"\|{_SEGMENT}\||{_SEGMENT}\s*[:/]\s*{_SEGMENT}|\\frac\{{{_SEGMENT}\}}\{{{_SEGMENT}\}}"
+_NAME = rf"(?:{_MEASURE}|{NAME}|\([A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\))"
 _NAMED = re.compile(rf"\s*({_NAME})\s*(?:=|\\in(?![a-zA-Z])|\\approx)\s*")
 _NO_LETTERS = r"(?:[-+*/().,\d\s{}^%]|\\(?:frac|sqrt|times|cdot|div|pi)(?![a-zA-Z]))+"
 _COMPUTED = re.compile(rf"{_NO_LETTERS}=({_NO_LETTERS})")
@@ -252,10 +259,30 @@ def _name_and_value(text: str) -> tuple[str | None, str]:
 # ---- several things --------------------------------------------------------------------------
 
 
+_ALTERNATIVES = re.compile(r";|\bor\b")
 _VECTOR = re.compile(r"m\[(?:1(?:, 1)+|\d+)\]")
 
 
+def _points(text: str) -> str | None:
+    """ "x = 1, y = 2; x = 3, y = 4" as (1, 2), (3, 4); None for other texts."""
+    groups = [
+        [_name_and_value(item) for item in group.split(",")] for group in _ALTERNATIVES.split(text)
+    ]
+    names = {tuple(name for name, _ in group) for group in groups}
+    if len(groups) < 2 or len(names) > 1 or len(groups[0]) < 2 or None in names.pop():
+        return None
+    return ", ".join("(" + ", ".join(value for _, value in group) + ")" for group in groups)
+
+
+def _only_element(parts: Parts | None, text: str) -> str | None:
+    """That of a set of one; the text itself when it is no collection."""
+    if parts is None:
+        return text
+    return parts.items[0] if parts.brackets == "{}" and len(parts.items) == 1 else None
+
+
 def _are_same_parts(a: Parts, b: Parts, compare: _Compare) -> bool:
+    a, b = _as_set(a), _as_set(b)
     if len(a.items) != len(b.items) or len(a.items) > _MAX_PARTS:
         return False
     kinds = {a.brackets, b.brackets}
@@ -272,6 +299,16 @@ def _are_same_parts(a: Parts, b: Parts, compare: _Compare) -> bool:
     if all(all(found) for found in names):  # x = 1, y = 2 is not x = 2, y = 1
         return _match(a.items, b.items, partial(_are_same_named, compare=compare))
     return _match(a.items, b.items, partial(_are_same, compare=compare))
+
+
+def _as_set(parts: Parts) -> Parts:
+    """Elements of a set and points of a list once; two equal numbers may be two roots."""
+    is_set = parts.brackets == "{}" or (
+        not parts.brackets and all(item.startswith("(") for item in parts.items)
+    )
+    if not is_set:
+        return parts
+    return parts._replace(items=list({_bare(item): item for item in parts.items}.values()))
 
 
 def _are_same_named(a: str, b: str, compare: _Compare) -> bool:

@@ -11,9 +11,11 @@ _MAX_TEXT = 100_000
 """Characters, from the end, in which an answer is looked for."""
 
 # An escaped brace (\{) is text; \boxed{ opens a box; other braces only have to balance.
-_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)
 # What may stand between two boxes that give one answer: \boxed{1} and \boxed{-2}.
-_BETWEEN_BOXES = re.compile(r"(?:[\s$,;.&]|\\[\[\]()]|\\q?quad|\\,|\\text\s*\{|\}|\b(?:and|or)\b)*")
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$,;.&]|\\[\[\]()]|\\q?quad|\\,|\\text\s*\{|\}|\b(?:and|or)\b|[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
+)
 _MAX_BETWEEN = 60
 _MAX_PROSE = 2_000
 """Characters of prose that are searched for sentences and formulas."""
@@ -30,7 +32,7 @@ _OPENING = re.compile(
 # A full stop that ends a sentence: none of a decimal, none within mathematics.
 _SENTENCE_END = re.compile(r"(?<![.\d])\.(?=\s)|\d\.(?=\s+[A-Z])|(?<=[$)\]])\.(?=\s|$)")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(.+?)(?<!\\)\$", re.DOTALL)
-_LAST_NUMBER = re.compile(r"(?<![\w.^/\\])-?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?\s?%?")
+_LAST_NUMBER = re.compile(r"(?<![\w.^/\\])-?\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?\s?%?")
 _COMMAND = re.compile(r"\\[a-zA-Z]+\s*(?:\{[^{}]*\})*")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!(?:and|or)\b)[A-Za-z]{2,}", re.IGNORECASE)
 # "Answer $9$", "Therefore $x > 5$": words, and then one formula.
@@ -65,8 +67,9 @@ def final_answer(text: str) -> str:
     """
     if _BARE_NUMBER.fullmatch(text):
         return text
-    # Somebody's "\frac" that was no raw string.
-    text = text[-_MAX_TEXT:].replace("\x0crac", "\\frac").rpartition("</think>")[2]
+    # Somebody's "\frac" or "\boxed" that was no raw string.
+    text = text[-_MAX_TEXT:].replace("\x0crac", "\\frac").replace("\x08oxed", "\\boxed")
+    text = text.rpartition("</think>")[2]
     boxed = _last_boxes(text)
     if boxed is not None:
         return boxed
@@ -86,7 +89,13 @@ def _announced(text: str) -> str | None:
 
 def _end_of_prose(text: str) -> str:
     """The last formula or number of a text in words; other texts without their opening word."""
-    text = _TAKEN_BACK.sub("", _OPENING.sub("", text.strip("*# \t\r\n")))
+    text = _OPENING.sub("", text.strip("*# \t\r\n"))
+    left = _TAKEN_BACK.sub("", text)
+    if left != text and not _HEDGES.search(left):
+        numbers = list(_LAST_NUMBER.finditer(left))
+        if len(numbers) == 1:
+            return numbers[0].group().strip()
+    text = left
     spans = list(_MATH.finditer(text))
     outside = _MATH.sub(" ", text)
     if len(spans) == 1 and not outside.strip(" .*"):
@@ -130,6 +139,7 @@ def _first_sentence(text: str) -> str:
 def _last_boxes(text: str) -> str | None:
     """The content of the last box, or those of the last boxes that stand side by side."""
     boxes = _boxes(text)
+    boxes = [box for box in boxes if text[box.start : box.end].strip()] or boxes
     if not boxes:
         return None
     last = [boxes[-1]]

@@ -40,7 +40,7 @@ _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:\.\d+)?|\d+(?:\.
 _DECIMAL = re.compile(rf"(?P<number>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d{{1,3}}))?")
 # 2,74 in other countries; 1,234 has thousands, and 1,2 is rather two numbers.
 _DECIMAL_COMMA = re.compile(r"(?:\d+,\d{2}|\d+,\d{4,}|0+,\d+)")
-_RECURRING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+_RECURRING = re.compile(r"(\d*)\.(\d*)\\(?:overline|dot)\s*\{?(\d+)\}?")
 _FRACTION = re.compile(
     r"(?:(?P<whole>\d{1,3}(?:[ ,]\d{3})+|\d+)[ +])?(?P<top>\d[\d,]*(?:\.\d+)?|\.\d+)"
     r"/(?P<bottom>\d[\d,]*(?:\.\d+)?|\.\d+)"

@@ -43,7 +43,7 @@ def read_matrix(text: str) -> Parts | None:
 
 _RELATION = r"(<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z]))"
 _RELATED = re.compile(rf"{_RELATION}|\\ne(?![a-zA-Z])")
-_SYMBOL = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?)"
+_SYMBOL = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([a-z]\))?)"
 _SIDE = r"((?:(?!\\[lg]e(?![a-zA-Z]))[^<>])+?)"
 _BETWEEN = re.compile(rf"{_SIDE}\s*{_RELATION}\s*{_SYMBOL}\s*{_RELATION}\s*{_SIDE}")
 _BOUND = re.compile(rf"{_SYMBOL}\s*{_RELATION}\s*{_SIDE}")

@@ -8,6 +8,8 @@ import unicodedata
 __all__ = ["tidy"]
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n", strict=True))
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 _RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _SYMBOLS = {
@@ -21,10 +23,14 @@ _SYMBOLS = {
         "√": r"\sqrt ",
     },
     **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "≈": r"\approx ", "⁄": "/"},
-    **{"−": "-", "–": "-", "’": "'", "′": "'", "θ": r"\theta ", "λ": r"\lambda ", "₀": "_0"},
+    **{"−": "-", "–": "-", "’": "'", "′": "'", "θ": r"\theta ", "λ": r"\lambda ", "∛": r"\sqrt[3]"},
     **{"\x0crac": r"\frac", "\u200b": "", "\xa0": " ", "<=": r"\le ", ">=": r"\ge "},
 }
 _SYMBOL = re.compile("|".join(map(re.escape, _SYMBOLS)))
+
+_CURRENCIES = {"$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees"}
+_PRICE = re.compile(r"^(-?)\\?([$€£¥₹])\s*(\d[\d,]*(?:\.\d+)?)$")
+"""A price alone: within mathematics `$` is a delimiter."""
 
 _SIZES = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|mathstrut)(?![a-zA-Z])\.?"
@@ -33,6 +39,7 @@ _THIN = re.compile(r"(?<!\\)\\[!,;:>]|~")
 _WIDE = re.compile(r"(?<!\\)\\ |\\q?quad(?![a-zA-Z])")
 _DELIMITERS = re.compile(r"(?<!\\)\$|(?<!\\)\\[()]|(?<!\\)\\[\[\]]")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mbox|hbox|fbox)\s*\{([^{}]*)\}")
+_BARE_BLACKBOARD = re.compile(r"\\mathbb\s+([A-Z])(?![A-Za-z])")
 _FONT = re.compile(
     r"\\(?:math(?:rm|bf|it|sf|tt|cal|frak|bb|scr|ord)|boldsymbol|bm|operatorname\*?)\s*\{([^{}]*)\}"
 )
@@ -55,7 +62,7 @@ _ALIAS = re.compile("(?:" + "|".join(map(re.escape, _ALIASES)) + ")(?![a-zA-Z])"
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z])")
 _DIGIT_GROUP = re.compile(r"(?<=\d)(?:\s?\{\s*,\s*\}|,\s?\\!|\\!,|\\,)\s?(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|(\d)\s*(\{)|(\{[^{}]*\})\s*(\d))")
-_SHORT_ROOT = re.compile(r"\\sqrt\s*(\d+|[a-zA-Z](?![a-zA-Z]))")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*(\[\d+\])?\s*(\d+|[a-zA-Z](?![a-zA-Z]))")
 _LINE_OVER = re.compile(r"\\(?:overline|overrightarrow|vec)\s*\{([A-Za-z]+)\}")
 _LINES = re.compile(r"(?<=\d)\s*\n\s*(?=-?\d)")
 _QUOTED = re.compile(r"""(?:\\?["“”`]|'')+(.*?)(?:\\?["“”]|'')+\.?""", re.DOTALL)
@@ -74,7 +81,9 @@ def tidy(text: str) -> str:
         text = _LINES.sub(", ", text)  # numbers on two lines are two
     if "." in text:
         text = _NOON.sub(r"\1m", text)
+    text = _PRICE.sub(_spell_out_price, text.strip())
     text = _REALS.sub(r"(-\\infty, \\infty)", _RAISED.sub(_raise, text))
+    text = _LOWERED.sub(lambda m: "_" + "".join(_SUBSCRIPTS[c] for c in m[0]), text)
     text = _VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
     text = _SYMBOL.sub(lambda m: _SYMBOLS[m[0]], unicodedata.normalize("NFKC", text))
     if r"\begin" not in text:  # where \\ ends a row
@@ -83,13 +92,13 @@ def tidy(text: str) -> str:
     text = text.replace(r"\$", "").replace(r"\%", "%").replace(r"\&", "&")
     text = _SIZES.sub("", text)
     text = _DELIMITERS.sub("", _WIDE.sub(" ", _THIN.sub("", text)))
-    text = _FONT.sub(r"\1", _TEXT.sub(r" \1 ", text))
+    text = _FONT.sub(r"\1", _TEXT.sub(r" \1 ", _BARE_BLACKBOARD.sub(r"\\mathbb{\1}", text)))
     if "\\" in text:
         text = _LINE_OVER.sub(r"\1", text)
     text = _INFINITY.sub(r"\\infty", text)
     text = _ALIAS.sub(lambda m: _ALIASES[m[0]], text)
     text = _SHORT_FRACTION.sub(_spell_out, text)
-    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _SHORT_ROOT.sub(r"\\sqrt\1{\2}", text)
     return _END.sub("", _without_stray_brace(" ".join(text.split()))).removeprefix("= ")
 
 
@@ -103,6 +112,10 @@ def _without_stray_brace(text: str) -> str:
 
 def _raise(match: re.Match[str]) -> str:
     return "^{" + "".join(_SUPERSCRIPTS[c] for c in match[0]) + "}"
+
+
+def _spell_out_price(match: re.Match[str]) -> str:
+    return f"{match[1]}{match[3]} {_CURRENCIES[match[2]]}"
 
 
 def _spell_out(match: re.Match[str]) -> str:
