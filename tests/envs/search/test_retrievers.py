@@ -180,7 +180,7 @@ def with_server(use):
         server = Server()
         app = web.Application()
         app.router.add_post("/retrieve", server.answer)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
