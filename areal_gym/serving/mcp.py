@@ -222,6 +222,7 @@ async def serve_http(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(2048)  # who reads the address may connect at once
     except OSError as error:
         listener.close()
         raise InfrastructureError(

@@ -3,8 +3,9 @@
 They are imperfect on purpose, and the accuracy of each demonstrator is measured and written into
 the run: imitation gives the average of the demonstrators, reinforcement must beat the best.
 
-For `tir` there are three of them, below. Any other environment is demonstrated by its own gold
-policy, which is right half of the time, and by its noop policy.
+For the expressions of `tir` there are three of them, below. Anything else, also a file's questions,
+is demonstrated by the environment's own gold policy, which is right half of the time, and by its
+noop policy.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
     Raises:
         UsageError: the environment has no gold policy to learn from.
     """
-    if type(env) is TirEnv:
+    if _asks_for_python(env):
         return TIR
     if type(env).gold_action is TextEnv.gold_action:
         raise UsageError(
@@ -87,7 +88,7 @@ def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
 def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
     """What somebody without faults would do: for measuring skill, never imitated in `tir`."""
     env = _reset(env, rng, "train")
-    if type(env) is TirEnv:
+    if _asks_for_python(env):
         expression = env.task.data["expression"]
         result = str(evaluate(expression))
         said: Said = [(python_call(f"print({expression})"), result), (f"\\boxed{{{result}}}", None)]
@@ -129,6 +130,12 @@ def _reset(env: TextEnv, rng: random.Random, split: str) -> TextEnv:
     """Begin an episode; the environment that plays it, which of a mix is the task's own."""
     env.reset(seed=rng.getrandbits(32), options={"split": split})
     return env.playing if isinstance(env, MixedEnv) else env
+
+
+def _asks_for_python(env: TextEnv) -> bool:
+    """Whether its tasks are expressions, as no file's are, and Python may be called for them."""
+    has_python = any(tool.name == "python" for tool in env.tools)
+    return type(env) is TirEnv and bool(env.difficulties) and has_python
 
 
 def _draw(env: TextEnv, rng: random.Random) -> Demonstrator:

@@ -94,3 +94,15 @@ def test_an_environment_without_a_gold_policy_is_refused():
     with pytest.raises(UsageError, match="gold_action") as error:
         demonstrators_for(Mute())
     assert "engine.model=" in error.value.hints[0]
+
+
+@pytest.mark.parametrize("kwargs", [{"path": "questions.jsonl"}, {"tools": ["calculator"]}])
+def test_other_questions_of_tir_are_demonstrated_by_its_gold_policy(kwargs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f'{{"question": "What is {n}+1?", "answer": "{n + 1}"}}\n' for n in range(20))
+    (tmp_path / "questions.jsonl").write_text(rows)
+    env = areal_gym.make("tir", **kwargs)
+    rng = random.Random(7)
+    assert [d.id for d in demonstrators_for(env)] == ["gold", "noop"]
+    assert {demonstrate(env, rng).reward for _ in range(20)} == {0.0, 1.0}
+    assert perfect_demonstration(env, rng).reward == 1.0
