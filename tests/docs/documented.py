@@ -10,16 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("**/*.md")])
 
-_PROGRAM = r"areal-gym|make|pip\ install|ray|python\ (?:-m|benchmarks/)"
+_PROGRAM = r"(?:areal-gym|make|pip\ install|ray|python\ -m)\ |python\ benchmarks/"
 _BLOCK = re.compile(
     rf"""
     ^```(?P<fence>\w*)\n(?P<fenced>.*?)^```$
   | (?:\A|(?<=\n\n))(?P<indented>(?:[ ]{{4}}[^\n]*\n|\n(?=[ ]{{4}}))+)
-  | (?<!`)`(?P<named>(?:{_PROGRAM})[ ][^`]+|\{{"[^`]*\}})`(?!`)
+  | (?<!`)`(?P<named>(?:{_PROGRAM})[^`]+|\{{"[^`]*\}})`(?!`)
     """,
     re.S | re.M | re.X,
 )
-_COMMAND = re.compile(rf"(?:{_PROGRAM}|source|cd|for)\ ", re.X)
+_COMMAND = re.compile(rf"{_PROGRAM}|(?:source|cd|for)\ ", re.X)
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,14 @@ class Block:
     page: Path
     line: int
     language: str
-    """"shell", "python", "json", "tree" (of files), "" (a drawing), or as it is fenced."""
+    """As it is fenced; else "shell", "json", "agent" (a line of its Python), "tree" (of files) or
+    "" (a drawing)."""
     text: str
     lead: str = ""
     """The line above it that says something."""
     is_named: bool = False
     """In a sentence or a table."""
+    is_fenced: bool = False
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}: {self.text.strip().splitlines()[0].strip()}"
@@ -52,18 +54,33 @@ def blocks_of(page: Path) -> list[Block]:
     found = []
     for match in _BLOCK.finditer(text):
         code = match["fenced"] or match["indented"] or " ".join(match["named"].split())
-        language = match["fence"] or _language(code)
+        language = (match["fence"] or _language(code)).replace("bash", "shell")
         if match["named"] and language == "json" and not _is_json(code):
             continue  # "{...}" with names only
         number = text.count("\n", 0, match.end() - len(match[0].lstrip("\n"))) + 1
         lead = text[: match.start()].rstrip().rpartition("\n")[2]
-        found.append(Block(page, number, language, code, lead, bool(match["named"])))
+        found.append(
+            Block(
+                page=page,
+                line=number,
+                language=language,
+                text=code,
+                lead=lead,
+                is_named=match["named"] is not None,
+                is_fenced=match["fenced"] is not None,
+            )
+        )
     return found
 
 
 def _language(code: str) -> str:
     start = code.lstrip()
-    kinds = {"shell": _COMMAND, "json": r'\{"', "tree": r"\S+/\n", "python": r"\w+ = await "}
+    kinds = {
+        "shell": _COMMAND,
+        "json": r'\{"',
+        "tree": r"\S+/\n",
+        "agent": r"\w+ = await episode\.",
+    }
     return next((kind for kind, pattern in kinds.items() if re.match(pattern, start)), "")
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ from aiohttp import web
 from documented import ROOT
 from stand_ins import MEANT
 
+Rows = Sequence[tuple[str, str]]
 SHARED = ROOT.parent / "shared"
 TAU2 = SHARED / "data" / "tau2"
 
@@ -241,9 +242,9 @@ class Names(dict[str, str]):
         }
         return self._neighbours.start(starts[name]())
 
-    def meant_by(self, text: str) -> str:
+    def meant_by(self, text: str, rows: Rows = MEANT) -> str:
         """What somebody types who knows what is meant."""
-        for written, typed in MEANT:
+        for written, typed in rows:
             if re.search(written, text):
                 text = re.sub(written, self.named(typed), text)
         return text

@@ -1,6 +1,7 @@
-"""What the tests put in the place of what the docs say, and why. All of it is here.
+"""What the tests put in the place of what the docs say, what they do not run, and why.
 
-Names in braces are those of the `place` in `test_code_blocks.py`.
+Patterns are regular expressions; names in braces are those of `place.Names`.
+`test_code_blocks.py` sees to it that no row is left over.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MEANT = (
     (r"\bRUN\b|runs/tir-1 /data/runs", "{run}"),
     (r"--fixtures DIR", "--fixtures {fixtures}"),
     (r"data_dir=DIR", "data_dir={tau2}"),
-    (r"\bDIR\b|path/to/policy", "{policy}"),
+    (r"\bDIR\b", "{policy}"),
     # Servers: those that the tests have started, and any port.
     (r"remote:http://HOST:PORT", "remote:{env}"),
     (r"--model http://HOST:PORT", "--model {chat}"),
@@ -41,19 +42,21 @@ MEANT = (
     (r"http://(?:HOST:PORT|10\.0\.0\.7:30000)", "{sglang}"),
     (r"http://localhost:8000/", "{retriever}/"),
     (r"^areal-gym data pull tau2$", "areal-gym data pull tau2 --base-url {published} --to pulled"),
-    (
-        r"/opt/sglang/bin/python -m sglang.launch_server",
-        "{fake}",
-    ),
+    (r"/opt/sglang/bin/python -m sglang.launch_server", "{fake}"),
     (r"--port \d+", "--port 0"),
     (r"gateway=127\.0\.0\.1:\d+", "gateway=127.0.0.1:0"),
     (r"^areal-gym view(?!.*(--export|--help))", "areal-gym view --port 0"),
     (r"(sglang\.fake) (--model-path)", r"\1 --port 0 \2"),
-    # No engine for containers; runs of one step.
-    (r'"docker"', '"process"'),
-    (r"step-000\d00", "step-000001"),
+    (r"\| jq$", "| python -m json.tool"),
 )
 """(what is written, what is typed): each in turn."""
+
+MEANT_IN_PYTHON = (
+    (r"path/to/policy", "{policy}"),
+    (r'"docker"', '"process"'),  # there is no engine for containers
+    (r"step-000\d00", "step-000001"),
+)
+"""The same for Python."""
 
 SMALL = (
     *("steps=1", "rollout.group_size=2", "rollout.batch_groups=2", "rollout.max_in_flight=4"),
@@ -76,12 +79,12 @@ SCALED = (
 )
 """(which commands, what they are given besides): small numbers, nothing else."""
 
-# What the smallest warm start is: as many steps as it has parts, of a model that is not much.
 WARM_START = {
     **{"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
     **{"ffn_size": 64, "num_tokenizer_texts": 60, "batch_size": 4, "num_probes": 2},
     **{"warmup_steps": 1, "min_hold_steps": 5, "max_hold_steps": 5, "decay_steps": 5},
 }
+"""Of `areal_gym.starter.warm_start.Recipe`: a policy that has seen 10 batches of 4."""
 
 FURNISHING = (
     (("--env", "tir", *SMALL, "--out", "runs/ended"), 0),
@@ -105,12 +108,13 @@ FURNISHING = (
 )
 """(words of `areal-gym train`, how it ends): the runs that are there before a page is followed."""
 
-ONCE = r"^areal-gym (check|bench|data|doctor|list|plugins|show) (?!.*(runs|\.jsonl))"
-"""What says the same on every page is typed on the first of them."""
+ONCE = r"^areal-gym check "
+"""What takes seconds, and says the same wherever it is typed."""
 
 EXITS = (
     (r"^areal-gym doctor", (0, 1)),  # something may be missing here
     (r"--refused", (1,)),  # "refused again"
+    (r"--env online", (130,)),  # ended by Ctrl-C
 )
 """(which commands, how they may end): 0 for all others."""
 
@@ -134,6 +138,6 @@ NOT_RUN = (
     (r"langchain_agent", "LangChain is not installed: tests/examples/test_frameworks.py"),
     (r"textarena:", "TextArena is not installed: tests/envs/test_adapters.py"),
     (r"openenv:", "OpenEnv is not installed: tests/envs/test_adapters.py"),
-    (r"\| jq$", "jq is no part of areal-gym"),
     (r"^(?:rewards|tasks) ->|^this process +Ray|^first prompt \|", "a drawing"),
 )
+"""(what, why): the words of such commands are read, and `train` is a dry run."""

@@ -67,9 +67,8 @@ def _main(words: Sequence[str]) -> int:
     return 0
 
 
-def shell(command: str, path: Sequence[Path] = ()) -> Said:
+def shell(command: str) -> Said:
     """Any other program, in a process of its own."""
-    places = os.pathsep.join(map(str, [*path, *filter(None, sys.path)]))
     done = subprocess.run(
         ["bash", "-ec", command],
         capture_output=True,
@@ -78,7 +77,7 @@ def shell(command: str, path: Sequence[Path] = ()) -> Said:
         timeout=PATIENCE_S,
         env={
             **os.environ,
-            "PYTHONPATH": places,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         },
     )
@@ -88,7 +87,7 @@ def shell(command: str, path: Sequence[Path] = ()) -> Said:
 # ---- what serves --------------------------------------------------------------------------------
 
 
-def serve(words: Sequence[str], ask: Callable[[Until], str]) -> Said:
+def serve(words: Sequence[str], ask: Callable[[Until], str]) -> tuple[Said, str]:
     """Start what serves until Ctrl-C, ask it something, and press Ctrl-C.
 
     Args:
@@ -97,7 +96,7 @@ def serve(words: Sequence[str], ask: Callable[[Until], str]) -> Said:
             found in what the command has printed so far.
 
     Returns:
-        the exit code, what was printed, and the answer in the place of stderr.
+        what came of the command, and the answer.
     """
     out, lock, answers = io.StringIO(), threading.Lock(), []
     is_over = False
@@ -128,7 +127,7 @@ def serve(words: Sequence[str], ask: Callable[[Until], str]) -> Said:
             is_over = True
     visitor.join()
     assert isinstance(answers[0], str), (answers[0], err.getvalue())
-    return Said(code, out.getvalue(), answers[0])
+    return Said(code, out.getvalue(), err.getvalue()), answers[0]
 
 
 def get(url: str, key: str = "", body: object = None) -> str:
@@ -190,20 +189,22 @@ def _ask_sglang(until: Until) -> str:
     return get(until(_line).split()[-1] + "/get_model_info")
 
 
-SERVERS: Sequence[tuple[str, Callable[[Until], str], str, int]] = (
-    (r"--env online", _ask_online, "free", 130),
-    (r"^areal-gym serve-env .*--mcp http", _ask_mcp, "serverInfo", 0),
-    (r"^areal-gym serve-env (?!.*--mcp stdio)", _ask_env, '"tir"', 0),
-    (r"^areal-gym serve ", _ask_gateway, '"choices"', 0),
-    (r"^areal-gym view (?!.*--export)", _ask_page, "<html", 0),
-    (r"^python .*sglang\.fake", _ask_sglang, "model_path", 0),
+SERVERS: Sequence[tuple[str, Callable[[Until], str], str]] = (
+    (r"--env online", _ask_online, "free"),
+    (r"^areal-gym serve-env .*--mcp http", _ask_mcp, "serverInfo"),
+    (r"^areal-gym serve-env (?!.*--mcp stdio)", _ask_env, '"tir"'),
+    (r"^areal-gym serve ", _ask_gateway, '"choices"'),
+    (r"^areal-gym view (?!.*--export)", _ask_page, "<html"),
+    (r"^python .*sglang\.fake", _ask_sglang, "model_path"),
 )
-"""(which commands serve until Ctrl-C, how they are asked, what the answer holds, their exit code)"""
+"""(which commands serve until Ctrl-C, how they are asked, what the answer holds)"""
 
 
-def talk_to_mcp(command: str, path: Sequence[Path] = ()) -> Said:
-    """A server on pipes: it ends with its input."""
-    return shell(f"echo {shlex.quote(json.dumps(HELLO))} | {command}", path)
+def talk_to_mcp(command: str) -> Said:
+    """A server on pipes, which ends with its input."""
+    said = shell(f"echo {shlex.quote(json.dumps(HELLO))} | {command}")
+    assert "serverInfo" in said.out, said
+    return said
 
 
 def is_alike(line: str, said: str) -> bool:
