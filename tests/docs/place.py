@@ -76,9 +76,10 @@ async def env() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def files(directory: Path, prefix: str) -> AsyncIterator[str]:
-    """A server of a directory's files."""
+    """A server of a directory's files, or of nothing where it is not."""
     app = web.Application()
-    app.router.add_static(prefix, directory)
+    if directory.is_dir():
+        app.router.add_static(prefix, directory)
     async with _served(app) as url:
         yield url
 
