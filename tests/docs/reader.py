@@ -15,7 +15,7 @@ import click
 from documented import ROOT
 from place import TAU2, install
 from stand_ins import EXITS, MEANT_IN_PYTHON, NOT_RUN, ONCE, SCALED, WITHOUT_SHARED
-from typed import SERVERS, Said, call, is_alike, serve, shell, talk_to_mcp
+from typed import SERVERS, Said, call, is_alike, shell, talk_to_mcp
 
 import areal_gym
 from areal_gym.cli.app import app
@@ -105,9 +105,9 @@ class Reader:
         assert self.said.code in codes, f"{command}\n{shlex.join(words)}\n{self.said}"
 
     def run(self, words, meant, typed):
-        for pattern, ask, answer in SERVERS:
+        for pattern, start, ask, answer in SERVERS:
             if re.search(pattern, meant) and "--help" not in words:
-                said, answered = serve(words, ask)
+                said, answered = start(words, ask)
                 assert answer in answered
                 return said
         match words:

@@ -132,7 +132,7 @@ NOT_RUN = (
     (r"^python benchmarks/", "measures for minutes"),
     (r"sandbox\.image", "needs an engine for containers: tests/sandbox/test_docker.py"),
     (r"sandbox=docker", "needs an engine for containers: tests/sandbox/test_docker.py"),
-    (r"cluster\.address=", "starts a Ray, or joins one: tests/distributed"),
+    (r"cluster\.address=", "starts a Ray, or joins one: tests/distributed does"),
     (r"num_servers=2", "needs GPUs and SGLang: tests/sglang"),
     (r"openai/gsm8k:main", "asks the Hugging Face hub"),
     (r"langchain_agent", "LangChain is not installed: tests/examples/test_frameworks.py"),

@@ -25,7 +25,7 @@ import pytest
 import stand_ins
 from documented import PAGES, ROOT, Block, blocks_of
 from place import TAU2, Names, Neighbours, write_files
-from reader import Reader
+from reader import Reader, reason_not_to_run
 from stand_ins import FURNISHING, MEANT, MEANT_IN_PYTHON, WARM_START
 from typed import SERVERS, call
 
@@ -146,6 +146,8 @@ def test_no_row_of_the_tables_is_left_over():
             used.add(row)
     tables = MEANT, MEANT_IN_PYTHON, stand_ins.SCALED, stand_ins.EXITS, stand_ins.NOT_RUN, SERVERS
     assert [row[0] for table in tables for row in table if row not in used] == []
+    named = re.findall(r"tests/[\w/]+(?:\.py)?", str(stand_ins.NOT_RUN))
+    assert [test for test in named if not (ROOT / test).exists()] == []
 
 
 def test_notebook(tiny_policy, tmp_path, monkeypatch):
@@ -168,3 +170,25 @@ def test_notebook(tiny_policy, tmp_path, monkeypatch):
                 assert shown._repr_html_().startswith('<div class="areal-gym">')
 
     asyncio.run(kernel())
+
+
+def overview():
+    """What there is, and what of it is not run: PYTHONPATH=.:tests python THIS_FILE"""
+    found = [
+        (block.language or "drawing", text.strip())
+        for blocks in BLOCKS.values()
+        for block in blocks
+        for text in (block.commands if block.language == "shell" else [block.text])
+    ]
+    print(*Counter(language for language, _ in found).items(), sep="\n")
+    reasons = {}
+    for _, text in found:
+        if reason := reason_not_to_run(text):
+            reasons.setdefault(reason, {})[text.splitlines()[0]] = None
+    print(f"\n{sum(map(len, reasons.values()))} different ones are not run:")
+    for reason, texts in reasons.items():
+        print(f"- {reason}", *texts, sep="\n    ")
+
+
+if __name__ == "__main__":
+    overview()

@@ -27,6 +27,8 @@ PATIENCE_S = 60
 
 Until = Callable[[Callable[[str], str]], str]
 """Waits until something is found in what was printed."""
+Ask = Callable[[Until], str]
+"""Asks a server something, as soon as it is there; what it answered."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +77,24 @@ def shell(command: str) -> Said:
         text=True,
         check=False,
         timeout=PATIENCE_S,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        },
+        env=_environment(),
     )
     return Said(done.returncode, done.stdout, done.stderr)
+
+
+def _environment() -> dict[str, str]:
+    """Where this Python's programs are found, and find what is found here."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
 
 
 # ---- what serves --------------------------------------------------------------------------------
 
 
-def serve(words: Sequence[str], ask: Callable[[Until], str]) -> tuple[Said, str]:
+def serve(words: Sequence[str], ask: Ask) -> tuple[Said, str]:
     """Start what serves until Ctrl-C, ask it something, and press Ctrl-C.
 
     Args:
@@ -128,6 +135,18 @@ def serve(words: Sequence[str], ask: Callable[[Until], str]) -> tuple[Said, str]
     visitor.join()
     assert isinstance(answers[0], str), (answers[0], err.getvalue())
     return Said(code, out.getvalue(), err.getvalue()), answers[0]
+
+
+def serve_apart(words: Sequence[str], ask: Ask) -> tuple[Said, str]:
+    """The same in a process of its own: what MCP's server is made of serves once in a process."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=_environment())
+    assert process.stdout is not None
+    with process, process.stdout as out:
+        try:
+            answer = ask(lambda find: find(out.readline()))
+        finally:
+            process.send_signal(signal.SIGINT)
+        return Said(process.wait(PATIENCE_S), ""), answer
 
 
 def get(url: str, key: str = "", body: object = None) -> str:
@@ -189,15 +208,15 @@ def _ask_sglang(until: Until) -> str:
     return get(until(_line).split()[-1] + "/get_model_info")
 
 
-SERVERS: Sequence[tuple[str, Callable[[Until], str], str]] = (
-    (r"--env online", _ask_online, "free"),
-    (r"^areal-gym serve-env .*--mcp http", _ask_mcp, "serverInfo"),
-    (r"^areal-gym serve-env (?!.*--mcp stdio)", _ask_env, '"tir"'),
-    (r"^areal-gym serve ", _ask_gateway, '"choices"'),
-    (r"^areal-gym view (?!.*--export)", _ask_page, "<html"),
-    (r"^python .*sglang\.fake", _ask_sglang, "model_path"),
+SERVERS: Sequence[tuple[str, Callable[..., tuple[Said, str]], Ask, str]] = (
+    (r"--env online", serve, _ask_online, "free"),
+    (r"^areal-gym serve-env .*--mcp http", serve_apart, _ask_mcp, "serverInfo"),
+    (r"^areal-gym serve-env (?!.*--mcp stdio)", serve, _ask_env, '"tir"'),
+    (r"^areal-gym serve ", serve, _ask_gateway, '"choices"'),
+    (r"^areal-gym view (?!.*--export)", serve, _ask_page, "<html"),
+    (r"^python .*sglang\.fake", serve, _ask_sglang, "model_path"),
 )
-"""(which commands serve until Ctrl-C, how they are asked, what the answer holds)"""
+"""(which commands serve until Ctrl-C, how they are started, how asked, what the answer holds)"""
 
 
 def talk_to_mcp(command: str) -> Said:
