@@ -53,7 +53,7 @@ def play_command(
         options["index"] = task
     try:
         _, info = made.reset(seed=seed, options=options)
-        print_data(f"{env}, task {info['task_id']}, at most {made.max_turns} turns")
+        print_data(f"{env}, task {info['task_id']}, at most {_turns(made.max_turns)}")
         _print_tools(made)
         for message in info["messages"]:
             _print_message(message)
@@ -82,9 +82,13 @@ def _play(env: TextEnv) -> None:
                 if result.terminated
                 else f"a limit ({result.info['truncated_by']})"
             )
-            print_data(f"over after {env.num_turns} turns: reward {total:g}, ended by {why}")
+            print_data(f"over after {_turns(env.num_turns)}: reward {total:g}, ended by {why}")
             return
-    print_data(f"left after {env.num_turns} turns: reward {total:g}")
+    print_data(f"left after {_turns(env.num_turns)}: reward {total:g}")
+
+
+def _turns(number: int) -> str:
+    return f"{number} turn{'' if number == 1 else 's'}"
 
 
 def _read_line() -> str | None:

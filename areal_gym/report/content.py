@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_gym.errors import NothingToDoError
 from areal_gym.markup import number
-from areal_gym.rundir import RunDir
+from areal_gym.rundir import RunDir, no_run_hints
 from areal_gym.settings import flat
 from areal_gym.trajectory_files import TrajectoryFile, step_of
 
@@ -107,7 +107,7 @@ def collect(run: RunDir) -> Report:
         NothingToDoError: there is no run.
     """
     if not run.config_file.is_file():
-        raise NothingToDoError(f"{run.path} holds no run", hints=["all runs: areal-gym list runs"])
+        raise NothingToDoError(f"{run.path} holds no run", hints=no_run_hints(run.path))
     rows = run.read_metrics()
     summary = run.read_summary() or {}
     evaluations = [evaluation_of(row) for row in run.read_evaluations()]

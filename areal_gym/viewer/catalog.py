@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import NothingToDoError, UnknownIdError
+from areal_gym.files import path_hints
 from areal_gym.rundir import RunDir
 from areal_gym.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.viewer.vocabulary import Vocabulary
@@ -35,8 +36,9 @@ class Catalog:
         self._runs: dict[Path, Run] = {}
         if not self.runs():
             names = ", ".join(str(path) for path in paths)
+            near = [hint for path in paths for hint in path_hints(path)]
             raise NothingToDoError(
-                f"no runs in {names}", hints=["make one: areal-gym train --env tir"]
+                f"no runs in {names}", hints=[*near, "make one: areal-gym train --env tir"]
             )
 
     def runs(self) -> list[Run]:
