@@ -34,7 +34,9 @@ def doctor_command(as_json: bool) -> int:
             sys.stdout.flush()  # the next one may take a while
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
-    num_missing = sum(not finding.is_ok and finding.is_required for finding in findings)
+    missing = [finding for finding in findings if not finding.is_ok]
+    num_missing = sum(finding.is_required for finding in missing)
     if not as_json:
-        talk("everything that is needed is here" if num_missing == 0 else "see MISSING above")
+        optional = "; what is missing is optional" if missing else ""
+        talk("see MISSING above" if num_missing else f"everything that is needed is here{optional}")
     return int(num_missing > 0)

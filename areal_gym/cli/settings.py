@@ -147,7 +147,8 @@ def _describe_rl(config: RunConfig) -> list[str]:
 def existing(file: Path, complaint: str) -> Path:
     """The file, where it is; else UsageError with `complaint`."""
     if not file.is_file():
-        raise UsageError(f"{complaint}: there is no {file.name} in it", hints=no_run_hints(file.parent))
+        message = f"{complaint}: there is no {file.name} in it"
+        raise UsageError(message, hints=no_run_hints(file.parent))
     return file
 
 

@@ -141,9 +141,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(file.read_bytes())
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {file}: {error.strerror}", hints=path_hints(file)
-        ) from None
+        raise ConfigError(f"cannot read {file}: {error.strerror}", hints=path_hints(file)) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is no YAML: {error}") from None
     if tree is None:

@@ -178,9 +178,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}", hints=path_hints(path)
-        ) from None
+        raise DataError(f"cannot read {path}: {error.strerror}", hints=path_hints(path)) from None
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         if not line.strip():

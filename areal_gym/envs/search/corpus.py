@@ -73,9 +73,7 @@ def corpus_hash(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}", hints=path_hints(path)
-        ) from None
+        raise DataError(f"cannot read {path}: {error.strerror}", hints=path_hints(path)) from None
 
 
 def words(text: str) -> list[str]:
