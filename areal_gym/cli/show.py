@@ -176,10 +176,8 @@ def _run_card(path: Path) -> dict[str, Any]:
 
 def _print_card(card: dict[str, Any]) -> None:
     print_data(f"{card['id']}: {card['summary']}")
-    print_data(
-        f"{card['kind']} of plugin {card['plugin']}, from {card['distribution']} {card['version']}"
-        f" ({card['entry_point']})"
-    )
+    source = f", from {card['distribution']} {card['version']}" if card["version"] else ""
+    print_data(f"{card['kind']} of plugin {card['plugin']}{source} ({card['entry_point']})")
     if card["missing"]:
         print_data(f"needs: {card['install_command']}")
     if "gymnasium_id" in card:
