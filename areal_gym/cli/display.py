@@ -285,12 +285,12 @@ def _learning(metrics: Mapping[str, Any]) -> str:
     return _shown(
         metrics,
         *([] if "reward/mean" in metrics else [("loss", "train/loss", "{:.4f}")]),
-        ("margin", "train/margin", "{:.3f}"),
-        ("kl to teacher", "train/kl_teacher", "{:.4f}"),
+        ("margin", "train/margin", "{:z.3f}"),
+        ("kl to teacher", "train/kl_teacher", "{:z.4f}"),
         ("grad", "train/grad_norm", "{:.2f}"),
         ("clip", "train/clip_fraction", "{:.1%}"),
         ("entropy", "train/entropy", "{:.2f}"),
-        ("kl", "train/approx_kl", "{:.4f}"),
+        ("kl", "train/approx_kl", "{:z.4f}"),
         ("stale", "rollout/staleness_mean", "{:.1f}"),
     )
 

@@ -49,7 +49,7 @@ def show_command(id: str, kind: str | None, as_json: bool) -> None:
         if as_json:
             print_json(card)
         else:
-            print_columns([(name, str(value)) for name, value in card.items()])
+            print_columns([(name, _in_words(value)) for name, value in card.items()])
         return
     entry = _find(id, kind)
     card = _card(entry)
@@ -172,6 +172,24 @@ def _run_card(path: Path) -> dict[str, Any]:
         "reward": info.reward,
         **info.summary,
     }
+
+
+def _in_words(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}"
+        case list():
+            return " to ".join(map(_in_words, value))  # an interval
+        case dict():
+            return ", ".join(
+                f"{key} ({_in_words(v)})" if isinstance(v, dict) else f"{key} {_in_words(v)}"
+                for key, v in value.items()
+            )
+    return str(value)
 
 
 def _print_card(card: dict[str, Any]) -> None:

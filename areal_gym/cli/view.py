@@ -8,6 +8,7 @@ import secrets
 import sys
 import webbrowser
 from pathlib import Path
+from urllib.parse import quote
 
 import click
 
@@ -79,6 +80,8 @@ def view_command(
         if as_json:
             print_json({"url": url, "runs": names})
         else:
+            if len(names) == 1:
+                url += f"#/run/{quote(names[0])}"
             print_data(url)
         sys.stdout.flush()  # whoever reads it from a pipe needs it now
         talk(f"{len(names)} run{'' if len(names) == 1 else 's'}; Ctrl-C ends the viewer")

@@ -147,6 +147,11 @@ def _starter(config: RunConfig, parts: Parts, display: Display) -> tuple[Path, d
 
     def progress(done: int, at_most: int, detail: str) -> None:
         nonlocal total
+        if not total:
+            display.say(
+                "warm start: a small policy is made, which imitates demonstrators: "
+                "some minutes at most, once"
+            )
         if at_most != total:
             total = at_most
             display.phase("warm start", total)

@@ -13,7 +13,7 @@ import yaml
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError
+from areal_gym.errors import ConfigError, NothingToDoError
 from areal_gym.files import write_atomic
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
 from areal_gym.metrics import cpu_s
@@ -75,6 +75,8 @@ def train(
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
     """
     require_installed(config)
+    if mode == "resume" and from_step is None:
+        _require_steps_left(config, RunDir(run_dir))
     if config.objective in SUPERVISED:
         return train_supervised(
             config,
@@ -99,6 +101,19 @@ def train(
             run.display,
             is_resumed=mode == "resume",
             from_step=from_step,
+        )
+
+
+def _require_steps_left(config: RunConfig, directory: RunDir) -> None:
+    """Refuse to take no step: what the run says of itself would be overwritten by nothing."""
+    num_steps = int((directory.read_summary() or {}).get("num_steps", 0))
+    if 0 < config.steps <= num_steps:
+        raise NothingToDoError(
+            f"{directory.path} has taken all of its {num_steps} steps",
+            hints=[
+                f"go on: --resume --out {directory.path} --steps {2 * num_steps}",
+                f"look: areal-gym view {directory.path}",
+            ],
         )
 
 
@@ -340,7 +355,7 @@ class _Training:
         if best is not None:
             rows.append(("best demonstrator", f"{best:.3f}", ""))
         for left, middle, right in rows:
-            display.say(f"  {left:<20}{middle:>8}{right:>8}")
+            display.say(f"  {left:<20}{middle:>8}{right:>8}".rstrip())
         display.say(
             f"warm start {summary['warm_start_s']:.0f} s, training {summary['train_s']:.0f} s "
             f"for {summary['num_steps']} steps"
