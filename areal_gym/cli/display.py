@@ -76,6 +76,7 @@ class PlainDisplay:
         self._phase = ""
         self._total = 0
         self._began_s = 0.0
+        self._stepped_s = time.monotonic()
         self._next_report_s = 0.0
         self._step_s: deque[float] = deque(maxlen=_RECENT)
 
@@ -86,7 +87,7 @@ class PlainDisplay:
     def phase(self, name: str, total: int = 0) -> None:
         """A new part of the run begins; `total` is its number of units, 0 if unknown."""
         self._phase, self._total = name, total
-        self._began_s = time.monotonic()
+        self._began_s = self._stepped_s = time.monotonic()
         self._next_report_s = self._began_s + 5.0
 
     def advance(self, done: int, detail: str = "") -> None:
@@ -99,8 +100,14 @@ class PlainDisplay:
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         """A training step ended."""
-        self._step_s.append(float(metrics.get("time/step_s", 0.0)))
+        self._note_time(metrics)
         self.say(step_line(step, total, metrics, self._left_s(step, total)))
+
+    def _note_time(self, metrics: Mapping[str, Any]) -> None:
+        now_s = time.monotonic()
+        # A replay's steps wait for nobody, and say nothing of their time.
+        self._step_s.append(float(metrics.get("time/step_s", now_s - self._stepped_s)))
+        self._stepped_s = now_s
 
     def _left_s(self, step: int, total: int) -> float:
         return sum(self._step_s) / max(1, len(self._step_s)) * (total - step)
@@ -151,7 +158,7 @@ class LiveDisplay(PlainDisplay):
         """A training step ended: the panel shows it; every tenth also stays on the screen."""
         self._last = dict(metrics)
         self._trend.append(_progress(metrics)[1])
-        self._step_s.append(float(metrics.get("time/step_s", 0.0)))
+        self._note_time(metrics)
         self.advance(step)
         if step % 10 == 0 or step == total:
             self.say(step_line(step, total, metrics, self._left_s(step, total)))
