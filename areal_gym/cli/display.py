@@ -182,11 +182,12 @@ class LiveDisplay(PlainDisplay):
             Text(self._phase, style="bold"),
             ProgressBar(total=self._total or None, completed=self._done, width=24),
             Text(f"{self._done}/{self._total}" if self._total else ""),
-            Text(duration(elapsed_s), style="dim"),
-            Text(self._eta(elapsed_s), style="dim"),
-            Text(self._detail),
+            Text(duration(elapsed_s), style="dim", no_wrap=True),
+            Text(self._eta(elapsed_s), style="dim", no_wrap=True),
         )
         rows: list[Table | Text] = [bar]
+        if self._detail:
+            rows.append(Text(self._detail))
         if self._trend:
             rows.append(self._progress_so_far())
             if numbers := _learning(self._last):

@@ -15,6 +15,7 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, print_json, talk
 from areal_gym.errors import UsageError
+from areal_gym.markup import counted
 
 __all__ = ["view_command"]
 
@@ -84,7 +85,7 @@ def view_command(
                 url += f"#/run/{quote(names[0])}"
             print_data(url)
         sys.stdout.flush()  # whoever reads it from a pipe needs it now
-        talk(f"{len(names)} run{'' if len(names) == 1 else 's'}; Ctrl-C ends the viewer")
+        talk(f"{counted(len(names), 'run')}; Ctrl-C ends the viewer")
         if browser and not as_json:
             webbrowser.open(url)
         with contextlib.suppress(KeyboardInterrupt):  # its proper end, which leaves nothing undone

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import inspect
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from areal_gym.config import AgentConfig, EngineConfig, PluginConfig, RunConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
-from areal_gym.errors import ConfigError, UsageError
+from areal_gym.errors import ConfigError, UsageError, did_you_mean
 from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
 from areal_gym.rendering import Renderer
@@ -96,9 +98,16 @@ class Parts:
         try:
             return self.env_class(**self.env_kwargs)
         except TypeError as error:
-            raise ConfigError(
-                f"env.kwargs do not fit: {error}", hints=["its arguments: areal-gym show ENV"]
-            ) from error
+            why, near = _misfit(error, self.env_class, self.env_kwargs)
+            hints = [*near, "its arguments: areal-gym show ENV"]
+            raise ConfigError(f"env.kwargs do not fit: {why}", hints=hints) from error
+
+
+def _misfit(error: TypeError, thing: Any, given: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """What is wrong with the arguments, and those that may have been meant."""
+    known = list(inspect.signature(thing).parameters)
+    near = [did_you_mean(name, known) for name in given if name not in known]
+    return re.sub(r"^[\w.]+\(\) ", "", str(error)), [hint for hint in near if hint]
 
 
 def policy_directory(
@@ -158,7 +167,13 @@ def _starter(config: RunConfig, parts: Parts, display: Display) -> tuple[Path, d
         display.advance(done, detail)
 
     key = yaml.safe_dump({"id": config.env.id, "kwargs": dict(parts.env_kwargs)})
-    starter = prepare_starter(parts.make_env(), env_key=key, seed=config.seed, on_progress=progress)
+    try:
+        starter = prepare_starter(
+            parts.make_env(), env_key=key, seed=config.seed, on_progress=progress
+        )
+    except KeyboardInterrupt:
+        display.say("warm start: interrupted; nothing of it is kept, and it begins anew next time")
+        raise
     facts = {**starter.facts, "best_demonstrator": starter.best_demonstrator}
     if starter.is_cached:
         display.say(f"warm start: from the cache ({starter.directory})")
@@ -301,12 +316,14 @@ def make_curriculum(config: RunConfig) -> Curriculum | None:
 
 
 def _make(kind: Kind, settings: PluginConfig | AgentConfig, key: str) -> Any:
+    thing = registry().load(kind, settings.id)
     try:
-        return registry().load(kind, settings.id)(**settings.kwargs)
+        return thing(**settings.kwargs)
     except TypeError as error:
+        why, near = _misfit(error, thing, settings.kwargs)
         raise ConfigError(
-            f"{key}: the arguments of {settings.id!r} do not fit: {error}",
-            hints=[f"its arguments: areal-gym show {settings.id}"],
+            f"{key}: the arguments of {settings.id!r} do not fit: {why}",
+            hints=[*near, f"its arguments: areal-gym show {settings.id}"],
         ) from error
 
 

@@ -16,6 +16,7 @@ from areal_gym.engines.base import Engine
 from areal_gym.errors import ConfigError, NothingToDoError
 from areal_gym.files import write_atomic
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
+from areal_gym.markup import counted
 from areal_gym.metrics import cpu_s
 from areal_gym.objectives import SUPERVISED
 from areal_gym.online import ONLINE
@@ -356,9 +357,10 @@ class _Training:
             rows.append(("best demonstrator", f"{best:.3f}", ""))
         for left, middle, right in rows:
             display.say(f"  {left:<20}{middle:>8}{right:>8}".rstrip())
+        num_taken = summary["num_steps"] - summary["first_step"] + 1
         display.say(
             f"warm start {summary['warm_start_s']:.0f} s, training {summary['train_s']:.0f} s "
-            f"for {summary['num_steps']} steps"
+            f"for {counted(num_taken, 'step')}"
         )
         display.say(f"curve:     {directory.learning_curve_file}")
         display.say(f"report:    {keep_report(directory)}")
