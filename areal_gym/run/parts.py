@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import inspect
@@ -26,7 +27,7 @@ from areal_gym.plugins import Kind, registry
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.filters import GroupFilter
-from areal_gym.run.display import Display
+from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ __all__ = [
     "require_devices",
     "require_same_start",
 ]
+
+_PATIENCE_S = 10
+"""How long nothing is said of an engine that starts."""
 
 
 def relax_garbage_collection() -> None:
@@ -360,11 +364,25 @@ async def _with_placed_servers(
     return settings.model_copy(update={"kwargs": kwargs})
 
 
+async def _tell_of_start(engine_id: str, display: Display) -> None:
+    elapsed_s = 0
+    while True:
+        await asyncio.sleep(_PATIENCE_S)
+        elapsed_s += _PATIENCE_S
+        display.say(f"engine {engine_id}: starting, {elapsed_s} s so far")
+
+
 @asynccontextmanager
 async def open_engine(
-    config: RunConfig, policy: Path, cluster: Cluster | None = None
+    config: RunConfig,
+    policy: Path,
+    cluster: Cluster | None = None,
+    display: Display | None = None,
 ) -> AsyncIterator[tuple[Engine, Renderer]]:
-    """The engine of the settings, started, with `policy`'s renderer; ended on the way out."""
+    """The engine of the settings, started, with `policy`'s renderer; ended on the way out.
+
+    `display` is told while the start goes on: servers take a minute or more.
+    """
     renderer = open_renderer(config, policy)
     settings = _engine_settings(config)
     if cluster is not None and config.cluster.servers:
@@ -382,8 +400,12 @@ async def open_engine(
             f"engine.kwargs do not fit: {error}",
             hints=[f"its arguments: areal-gym show {config.engine.id}"],
         ) from error
+    teller = asyncio.create_task(_tell_of_start(config.engine.id, display or SilentDisplay()))
     try:
-        await engine.start()
+        try:
+            await engine.start()
+        finally:
+            teller.cancel()
         yield engine, renderer
     finally:
         await engine.aclose()
