@@ -208,7 +208,9 @@ class _Training:
             require_space(learner, directory.checkpoints_dir, num_kept)
             # Adapters are published beside the base weights, which servers keep.
             served = policy if config.trainer.weight_sync.id == "lora" else source
-            engine, renderer = await stack.enter_async_context(open_engine(config, served, cluster, display))
+            engine, renderer = await stack.enter_async_context(
+                open_engine(config, served, cluster, display)
+            )
             teacher = await stack.enter_async_context(open_teacher(config, policy))
             weight_sync = make_weight_sync(
                 engine,
