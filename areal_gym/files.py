@@ -33,16 +33,18 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def path_hints(path: Path) -> list[str]:
-    """For an error about a path that is not there: the nearest name, else where it was looked for.
+    """For an error about a path: the nearest name, else how much of it is not there.
 
     Empty where there is something.
     """
     if path.exists():
         return []
+    if not path.parent.exists():
+        return path_hints(path.parent)
     neighbours: list[str] = []
     with contextlib.suppress(OSError):
         neighbours = [p.name for p in itertools.islice(path.parent.iterdir(), _MOST_NEIGHBOURS)]
-    close = difflib.get_close_matches(path.name, neighbours)
+    close = difflib.get_close_matches(path.name, neighbours, cutoff=0.8)
     if close:
         return [f"did you mean {' or '.join(repr(str(path.with_name(name))) for name in close)}?"]
     return [f"there is no {path.absolute()}"]

@@ -139,7 +139,14 @@ def _fold(cell: str, width: int) -> list[str]:
     """Lines of at most `width`; words stay whole, for ids and paths are there to be copied."""
     if len(cell) <= width:
         return [cell]
-    return textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+    margin = len(cell) - len(cell.lstrip())
+    return textwrap.wrap(
+        cell,
+        width,
+        subsequent_indent=" " * (margin + 2) if margin else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def talk(text: str) -> None:

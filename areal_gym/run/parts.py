@@ -22,6 +22,7 @@ from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, UsageError, did_you_mean
+from areal_gym.files import path_hints
 from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
 from areal_gym.rendering import Renderer
@@ -130,6 +131,7 @@ def policy_directory(
             raise ConfigError(
                 f"engine.model = {config.engine.model!r} is no checkpoint directory",
                 hints=[
+                    *_model_hints(config.engine.model),
                     "it must hold config.json, tokenizer.json and, unless served, the weights",
                     "or let areal-gym build a small policy: engine.model=starter",
                 ],
@@ -146,6 +148,20 @@ def policy_directory(
             ],
         )
     return _starter(config, parts, display)
+
+
+def _model_hints(model: str) -> list[str]:
+    """What may have been meant: a name on the Hugging Face hub, a run, or a directory near by."""
+    best = Path(model) / "checkpoints" / "best"
+    if best.exists():
+        return [f"it is a run's directory; the best policy of the run: engine.model={best}"]
+    if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        name = model.rpartition("/")[2]
+        return [
+            f"nothing is downloaded here; get it first: hf download {model} --local-dir {name}",
+            f"then: engine.model={name}",
+        ]
+    return path_hints(Path(model))
 
 
 def _starter(config: RunConfig, parts: Parts, display: Display) -> tuple[Path, dict[str, Any]]:

@@ -77,6 +77,7 @@ class Run:
         self._metrics = _GrowingFile(self.directory.metrics_file)
         self._files: dict[str, tuple[tuple[int, int], TrajectoryFile, TrainedFile]] = {}
         self._vocabulary: Vocabulary | None = None
+        self._settings: tuple[int, dict[str, Any]] = (0, {})
 
     def card(self) -> dict[str, Any]:
         """What a list of runs shows of it."""
@@ -134,8 +135,12 @@ class Run:
         return int(rows[-1].get("step", 0)) if rows else 0
 
     def settings(self) -> dict[str, Any]:
-        """The resolved settings; empty when they cannot be read."""
-        return self.directory.read_config()
+        """The resolved settings, read when they have changed; empty when they cannot be read."""
+        file = self.directory.config_file
+        stamp = file.stat().st_mtime_ns if file.exists() else 0
+        if self._settings[0] != stamp:
+            self._settings = (stamp, self.directory.read_config())
+        return self._settings[1]
 
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of `metrics.jsonl`; only what was appended since the last time is read."""
