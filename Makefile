@@ -11,6 +11,7 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "areal-gym needs Python 3.11 or newer; try: make PYTHON=python3.11 install")'
+	@echo "installing into .venv: 2.5 GB, some minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
 	@touch $@
@@ -44,6 +45,7 @@ test-docker: install
 sglang: $(AREAL_GYM_SGLANG_VENV)/installed
 
 $(AREAL_GYM_SGLANG_VENV)/installed: tests/sglang/requirements.txt
+	@echo "installing SGLang into $(AREAL_GYM_SGLANG_VENV): 2.6 GB, some minutes"
 	$(PYTHON) -m venv $(AREAL_GYM_SGLANG_VENV)
 	$(AREAL_GYM_SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/sglang/requirements.txt
 	$(AREAL_GYM_SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23

@@ -75,6 +75,8 @@ class GymError(Exception):
         super().__init__(message)
         self.message = message
         self.hints = tuple(hints)
+        for hint in self.hints:  # in scripts and notebooks, tracebacks show them
+            self.add_note(hint)
 
     def __str__(self) -> str:
         return self.message

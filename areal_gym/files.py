@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
+import itertools
 import json
 import math
 import os
@@ -17,6 +19,7 @@ from areal_gym.errors import DataError, TrainError
 __all__ = [
     "append_text",
     "cut_torn_line",
+    "path_hints",
     "read_lines",
     "readable_disk_errors",
     "remove",
@@ -24,7 +27,27 @@ __all__ = [
     "write_atomic",
 ]
 
+_MOST_NEIGHBOURS = 1000
+"""Names of a directory that a mistyped one is compared with."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def path_hints(path: Path) -> list[str]:
+    """For an error about a path: the nearest name, else how much of it is not there.
+
+    Empty where there is something.
+    """
+    if path.exists():
+        return []
+    if not path.parent.exists():
+        return path_hints(path.parent)
+    neighbours: list[str] = []
+    with contextlib.suppress(OSError):
+        neighbours = [p.name for p in itertools.islice(path.parent.iterdir(), _MOST_NEIGHBOURS)]
+    close = difflib.get_close_matches(path.name, neighbours, cutoff=0.8)
+    if close:
+        return [f"did you mean {' or '.join(repr(str(path.with_name(name))) for name in close)}?"]
+    return [f"there is no {path.absolute()}"]
 
 
 def write_atomic(file: Path, data: str | bytes) -> None:

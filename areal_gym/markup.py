@@ -15,6 +15,7 @@ from typing import Any
 
 __all__ = [
     "block",
+    "counted",
     "dialogue",
     "escaped",
     "message",
@@ -64,6 +65,11 @@ def short(value: object, limit: int = 80) -> str:
     """The value as one line of at most `limit` characters."""
     text = visible(" ".join(str(value)[: 4 * limit].split()))
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def counted(number: int, noun: str) -> str:
+    """`"1 turn"`, `"2 turns"`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def number(value: object) -> str:

@@ -21,7 +21,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, NotRequired, TypedDict
 
-from areal_gym.markup import block, dialogue, number, pairs, short, table
+from areal_gym.markup import block, counted, dialogue, number, pairs, short, table
 
 __all__ = [
     "FinishReason",
@@ -277,7 +277,7 @@ class Trajectory:
         reward = "failed" if self.stop_reason.is_failure else f"reward {number(self.reward)}"
         tokens = f", {self.num_policy_tokens:,} tokens" if self.spans else ""
         return (
-            f"{short(self.env_id, 40)}, {reward}, {len(self.turns)} turns{tokens}, "
+            f"{short(self.env_id, 40)}, {reward}, {counted(len(self.turns), 'turn')}{tokens}, "
             f"{self.stop_reason}"
         )
 

@@ -1,6 +1,7 @@
 """A program that learns from its users: it opens sessions at a run's gateway and posts rewards.
 
-    areal-gym train --env online engine.model=DIR gateway=127.0.0.1:8900 --out runs/online
+    areal-gym train --env online engine.model=DIR gateway=127.0.0.1:8900 \\
+        rollout.group_size=4 rollout.batch_groups=4 --out runs/online
     python examples/online_program.py runs/online/gateway.json
 
 `chat` is the program as it was before: an OpenAI client, a base URL and a key. Only what is around
@@ -19,6 +20,7 @@ from typing import Any
 
 from openai import APIStatusError, OpenAI
 
+GROUP_SIZE = 4  # the run's rollout.group_size
 QUESTIONS = ("Name a colour.", "Name an animal.", "Say yes or no.")
 
 
@@ -50,7 +52,7 @@ def main(file: Path) -> None:
     number = 0
     while True:
         # The sessions of one question are compared with each other: a group's worth of each.
-        question = QUESTIONS[number // 4 % len(QUESTIONS)]
+        question = QUESTIONS[number // GROUP_SIZE % len(QUESTIONS)]
         try:
             session = control(gateway, "/rl/sessions", {"task": question})
             answer = chat(session["base_url"], session["api_key"], question)

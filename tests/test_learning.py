@@ -10,7 +10,7 @@ import threading
 import pytest
 
 import areal_gym
-from areal_gym.errors import ConfigError, UnknownIdError, UsageError
+from areal_gym.errors import ConfigError, NothingToDoError, UnknownIdError, UsageError
 from areal_gym.learning import _resolve
 from areal_gym.learning.display import NotebookDisplay
 
@@ -85,6 +85,10 @@ def test_a_run_tells_in_order_and_gives_a_policy(settings, tmp_path):
         result.policy, settings["env"], n=2, max_new_tokens=4, max_context=256
     )
     assert report.num_episodes == 2
+    # There is no step left: the summary stays what it was.
+    with pytest.raises(NothingToDoError, match="all of its 2 steps"):
+        areal_gym.train(out=tmp_path / "run", mode="resume")
+    assert result.summary == result.run.read_summary()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """The names that people import, and what importing them costs."""
 
 import importlib
+import pickle
 import pkgutil
 import subprocess
 import sys
+import traceback
 
 import pytest
 
@@ -96,3 +98,11 @@ def test_make_explains_mistakes():
     with pytest.raises(UsageError, match="max_turn") as wrong:
         areal_gym.make("tir", max_turn=3)
     assert any("did you mean 'max_turns'" in hint for hint in wrong.value.hints)
+
+
+def test_a_traceback_shows_what_to_type_next():
+    with pytest.raises(areal_gym.GymError) as caught:
+        areal_gym.make("tri")
+    assert "did you mean 'tir'?" in "".join(traceback.format_exception(caught.value))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.__notes__ == list(caught.value.hints)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.files import path_hints
 
 __all__ = ["Named", "load_function"]
 
@@ -51,6 +52,8 @@ def load_function(path: str) -> Any:
         hints = []
         if isinstance(error, ModuleNotFoundError) and error.name != module_name:
             hints.append(f"{error.name} must be installed beside areal-gym, in {sys.prefix}")
+        if isinstance(error, FileNotFoundError):
+            hints += path_hints(Path(module_name))
         message = f"cannot load {module_name}: {type(error).__name__}: {error}"
         raise ConfigError(message, hints=hints) from error
     if not callable(found := getattr(module, name, None)):

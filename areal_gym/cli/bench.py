@@ -35,7 +35,7 @@ def bench_command(parts: tuple[str, ...], env: str, as_json: bool) -> None:
     sandbox: a snippet of code in a process of its own; engine: sampling; step: one training step.
     Each is set beside the figure of README's "Speed": two shared cores, one thread, no GPU.
     """
-    from areal_gym.run.bench import Figure, bench
+    from areal_gym.run.bench import WITH_TORCH, Figure, bench
 
     figures: list[Figure] = []
     for figure in bench(parts, env=env):
@@ -56,6 +56,8 @@ def bench_command(parts: tuple[str, ...], env: str, as_json: bool) -> None:
         for one in figures
     ]
     print_columns(rows)
+    if not parts and not any(one.part in WITH_TORCH for one in figures):
+        talk(f"not measured without torch: {', '.join(WITH_TORCH)}; pip install 'areal-gym[train]'")
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > num_cores + 1:
         talk(f"other work is going on here (load {load:.1f} on {num_cores} cores): measure again")

@@ -76,6 +76,7 @@ class PlainDisplay:
         self._phase = ""
         self._total = 0
         self._began_s = 0.0
+        self._stepped_s = time.monotonic()
         self._next_report_s = 0.0
         self._step_s: deque[float] = deque(maxlen=_RECENT)
 
@@ -86,7 +87,7 @@ class PlainDisplay:
     def phase(self, name: str, total: int = 0) -> None:
         """A new part of the run begins; `total` is its number of units, 0 if unknown."""
         self._phase, self._total = name, total
-        self._began_s = time.monotonic()
+        self._began_s = self._stepped_s = time.monotonic()
         self._next_report_s = self._began_s + 5.0
 
     def advance(self, done: int, detail: str = "") -> None:
@@ -99,8 +100,14 @@ class PlainDisplay:
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         """A training step ended."""
-        self._step_s.append(float(metrics.get("time/step_s", 0.0)))
+        self._note_time(metrics)
         self.say(step_line(step, total, metrics, self._left_s(step, total)))
+
+    def _note_time(self, metrics: Mapping[str, Any]) -> None:
+        now_s = time.monotonic()
+        # A replay's steps wait for nobody, and say nothing of their time.
+        self._step_s.append(float(metrics.get("time/step_s", now_s - self._stepped_s)))
+        self._stepped_s = now_s
 
     def _left_s(self, step: int, total: int) -> float:
         return sum(self._step_s) / max(1, len(self._step_s)) * (total - step)
@@ -151,7 +158,7 @@ class LiveDisplay(PlainDisplay):
         """A training step ended: the panel shows it; every tenth also stays on the screen."""
         self._last = dict(metrics)
         self._trend.append(_progress(metrics)[1])
-        self._step_s.append(float(metrics.get("time/step_s", 0.0)))
+        self._note_time(metrics)
         self.advance(step)
         if step % 10 == 0 or step == total:
             self.say(step_line(step, total, metrics, self._left_s(step, total)))
@@ -175,11 +182,12 @@ class LiveDisplay(PlainDisplay):
             Text(self._phase, style="bold"),
             ProgressBar(total=self._total or None, completed=self._done, width=24),
             Text(f"{self._done}/{self._total}" if self._total else ""),
-            Text(duration(elapsed_s), style="dim"),
-            Text(self._eta(elapsed_s), style="dim"),
-            Text(self._detail),
+            Text(duration(elapsed_s), style="dim", no_wrap=True),
+            Text(self._eta(elapsed_s), style="dim", no_wrap=True),
         )
         rows: list[Table | Text] = [bar]
+        if self._detail:
+            rows.append(Text(self._detail))
         if self._trend:
             rows.append(self._progress_so_far())
             if numbers := _learning(self._last):
@@ -285,12 +293,12 @@ def _learning(metrics: Mapping[str, Any]) -> str:
     return _shown(
         metrics,
         *([] if "reward/mean" in metrics else [("loss", "train/loss", "{:.4f}")]),
-        ("margin", "train/margin", "{:.3f}"),
-        ("kl to teacher", "train/kl_teacher", "{:.4f}"),
+        ("margin", "train/margin", "{:z.3f}"),
+        ("kl to teacher", "train/kl_teacher", "{:z.4f}"),
         ("grad", "train/grad_norm", "{:.2f}"),
         ("clip", "train/clip_fraction", "{:.1%}"),
         ("entropy", "train/entropy", "{:.2f}"),
-        ("kl", "train/approx_kl", "{:.4f}"),
+        ("kl", "train/approx_kl", "{:z.4f}"),
         ("stale", "rollout/staleness_mean", "{:.1f}"),
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import click
 
-from areal_gym.cli.output import common_options, print_data, print_json, talk
+from areal_gym.cli.output import common_options, print_columns, print_json, talk
 
 __all__ = ["doctor_command"]
 
@@ -26,12 +27,16 @@ def doctor_command(as_json: bool) -> int:
         findings.append(finding)
         if not as_json:
             status = "ok" if finding.is_ok else "MISSING" if finding.is_required else "missing"
-            print_data(f"{finding.subject:<15}  {status:<7}  {finding.detail}")
+            rows = [(f"{finding.subject:<15}", f"{status:<7}", finding.detail)]
             if finding.advice:
-                print_data(f"{'':<15}  {'':<7}  -> {finding.advice}")
+                rows.append(("", "", f"-> {finding.advice}"))
+            print_columns(rows)
+            sys.stdout.flush()  # the next one may take a while
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
-    num_missing = sum(not finding.is_ok and finding.is_required for finding in findings)
+    missing = [finding for finding in findings if not finding.is_ok]
+    num_missing = sum(finding.is_required for finding in missing)
     if not as_json:
-        talk("everything that is needed is here" if num_missing == 0 else "see MISSING above")
+        optional = "; what is missing is optional" if missing else ""
+        talk("see MISSING above" if num_missing else f"everything that is needed is here{optional}")
     return int(num_missing > 0)

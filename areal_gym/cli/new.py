@@ -45,7 +45,7 @@ def new_command(kind: str, name: str, parent: Path) -> None:
         print_data(str(package.directory / path))
     talk(
         f"next:  cd {package.directory}\n"
-        "       pip install -e . && pytest\n"
+        "       pip install -e . pytest && pytest\n"
         f"       areal-gym check {package.directory.name}\n"
         f"       {package.use}"
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import select
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -117,11 +120,33 @@ def print_json(value: Any) -> None:
 
 
 def print_columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> None:
-    """Rows with aligned columns; the same on a terminal and in a pipe."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Rows with aligned columns, a line each; a terminal that is too narrow gets cells folded."""
+    columns = [*zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - len(indent) - 2 * (len(widths) - 1)
+        words = [max(map(len, " ".join(column).split(" "))) for column in columns]
+        while sum(widths) > room and (spare := [i for i, w in enumerate(widths) if w > words[i]]):
+            widths[max(spare, key=widths.__getitem__)] -= 1
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print(indent + "  ".join(cells).rstrip())
+        folded = [_fold(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in itertools.zip_longest(*folded, fillvalue=""):
+            cells = [part.ljust(width) for part, width in zip(line, widths, strict=True)]
+            print(indent + "  ".join(cells).rstrip())
+
+
+def _fold(cell: str, width: int) -> list[str]:
+    """Lines of at most `width`; words stay whole, for ids and paths are there to be copied."""
+    if len(cell) <= width:
+        return [cell]
+    margin = len(cell) - len(cell.lstrip())
+    return textwrap.wrap(
+        cell,
+        width,
+        subsequent_indent=" " * (margin + 2) if margin else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def talk(text: str) -> None:

@@ -11,7 +11,7 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, talk
 from areal_gym.errors import UsageError, did_you_mean
-from areal_gym.markup import visible
+from areal_gym.markup import counted, visible
 from areal_gym.plugins import registry
 from areal_gym.types import Message
 
@@ -53,7 +53,7 @@ def play_command(
         options["index"] = task
     try:
         _, info = made.reset(seed=seed, options=options)
-        print_data(f"{env}, task {info['task_id']}, at most {made.max_turns} turns")
+        print_data(f"{env}, task {info['task_id']}, at most {counted(made.max_turns, 'turn')}")
         _print_tools(made)
         for message in info["messages"]:
             _print_message(message)
@@ -82,9 +82,11 @@ def _play(env: TextEnv) -> None:
                 if result.terminated
                 else f"a limit ({result.info['truncated_by']})"
             )
-            print_data(f"over after {env.num_turns} turns: reward {total:g}, ended by {why}")
+            print_data(
+                f"over after {counted(env.num_turns, 'turn')}: reward {total:g}, ended by {why}"
+            )
             return
-    print_data(f"left after {env.num_turns} turns: reward {total:g}")
+    print_data(f"left after {counted(env.num_turns, 'turn')}: reward {total:g}")
 
 
 def _read_line() -> str | None:

@@ -46,10 +46,11 @@ def replay_command(
     the checkpoint before it; the exit code is 1 when it is not finite now, either.
     """
     from areal_gym.cli.settings import resolve
+    from areal_gym.rundir import no_run_hints
 
     recipe = run / "config.yaml"
     if not recipe.is_file():
-        raise UsageError(f"{run} holds no run", hints=["all runs: areal-gym list runs"])
+        raise UsageError(f"{run} holds no run", hints=no_run_hints(run))
     if refused:
         return _replay_refused(options, resolve(file=recipe, overrides=overrides), run, as_json)
     if overrides and out is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from areal_gym.cli import complete
-from areal_gym.cli.output import Options, common_options, print_data
+from areal_gym.cli.output import Options, common_options, print_data, talk
 from areal_gym.errors import UsageError
 
 __all__ = ["serve_command"]
@@ -89,6 +89,7 @@ def serve_command(
         is_ready = True
         display.close()
         print_data(json.dumps({"base_url": base_url, "api_key": api_key}))
+        talk("Ctrl-C ends the server")
 
     try:
         runs.serve(config, checkpoint=checkpoint, display=display, on_ready=tell)

@@ -66,7 +66,7 @@ def serve_env_command(
     from areal_gym.config import parse_override
     from areal_gym.envs.base import TextEnv
     from areal_gym.serving.client import TOKEN_VARIABLE
-    from areal_gym.serving.http import EnvServer, made_up_token
+    from areal_gym.serving.http import EnvServer, is_loopback, made_up_token
     from areal_gym.serving.sessions import Sessions
 
     kwargs = dict(map(parse_override, settings))
@@ -81,7 +81,10 @@ def serve_env_command(
     def tell(url: str) -> None:
         print_data(json.dumps({"env": env, "url": url, "token": token}))
         if mcp is None:
-            talk(f"play there:  areal-gym train --env remote:{url}")
+            where = url if is_loopback(host) else f"http://THIS_MACHINE:{url.rpartition(':')[2]}"
+            key = "" if token is None else f"{TOKEN_VARIABLE}={token} "
+            talk(f"play there:  {key}areal-gym train --env remote:{where}")
+        talk("Ctrl-C ends the server")
 
     async def serve() -> None:
         server = EnvServer(sessions, env, host=host, port=port, token=token)

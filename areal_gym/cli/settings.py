@@ -15,6 +15,7 @@ from areal_gym.config import RunConfig, load_config
 from areal_gym.errors import NothingToDoError, UsageError
 from areal_gym.objectives import OBJECTIVES, SUPERVISED
 from areal_gym.provenance import entries_used
+from areal_gym.rundir import no_run_hints
 
 __all__ = [
     "describe",
@@ -146,9 +147,8 @@ def _describe_rl(config: RunConfig) -> list[str]:
 def existing(file: Path, complaint: str) -> Path:
     """The file, where it is; else UsageError with `complaint`."""
     if not file.is_file():
-        raise UsageError(
-            f"{complaint}: there is no {file}", hints=["all runs: areal-gym list runs"]
-        )
+        message = f"{complaint}: there is no {file.name} in it"
+        raise UsageError(message, hints=no_run_hints(file.parent))
     return file
 
 

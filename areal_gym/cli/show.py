@@ -18,6 +18,20 @@ from areal_gym.plugins.registry import as_kind
 
 __all__ = ["show_command"]
 
+_SET_BY = {
+    "environment": "env.kwargs.NAME=VALUE",
+    "agent": "agent.kwargs.NAME=VALUE",
+    "engine": "engine.kwargs.NAME=VALUE",
+    "advantage estimator": "trainer.advantage_kwargs.NAME=VALUE",
+    "policy loss": "trainer.loss_kwargs.NAME=VALUE",
+    "weight sync": "trainer.weight_sync.kwargs.NAME=VALUE",
+    "filter": '"rollout.filters=[{{id: {id}, kwargs: {{NAME: VALUE}}}}]"',
+    "curriculum": '"rollout.curriculum={{id: {id}, kwargs: {{NAME: VALUE}}}}"',
+    "logger": '"loggers=[{{id: {id}, kwargs: {{NAME: VALUE}}}}]"',
+}
+_CALLED_BY_RUN = ("engine", "trainer", "advantage estimator", "policy loss", "weight sync")
+"""A run gives these what they cannot do without."""
+
 
 @click.command("show")
 @click.argument("id", shell_complete=complete.any_id)
@@ -35,7 +49,7 @@ def show_command(id: str, kind: str | None, as_json: bool) -> None:
         if as_json:
             print_json(card)
         else:
-            print_columns([(name, str(value)) for name, value in card.items()])
+            print_columns([(name, _in_words(value)) for name, value in card.items()])
         return
     entry = _find(id, kind)
     card = _card(entry)
@@ -74,13 +88,13 @@ def _require_no_path(id: str) -> None:
     Raises:
         UsageError: it looks like one.
     """
+    from areal_gym.rundir import no_run_hints
+
     path = Path(id)
     if path.is_dir():
-        raise UsageError(f"{path} holds no run", hints=["all runs: areal-gym list runs"])
-    if path.parent != Path() and path.parent.is_dir():
-        near = did_you_mean(id, map(str, path.parent.iterdir()))
-        hints = [*([near] if near else []), "all runs: areal-gym list runs"]
-        raise UsageError(f"there is no run {path}", hints=hints)
+        raise UsageError(f"{path} holds no run", hints=no_run_hints(path))
+    if path.parent != Path() and (path.parent.is_dir() or path.parts[0] == "runs"):
+        raise UsageError(f"there is no run {path}", hints=no_run_hints(path))
 
 
 def _card(entry: Entry) -> dict[str, Any]:
@@ -117,15 +131,19 @@ def _arguments(entry: Entry, thing: Any) -> list[dict[str, Any]]:
                 "type": annotation
                 if isinstance(annotation, str)
                 else getattr(annotation, "__name__", str(annotation)),
-                "default": default if _is_plain(default) else repr(default),
+                "default": _shown(default),
                 "is_required": is_required,
             }
         )
     return rows
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool)
+def _shown(value: Any) -> Any:
+    """Fit for JSON, and as one would type it: a tuple is a list."""
+    if isinstance(value, tuple | list):
+        return [_shown(each) for each in value]
+    is_plain = value is None or isinstance(value, str | int | float | bool)
+    return value if is_plain else repr(value)
 
 
 def _sample(entry: Entry) -> dict[str, Any]:
@@ -156,12 +174,28 @@ def _run_card(path: Path) -> dict[str, Any]:
     }
 
 
+def _in_words(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}"
+        case list():
+            return " to ".join(map(_in_words, value))  # an interval
+        case dict():
+            return ", ".join(
+                f"{key} ({_in_words(v)})" if isinstance(v, dict) else f"{key} {_in_words(v)}"
+                for key, v in value.items()
+            )
+    return str(value)
+
+
 def _print_card(card: dict[str, Any]) -> None:
     print_data(f"{card['id']}: {card['summary']}")
-    print_data(
-        f"{card['kind']} of plugin {card['plugin']}, from {card['distribution']} {card['version']}"
-        f" ({card['entry_point']})"
-    )
+    source = f", from {card['distribution']} {card['version']}" if card["version"] else ""
+    print_data(f"{card['kind']} of plugin {card['plugin']}{source} ({card['entry_point']})")
     if card["missing"]:
         print_data(f"needs: {card['install_command']}")
     if "gymnasium_id" in card:
@@ -169,18 +203,18 @@ def _print_card(card: dict[str, Any]) -> None:
     if card.get("description"):
         print_data("\n" + card["description"])
     if card.get("arguments"):
-        print_data("\narguments:")
-        print_columns(
-            [
-                (
-                    row["name"],
-                    str(row["type"]),
-                    "required" if row["is_required"] else f"default {row['default']!r}",
-                )
-                for row in card["arguments"]
-            ],
-            indent="  ",
-        )
+        how = _SET_BY.get(card["kind"], "").format(id=card["id"])
+        print_data(f"\narguments{f', set by {how}' if how else ''}:")
+        needed = "from the run" if card["kind"] in _CALLED_BY_RUN else "required"
+        rows = [
+            (
+                row["name"],
+                str(row["type"]),
+                needed if row["is_required"] else f"default {row['default']!r}",
+            )
+            for row in card["arguments"]
+        ]
+        print_columns(rows, indent="  ")
     if card.get("tools"):
         print_data("\ntools:")
         for tool in card["tools"]:

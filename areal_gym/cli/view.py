@@ -8,12 +8,14 @@ import secrets
 import sys
 import webbrowser
 from pathlib import Path
+from urllib.parse import quote
 
 import click
 
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, print_json, talk
 from areal_gym.errors import UsageError
+from areal_gym.markup import counted
 
 __all__ = ["view_command"]
 
@@ -79,9 +81,11 @@ def view_command(
         if as_json:
             print_json({"url": url, "runs": names})
         else:
+            if len(names) == 1:
+                url += f"#/run/{quote(names[0])}"
             print_data(url)
         sys.stdout.flush()  # whoever reads it from a pipe needs it now
-        talk(f"{len(names)} run{'' if len(names) == 1 else 's'}; Ctrl-C ends the viewer")
+        talk(f"{counted(len(names), 'run')}; Ctrl-C ends the viewer")
         if browser and not as_json:
             webbrowser.open(url)
         with contextlib.suppress(KeyboardInterrupt):  # its proper end, which leaves nothing undone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from areal_gym.algorithms import (
 from areal_gym.config.run import STARTER_DEFAULTS, RunConfig
 from areal_gym.config.sections import RolloutConfig, TrainerConfig
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.files import path_hints
 from areal_gym.settings import merge
 
 __all__ = [
@@ -139,7 +141,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(file.read_bytes())
     except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {file}: {error.strerror}", hints=path_hints(file)) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is no YAML: {error}") from None
     if tree is None:
@@ -151,6 +153,18 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return {key: v for key, v in tree.items() if not (v is None and key in sections)}
 
 
+def _nearest(key: str, known: Sequence[str]) -> list[str]:
+    """A hint: settings whose last word is nearly the key's, in whatever section they stand."""
+    section, _, word = key.rpartition(".")
+    words = {name: name.rpartition(".")[2] for name in known}
+    close = difflib.get_close_matches(word, sorted(set(words.values())))
+    names = [name for name in known if words[name] in close]
+    names.sort(key=lambda name: (close.index(words[name]), not name.startswith(f"{section}.")))
+    near = f"did you mean {' or '.join(map(repr, names[:3]))}?" if names else None
+    near = near or did_you_mean(key, known)
+    return [] if near is None else [near]
+
+
 def _explain(error: ValidationError, source: str) -> ConfigError:
     known = field_names()
     lines: list[str] = []
@@ -159,12 +173,7 @@ def _explain(error: ValidationError, source: str) -> ConfigError:
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r} in {source}")
-            leaf = key.rpartition(".")[2]
-            near = did_you_mean(key, known) or did_you_mean(
-                leaf, [name.rpartition(".")[2] for name in known]
-            )
-            if near:
-                hints.append(near)
+            hints += _nearest(key, known)
         else:
             reason = problem["msg"].removeprefix("Value error, ")
             lines.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,7 +112,8 @@ def _plain(value: Any) -> Any:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    text = " ".join(text.split()).replace("|", "\\|")
+    return re.sub(r"docs/(\S+\.md)", r"[\1](\1)", text)
 
 
 if __name__ == "__main__":

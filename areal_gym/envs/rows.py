@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal_gym.errors import ConfigError, DataError, UsageError, did_you_mean
+from areal_gym.files import path_hints
 
 __all__ = ["SourceRow", "read_file", "read_hub", "row_filter", "text_field"]
 
@@ -43,7 +44,9 @@ def read_file(path: Path) -> Iterator[SourceRow]:
         return _read_json(path)
     if suffix in _BY_DATASETS:
         if not path.is_file():
-            raise DataError(f"cannot read {path}: No such file or directory")
+            raise DataError(
+                f"cannot read {path}: No such file or directory", hints=path_hints(path)
+            )
         files = {"train": str(path)}
         loaded = _load(f"cannot read {path}", (), path=_BY_DATASETS[suffix], data_files=files)
         return _numbered(loaded["train"], str(path), path.name.split(".")[0])
@@ -140,7 +143,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield line_number, text
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"cannot read {path}: {reason}") from None
+        raise DataError(f"cannot read {path}: {reason}", hints=path_hints(path)) from None
 
 
 def row_filter(where: Mapping[str, Any] | None) -> Callable[[SourceRow], bool]:

@@ -70,7 +70,9 @@ class Plugin:
 
     @property
     def source(self) -> str:
-        """`"areal-gym-countdown 0.1.0"`."""
+        """`"areal-gym-countdown 0.1.0"`; of a module that no distribution has brought, its name."""
+        if self.distribution.startswith("("):
+            return f"{self.name} {self.distribution}"
         return f"{self.distribution} {self.version}".strip()
 
     @property
@@ -83,7 +85,9 @@ class Plugin:
         return "partly loaded" if self.hooks else "failed"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.source.strip('()')})"
+        if self.distribution.startswith("("):
+            return self.source
+        return f"{self.name} ({self.source})"
 
 
 class Registration(NamedTuple):

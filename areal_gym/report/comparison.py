@@ -22,7 +22,7 @@ from typing import Any, Literal
 from areal_gym.errors import NothingToDoError
 from areal_gym.metrics import Interval, difference_interval, mean, mean_interval
 from areal_gym.report.content import evaluation_of
-from areal_gym.rundir import RunDir
+from areal_gym.rundir import RunDir, no_run_hints
 from areal_gym.settings import flat
 from areal_gym.trajectory_files import TrajectoryFile
 
@@ -146,8 +146,7 @@ class _Side:
         self.files = {file.stem: file for file in self.run.trajectories_dir.glob("eval*.jsonl")}
         if not self.run.config_file.is_file() and not self.files:
             raise NothingToDoError(
-                f"{path} holds neither a run nor an evaluation",
-                hints=["all runs: areal-gym list runs"],
+                f"{path} holds neither a run nor an evaluation", hints=no_run_hints(path)
             )
         self.config = self.run.read_config()
         self.rows = {int(row["step"]): row for row in self.run.read_metrics()}

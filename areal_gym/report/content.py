@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_gym.errors import NothingToDoError
 from areal_gym.markup import number
-from areal_gym.rundir import RunDir
+from areal_gym.rundir import RunDir, no_run_hints
 from areal_gym.settings import flat
 from areal_gym.trajectory_files import TrajectoryFile, step_of
 
@@ -22,7 +22,11 @@ __all__ = [
     "charts_of",
     "collect",
     "evaluation_of",
+    "evaluation_table",
 ]
+
+_NOISE = 1e-7
+"""What is nowhere larger is 0, but for rounding, and no chart."""
 
 _EXAMPLES = 2
 """Best ones, and as many of the worst."""
@@ -107,7 +111,7 @@ def collect(run: RunDir) -> Report:
         NothingToDoError: there is no run.
     """
     if not run.config_file.is_file():
-        raise NothingToDoError(f"{run.path} holds no run", hints=["all runs: areal-gym list runs"])
+        raise NothingToDoError(f"{run.path} holds no run", hints=no_run_hints(run.path))
     rows = run.read_metrics()
     summary = run.read_summary() or {}
     evaluations = [evaluation_of(row) for row in run.read_evaluations()]
@@ -184,6 +188,20 @@ def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of texts: what was measured, with its interval where it has one."""
+    bounds = {"sampled": ("low", "high"), "greedy": ("greedy_low", "greedy_high")}
+    of_others = {name for pair in bounds.values() for name in pair}
+    names = [name for name in (rows[0] if rows else ()) if name not in of_others]
+
+    def cell(row: Mapping[str, Any], name: str) -> str:
+        low, high = (row.get(bound) for bound in bounds.get(name, ("", "")))
+        interval = "" if low is None else f" ({number(low)} to {number(high)})"
+        return number(row.get(name)) + interval
+
+    return names, [[cell(row, name) for name in names] for row in rows]
+
+
 def charts_of(
     rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[Chart]:
@@ -208,7 +226,7 @@ def charts_of(
             marks = [row.get(dots) for row in evaluations]
             at = [row["step"] for row in evaluations]
             lines.append(Line(name="held out", steps=at, values=marks, are_dots=True))
-        if any(value for line in lines for value in line.values):  # not those that are all zero
+        if any(abs(value or 0.0) > _NOISE for line in lines for value in line.values):
             yield Chart(title=title, unit=unit, lines=lines)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_gym.markup import escaped, message, number, pairs
 from areal_gym.report.charts import draw
-from areal_gym.report.content import Report
+from areal_gym.report.content import Report, evaluation_table
 
 __all__ = ["as_html"]
 
@@ -39,6 +39,7 @@ th, td { text-align: left; font-weight: 400; padding: 3px 16px 3px 0; vertical-a
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 th { color: var(--soft); white-space: nowrap; width: 1%; }
 thead th { width: auto; }
+.from { overflow-wrap: normal; }
 summary { cursor: pointer; color: var(--soft); margin: 8px 0; }
 .examples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr));
   gap: 18px; align-items: start; }
@@ -105,12 +106,9 @@ def _section(title: str, body: str) -> str:
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
-    names = list(rows[0])
+    names, table = evaluation_table(rows)
     head = "".join(f"<th>{escaped(name)}</th>" for name in names)
-    lines = (
-        "<tr>" + "".join(f"<td>{escaped(number(row.get(n)))}</td>" for n in names) + "</tr>"
-        for row in rows
-    )
+    lines = ("<tr>" + "".join(f"<td>{escaped(c)}</td>" for c in cells) + "</tr>" for cells in table)
     return f"<table><thead><tr>{head}</tr></thead>{''.join(lines)}</table>"
 
 
@@ -118,7 +116,7 @@ def _used(used: Iterable[Mapping[str, Any]]) -> str:
     rows = (
         f"<tr><th>{escaped(entry['kind'])}</th><td>{escaped(entry['id'])} "
         f"<small>{escaped(entry['summary'])}</small></td>"
-        f"<td>{escaped(entry['distribution'])} {escaped(entry['version'])}</td></tr>"
+        f"<td class=from>{escaped(entry['distribution'])} {escaped(entry['version'])}</td></tr>"
         for entry in used
     )
     return f"<table>{table}</table>" if (table := "".join(rows)) else ""

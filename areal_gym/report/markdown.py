@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_gym.markup import number, visible
 from areal_gym.report.charts import HEIGHT, WIDTH, draw
-from areal_gym.report.content import Report
+from areal_gym.report.content import Report, evaluation_table
 
 __all__ = ["as_markdown", "sheet"]
 
@@ -45,9 +45,7 @@ def as_markdown(report: Report, picture: str) -> str:
     if report.charts:
         lines += [f"![curves]({picture})", ""]
     if report.evaluations:
-        names = list(report.evaluations[0])
-        rows = ([number(row.get(name)) for name in names] for row in report.evaluations)
-        lines += ["## Held-out tasks", "", *_table(names, rows)]
+        lines += ["## Held-out tasks", "", *_table(*evaluation_table(report.evaluations))]
     if report.examples:
         lines += ["## Examples from the newest step", ""]
         for kind, row in report.examples:

@@ -165,7 +165,9 @@ class EvalReport:
             )
         numbers = {"reward": self.reward}
         numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
-        numbers |= {"turns": self.mean_turns, "tokens sampled": self.mean_policy_tokens}
+        numbers["turns"] = self.mean_turns
+        if self.mean_policy_tokens:  # who answers in words says nothing of tokens
+            numbers["tokens sampled"] = self.mean_policy_tokens
         numbers |= self.metrics
         lines += [f"{name:<20}{value:>8.3f}" for name, value in numbers.items()]
         lines += ["", f"{'stopped by':<20}{'episodes':>8}{'share':>8}"]

@@ -34,10 +34,23 @@ if TYPE_CHECKING:
     from areal_gym.engines.embedded import EmbeddedEngine
     from areal_gym.modeling.config import DecoderConfig
 
-__all__ = ["CALL", "PARTS", "REFERENCES", "Figure", "Sums", "bench", "play_groups", "shape"]
+__all__ = [
+    "CALL",
+    "PARTS",
+    "REFERENCES",
+    "WITH_TORCH",
+    "Figure",
+    "Sums",
+    "bench",
+    "play_groups",
+    "shape",
+]
 
 REFERENCES: Mapping[str, float] = {"rollout": 0.35, "sandbox": 2.6, "engine": 29_782, "step": 1.1}
 """Of README's "Speed", by part."""
+
+WITH_TORCH = ("engine", "step")
+"""Parts that are left out where it is not installed."""
 
 _SOME_S = 3.0
 """How long a part goes on with its rounds."""
@@ -68,7 +81,7 @@ def bench(parts: Sequence[str] = (), *, env: str = "tir") -> Iterator[Figure]:
     """Measure the parts, all of `PARTS` by default; `env` is what the part "env" plays.
 
     Raises:
-        UsageError: there is no such part.
+        UsageError: there is no such part, or it needs what is not installed.
         UnknownIdError: there is no such environment.
     """
     for name in parts:
@@ -76,6 +89,14 @@ def bench(parts: Sequence[str] = (), *, env: str = "tir") -> Iterator[Figure]:
             near = did_you_mean(name, PARTS)
             raise UsageError(f"no part {name!r}", hints=[near or f"there is: {', '.join(PARTS)}"])
     registry().get("envs", env)
+    embedded = registry().get("engines", "embedded")
+    if embedded.missing:
+        if without := [name for name in parts if name in WITH_TORCH]:
+            raise UsageError(
+                f"the part {without[0]!r} needs {', '.join(embedded.missing)}",
+                hints=[f"install it: {embedded.install_command}"],
+            )
+        parts = parts or [name for name in PARTS if name not in WITH_TORCH]
     threshold = gc.get_threshold()
     relax_garbage_collection()  # as a run does
     try:

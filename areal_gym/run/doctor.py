@@ -200,7 +200,9 @@ def _ray() -> Finding:
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
-        return _absent("ray", "not installed; one machine does without", "pip install ray")
+        return _absent(
+            "ray", "not installed; one machine does without", f"pip install '{_DISTRIBUTION}[ray]'"
+        )
     return Finding(subject="ray", is_ok=True, detail=version, is_required=False)
 
 

@@ -77,7 +77,7 @@ def evaluate(
         else:
             policy = checkpoint or policy_directory(config, parts, shown)[0]
             async with (
-                open_engine(config, policy) as (engine, renderer),
+                open_engine(config, policy, display=shown) as (engine, renderer),
                 gateway_at(*split_address(config.gateway)),
             ):
                 shown.phase(label, total)

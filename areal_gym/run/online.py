@@ -88,7 +88,7 @@ def serve(
         policy = checkpoint or policy_directory(config, parts, shown)[0]
         key = os.environ.get(CONTROL_KEY)
         async with (
-            open_engine(config, policy) as (engine, renderer),
+            open_engine(config, policy, display=shown) as (engine, renderer),
             gateway_at(*split_address(config.gateway), control_key=key),
         ):
             gateway = await shared_gateway()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
+import inspect
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,13 +21,14 @@ from areal_gym.config import AgentConfig, EngineConfig, PluginConfig, RunConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
-from areal_gym.errors import ConfigError, UsageError
+from areal_gym.errors import ConfigError, UsageError, did_you_mean
+from areal_gym.files import path_hints
 from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.filters import GroupFilter
-from areal_gym.run.display import Display
+from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -45,6 +49,9 @@ __all__ = [
     "require_devices",
     "require_same_start",
 ]
+
+_PATIENCE_S = 10
+"""How long nothing is said of an engine that starts."""
 
 
 def relax_garbage_collection() -> None:
@@ -96,9 +103,16 @@ class Parts:
         try:
             return self.env_class(**self.env_kwargs)
         except TypeError as error:
-            raise ConfigError(
-                f"env.kwargs do not fit: {error}", hints=["its arguments: areal-gym show ENV"]
-            ) from error
+            why, near = _misfit(error, self.env_class, self.env_kwargs)
+            hints = [*near, "its arguments: areal-gym show ENV"]
+            raise ConfigError(f"env.kwargs do not fit: {why}", hints=hints) from error
+
+
+def _misfit(error: TypeError, thing: Any, given: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """What is wrong with the arguments, and those that may have been meant."""
+    known = list(inspect.signature(thing).parameters)
+    near = [did_you_mean(name, known) for name in given if name not in known]
+    return re.sub(r"^[\w.]+\(\) ", "", str(error)), [hint for hint in near if hint]
 
 
 def policy_directory(
@@ -117,6 +131,7 @@ def policy_directory(
             raise ConfigError(
                 f"engine.model = {config.engine.model!r} is no checkpoint directory",
                 hints=[
+                    *_model_hints(config.engine.model),
                     "it must hold config.json, tokenizer.json and, unless served, the weights",
                     "or let areal-gym build a small policy: engine.model=starter",
                 ],
@@ -135,6 +150,20 @@ def policy_directory(
     return _starter(config, parts, display)
 
 
+def _model_hints(model: str) -> list[str]:
+    """What may have been meant: a name on the Hugging Face hub, a run, or a directory near by."""
+    best = Path(model) / "checkpoints" / "best"
+    if best.exists():
+        return [f"it is a run's directory; the best policy of the run: engine.model={best}"]
+    if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        name = model.rpartition("/")[2]
+        return [
+            f"nothing is downloaded here; get it first: hf download {model} --local-dir {name}",
+            f"then: engine.model={name}",
+        ]
+    return path_hints(Path(model))
+
+
 def _starter(config: RunConfig, parts: Parts, display: Display) -> tuple[Path, dict[str, Any]]:
     import torch
 
@@ -147,13 +176,24 @@ def _starter(config: RunConfig, parts: Parts, display: Display) -> tuple[Path, d
 
     def progress(done: int, at_most: int, detail: str) -> None:
         nonlocal total
+        if not total:
+            display.say(
+                "warm start: a small policy is made, which imitates demonstrators: "
+                "some minutes at most, once"
+            )
         if at_most != total:
             total = at_most
             display.phase("warm start", total)
         display.advance(done, detail)
 
     key = yaml.safe_dump({"id": config.env.id, "kwargs": dict(parts.env_kwargs)})
-    starter = prepare_starter(parts.make_env(), env_key=key, seed=config.seed, on_progress=progress)
+    try:
+        starter = prepare_starter(
+            parts.make_env(), env_key=key, seed=config.seed, on_progress=progress
+        )
+    except KeyboardInterrupt:
+        display.say("warm start: interrupted; nothing of it is kept, and it begins anew next time")
+        raise
     facts = {**starter.facts, "best_demonstrator": starter.best_demonstrator}
     if starter.is_cached:
         display.say(f"warm start: from the cache ({starter.directory})")
@@ -296,12 +336,14 @@ def make_curriculum(config: RunConfig) -> Curriculum | None:
 
 
 def _make(kind: Kind, settings: PluginConfig | AgentConfig, key: str) -> Any:
+    thing = registry().load(kind, settings.id)
     try:
-        return registry().load(kind, settings.id)(**settings.kwargs)
+        return thing(**settings.kwargs)
     except TypeError as error:
+        why, near = _misfit(error, thing, settings.kwargs)
         raise ConfigError(
-            f"{key}: the arguments of {settings.id!r} do not fit: {error}",
-            hints=[f"its arguments: areal-gym show {settings.id}"],
+            f"{key}: the arguments of {settings.id!r} do not fit: {why}",
+            hints=[*near, f"its arguments: areal-gym show {settings.id}"],
         ) from error
 
 
@@ -338,11 +380,25 @@ async def _with_placed_servers(
     return settings.model_copy(update={"kwargs": kwargs})
 
 
+async def _tell_of_start(engine_id: str, display: Display) -> None:
+    elapsed_s = 0
+    while True:
+        await asyncio.sleep(_PATIENCE_S)
+        elapsed_s += _PATIENCE_S
+        display.say(f"engine {engine_id}: starting, {elapsed_s} s so far")
+
+
 @asynccontextmanager
 async def open_engine(
-    config: RunConfig, policy: Path, cluster: Cluster | None = None
+    config: RunConfig,
+    policy: Path,
+    cluster: Cluster | None = None,
+    display: Display | None = None,
 ) -> AsyncIterator[tuple[Engine, Renderer]]:
-    """The engine of the settings, started, with `policy`'s renderer; ended on the way out."""
+    """The engine of the settings, started, with `policy`'s renderer; ended on the way out.
+
+    `display` is told while the start goes on: servers take a minute or more.
+    """
     renderer = open_renderer(config, policy)
     settings = _engine_settings(config)
     if cluster is not None and config.cluster.servers:
@@ -360,8 +416,12 @@ async def open_engine(
             f"engine.kwargs do not fit: {error}",
             hints=[f"its arguments: areal-gym show {config.engine.id}"],
         ) from error
+    teller = asyncio.create_task(_tell_of_start(config.engine.id, display or SilentDisplay()))
     try:
-        await engine.start()
+        try:
+            await engine.start()
+        finally:
+            teller.cancel()
         yield engine, renderer
     finally:
         await engine.aclose()

@@ -302,7 +302,7 @@ def _conclude(
     display.say(f"curve:     {directory.learning_curve_file}")
     display.say(f"report:    {keep_report(directory)}")
     display.say(
-        f"{'model' if config.objective == 'rm' else 'policy'}:    {directory.path / checkpoint}"
+        f"{'model: ' if config.objective == 'rm' else 'policy:'}    {directory.path / checkpoint}"
     )
     if best is not None and best != Path(checkpoint).name:
         display.say(f"best:      {directory.checkpoints_dir / 'best'} ({best})")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.errors import ConfigError
+from areal_gym.files import path_hints
 from areal_gym.plugins import registry
 from areal_gym.types import Group
 
@@ -82,7 +83,10 @@ def _checkpoint_of(directory: Path) -> Path:
     if found is None:
         raise ConfigError(
             f"teacher.model = {str(directory)!r} is neither a checkpoint's directory nor a run's",
-            hints=["a checkpoint holds config.json; all runs: areal-gym list runs"],
+            hints=[
+                *path_hints(directory),
+                "a checkpoint holds config.json; all runs: areal-gym list runs",
+            ],
         )
     return found[1]
 

@@ -13,9 +13,10 @@ import yaml
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError
+from areal_gym.errors import ConfigError, NothingToDoError
 from areal_gym.files import write_atomic
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
+from areal_gym.markup import counted
 from areal_gym.metrics import cpu_s
 from areal_gym.objectives import SUPERVISED
 from areal_gym.online import ONLINE
@@ -75,6 +76,8 @@ def train(
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
     """
     require_installed(config)
+    if mode == "resume" and from_step is None:
+        _require_steps_left(config, RunDir(run_dir))
     if config.objective in SUPERVISED:
         return train_supervised(
             config,
@@ -99,6 +102,19 @@ def train(
             run.display,
             is_resumed=mode == "resume",
             from_step=from_step,
+        )
+
+
+def _require_steps_left(config: RunConfig, directory: RunDir) -> None:
+    """Refuse to take no step: what the run says of itself would be overwritten by nothing."""
+    num_steps = int((directory.read_summary() or {}).get("num_steps", 0))
+    if 0 < config.steps <= num_steps:
+        raise NothingToDoError(
+            f"{directory.path} has taken all of its {num_steps} steps",
+            hints=[
+                f"go on: --resume --out {directory.path} --steps {2 * num_steps}",
+                f"look: areal-gym view {directory.path}",
+            ],
         )
 
 
@@ -192,7 +208,9 @@ class _Training:
             require_space(learner, directory.checkpoints_dir, num_kept)
             # Adapters are published beside the base weights, which servers keep.
             served = policy if config.trainer.weight_sync.id == "lora" else source
-            engine, renderer = await stack.enter_async_context(open_engine(config, served, cluster))
+            engine, renderer = await stack.enter_async_context(
+                open_engine(config, served, cluster, display)
+            )
             teacher = await stack.enter_async_context(open_teacher(config, policy))
             weight_sync = make_weight_sync(
                 engine,
@@ -340,10 +358,11 @@ class _Training:
         if best is not None:
             rows.append(("best demonstrator", f"{best:.3f}", ""))
         for left, middle, right in rows:
-            display.say(f"  {left:<20}{middle:>8}{right:>8}")
+            display.say(f"  {left:<20}{middle:>8}{right:>8}".rstrip())
+        num_taken = summary["num_steps"] - summary["first_step"] + 1
         display.say(
             f"warm start {summary['warm_start_s']:.0f} s, training {summary['train_s']:.0f} s "
-            f"for {summary['num_steps']} steps"
+            f"for {counted(num_taken, 'step')}"
         )
         display.say(f"curve:     {directory.learning_curve_file}")
         display.say(f"report:    {keep_report(directory)}")

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class RemoteEnv(TextEnv):
         render_mode: str | None = None,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        if not url.startswith(("http://", "https://")):
+        if not _is_address(url):
             raise UsageError(
                 f"{url!r} is no address of an environment",
                 hints=["as the server prints it: remote:http://HOST:PORT"],
@@ -195,11 +196,21 @@ class RemoteEnv(TextEnv):
         return body
 
     def _unreachable(self, error: BaseException) -> EnvError:
-        reason = str(error) or type(error).__name__
+        if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
+            error = error.reason
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return EnvError(
             f"cannot reach the environment at {self.url}: {reason}",
             hints=["start it there: areal-gym serve-env ENV --port PORT"],
         )
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # "PORT" is none
+        return False
 
 
 _sessions: dict[

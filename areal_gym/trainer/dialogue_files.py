@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import DataError, NothingToDoError, did_you_mean
+from areal_gym.files import path_hints
 from areal_gym.rendering import Renderer, transcribe
 from areal_gym.rendering.template import ToolSchemas
 from areal_gym.rendering.transcript import closing_ids
@@ -177,7 +178,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        raise DataError(f"cannot read {path}: {error.strerror}", hints=path_hints(path)) from None
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         if not line.strip():

@@ -76,7 +76,8 @@ def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
     its gradient on p's tokens is that of KL(base || p).
     """
     difference_T = logprobs_T - base_T
-    return ratio(-difference_T) - 1 + difference_T
+    # Not ratio - 1: of nearly equal policies that would leave rounding, of either sign.
+    return (-difference_T).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).expm1() + difference_T
 
 
 def binary_kl(logprobs_T: Tensor, base_T: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import NothingToDoError, UnknownIdError
+from areal_gym.files import path_hints
 from areal_gym.rundir import RunDir
 from areal_gym.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.viewer.vocabulary import Vocabulary
@@ -35,8 +36,9 @@ class Catalog:
         self._runs: dict[Path, Run] = {}
         if not self.runs():
             names = ", ".join(str(path) for path in paths)
+            near = [hint for path in paths for hint in path_hints(path)]
             raise NothingToDoError(
-                f"no runs in {names}", hints=["make one: areal-gym train --env tir"]
+                f"no runs in {names}", hints=[*near, "make one: areal-gym train --env tir"]
             )
 
     def runs(self) -> list[Run]:
@@ -75,6 +77,7 @@ class Run:
         self._metrics = _GrowingFile(self.directory.metrics_file)
         self._files: dict[str, tuple[tuple[int, int], TrajectoryFile, TrainedFile]] = {}
         self._vocabulary: Vocabulary | None = None
+        self._settings: tuple[int, dict[str, Any]] = (0, {})
 
     def card(self) -> dict[str, Any]:
         """What a list of runs shows of it."""
@@ -132,8 +135,12 @@ class Run:
         return int(rows[-1].get("step", 0)) if rows else 0
 
     def settings(self) -> dict[str, Any]:
-        """The resolved settings; empty when they cannot be read."""
-        return self.directory.read_config()
+        """The resolved settings, read when they have changed; empty when they cannot be read."""
+        file = self.directory.config_file
+        stamp = file.stat().st_mtime_ns if file.exists() else 0
+        if self._settings[0] != stamp:
+            self._settings = (stamp, self.directory.read_config())
+        return self._settings[1]
 
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of `metrics.jsonl`; only what was appended since the last time is read."""

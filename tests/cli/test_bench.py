@@ -1,5 +1,6 @@
 """`areal-gym bench`: every part measures something, and README's figures are README's."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from areal_gym.cli.app import run
 from areal_gym.cli.reference import JSON_KEYS
 from areal_gym.run import bench as benches
 
+registry_module = importlib.import_module("areal_gym.plugins.registry")
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
@@ -68,3 +70,12 @@ def test_mistakes_are_explained(capsys):
     assert "did you mean 'engine'?" in capsys.readouterr().err
     assert run(["bench", "env", "--env", "coundown"]) == 2
     assert "did you mean 'countdown'?" in capsys.readouterr().err
+
+
+def test_without_torch_the_rest_is_measured(brief, capsys, monkeypatch):
+    is_there = registry_module._is_importable
+    monkeypatch.setattr(registry_module, "_is_importable", lambda n: n != "torch" and is_there(n))
+    assert run(["bench", "engine"]) == 2
+    assert "'engine' needs torch\n  install it: pip install" in capsys.readouterr().err
+    assert run(["bench", "--env", "countdown"]) == 0
+    assert "not measured without torch: engine, step" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_the_panel_says_where_the_run_is(live):
     assert "in flight" not in panel()
     display.phase("held-out", 64)
     display.advance(3, "reward 0.41")
-    assert re.search(r"held-out .* 3/64 .* reward 0\.41", panel())
+    assert re.search(r"held-out .* 3/64 .*\n.* reward 0\.41", panel())
 
 
 def test_every_tenth_step_and_examples_stay_on_the_terminal(live):

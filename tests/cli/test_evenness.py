@@ -12,7 +12,7 @@ from viewed_runs import make_run
 
 import areal_gym.errors
 from areal_gym.cli.app import COMMANDS, run
-from areal_gym.cli.output import EXIT_CODES
+from areal_gym.cli.output import EXIT_CODES, print_columns
 from areal_gym.cli.reference import _VARIABLES, JSON_KEYS, commands_page, every_command
 
 ROOT = Path(__file__).parents[2]
@@ -163,6 +163,14 @@ def test_a_mistake_leaves_stdout_to_the_data(call, argv):
         (["list", "--hepl"], 2, "did you mean '--help' or"),
         (["show", "runs"], 2, "runs holds no run"),
         (["show", "runs/frist"], 2, "there is no run runs/frist\n  did you mean 'runs/first'?"),
+        (["eval", "--run", "runs/frist"], 2, "did you mean 'runs/first'?"),
+        (["view", "runs/frist"], 5, "did you mean 'runs/first'?"),
+        (["replay", "run/first"], 2, "did you mean 'runs'?"),
+        (["check", "remote:http://HOST:PORT"], 2, "is no address of an environment"),
+        (["train", "--env", "tir", "lr=1"], 2, "did you mean 'trainer.lr'"),
+        (["train", "--env", "tir", "trainer.group_size=1"], 2, "did you mean 'rollout.group_size'"),
+        (["train", "--env", "tir", "env.kwargs.levl=1"], 2, "did you mean 'level'?"),
+        (["train", "--env", "tir", "engine.model=org/name"], 2, "hf download org/name"),
         (["report", "runs/first", "--out", "runs"], 2, "cannot use runs: Is a directory"),
         (["eval", "--env", "tir", "--fail-under", "pas@1=1"], 2, "did you mean 'pass@1'"),
         (["-p", "nothing", "list", "envs"], 0, "plugin nothing (not installed) failed"),
@@ -173,6 +181,30 @@ def test_what_a_new_user_would_mistype(call, argv, code, says):
     found, _, err = call(*argv)
     assert found == code
     assert says in err
+
+
+def test_a_narrow_terminal_gets_folded_cells(capsys, monkeypatch):
+    rows = [
+        ("tir", "arithmetic with a Python sandbox", "areal-gym 0.1.0"),
+        ("  in", "an id-of-it", ""),
+    ]
+    print_columns(rows)
+    assert capsys.readouterr().out.splitlines()[0] == "  ".join(rows[0]).replace("tir", "tir ")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "36")
+    print_columns(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 36
+    assert lines[0].split() == ["tir", "arithmetic", "areal-gym"]
+    assert "id-of-it" in lines[-1]
+
+
+def test_show_says_how_arguments_are_set(call):
+    assert "arguments, set by env.kwargs.NAME=VALUE:" in call("show", "tir")[1]
+    out = call("show", "sglang")[1]
+    assert "engine.kwargs.NAME=VALUE" in out
+    assert re.search(r"^  policy +Path +from the run$", out, re.M)
+    assert re.search(r"^  gpus .* default \[\]$", out, re.M)
 
 
 HOSTILE = """

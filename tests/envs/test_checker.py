@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 
 import numpy as np
 import pytest
@@ -254,6 +255,17 @@ def test_what_changes_the_process_is_named(monkeypatch):
 def test_a_crash_is_told_with_the_action_that_caused_it():
     reason = results_of(Fragile)["hostile"].reason
     assert reason.startswith("shout of a lone surrogate: EnvError: ")
+
+
+def test_a_crash_is_told_with_its_place():
+    class Crashing(Good):
+        """Raises."""
+
+        def gold_action(self):
+            raise NameError("strr")
+
+    reason = next(r.reason for r in check_env(Crashing, num_tasks=1) if r.rule == "gold")
+    assert re.fullmatch(r"NameError: strr \(test_checker\.py, line \d+\)", reason)
 
 
 def test_an_endless_episode_is_found():

@@ -27,6 +27,13 @@ def test_kl_estimators_by_hand():
     assert binary_kl(p.log(), base.log()).tolist() == pytest.approx([expected])
 
 
+def test_k3_of_nearly_equal_policies_is_not_rounding():
+    d = torch.linspace(-1e-6, 1e-6, 1001)
+    found = k3(d, torch.zeros_like(d))
+    assert found.min() >= -1e-13  # exp(-d) - 1 + d gives 1e-7, of either sign
+    assert found.max() < 1e-12
+
+
 def test_their_means_on_a_known_distribution():
     p, base = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     exact = float((p * (p / base).log()).sum())

@@ -15,7 +15,7 @@ from areal_gym.envs.base import TextEnv
 from areal_gym.envs.checker import behaviour, isolation
 from areal_gym.envs.checker.hostile import HOSTILE_ACTIONS
 from areal_gym.envs.checker.playing import play
-from areal_gym.envs.checker.subject import Broken, Rule, RuleResult, Skipped, subject_of
+from areal_gym.envs.checker.subject import Broken, Rule, RuleResult, Skipped, subject_of, told
 
 __all__ = ["HOSTILE_ACTIONS", "RuleResult", "check_env", "play"]
 
@@ -75,7 +75,7 @@ def check_env(
         except Broken as broken:
             is_ok, reason = False, str(broken)
         except Exception as error:  # whatever it raises, it is the environment's
-            is_ok, reason = False, f"{type(error).__name__}: {error}"
+            is_ok, reason = False, told(error)
         results.append(
             RuleResult(rule=name, summary=summary, is_ok=is_ok, reason=reason, measured=measured)
         )

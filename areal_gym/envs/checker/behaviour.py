@@ -14,7 +14,7 @@ from typing import Any
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.checker.hostile import HOSTILE_ACTIONS, hostile_calls
 from areal_gym.envs.checker.playing import best, noop, play, total_reward
-from areal_gym.envs.checker.subject import Broken, Skipped, Subject
+from areal_gym.envs.checker.subject import Broken, Skipped, Subject, told
 from areal_gym.errors import UsageError
 from areal_gym.types import Message, content_hash
 
@@ -127,7 +127,7 @@ def _answer_s(env: TextEnv, name: str, action: str | Message) -> float:
     try:
         step = env.step(action)
     except Exception as error:
-        raise Broken(f"{name}: {type(error).__name__}: {error}") from error
+        raise Broken(f"{name}: {told(error)}") from error
     elapsed_s = time.perf_counter() - start_s
     if not math.isfinite(step.reward) or step.reward >= 1.0:
         raise Broken(f"{name}: the reward is {step.reward}")
@@ -182,7 +182,7 @@ def _require_usage_error(call: Any, what: str) -> None:
     except UsageError:
         return
     except Exception as error:
-        raise Broken(f"{what} raises {type(error).__name__}: {error}") from error
+        raise Broken(f"{what} raises {told(error)}") from error
     raise Broken(f"{what} is accepted; a UsageError should say what exists")
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areal_gym.envs.base import TextEnv
 from areal_gym.plugins import EnvSpec, registry
 
-__all__ = ["Broken", "Rule", "RuleResult", "Skipped", "Subject", "subject_of"]
+__all__ = ["Broken", "Rule", "RuleResult", "Skipped", "Subject", "subject_of", "told"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,12 @@ class RuleResult:
 
 class Broken(Exception):
     """A rule is broken; the text says how."""
+
+
+def told(error: Exception) -> str:
+    """An error in one line, with the place where it was raised."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
 
 
 class Skipped(Exception):

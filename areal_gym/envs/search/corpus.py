@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from areal_gym.envs.rows import SourceRow, read_file, text_field
 from areal_gym.errors import DataError
+from areal_gym.files import path_hints
 
 __all__ = ["Hit", "Passage", "corpus_hash", "read_corpus", "terms", "words"]
 
@@ -72,7 +73,7 @@ def corpus_hash(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        raise DataError(f"cannot read {path}: {error.strerror}", hints=path_hints(path)) from None
 
 
 def words(text: str) -> list[str]:
