@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("**/*.md")])
 
-_PROGRAM = r"(?:areal-gym|make|pip\ install|ray|python\ -m)\ |python\ benchmarks/"
+_PROGRAM = r"(?:areal-gym|make|pip\ install|ray|python\ -m)\ |python\ (?:benchmarks|examples)/"
 _BLOCK = re.compile(
     rf"""
     ^```(?P<fence>\w*)\n(?P<fenced>.*?)^```$

@@ -122,7 +122,7 @@ class Reader:
             case ["cd", place]:
                 os.chdir(place)
                 return Said(0, "")
-            case ["pip", "install", "-e", place]:
+            case ["pip", "install", "-e", place, *_]:
                 self.install(Path(place).resolve())
                 return Said(0, "")
         return shell(meant)

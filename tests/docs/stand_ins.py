@@ -53,7 +53,6 @@ MEANT = (
 
 MEANT_IN_PYTHON = (
     (r"path/to/policy", "{policy}"),
-    (r'"docker"', '"process"'),  # there is no engine for containers
     (r"step-000\d00", "step-000001"),
 )
 """The same for Python."""
@@ -130,6 +129,8 @@ NOT_RUN = (
     (r"^source ", "makes this very environment the shell's"),
     (r"^ray start", "several machines"),
     (r"^python benchmarks/", "measures for minutes"),
+    (r"^python examples/online", "beside a run, in a second shell: tests/examples/test_agents.py"),
+    (r"serve_cpu\.py", "SGLang itself, in an environment of its own: tests/sglang"),
     (r"sandbox\.image", "needs an engine for containers: tests/sandbox/test_docker.py"),
     (r"sandbox=docker", "needs an engine for containers: tests/sandbox/test_docker.py"),
     (r"cluster\.address=", "starts a Ray, or joins one: tests/distributed does"),
