@@ -214,7 +214,8 @@ class TrainerConfig(Settings):
     recompute_layers: bool = False
     """Compute a layer's inner values again in the backward pass instead of keeping them."""
     compile: bool = False
-    """Let torch.compile fuse the layers' MLPs: slow to start, faster on GPUs."""
+    """Let torch.compile fuse the layers' MLPs: slow to start, faster on GPUs. On CPUs it takes a
+    C++ compiler."""
     cpu_offload: bool = False
     """With several ranks on GPUs: weights and states wait in host memory."""
     runs_in: Literal["auto", "thread", "process"] = "auto"

@@ -7,6 +7,8 @@ bfloat16, and gradients are summed in float32.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -23,10 +25,23 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.trainer.ranks import Ranks
 
 __all__ = ["drop_gathered", "full", "full_weights", "prepare_decoder", "shard_head"]
+
+
+def _require_compiler() -> None:
+    name = os.environ.get("CXX", "g++")  # as torch's inductor looks for it
+    if shutil.which(name) is None:
+        raise ConfigError(
+            f"trainer.compile=true needs a C++ compiler, and {name!r} is not installed",
+            hints=[
+                "install g++, or name another: CXX=COMPILER",
+                "trainer.compile=false needs none",
+            ],
+        )
 
 
 def prepare_decoder(decoder: Decoder, config: TrainerConfig, ranks: Ranks) -> None:
@@ -35,9 +50,14 @@ def prepare_decoder(decoder: Decoder, config: TrainerConfig, ranks: Ranks) -> No
     The rest (embeddings, the last norm, the output projection) is gathered as one piece and stays
     whole from the forward pass to the end of the backward pass: the loss needs the output
     projection after the decoder has returned.
+
+    Raises:
+        ConfigError: the layers are to be compiled for a CPU, and there is no compiler.
     """
     decoder.recomputes_layers = config.recompute_layers
     if config.compile:
+        if next(decoder.parameters()).device.type == "cpu":
+            _require_compiler()
         for layer in decoder.model.layers:
             cast(nn.Module, layer.mlp).compile(dynamic=True)
     if ranks.size == 1:

@@ -286,6 +286,12 @@ def test_a_tiny_learning_rate_still_moves_the_weights():
 
 
 @pytest.mark.slow
+def test_without_a_compiler_compile_is_refused(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and '.+' is not"):
+        learner(compile=True)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of what it does itself
 def test_compiled_layers_train_the_same():
     plain, compiled = learner(lr=1e-2), learner(lr=1e-2, compile=True)
