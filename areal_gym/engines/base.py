@@ -52,9 +52,9 @@ class SamplingParams:
     it leaves, and not the policy's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Generation:
-    """What the policy sampled for one prompt."""
+    """What the policy sampled for one prompt; read at once, and not kept."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -53,9 +53,9 @@ class StepResult(NamedTuple):
     info: Info
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Response:
-    """An environment's answer to one assistant message."""
+    """An environment's answer to one assistant message; read at once, and not kept."""
 
     messages: Sequence[Message] = ()
     """What the policy reads next (tool results, a user's reply). Empty at the end."""
