@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, NotRequired, TypedDict
 
 from areal_gym.markup import block, counted, dialogue, number, pairs, short, table
@@ -76,8 +76,14 @@ class Message(TypedDict):
     """What is malformed in an assistant's attempt at a tool call; environments answer with it."""
 
 
+# What most values are: to ask whether they are a mapping takes five times as long.
+_PLAIN = (str, int, float, NoneType)
+
+
 def freeze(value: Any) -> Any:
     """A read-only deep copy: mappings become mapping proxies, lists become tuples."""
+    if isinstance(value, _PLAIN):
+        return value
     if isinstance(value, Mapping):
         return MappingProxyType({key: freeze(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
@@ -87,7 +93,9 @@ def freeze(value: Any) -> Any:
 
 def thaw(value: Any) -> Any:
     """The reverse of `freeze`: plain dicts and lists, fit for JSON."""
-    if isinstance(value, Mapping):
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (MappingProxyType, Mapping)):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [thaw(item) for item in value]

@@ -234,9 +234,7 @@ class TextEnv(gymnasium.Env[str, str]):
                 "are used up: answer without a tool"
             )
             results.append({"role": "tool", "content": f"error: {limit}"})
-        return ToolResults(
-            results, num_calls=len(calls), num_errors=num_errors, num_refused=num_refused
-        )
+        return ToolResults(results, len(calls), num_errors, num_refused)
 
     # ---- Gymnasium's contract ------------------------------------------------------------------
 
@@ -289,7 +287,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise EnvError(f"{type(self).__name__}.reset failed: {error!r}") from error
         if not self._messages:
             raise EnvError(f"{type(self).__name__}.first_messages gave no message")
-        _require_messages(self._messages, f"{type(self).__name__}.first_messages")
+        _require_messages(self._messages, self, "first_messages")
         self.num_turns = 0
         self.num_tool_calls = 0
         self._is_over = False
@@ -343,22 +341,23 @@ class TextEnv(gymnasium.Env[str, str]):
             raise EnvError(f"{type(self).__name__}.respond failed: {error!r}") from error
         if not isinstance(response, Response):
             raise EnvError(f"{type(self).__name__}.respond gave {response!r}, which is no Response")
-        _require_messages(response.messages, f"{type(self).__name__}.respond")
-        reward = _number(response.reward, type(self).__name__)
+        messages = tuple(response.messages)
+        _require_messages(messages, self, "respond")
+        reward = _number(response.reward, self)
         is_terminated = response.is_terminated
         is_truncated = not is_terminated and (
             response.is_truncated or self.num_turns >= self.max_turns
         )
         self._is_over = is_terminated or is_truncated
-        self._messages.extend(response.messages)
-        info: Info = {"messages": tuple(response.messages), "task_id": self.task.id}
+        self._messages += messages
+        info: Info = {"messages": messages, "task_id": self.task.id}
         if response.reward_parts:
             info["reward_parts"] = dict(response.reward_parts)
         if response.metrics:
             info["metrics"] = dict(response.metrics)
         if is_truncated:
             info["truncated_by"] = "env" if response.is_truncated else "max_turns"
-        observation = response.messages[-1]["content"] if response.messages else ""
+        observation = messages[-1]["content"] if messages else ""
         return StepResult(observation, reward, is_terminated, is_truncated, info)
 
     @final
@@ -411,12 +410,14 @@ def _given_task(row: Any) -> Task:
         raise UsageError(message, hints=["give what Task.to_dict() returns"]) from None
 
 
-def _require_messages(messages: Sequence[Message], who: str) -> None:
+def _require_messages(messages: Sequence[Message], env: TextEnv, method: str) -> None:
     for message in messages:
-        is_message = isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        is_mapping = type(message) is dict or isinstance(message, Mapping)
+        is_message = is_mapping and isinstance(message.get("content"), str)
         if not is_message or message.get("role") not in _ROLES:
             raise EnvError(
-                f"{who} gave {short(message)}, which is no message: it needs a role "
+                f"{type(env).__name__}.{method} gave {short(message)}, "
+                "which is no message: it needs a role "
                 f"({', '.join(_ROLES)}) and a content that is text"
             )
 
@@ -424,12 +425,13 @@ def _require_messages(messages: Sequence[Message], who: str) -> None:
 _ROLES = ("system", "user", "assistant", "tool")
 
 
-def _number(reward: object, who: str) -> float:
+def _number(reward: object, env: TextEnv) -> float:
     if type(reward) is float and math.isfinite(reward):
         return reward
     # int, bool and numpy scalars are rewards; None, text and NaN are mistakes of the environment.
     if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
         return float(reward)
+    who = type(env).__name__
     raise EnvError(f"{who}.respond gave the reward {reward!r}; a finite number is needed")
 
 
