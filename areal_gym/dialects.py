@@ -183,9 +183,10 @@ def _read_call(text: str, start: int) -> tuple[str, dict[str, Any], int]:
 
 def _named_arguments(call: Any, key: str = "arguments") -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call's JSON."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not name:
         raise ValueError(f"a tool call is an object {_shape(key)}")
-    arguments = call.get(key, call.get("arguments", {}))
+    arguments = call[key] if key in call else call.get("arguments", {})
     if isinstance(arguments, str):
         text = arguments
         arguments, rest = _decode_json(text, _skip_space(text, 0), "the arguments' text")
@@ -193,7 +194,7 @@ def _named_arguments(call: Any, key: str = "arguments") -> tuple[str, dict[str, 
             raise ValueError("there is text after the arguments' JSON")
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of a tool call are an object: {_shape(key)}")
-    return call["name"], arguments
+    return name, arguments
 
 
 def _shape(key: str) -> str:

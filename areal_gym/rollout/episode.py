@@ -202,11 +202,40 @@ class _Played:
         self.unread = ()
         return message
 
-    async def act(self, message: Message) -> StepResult:
+    async def act(self, message: Message, *, turn: TurnDraft | None = None) -> StepResult:
         self._check_open("acts")
         if not self.recorder.turns:
             raise AgentError("the agent acts before it has asked the policy")
-        return await self._act(message, self.recorder.turn_of(message))
+        turn = turn or self.recorder.turn_of(message)
+        start = time.perf_counter()
+        self.in_flight.env += 1
+        try:
+            result = await self.env.astep(message)
+        except _FAILURES as error:
+            self.blame(error, EnvError, "step")
+            raise
+        finally:
+            self.in_flight.env -= 1
+            turn.env_s += time.perf_counter() - start
+            turn.tool_s += self.env.tool_s
+        info = result.info
+        turn.reward += result.reward
+        if "reward_parts" in info:
+            for name, part in info["reward_parts"].items():
+                turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part
+        if "metrics" in info:
+            for name, value in info["metrics"].items():
+                self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.unread = info["messages"]
+        if turn.finish_reason is FinishReason.LENGTH:
+            self.stop_reason = StopReason.MAX_TOKENS
+            return result if result.terminated else result._replace(truncated=True)
+        if result.terminated:
+            self.stop_reason = StopReason.COMPLETED
+        elif result.truncated:
+            by_turns = info.get("truncated_by") == "max_turns"
+            self.stop_reason = StopReason.MAX_TURNS if by_turns else StopReason.TRUNCATED
+        return result
 
     async def access(self, *, max_calls: int) -> Access:
         if self._session is None:
@@ -287,44 +316,13 @@ class _Played:
     def is_over(self) -> bool:
         return self.stop_reason is not None
 
-    async def _act(self, message: Message, turn: TurnDraft) -> StepResult:
-        start = time.perf_counter()
-        self.in_flight.env += 1
-        try:
-            result = await self.env.astep(message)
-        except _FAILURES as error:
-            self.blame(error, EnvError, "step")
-            raise
-        finally:
-            self.in_flight.env -= 1
-            turn.env_s += time.perf_counter() - start
-            turn.tool_s += self.env.tool_s
-        info = result.info
-        turn.reward += result.reward
-        if "reward_parts" in info:
-            for name, part in info["reward_parts"].items():
-                turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part
-        if "metrics" in info:
-            for name, value in info["metrics"].items():
-                self.metrics[name] = self.metrics.get(name, 0.0) + value
-        self.unread = info["messages"]
-        if turn.finish_reason is FinishReason.LENGTH:
-            self.stop_reason = StopReason.MAX_TOKENS
-            return result if result.terminated else result._replace(truncated=True)
-        if result.terminated:
-            self.stop_reason = StopReason.COMPLETED
-        elif result.truncated:
-            by_turns = info.get("truncated_by") == "max_turns"
-            self.stop_reason = StopReason.MAX_TURNS if by_turns else StopReason.TRUNCATED
-        return result
-
     async def _run_tools(self, message: Message, calls: list[ToolCall]) -> dict[str, str]:
         """Hand a message with its calls to the environment, once; what each of them gave."""
         async with self._acting:
             if self.is_over:
                 return {}
             turn = self.recorder.turn_of(message)
-            result = await self._act({**message, "tool_calls": calls}, turn)
+            result = await self.act({**message, "tool_calls": calls}, turn=turn)
         found: dict[str, str] = {}
         for index, answer in enumerate(result.info["messages"]):
             call_id = answer.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
@@ -403,12 +401,13 @@ class _Played:
             self.stop_reason = stop_reason_of(error)
 
     def _check_open(self, what: str) -> None:
+        if self.stop_reason is None:
+            return
         if self.error is not None:
             raise self.error
         if self._is_full:
             raise _EpisodeOver
-        if self.stop_reason is not None:
-            raise AgentError(f"the agent {what} after the end of the episode")
+        raise AgentError(f"the agent {what} after the end of the episode")
 
 
 class _Boundary:
