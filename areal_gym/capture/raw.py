@@ -21,8 +21,8 @@ class RawText:
     def prompt(self, text: str) -> Prompt:
         """What to send so that the policy goes on with `text`, which begins with this one."""
         new: list[Message] = [{"role": "user", "content": text[len(self.text) :]}]
-        ids = (*self.token_ids, *self._renderer.tokenizer.encode(text[len(self.text) :]))
-        return Prompt(ids, len(self.token_ids), 0, new)
+        added = tuple(self._renderer.tokenizer.encode(text[len(self.text) :]))
+        return Prompt((*self.token_ids, *added), added, 0, new)
 
     def answer(
         self, prompt: Prompt, sampled_ids: Sequence[int], *, text: str | None = None

@@ -26,8 +26,8 @@ class Prompt(NamedTuple):
     """What is sent to the engine for one turn."""
 
     token_ids: tuple[int, ...]
-    num_kept: int
-    """How many leading ids were sent or sampled before; 0 at the start of a branch."""
+    added: tuple[int, ...]
+    """Those at the end that nobody has sent or sampled before: all at the start of a branch."""
     branch: int
     """How often the dialogue has forked."""
     messages: Sequence[Message]
@@ -35,15 +35,32 @@ class Prompt(NamedTuple):
     replaces_history: bool = False
 
     @property
-    def added(self) -> tuple[int, ...]:
-        """The ids that nobody has sent or sampled before."""
-        return self.token_ids[self.num_kept :]
+    def num_kept(self) -> int:
+        """How many leading ids were sent or sampled before; 0 at the start of a branch."""
+        return len(self.token_ids) - len(self.added)
+
+
+class _Ids:
+    """Of one branch: the newest prompt and the answer to it. A branch only grows.
+
+    They stay apart, so that the next prompt copies them once: with many dialogues in flight, none
+    of them in the processor's caches, copying is a good part of what a turn costs.
+    """
+
+    __slots__ = ("said", "sent")
+
+    def __init__(self, sent: tuple[int, ...] = (), said: tuple[int, ...] = ()) -> None:
+        self.sent = sent
+        self.said = said
+
+    def __len__(self) -> int:
+        return len(self.sent) + len(self.said)
 
 
 class Point(NamedTuple):
-    """A moment of a dialogue, right after an answer. The lists only grow behind it."""
+    """A moment of a dialogue, right after an answer. What it names only grows behind it."""
 
-    token_ids: list[int]
+    ids: _Ids
     num_ids: int
     messages: list[Message]
     num_messages: int
@@ -65,19 +82,23 @@ class Dialogue:
         *,
         dialect: str | None = None,
     ) -> None:
-        self.token_ids: list[int] = []
-        """What was sent and sampled, in the newest branch."""
         self.messages: list[Message] = []
         """What the policy has read and said in it."""
         self._renderer = renderer
         self._tools = tools
         self._dialect = dialect or renderer.tool_dialect
         self._branch = 0
+        self._ids = _Ids()
         self.is_own = True
         """False for a fork that the policy has not answered yet: its ids are another dialogue's."""
         self._has_thought = False
         self._texts: dict[int, tuple[Message, str]] = {}
         self._bridges: dict[tuple[str, ...], bool] = {}
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What was sent and sampled, in the newest branch."""
+        return self._ids.sent + self._ids.said
 
     def prompt(self, messages: Sequence[Message], *, replaces_history: bool = False) -> Prompt:
         """What to send so that the policy reads `messages` next.
@@ -90,23 +111,20 @@ class Dialogue:
         Raises:
             ConfigError: the template refuses the messages.
         """
-        if not self.token_ids:
-            ids = tuple(self._renderer.first_ids(messages, self._tools))
-            return Prompt(ids, 0, 0, messages, replaces_history)
-        # What another dialogue has sampled is trained on there: here it is part of the prompt.
-        kept = len(self.token_ids) if self.is_own else 0
-        branch = self._branch if self.is_own else self._branch + 1
+        if not self._ids:
+            ids = self._renderer.first_ids(messages, self._tools)
+            return Prompt(ids, ids, 0, messages, replaces_history)
         if not replaces_history and self._can_bridge(messages):
-            bridge = self._renderer.bridge_ids(self.token_ids[-1], messages)
-            return Prompt((*self.token_ids, *bridge), kept, branch, messages)
+            last_id = (self._ids.said or self._ids.sent)[-1]
+            bridge = self._renderer.bridge_ids(last_id, messages)
+            return self._continued(bridge, messages)
         whole = messages if replaces_history else [*self.messages, *messages]
         text = self._renderer.render([self._as_written(m) for m in whole], self._tools)
         rest = _continuation(self._renderer.tokenizer.decode(self.token_ids), text)
         if rest is None:
             ids = tuple(self._renderer.encode(text))
-            return Prompt(ids, 0, self._branch + 1, messages, replaces_history)
-        ids = (*self.token_ids, *self._renderer.encode(rest))
-        return Prompt(ids, kept, branch, messages, replaces_history)
+            return Prompt(ids, ids, self._branch + 1, messages, replaces_history)
+        return self._continued(tuple(self._renderer.encode(rest)), messages, replaces_history)
 
     def answer(
         self, prompt: Prompt, sampled_ids: Sequence[int], *, text: str | None = None
@@ -120,13 +138,11 @@ class Dialogue:
         message = self._renderer.parse(text, self._dialect)
         self._has_thought |= "reasoning_content" in message
         self._texts[id(message)] = message, text
-        self._branch = prompt.branch
         self.is_own = True
-        # New lists, not empty ones: somebody may hold a point of the old branch.
-        if not prompt.num_kept:
-            self.token_ids = []
-        self.token_ids += prompt.added
-        self.token_ids += sampled_ids
+        if prompt.branch != self._branch:
+            self._branch = prompt.branch
+            self._ids = _Ids()  # a new one: somebody may hold a point of the old branch
+        self._ids.sent, self._ids.said = prompt.token_ids, tuple(sampled_ids)
         if prompt.replaces_history:
             self.messages = []
         self.messages += [*prompt.messages, message]
@@ -134,11 +150,11 @@ class Dialogue:
 
     def here(self) -> Point:
         """Where the dialogue stands."""
-        return Point(self.token_ids, len(self.token_ids), self.messages, len(self.messages))
+        return Point(self._ids, len(self._ids), self.messages, len(self.messages))
 
     def stands_at(self, point: Point) -> bool:
         """Whether nothing was said since."""
-        return self.token_ids is point.token_ids and len(self.token_ids) == point.num_ids
+        return self._ids is point.ids and len(self._ids) == point.num_ids
 
     def fork(self, point: Point) -> Dialogue:
         """Another dialogue that goes on from an earlier point of this one.
@@ -146,12 +162,21 @@ class Dialogue:
         Its first prompt begins with the very ids that were sent and sampled until then.
         """
         other = Dialogue(self._renderer, self._tools, dialect=self._dialect)
-        other.token_ids = point.token_ids[: point.num_ids]
+        other._ids = _Ids((point.ids.sent + point.ids.said)[: point.num_ids])
         other.messages = point.messages[: point.num_messages]
         other.is_own, other._branch = False, -1
         other._has_thought, other._texts = self._has_thought, self._texts
         other._bridges = self._bridges
         return other
+
+    def _continued(
+        self, new_ids: tuple[int, ...], messages: Sequence[Message], replaces_history: bool = False
+    ) -> Prompt:
+        ids = self._ids.sent + (self._ids.said + new_ids)
+        if self.is_own:
+            return Prompt(ids, new_ids, self._branch, messages, replaces_history)
+        # What another dialogue has sampled is trained on there: here it is part of the prompt.
+        return Prompt(ids, ids, self._branch + 1, messages, replaces_history)
 
     def _can_bridge(self, messages: Sequence[Message]) -> bool:
         if self._has_thought and not self._renderer.keeps_thinking:

@@ -142,7 +142,7 @@ class Renderer:
 
     # ---- ids ----------------------------------------------------------------------------------
 
-    def first_ids(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
+    def first_ids(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> tuple[int, ...]:
         """The first prompt: `messages`, the description of `tools`, the assistant's header.
 
         Raises:
@@ -151,12 +151,12 @@ class Renderer:
         key = _cache_key(messages)
         if key is not None:
             key = (key, self._key_of(tools))
-        cached = self._first.get(key) if key is not None else None
-        if cached is None:
-            cached = tuple(self.encode(self.render(messages, tools)))
+        ids = self._first.get(key) if key is not None else None
+        if ids is None:
+            ids = tuple(self.encode(self.render(messages, tools)))
             if key is not None:
-                _remember(self._first, key, cached)
-        return list(cached)
+                _remember(self._first, key, ids)
+        return ids
 
     def bridge_ids(self, last_id: int, messages: Sequence[Message]) -> tuple[int, ...]:
         """The ids between a sampled turn and the next.

@@ -163,7 +163,7 @@ def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
     rng = random.Random(0)  # one tokenizer for all seeds of a recipe
 
     def text_of(shown: Demonstration) -> str:
-        ids = renderer.first_ids(shown.first_messages, _schemas(shown))
+        ids = list(renderer.first_ids(shown.first_messages, _schemas(shown)))
         for turn, text in enumerate(shown.texts):
             ids += as_bytes.encode(text)
             replies = shown.replies[turn] if turn < len(shown.replies) else ()
@@ -195,7 +195,7 @@ class _Encoder:
         demonstrator's choice, and no measure of skill.
         """
         end = self._renderer.end_of_turn_id
-        ids = self._renderer.first_ids(shown.first_messages, _schemas(shown))
+        ids = list(self._renderer.first_ids(shown.first_messages, _schemas(shown)))
         mask = [False] * len(ids)
         for turn, text in enumerate(shown.texts):
             said = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]

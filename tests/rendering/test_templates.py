@@ -347,6 +347,23 @@ def test_hostile_text_continues_where_history_is_rendered_again():
     assert prompt.added.count(dialogue._renderer.end_of_turn_id) == 1
 
 
+def test_a_dialogue_goes_on_from_any_earlier_point_and_points_hold_no_copies():
+    dialogue = Dialogue(renderer_of("qwen3"), TOOLS)
+    points, seen = [], []
+    for text in ("One.", "Two.", "Three."):
+        say(dialogue, text, [QUESTION])
+        points.append(dialogue.here())
+        seen.append(dialogue.token_ids)
+    assert [dialogue.stands_at(point) for point in points] == [False, False, True]
+    assert len({id(point.ids) for point in points}) == 1
+    for point, ids in zip(points, seen, strict=True):
+        other = dialogue.fork(point)
+        prompt = other.prompt([QUESTION])
+        assert prompt.token_ids[: len(ids)] == other.token_ids == ids
+        assert (prompt.added, prompt.num_kept, prompt.branch) == (prompt.token_ids, 0, 0)
+    assert dialogue.prompt([QUESTION]).num_kept == len(seen[-1])
+
+
 def test_refused_roles_are_told():
     dialogue = Dialogue(renderer_of("gemma3"))
     say(dialogue, "Seven.", [QUESTION])

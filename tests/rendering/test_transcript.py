@@ -49,7 +49,7 @@ def test_a_dialogue_is_the_template_s_text(family):
     assert renderer.tokenizer.decode(ids) == renderer.template.render(messages, adds_prompt=False)
     assert marked(renderer, transcript) == ["It is 7.", "9"]
     first = renderer.first_ids([ASKED])
-    assert list(transcript.token_ids[: transcript.num_prompt]) == first
+    assert transcript.token_ids[: transcript.num_prompt] == first
 
 
 @pytest.mark.parametrize("family", ["starter", "qwen2.5", "qwen3", "llama3"])
@@ -109,7 +109,7 @@ def test_prompts_are_those_of_an_episode():
         ids = [*renderer.encode(said_text(renderer, said)), renderer.end_of_turn_id]
         dialogue.answer(prompt, ids)
     (transcript,) = transcribe(renderer, [SYSTEM, ASKED, CALLED, RESULT, ANSWER], TOOLS)
-    assert list(transcript.token_ids) == dialogue.token_ids
+    assert transcript.token_ids == dialogue.token_ids
 
 
 def test_what_is_given_is_not_marked():

@@ -72,7 +72,7 @@ def test_it_is_a_hugging_face_checkpoint():
         messages, tools=tools, add_generation_prompt=True, return_dict=False
     )
     renderer = Renderer.from_checkpoint(directory)
-    assert renderer.first_ids(messages, tools) == theirs
+    assert list(renderer.first_ids(messages, tools)) == theirs
     assert model.config.vocab_size == len(tokenizer)
     text = "<tool_call>\n{...}\n</tool_call> 37*48 é"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text

@@ -72,7 +72,7 @@ def test_dialogues(tmp_path, renderer):
 def test_preferences(tmp_path, renderer, row):
     data = read_file(file_of(tmp_path, row), is_preference=True)
     ((chosen, rejected),) = encode(data, renderer, max_context=200).examples
-    prompt = tuple(renderer.first_ids([ASKED]))
+    prompt = renderer.first_ids([ASKED])
     for one, said in ((chosen, "4"), (rejected, "5")):
         assert one.token_ids[: one.num_shared] == prompt
         marked = [i for i, m in zip(one.token_ids, one.mask, strict=True) if m]
