@@ -158,6 +158,7 @@ def verifiers() -> Run:
 
     States have messages and, as a trainer needs them, the tokens that a server would tell.
     """
+    import gc
     import logging
 
     import verifiers.legacy as vf
@@ -226,6 +227,8 @@ def verifiers() -> Run:
         "single": (single_env, Scripted(answers(0))),
         "tools": (tool_env, Scripted(answers(NUM_TURNS - 1))),
     }
+    gc.freeze()  # as its own workers do, with these numbers
+    gc.set_threshold(150_000, 10, 10)
 
     async def run(case: str, num_episodes: int, num: int) -> None:
         env, client = kinds[case]
