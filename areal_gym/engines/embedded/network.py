@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_gym.engines.embedded.siblings import Families, Siblings
+from areal_gym.engines.embedded.siblings import Families, Siblings, index_of
 from areal_gym.engines.embedded.weights import FusedWeights, LayerWeights
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import activate, capped_attention, softcapped
@@ -45,7 +45,7 @@ class Prompt:
 class _Bucket:
     """Prompts of similar length, whose attention is padded to a common length and computed."""
 
-    rows_B: Tensor
+    rows_B: slice | Tensor
     num_keys: int
     gather_BT: Tensor
     """Flat token of each padded query; padding repeats token 0."""
@@ -305,7 +305,9 @@ class CachedDecoder:
         for prompt in prompts:
             flat_starts.append(flat)
             flat += prompt.stop - prompt.start
-        order = sorted(range(len(prompts)), key=lambda i: prompts[i].start - prompts[i].stop)
+        order = sorted(
+            range(len(prompts)), key=lambda i: (prompts[i].start - prompts[i].stop, prompts[i].row)
+        )
         buckets: list[_Bucket] = []
         members: list[int] = []
         for i in order:
@@ -328,10 +330,10 @@ class CachedDecoder:
         num_decoding: int,
     ) -> _Bucket:
         facts = torch.tensor(
-            [[prompts[i].row, prompts[i].start, prompts[i].stop, flat_starts[i]] for i in members],
+            [[prompts[i].start, prompts[i].stop, flat_starts[i]] for i in members],
             device=self.device,
         )
-        rows, starts, stops, flats = facts.unbind(1)
+        starts, stops, flats = facts.unbind(1)
         num_keys = max(prompts[i].stop for i in members)
         num_queries = max(prompts[i].stop - prompts[i].start for i in members)
         offsets = torch.arange(num_queries, device=self.device)
@@ -340,7 +342,7 @@ class CachedDecoder:
         age_BTK = (starts[:, None] + offsets)[..., None] - self._key_positions[:num_keys]
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         return _Bucket(
-            rows_B=rows,
+            rows_B=index_of([prompts[i].row for i in members], self.device),
             num_keys=num_keys,
             gather_BT=gather,
             is_real_BT=is_real,

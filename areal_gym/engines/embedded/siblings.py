@@ -7,12 +7,13 @@ each row's own keys take one of a vector and a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Families", "Siblings"]
+__all__ = ["Families", "Siblings", "index_of"]
 
 _MIN_SHARED = 16
 """Fewer tokens are not worth the detour."""
@@ -40,6 +41,12 @@ class Families:
         )
 
 
+def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Of these rows of the cache: where they follow one another, nothing needs to be copied."""
+    run = range(rows[0], rows[0] + len(rows))
+    return slice(run.start, run.stop) if list(rows) == list(run) else torch.tensor(rows).to(device)
+
+
 class Siblings:
     """Products of queries and probabilities with the keys and values that a family has in common.
 
@@ -60,15 +67,12 @@ class Siblings:
         num_keys, num_groups = num_heads
         size = max(map(len, families.rows))
         grid = torch.tensor([[*rows, *rows[:1] * (size - len(rows))] for rows in families.rows])
-        first, num_families = int(grid[0, 0]), len(grid)
-        self._leaders: slice | Tensor = grid[:, 0].to(device)
-        if grid[:, 0].tolist() == list(range(first, first + num_families)):
-            self._leaders = slice(first, first + num_families)  # read where they lie
+        self._leaders = index_of([rows[0] for rows in families.rows], device)
         heads_KG = torch.arange(num_keys * num_groups).view(num_keys, 1, num_groups)
         there_FKMG = (grid * len(heads_KG.flatten()))[:, None, :, None] + heads_KG
         back = torch.zeros(num_rows * num_keys * num_groups, dtype=torch.long)
         back[there_FKMG.flatten()] = torch.arange(there_FKMG.numel())
-        self._shape = num_families * num_keys, size * num_groups
+        self._shape = len(grid) * num_keys, size * num_groups
         self._there, self._back = there_FKMG.flatten().to(device), back.to(device)
 
     def scores(self, q_QD: Tensor, keys_SKTD: Tensor) -> Tensor:
