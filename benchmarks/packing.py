@@ -66,7 +66,7 @@ def measure(name: str, size: str, group: int) -> dict[str, object]:
         slots = 0
         for part in parts:
             packed = pack([rows[i] for i in part])
-            slots += sum(block.query_index_BQ.numel() for block in packed.rectangles[0])
+            slots += packed.tree_plan.num_slots
         padding = round(1 - used / slots, 4)
     return {
         "responses": name,

@@ -159,10 +159,8 @@ if __name__ == "__main__":
         args=trl.GRPOConfig(
             output_dir=task["scratch"],
             use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,  # the default, True, is slower
-            per_device_train_batch_size=len(prompts) * group // task["micro_batches"],
-            gradient_accumulation_steps=task["micro_batches"],
+            per_device_train_batch_size=task["num_rows"],
+            gradient_accumulation_steps=len(prompts) * group // task["num_rows"],
             num_generations=group,
             max_completion_length=task["max_completion_length"],
             shuffle_dataset=False,
@@ -174,6 +172,7 @@ if __name__ == "__main__":
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            **task["settings"],
         ),
         train_dataset=datasets.Dataset.from_list(prompts),
         processing_class=tokenizer,

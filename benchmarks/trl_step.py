@@ -3,6 +3,7 @@
     python -m venv /tmp/trl-venv
     /tmp/trl-venv/bin/pip install trl -c constraints.txt
     python benchmarks/trl_step.py --venv /tmp/trl-venv [--json] [--repeats 5] [--only MODEL]
+        [--trl fast] [--trl checkpointing] [--trl defaults]
 
 8 prompts x 8 siblings, one thread each, float32, the same weights, AdamW. Three cases: 64 new
 tokens each; variable lengths with a mean of about 15; three turns with a tool's answer between
@@ -19,8 +20,14 @@ What is compared, in CPU seconds of each process, medians of the repeats:
               advantages, loss, backward pass, AdamW, here also the publication to the engine
     update    the step without generation
 
-TRL takes the batch at once or in `--micro-batches`; its gradient checkpointing, on by default, is
-switched off, for it costs time. Ours packs rows and forwards the siblings' prompt once.
+TRL is measured as `--trl` says, against which ours is the same each time:
+
+    fast           float32, without gradient checkpointing, all rows at once: its best on a CPU
+    checkpointing  the same with gradient checkpointing, which is TRL's default
+    defaults       all as TRL has it: checkpointing, 8 rows at once, and bfloat16 in the update,
+                   which is other arithmetic, so that the gradients' norms differ
+
+Ours packs rows and forwards the siblings' prompt once.
 """
 
 from __future__ import annotations
@@ -76,6 +83,12 @@ CASES: dict[str, tuple[int, int, float | None]] = {
     "variable length": (40, 0, 2.4),
     "three turns": (240, 21, 3.8),
     "the same, prompt of 40": (40, 21, None),
+}
+TRL: dict[str, tuple[int, dict[str, Any]]] = {
+    # rows at once, and what of `GRPOConfig` is other than its default
+    "fast": (NUM_PROMPTS * GROUP, {"bf16": False, "gradient_checkpointing": False}),
+    "checkpointing": (NUM_PROMPTS * GROUP, {"bf16": False}),
+    "defaults": (8, {}),
 }
 Row = tuple[list[int], list[int], list[int]]
 """Prompt, completion, and for each token of the completion whether the policy sampled it."""
@@ -262,14 +275,13 @@ def _groups(
     ]
 
 
-def compare(
-    name: str, case: str, venv: Path, num_repeats: int, micro_batches: int
-) -> dict[str, Any]:
+def compare(name: str, case: str, trl: str, venv: Path, num_repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         save_checkpoint(build_decoder(MODELS[name], seed=0), model)
         task = task_of(case, random.Random(0))
-        own = {"model": str(model), "scratch": scratch, "micro_batches": micro_batches}
+        num_rows, settings = TRL[trl]
+        own = {"model": str(model), "scratch": scratch, "num_rows": num_rows, "settings": settings}
         theirs = Theirs(venv, {**task, **own})
         first = theirs.step()
         ours = Ours(str(model), first["rows"], task["rewards"])
@@ -289,6 +301,7 @@ def compare(
     found = {
         "model": name,
         "case": case,
+        "trl": trl,
         "aim": CASES[case][2],
         "trained_tokens": sum(sum(row[2]) for row in rows),
         "row_tokens": sum(len(row[0]) + len(row[1]) for row in rows),
@@ -314,26 +327,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=list(MODELS), help="one model")
     parser.add_argument("--case", choices=list(CASES), action="append", help="some cases")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of TRL")
+    parser.add_argument("--trl", choices=list(TRL), action="append", help="how TRL is set up")
     arguments = parser.parse_args()
-    rows = []
-    for name in [arguments.only] if arguments.only else list(MODELS):
-        for case in arguments.case or CASES:
-            rows.append(
-                compare(name, case, arguments.venv, arguments.repeats, arguments.micro_batches)
-            )
+    models = [arguments.only] if arguments.only else list(MODELS)
+    rows = [
+        compare(name, case, trl, arguments.venv, arguments.repeats)
+        for name in models
+        for case in arguments.case or CASES
+        for trl in arguments.trl or ["fast"]
+    ]
     if arguments.json:
         print(json.dumps({"benchmark": "trl_step", "rows": rows}))
         return
     print(f"{rows[0]['version']}; CPU seconds, medians of {arguments.repeats}, in turns")
     print(
-        f"{'model':<7}{'case':<24}{'TRL':>7}{'ours':>7}{'ratio':>7}{'aim':>6}"
+        f"{'model':<7}{'case':<24}{'TRL is':<15}{'TRL':>7}{'ours':>7}{'ratio':>7}{'aim':>6}"
         f"{'update: TRL':>13}{'ours':>7}{'ratio':>7}{'MB: TRL':>10}{'ours':>6}"
         f"{'gradient: TRL':>15}{'ours':>8}"
     )
     for r in rows:
         print(
-            f"{r['model']:<7}{r['case']:<24}{r['trl_cpu_s']:>7.2f}{r['our_cpu_s']:>7.2f}"
+            f"{r['model']:<7}{r['case']:<24}{r['trl']:<15}{r['trl_cpu_s']:>7.2f}{r['our_cpu_s']:>7.2f}"
             f"{r['step_ratio']:>7.2f}{r['aim'] or '':>6}{r['trl_update_cpu_s']:>13.2f}"
             f"{r['our_update_cpu_s']:>7.2f}{r['update_ratio']:>7.2f}{r['trl_peak_mb']:>10.0f}"
             f"{r['our_peak_mb']:>6.0f}{r['trl_grad_norm']:>15.4f}{r['our_grad_norm']:>8.4f}"

@@ -106,8 +106,15 @@ class Attention(nn.Module):
         wanted = config.query_pre_attn_scalar or config.head_dim
         self.query_scale = math.sqrt(config.head_dim / wanted)
 
-    def forward(self, x_NC: Tensor, cos_ND: Tensor, sin_ND: Tensor, attend: Attend) -> Tensor:
-        """[N, C] -> [N, C]."""
+    def forward(
+        self,
+        x_NC: Tensor,
+        cos_ND: Tensor,
+        sin_ND: Tensor,
+        attend: Attend,
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """[N, C] -> [N, C], or [M, C]: of the tokens `wanted_M` only."""
         heads = (x_NC.shape[0], -1, self.head_dim)
         q_NHD, k_NKD = self.q_proj(x_NC).view(heads), self.k_proj(x_NC).view(heads)
         if self.q_norm is not None and self.k_norm is not None:
@@ -116,6 +123,8 @@ class Attention(nn.Module):
         if self.query_scale != 1.0:
             q_NHD = q_NHD * self.query_scale
         out_NHD = attend(q_NHD, k_NKD, self.v_proj(x_NC).view(heads))
+        if wanted_M is not None:
+            out_NHD = out_NHD.index_select(0, wanted_M)
         out: Tensor = self.o_proj(out_NHD.flatten(1))
         return out
 
@@ -155,9 +164,18 @@ class Layer(nn.Module):
             self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config)
             self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config)
 
-    def forward(self, x_NC: Tensor, cos_ND: Tensor, sin_ND: Tensor, attend: Attend) -> Tensor:
-        """[N, C] -> [N, C]."""
-        seen_NC = self.self_attn(self.input_layernorm(x_NC), cos_ND, sin_ND, attend)
+    def forward(
+        self,
+        x_NC: Tensor,
+        cos_ND: Tensor,
+        sin_ND: Tensor,
+        attend: Attend,
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """[N, C] -> [N, C], or [M, C]: of the tokens `wanted_M` only."""
+        seen_NC = self.self_attn(self.input_layernorm(x_NC), cos_ND, sin_ND, attend, wanted_M)
+        if wanted_M is not None:
+            x_NC = x_NC.index_select(0, wanted_M)
         out: Tensor
         if not self.has_output_norms:
             x_NC = x_NC + seen_NC
@@ -225,8 +243,18 @@ class Decoder(nn.Module):
         """What its checkpoint's `config.json` says otherwise than for a policy."""
         return {}
 
-    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm, [N, C]; `logits` of these are the scores."""
+    def forward(
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [N, C]; `logits` of these are the scores.
+
+        With `wanted_M`, places on the flat axis, those of these tokens only, [M, C]: the last layer
+        computes keys and values of all, and the rest for them.
+        """
         config = self.config
         x_NC = self.model.embed_tokens(token_ids_N)
         if config.embedding_scale != 1.0:
@@ -236,9 +264,11 @@ class Decoder(nn.Module):
         if config.attn_logit_softcapping is not None:
             attend = functools.partial(attend, softcap=config.attn_logit_softcapping)
         for layer, window in zip(self.model.layers, config.windows, strict=True):
-            inputs = (x_NC, *tables, attend)
+            wanted = wanted_M if layer is self.model.layers[-1] else None
+            inputs = (x_NC, *tables, attend, wanted)
             if window is not None:
-                inputs = (x_NC, *local_tables, functools.partial(attend, window=window))
+                attend_near = functools.partial(attend, window=window)
+                inputs = (x_NC, *local_tables, attend_near, wanted)
             if self.recomputes_layers and torch.is_grad_enabled():
                 x_NC = checkpoint(layer, *inputs, use_reentrant=False)
             else:

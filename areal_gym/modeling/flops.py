@@ -42,13 +42,16 @@ def forward_flops(
         num_tokens: tokens that go through the layers.
         num_pairs: (query, key) pairs that attend, of all layers together; n (n + 1) / 2 in a layer
             that shows each of n tokens all that came before.
-        num_logits: tokens whose next token is predicted.
+        num_logits: tokens whose next token is predicted. The last layer is for them, but for its
+            queries, keys and values.
     """
     hidden, head = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    # Into queries, keys and values, out of attention, and the three matrices of the MLP.
-    weights = hidden * (2 * queries + 2 * keys) + 3 * hidden * config.intermediate_size
-    layers = 2.0 * weights * config.num_hidden_layers * num_tokens
+    into_attention = hidden * (queries + 2 * keys)
+    # Out of attention, and the three matrices of the MLP.
+    after_it = hidden * queries + 3 * hidden * config.intermediate_size
+    layers = 2.0 * config.num_hidden_layers * num_tokens * (into_attention + after_it)
+    layers -= 2.0 * (num_tokens - num_logits) * after_it
     return layers + 4.0 * queries * num_pairs + 2.0 * hidden * config.vocab_size * num_logits
 
 

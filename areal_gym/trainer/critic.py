@@ -80,5 +80,5 @@ class Critic(nn.Module):
 
     def _at(self, decoder: Decoder, batch: PackedBatch, places: list[int]) -> Tensor:
         trunk = decoder if self.trunk is None else self.trunk
-        hidden_NC = trunk(batch.token_ids_N, batch.positions_N, batch.attend)
-        return self.of(hidden_NC[torch.tensor(places, device=hidden_NC.device)])
+        places_T = torch.tensor(places, device=batch.token_ids_N.device)
+        return self.of(trunk(batch.token_ids_N, batch.positions_N, batch.attend, places_T))

@@ -57,8 +57,8 @@ def score_tokens(
     sources, targets = places_before(batch, masks)
     device = batch.token_ids_N.device
     target_ids_T = batch.token_ids_N[torch.tensor(targets, dtype=torch.long, device=device)]
-    hidden_NC = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
-    hidden_TC = hidden_NC[torch.tensor(sources, dtype=torch.long, device=device)]
+    sources_T = torch.tensor(sources, dtype=torch.long, device=device)
+    hidden_TC = decoder(batch.token_ids_N, batch.positions_N, batch.attend, sources_T)
     size = max(1, _CHUNK_LOGITS // decoder.config.vocab_size)
     if len(targets) <= size:
         scores = _score_chunk(decoder, hidden_TC, target_ids_T, temperature, has_entropy_gradient)

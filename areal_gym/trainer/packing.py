@@ -3,10 +3,11 @@
 The rows of a micro-batch lie on one flat axis of N tokens. Rows that begin with the same prompt
 share its tokens (a prefix tree of depth one): the prompt is forwarded once, and every continuation
 attends to it and to itself. On GPUs, in 16 bits, torch's variable-length kernel does that
-(`areal_gym.trainer.varlen`). Elsewhere attention is the only place with padding: tokens are
-gathered into small rectangles of similar length, attended, and gathered back.
+(`areal_gym.trainer.varlen`), on CPUs, in float32, `areal_gym.trainer.tree_attention`. For what they
+have no way to do (windows, soft caps, other types), tokens are gathered into small rectangles of
+similar length, attended with a mask, and gathered back.
 
-    flat axis   [prompt A][cont. A1][cont. A2][prompt B][cont. B1] ...
+    flat axis   [prompt A][prompt B] ... [cont. A1][cont. A2][cont. B1] ...
     rectangles  prompts: q = k = the prompt, causal
                 continuations: q = the continuation, k = its prompt (right-aligned) + itself
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from areal_gym.modeling.decoder import capped_attention
 from areal_gym.trainer.bins import Row
+from areal_gym.trainer.tree_attention import TreePlan, fits_tree, plan_tree
 from areal_gym.trainer.varlen import VarlenPlan, fits_kernel, plan_varlen
 
 __all__ = ["PackedBatch", "Segment", "attend_blocks", "pack"]
@@ -71,7 +73,7 @@ class PackedBatch:
     token_ids_N: Tensor
     positions_N: Tensor
     segments: tuple[Segment, ...]
-    """Prompts first; the second ranges cover the flat axis."""
+    """Prompts first, then siblings side by side; the second ranges cover the flat axis."""
     row_index: tuple[list[int], ...]
     """For each row, the flat position of each of its tokens (shared ones included)."""
 
@@ -88,20 +90,33 @@ class PackedBatch:
         """The decoder's `Attend` of this batch."""
         if fits_kernel(v_NKD, softcap):
             return self.varlen_plan.attend(q_NHD, k_NKD, v_NKD, window=window)
+        is_plain = softcap is None and (window is None or window >= self._longest)
+        if is_plain and fits_tree(q_NHD, k_NKD, v_NKD):
+            return self.tree_plan.attend(q_NHD, k_NKD, v_NKD)
         blocks, inverse_N = self.rectangles
         return attend_blocks(blocks, inverse_N, q_NHD, k_NKD, v_NKD, window=window, softcap=softcap)
 
     @property
     def num_query_slots(self) -> int:
         """Queries of the attention, padding included; on a GPU, as far as it needed rectangles."""
-        if self.token_ids_N.is_cuda and "rectangles" not in vars(self):
-            return len(self.token_ids_N)
-        return sum(block.query_index_BQ.numel() for block in self.rectangles[0])
+        if "rectangles" in vars(self):
+            return sum(block.query_index_BQ.numel() for block in self.rectangles[0])
+        return len(self.token_ids_N) if self.token_ids_N.is_cuda else self.tree_plan.num_slots
 
     @cached_property
     def varlen_plan(self) -> VarlenPlan:
         """The same attention as one call of the variable-length kernel."""
         return plan_varlen(self.segments, self.token_ids_N.device)
+
+    @cached_property
+    def tree_plan(self) -> TreePlan:
+        """The same attention in two parts, neither of which needs a mask."""
+        return plan_tree(self.segments)
+
+    @cached_property
+    def _longest(self) -> int:
+        """No two tokens of a row are so far apart."""
+        return max(map(len, self.row_index), default=0)
 
     @cached_property
     def rectangles(self) -> tuple[tuple[Block, ...], Tensor]:
@@ -121,30 +136,33 @@ class PackedBatch:
 
 
 def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch:
-    """Lay rows on the flat axis."""
+    """Lay rows on the flat axis: prompts, then what follows them, siblings side by side."""
     token_ids: list[int] = []
     positions: list[int] = []
-    prompts: dict[tuple[int, ...], range] = {}
-    row_index: list[list[int]] = []
-    own: list[Segment] = []
-    for row in rows:
-        shared = tuple(row.token_ids[: row.num_shared])
-        if shared and shared not in prompts:
-            prompts[shared] = range(len(token_ids), len(token_ids) + len(shared))
-            token_ids += shared
-            positions += range(len(shared))
-        prompt = prompts.get(shared, range(0))
-        tail = row.token_ids[len(prompt) :]
-        mine = range(len(token_ids), len(token_ids) + len(tail))
-        token_ids += tail
-        positions += range(len(prompt), len(prompt) + len(tail))
-        row_index.append([*prompt, *mine])
-        if mine:
-            own.append((prompt, mine))
+
+    def lay(tokens: Sequence[int], first_position: int) -> range:
+        start = len(token_ids)
+        token_ids.extend(tokens)
+        positions.extend(range(first_position, first_position + len(tokens)))
+        return range(start, len(token_ids))
+
+    families: dict[tuple[int, ...], list[int]] = {}
+    for i, row in enumerate(rows):
+        families.setdefault(tuple(row.token_ids[: row.num_shared]), []).append(i)
+    prompts = {shared: lay(shared, 0) for shared in families}
+    segments: list[Segment] = [(range(0), prompt) for prompt in prompts.values() if prompt]
+    row_index: list[list[int]] = [[] for _ in rows]
+    for shared, members in families.items():
+        prompt = prompts[shared]
+        for i in members:
+            mine = lay(rows[i].token_ids[len(prompt) :], len(prompt))
+            row_index[i] = [*prompt, *mine]
+            if mine:
+                segments.append((prompt, mine))
     return PackedBatch(
         token_ids_N=torch.tensor(token_ids, dtype=torch.long, device=device),
         positions_N=torch.tensor(positions, dtype=torch.long, device=device),
-        segments=(*((range(0), prompt) for prompt in prompts.values()), *own),
+        segments=tuple(segments),
         row_index=tuple(row_index),
     )
 

@@ -162,6 +162,68 @@ def test_a_seed_decides_whoever_else_is_in_the_batch():
     )
 
 
+def test_siblings_read_their_prompt_together_and_stay_right():
+    """Families of several sizes, rows alone, turns that end at different times, new weights."""
+    old, new = decoder(0), decoder(1)
+    rng = random.Random(11)
+    prompts = [prompt_of(rng, length) for length in (40, 33, 50)]
+    prompts = [*prompts[:1] * 5, *prompts[1:2] * 4, prompts[2], prompt_of(rng, 5)]
+
+    async def episode(engine: EmbeddedEngine, index: int) -> float:
+        ids, worst = prompts[index], 0.0
+        for turn in range(2):
+            params = SamplingParams(max_new_tokens=20 + 3 * index, seed=index)
+            found = await engine.generate(ids, params, session=str(index))
+            if len(set(found.versions)) == 1:
+                model = new if found.versions[0] else old
+                worst = max(worst, worst_gap(model, ids, found))
+            ids = [*ids, *found.token_ids, turn]
+        return worst
+
+    async def play(engine: EmbeddedEngine):
+        turns = [asyncio.create_task(episode(engine, i)) for i in range(len(prompts))]
+        are_shared = set()
+        while engine.stats.generated < 400:
+            are_shared.add(engine._scheduler.network._siblings is not None)
+            await asyncio.sleep(0)
+        await engine.publish(new.state_dict().items(), 1)
+        return max(await asyncio.gather(*turns)), are_shared
+
+    worst, are_shared = run(play, model=old, max_context=200)
+    assert worst < 1e-4
+    assert True in are_shared
+
+
+@pytest.mark.parametrize("what", ["rewrites its history", "goes on under new weights"])
+def test_a_row_that_goes_its_own_way_is_no_sibling_any_more(what):
+    old, new = decoder(0), decoder(1)
+    rng = random.Random(12)
+    prompt = prompt_of(rng, 40)
+
+    async def play(engine: EmbeddedEngine):
+        long = SamplingParams(max_new_tokens=200, seed=0)
+        first = asyncio.create_task(engine.generate(prompt, long, session="first"))
+        short = SamplingParams(max_new_tokens=3, seed=1)
+        found = await engine.generate(prompt, short, session="second")
+        if what == "rewrites its history":
+            longer = [*prompt[:20], *prompt_of(rng, 30)]
+        else:
+            longer = [*prompt, *found.token_ids, 1]
+            await engine.publish(new.state_dict().items(), 1)
+        again = await engine.generate(
+            longer, SamplingParams(max_new_tokens=20, seed=2), session="second"
+        )
+        assert not first.done()
+        return longer, again, await first
+
+    longer, again, first = run(play, model=old, max_context=250)
+    if what == "rewrites its history":
+        assert worst_gap(old, longer, again) < 1e-4
+        assert worst_gap(old, prompt, first) < 1e-4
+    else:
+        assert worst_gap(new, longer, again) < 1e-4
+
+
 def test_siblings_compute_their_prompt_once():
     prompt = prompt_of(random.Random(3), 40)
 

@@ -217,6 +217,21 @@ def test_shared_prompts_give_the_padded_gradient():
     assert float((plain - shared).norm() / plain.norm()) < 1e-5
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tokens_that_are_not_wanted_change_nothing(recompute):
+    """Nor does it matter that one is wanted twice, as the last of a shared prompt is."""
+    decoder, wanted = tiny_decoder(), torch.tensor([7, 2, 2, 4])
+    decoder.recomputes_layers = recompute
+    inputs = torch.arange(9), torch.arange(9), causal_attend([9])
+    weights = torch.randn(4, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    found = decoder(*inputs, wanted), decoder(*inputs)[wanted]
+    torch.testing.assert_close(*found)
+    parameters = list(decoder.parameters())
+    ours, theirs = (torch.autograd.grad((part * weights).sum(), parameters) for part in found)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
 def test_scores_do_not_depend_on_the_chunk(monkeypatch):
     rows = sequences_of(tuple(batch()))
     packed = pack([Row(token_ids=r.token_ids) for r in rows])

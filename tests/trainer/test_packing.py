@@ -140,6 +140,45 @@ def test_the_kernel_is_asked_for_what_the_blocks_compute(window, seed):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+# ---- the prefix tree on a CPU ----------------------------------------------------------------
+
+
+def test_siblings_lie_side_by_side_whatever_the_order_of_the_rows():
+    rows = [Row(token_ids=(p, p, 10 + i), num_shared=2) for i, p in enumerate((1, 2, 1, 3, 2))]
+    batch = pack([*rows, Row(token_ids=(7, 8))])
+    assert batch.token_ids_N.tolist() == [1, 1, 2, 2, 3, 3, 10, 12, 11, 14, 13, 7, 8]
+    assert [batch.token_ids_N[i].tolist() for i in batch.row_index] == [
+        [1, 1, 10],
+        [2, 2, 11],
+        [1, 1, 12],
+        [3, 3, 13],
+        [2, 2, 14],
+        [7, 8],
+    ]
+
+
+@pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (3, 40, 3, 17), (130, 130, 130, 130, 20)])
+def test_the_tree_gives_what_masked_blocks_give(lengths):
+    """Rows that are read where they lie, that are padded, and both; 2 query heads to a key head."""
+    prompts = [tuple(range(20)), (5, 6, 7), ()]
+    rows = [
+        Row(token_ids=prompt + (1,) * length, num_shared=len(prompt))
+        for length in lengths
+        for prompt in prompts
+    ]
+    batch = pack(rows)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, weights = (
+        torch.randn(len(batch.token_ids_N), heads, 8, generator=generator, requires_grad=True)
+        for heads in (4, 2, 2, 4)
+    )
+    outs = batch.tree_plan.attend(q, k, v), attend_blocks(*batch.rectangles, q, k, v)
+    torch.testing.assert_close(*outs, atol=1e-6, rtol=1e-5)
+    gradients = [torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in outs]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
 def test_a_cpu_has_no_such_kernel():
     assert not fits_kernel(torch.zeros(3, 2, 8, dtype=torch.bfloat16), None)
 

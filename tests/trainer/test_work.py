@@ -52,8 +52,8 @@ def test_padding_and_sharing_of_a_batch():
     work = Work(SHAPE, CPU, "float32")
     work.add(pack(rows), num_trained=14)
     metrics = work.metrics(2.0)
-    # Prompts: 4 and 3 tokens in a rectangle of 2 x 4; continuations: 4, 5, 5 in one of 3 x 5.
-    assert metrics["train/padding_fraction"] == pytest.approx(1 - 21 / 23)
+    # Prompts, 4 and 3 tokens, and continuations, 4, 5 and 5, in a rectangle of 5 x 5.
+    assert metrics["train/padding_fraction"] == pytest.approx(1 - 21 / 25)
     assert metrics["train/shared_fraction"] == pytest.approx(1 - 21 / 25)
     assert metrics["train/micro_batches"] == 1
     assert metrics["train/tokens_per_s"] == 21 / 2.0

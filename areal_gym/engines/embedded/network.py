@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_gym.engines.embedded.siblings import Families, Siblings, index_of
 from areal_gym.engines.embedded.weights import FusedWeights, LayerWeights
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import activate, capped_attention, softcapped
@@ -44,7 +45,7 @@ class Prompt:
 class _Bucket:
     """Prompts of similar length, whose attention is padded to a common length and computed."""
 
-    rows_B: Tensor
+    rows_B: slice | Tensor
     num_keys: int
     gather_BT: Tensor
     """Flat token of each padded query; padding repeats token 0."""
@@ -93,6 +94,8 @@ class CachedDecoder:
         )
         self._key_positions = torch.arange(self._num_positions, device=device)
         self.weights = FusedWeights(config, dtype=dtype, device=device)
+        self._siblings: Siblings | None = None
+        self._last_families: tuple[Families, int] | None = None
 
     def _rotations_of(self, theta: float, scaling: RopeScaling | None) -> Tensor:
         """Of each position and pair: the complex number that turns it."""
@@ -124,6 +127,7 @@ class CachedDecoder:
         num_decoding: int,
         num_keys: int,
         prompts: Sequence[Prompt],
+        families: Families,
     ) -> Tensor:
         """One step. The first `num_decoding` tokens belong to the cache rows 0, 1, 2, ...
 
@@ -136,6 +140,7 @@ class CachedDecoder:
             num_decoding: R.
             num_keys: all decoding rows that matter see positions below this only.
             prompts: what enters the cache in this step.
+            families: which of the decoding rows begin alike.
 
         Returns:
             float32 logits, [R + len(prompts), V]: of the decoding rows, then of the last token
@@ -155,6 +160,7 @@ class CachedDecoder:
         num_keys = min(-(-num_keys // _CACHE_ALIGNMENT) * _CACHE_ALIGNMENT, self._num_positions)
         age_RK = positions_N[:num_decoding, None] - self._key_positions[:num_keys]
         biases = {window: bias[:, None, None] for window, bias in self._biases(age_RK).items()}
+        siblings = self._siblings_of(families, num_decoding)
         buckets = self._buckets(prompts, num_decoding)
         ends = [Prompt(prompt.row, prompt.stop - 1, prompt.stop) for prompt in prompts]
 
@@ -181,7 +187,7 @@ class CachedDecoder:
                 # The last layer owes its keys to later steps, and its output to the last tokens.
                 last = self._last_tokens(prompts, num_decoding)
                 x, q, buckets = x[last], q[last], self._buckets(ends, num_decoding)
-            seen = self._attend_rows(q[:num_decoding], cache, num_keys, biases[window])
+            seen = self._attend_rows(q[:num_decoding], cache, num_keys, biases[window], siblings)
             if buckets:
                 others = self._attend_prompts(q, num_decoding, cache, buckets, window)
                 seen = torch.cat((seen, others))
@@ -218,7 +224,27 @@ class CachedDecoder:
             else:
                 part.add_(F.rms_norm(gated @ layer.down, size, layer.down_norm, eps))
 
-    def _attend_rows(self, q_RHD: Tensor, cache: Tensor, num_keys: int, bias: Tensor) -> Tensor:
+    def _siblings_of(self, families: Families, num_rows: int) -> Siblings | None:
+        """How to read what families share; None where that does not pay."""
+        if self.cache_dtype != torch.float32 or self.config.attn_logit_softcapping is not None:
+            return None
+        if (families, num_rows) != self._last_families:
+            self._last_families = families, num_rows
+            key_heads = self.config.num_key_value_heads
+            heads = key_heads, self.config.num_attention_heads // key_heads
+            self._siblings = None
+            if families.is_worthwhile:
+                self._siblings = Siblings(families, num_rows, heads, self.device)
+        return self._siblings
+
+    def _attend_rows(
+        self,
+        q_RHD: Tensor,
+        cache: Tensor,
+        num_keys: int,
+        bias: Tensor,
+        siblings: Siblings | None,
+    ) -> Tensor:
         """One query per row against the row's cache: [R, H D]."""
         num_rows = len(q_RHD)
         if num_rows == 0:
@@ -235,9 +261,19 @@ class CachedDecoder:
             )
             return out.reshape(num_rows, -1)
         # For single queries two batched products beat fused attention on CPUs.
-        scores = torch.bmm(q.reshape(-1, *q.shape[2:]), keys.flatten(0, 1).transpose(1, 2))
-        scores.view(*q.shape[:3], -1).add_(bias)
-        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(num_rows, -1)
+        q_BGD = q.reshape(-1, *q.shape[2:])
+        start = siblings.num_tokens if siblings else 0
+        own_keys, own_values = (x[:, :, start:].flatten(0, 1) for x in (keys, values))
+        scores_BGK = torch.bmm(q_BGD, own_keys.transpose(1, 2))
+        if siblings:
+            shared = siblings.scores(q_BGD.flatten(0, 1), keys).view(*q_BGD.shape[:2], -1)
+            scores_BGK = torch.cat((shared, scores_BGK), dim=-1)
+        scores_BGK.view(*q.shape[:3], -1).add_(bias)
+        probs_BGK = scores_BGK.softmax(-1)
+        out_BGD = torch.bmm(probs_BGK[:, :, start:], own_values)
+        if siblings:
+            out_BGD += siblings.mix(probs_BGK[:, :, :start].flatten(0, 1), values).view_as(out_BGD)
+        return out_BGD.view(num_rows, -1)
 
     def _attend_prompts(
         self,
@@ -269,7 +305,9 @@ class CachedDecoder:
         for prompt in prompts:
             flat_starts.append(flat)
             flat += prompt.stop - prompt.start
-        order = sorted(range(len(prompts)), key=lambda i: prompts[i].start - prompts[i].stop)
+        order = sorted(
+            range(len(prompts)), key=lambda i: (prompts[i].start - prompts[i].stop, prompts[i].row)
+        )
         buckets: list[_Bucket] = []
         members: list[int] = []
         for i in order:
@@ -292,10 +330,10 @@ class CachedDecoder:
         num_decoding: int,
     ) -> _Bucket:
         facts = torch.tensor(
-            [[prompts[i].row, prompts[i].start, prompts[i].stop, flat_starts[i]] for i in members],
+            [[prompts[i].start, prompts[i].stop, flat_starts[i]] for i in members],
             device=self.device,
         )
-        rows, starts, stops, flats = facts.unbind(1)
+        starts, stops, flats = facts.unbind(1)
         num_keys = max(prompts[i].stop for i in members)
         num_queries = max(prompts[i].stop - prompts[i].start for i in members)
         offsets = torch.arange(num_queries, device=self.device)
@@ -304,7 +342,7 @@ class CachedDecoder:
         age_BTK = (starts[:, None] + offsets)[..., None] - self._key_positions[:num_keys]
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         return _Bucket(
-            rows_B=rows,
+            rows_B=index_of([prompts[i].row for i in members], self.device),
             num_keys=num_keys,
             gather_BT=gather,
             is_real_BT=is_real,

@@ -22,6 +22,7 @@ from torch import Tensor
 from areal_gym.engines.base import Generation, Piece, SamplingParams
 from areal_gym.engines.embedded.network import CachedDecoder, Prompt
 from areal_gym.engines.embedded.sampling import filter_logits, sample, uniforms
+from areal_gym.engines.embedded.siblings import Families
 from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason
 
@@ -107,6 +108,9 @@ class _Row:
     last_used: int = 0
     is_stale: bool = False
     """Old weights computed some of `tokens`; only the turn in flight may go on with them."""
+    family: int = 0
+    num_shared: int = 0
+    """So many first tokens are a copy of what all rows of its family cache; 0 without a family."""
 
     @property
     def is_free(self) -> bool:
@@ -117,7 +121,11 @@ class _Row:
         """Nobody is sampled here any more."""
         self.request = None
         if self.is_stale:
-            self.tokens, self.is_stale = [], False
+            self.forget()
+
+    def forget(self) -> None:
+        """Nothing is cached here any more."""
+        self.tokens, self.num_shared, self.is_stale = [], 0, False
 
 
 class Scheduler:
@@ -178,7 +186,7 @@ class Scheduler:
         self._by_prompt.clear()
         for row in self._rows:
             if row.request is None:
-                row.tokens = []
+                row.forget()
             else:
                 row.is_stale = True
 
@@ -204,7 +212,8 @@ class Scheduler:
         self._by_session.clear()
         self._by_prompt.clear()
         for row in self._rows:
-            row.tokens, row.session, row.request, row.is_stale = [], None, None, False
+            row.session = row.request = None
+            row.forget()
         self.network.clear()
         return lost
 
@@ -242,6 +251,7 @@ class Scheduler:
             num_decoding=num_decoding,
             num_keys=num_keys,
             prompts=prompts,
+            families=self._families(decoding),
         )
         places = [row.index for row in decoding] + [num_decoding + i for i in range(len(entering))]
         if places != list(range(len(logits))):
@@ -281,6 +291,7 @@ class Scheduler:
             # The last token is computed again where all are cached: its logits are needed.
             num_cached = min(num_cached, len(prompt) - 1)
             row.tokens = row.tokens[:num_cached]
+            row.num_shared = min(row.num_shared, num_cached)
             self.stats.reused += num_cached
             self.stats.prefilled += len(prompt) - num_cached
             row.request = request
@@ -298,13 +309,28 @@ class Scheduler:
         source = self._by_prompt.get(prompt)
         if source is not row:
             self._forget(row)
-            row.tokens = []
+            row.forget()
             if source is not None:
-                num_cached = _common_prefix(source.tokens, prompt)
-                self.network.copy_row(source.index, row.index, num_cached)
-                row.tokens = list(prompt[:num_cached])
+                self._copy(source, row, _common_prefix(source.tokens, prompt))
         row.session = request.session
         self._by_session[request.session] = row
+
+    def _copy(self, source: _Row, row: _Row, num_tokens: int) -> None:
+        """Give an empty row the first cached tokens of another one: now they are siblings."""
+        self.network.copy_row(source.index, row.index, num_tokens)
+        row.tokens = source.tokens[:num_tokens]
+        if not source.num_shared:
+            source.family, source.num_shared = next(self._clock), num_tokens
+        row.family, row.num_shared = source.family, min(source.num_shared, num_tokens)
+
+    def _families(self, decoding: Sequence[_Row]) -> Families:
+        """Those of the rows that decode, by the least that any two siblings among them share."""
+        members: dict[int, list[_Row]] = {}
+        for row in decoding:
+            members.setdefault(row.family if row.num_shared else -row.index - 1, []).append(row)
+        shared = [r.num_shared for rows in members.values() if len(rows) > 1 for r in rows]
+        rows = tuple(tuple(row.index for row in rows) for rows in members.values())
+        return Families(num_tokens=min(shared, default=0), rows=rows)
 
     def _free_row(self, avoid: _Row | None) -> _Row | None:
         """A row without a session, else the idle session's that waits longest; None if all work.

@@ -115,6 +115,6 @@ def _rewards(decoder: Decoder, batch: PackedBatch) -> torch.Tensor:
     """[B]: at the last token of each row."""
     if not isinstance(decoder, RewardModel):
         raise TypeError(f"a reward model is needed, not a {type(decoder).__name__}")
-    hidden_NC = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
-    last_B = torch.tensor([index[-1] for index in batch.row_index], device=hidden_NC.device)
-    return decoder.rewards(hidden_NC[last_B])
+    device = batch.token_ids_N.device
+    last_B = torch.tensor([index[-1] for index in batch.row_index], device=device)
+    return decoder.rewards(decoder(batch.token_ids_N, batch.positions_N, batch.attend, last_B))
