@@ -51,9 +51,10 @@ def ranked(settings, *, decoder=None, **arguments):
 @pytest.mark.parametrize(
     ("num_ranks", "settings", "tolerance"),
     [
-        (2, {"minibatches": 2}, 1e-5),
         (2, {"recompute_layers": True, "tokens_per_microbatch": 64}, 1e-5),
-        # Adam makes a weight's step out of the rounding of a gradient of 1e-8.
+        # Adam makes a weight's step out of the rounding of a gradient of 1e-8; all other weights
+        # are as near.
+        (2, {"minibatches": 2}, 5e-5),
         (3, {"aggregation": "seq_mean"}, 5e-5),
         # Muon orthogonalises in bfloat16, where the order of a sum is seen.
         (2, {"optimizer": "muon"}, 1e-2),
