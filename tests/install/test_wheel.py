@@ -123,7 +123,7 @@ def said(tiny_policy, tmp_path_factory):
         (("list",), "needs: pip install 'areal-gym[train]'"),
         (("show", "tir"), "python(code)"),
         (("show", "ppo_clip"), "needs: pip install 'areal-gym[train]'"),
-        (("play", "math"), "over after 1 turns"),
+        (("play", "math"), "over after 1 turn:"),
         (("check", "math", "--tasks", "1"), "gold"),
         (("data", "show", "math", "-n", "2"), "Calculate 29-26."),
         (("train", "--env", "math", "--dry-run"), "# per step"),
