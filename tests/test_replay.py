@@ -34,12 +34,17 @@ def config_of(policy, *overrides):
     return load_config(overrides=[f"engine.model={policy}", *SMALL, *overrides])
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return tmp_path_factory.mktemp("replay") / "run"
+
+
 @pytest.fixture
-def recorded(shaped_env, tiny_policy, tmp_path):
+def recorded(shaped_env, tiny_policy, original, tmp_path):
     """An asynchronous run, so that stale tokens and their corrections are in the record."""
-    run_dir = tmp_path / "run"
-    train(config_of(tiny_policy, "rollout.max_staleness=2"), run_dir=run_dir)
-    return run_dir
+    if not original.exists():
+        train(config_of(tiny_policy, "rollout.max_staleness=2"), run_dir=original)
+    return shutil.copytree(original, tmp_path / "run", symlinks=True)
 
 
 def recorded_config(run_dir, *overrides):
