@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 from aiohttp import web
+from served import served
 
 import areal_gym
 import areal_gym.rollout.runner
@@ -151,18 +152,16 @@ def test_a_server_plays():
     async def play():
         app = web.Application()
         app.router.add_post("/v1/chat/completions", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
-        try:
-            url = f"http://127.0.0.1:{port}/v1"
+        async with served(app) as url:
             return await asyncio.to_thread(
-                areal_gym.rollout, url, "tir", 4, model="mine", temperature=0.5, max_new_tokens=9
+                areal_gym.rollout,
+                f"{url}/v1",
+                "tir",
+                4,
+                model="mine",
+                temperature=0.5,
+                max_new_tokens=9,
             )
-        finally:
-            await runner.cleanup()
 
     played = asyncio.run(play())
     assert [len(t.turns) for t in played] == [2] * 4

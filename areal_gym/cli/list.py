@@ -11,6 +11,7 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk, warn
 from areal_gym.errors import DataError, NothingToDoError, UsageError, did_you_mean
+from areal_gym.markup import counted
 from areal_gym.plugins import KINDS, Entry, Kind, registry
 from areal_gym.plugins.registry import as_kind
 
@@ -87,7 +88,7 @@ def _count(kind: Kind, entries: Sequence[Entry]) -> str:
     if len(entries) != 1:
         noun += "es" if noun.endswith(("s", "x")) else "s"  # losses, sandboxes
     things = f"{len(entries)} {noun}"
-    return f"{things} from {len(plugins)} plugin{'' if len(plugins) == 1 else 's'}"
+    return f"{things} from {counted(len(plugins), 'plugin')}"
 
 
 def _list_algorithms(as_json: bool) -> None:

@@ -8,6 +8,7 @@ import click
 
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
 from areal_gym.errors import PluginError
+from areal_gym.markup import counted
 from areal_gym.plugins import Plugin, registry
 
 __all__ = ["plugins_command"]
@@ -38,14 +39,13 @@ def plugins_command(show_all: bool, strict: bool, as_json: bool) -> None:
     else:
         width = max((len(f"{plugin}") for plugin in shown), default=0)
         for plugin in shown:
-            num_offers = len(_offers(plugin))
-            what = f"offers {num_offers} thing{'' if num_offers == 1 else 's'}"
+            what = f"offers {counted(len(_offers(plugin)), 'thing')}"
             print_data(f"{plugin!s:<{width}}  {plugin.status}, {what}")
             _print_problems(plugin)
     failed = manager.failed
     if not as_json:
         talk(
-            f"{len(shown)} plugin{'' if len(shown) == 1 else 's'}, {len(failed)} with problems"
+            f"{counted(len(shown), 'plugin')}, {len(failed)} with problems"
             + ("" if show_all else "; what each offers: areal-gym plugins --all")
         )
     if strict and failed:

@@ -31,7 +31,11 @@ _MAX_LOG_RATIO = 20.0
 
 def ratio(log_ratio: Tensor) -> Tensor:
     """exp(log_ratio), with the exponent held within +-20 so that it stays finite."""
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return _held(log_ratio).exp()
+
+
+def _held(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
 def clip_ratio(ratio_T: Tensor, clip_low: float | None, clip_high: float | None) -> Tensor:
@@ -77,7 +81,7 @@ def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
     """
     difference_T = logprobs_T - base_T
     # Not ratio - 1: of nearly equal policies that would leave rounding, of either sign.
-    return (-difference_T).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).expm1() + difference_T
+    return _held(-difference_T).expm1() + difference_T
 
 
 def binary_kl(logprobs_T: Tensor, base_T: Tensor) -> Tensor:

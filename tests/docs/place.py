@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 from documented import ROOT
+from served import served
 from stand_ins import MEANT
 
 Rows = Sequence[tuple[str, str]]
@@ -80,7 +81,7 @@ async def files(directory: Path, prefix: str) -> AsyncIterator[str]:
     app = web.Application()
     if directory.is_dir():
         app.router.add_static(prefix, directory)
-    async with _served(app) as url:
+    async with served(app) as url:
         yield url
 
 
@@ -93,19 +94,8 @@ async def website(path: str, answer: Any) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post(path, handle)
-    async with _served(app) as url:
+    async with served(app) as url:
         yield url
-
-
-@asynccontextmanager
-async def _served(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 def _published_at() -> str:

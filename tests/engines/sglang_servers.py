@@ -6,6 +6,7 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
+from served import served
 
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine
@@ -87,10 +88,5 @@ async def website(handle, *, behind=None):
 
     app = web.Application()
     app.router.add_route("*", "/{anything:.*}", answer)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with served(app) as url:
+        yield url

@@ -265,11 +265,12 @@ _VECTOR = re.compile(r"m\[(?:1(?:, 1)+|\d+)\]")
 
 def _points(text: str) -> str | None:
     """ "x = 1, y = 2; x = 3, y = 4" as (1, 2), (3, 4); None for other texts."""
-    groups = [
-        [_name_and_value(item) for item in group.split(",")] for group in _ALTERNATIVES.split(text)
-    ]
+    alternatives = [group.split(",") for group in _ALTERNATIVES.split(text)]
+    if len(alternatives) < 2 or len(alternatives[0]) < 2:  # nearly always
+        return None
+    groups = [[_name_and_value(item) for item in items] for items in alternatives]
     names = {tuple(name for name, _ in group) for group in groups}
-    if len(groups) < 2 or len(names) > 1 or len(groups[0]) < 2 or None in names.pop():
+    if len(names) > 1 or None in names.pop():
         return None
     return ", ".join("(" + ", ".join(value for _, value in group) + ")" for group in groups)
 

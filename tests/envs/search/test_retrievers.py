@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from served import served
 
 import areal_gym
 from areal_gym.dialects import write_call
@@ -180,15 +181,8 @@ def with_server(use):
         server = Server()
         app = web.Application()
         app.router.add_post("/retrieve", server.answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = site._server.sockets[0].getsockname()
-        try:
-            return await use(server, f"http://{host}:{port}/retrieve")
-        finally:
-            await runner.cleanup()
+        async with served(app) as url:
+            return await use(server, f"{url}/retrieve")
 
     return asyncio.run(run())
 
