@@ -19,6 +19,17 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=2000, deadline=None)
 settings.load_profile("fixed")
 
+# What runs in one process of `pytest -n`, one test after the other: what shares servers that are
+# dear to start, a container engine, or the one Ray of a machine. Otherwise each file for itself.
+TOGETHER = {"sglang": "servers", "distributed": "servers", "sandbox": "sandbox"}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
+        group = TOGETHER.get(folder, item.path.stem)
+        item.add_marker(pytest.mark.xdist_group(group))
+
 
 @pytest.fixture
 def shaped_env():
