@@ -27,7 +27,7 @@ types: install
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/pytest --numprocesses 2 --dist loadscope
 
 # The wheel in fresh environments, without torch and with [train]; needs the network.
 test-wheel:

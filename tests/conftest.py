@@ -1,7 +1,9 @@
 """What tests of several parts need."""
 
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -19,16 +21,35 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=2000, deadline=None)
 settings.load_profile("fixed")
 
-# What runs in one process of `pytest -n`, one test after the other: what shares servers that are
-# dear to start, a container engine, or the one Ray of a machine. Otherwise each file for itself.
+# ---- several processes: pytest -n 2 --dist loadscope -----------------------------------------
+
+# What runs in one of them, one test after the other: what shares servers that are dear to start, a
+# container engine, or the one Ray of a machine. Otherwise each file for itself.
 TOGETHER = {"sglang": "servers", "distributed": "servers", "sandbox": "sandbox"}
 
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+if WORKER:
+    # What others leave in the temporary directory meanwhile does not concern a test that looks.
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"{WORKER}-")
+    os.chmod(tempfile.tempdir, 0o1777)
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
-        group = TOGETHER.get(folder, item.path.stem)
-        item.add_marker(pytest.mark.xdist_group(group))
+
+def pytest_unconfigure():
+    if WORKER:
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    # Groups by marks (`--dist loadgroup`) have no effect in xdist 3.8 with pytest 9.2.
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return TOGETHER.get(file.split("/")[1], file)
+
+    return Together(config, log)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -265,10 +266,11 @@ def test_killing_the_owner_leaves_nothing(docker_image, docker_client):
     raise AssertionError("containers are left")
 
 
-def test_what_a_killed_start_left_is_removed(docker_image, docker_client, monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_what_a_killed_start_left_is_removed(docker_image, docker_client, monkeypatch):
+    place = Path(tempfile.mkdtemp())  # `tmp_path` is too long for a socket's name
+    monkeypatch.setattr("tempfile.tempdir", str(place))
     monkeypatch.setattr("areal_gym.sandbox.docker._ABANDONED_S", -10.0)
-    (tmp_path / "areal-gym-container-x" / "socket").mkdir(parents=True)
+    (place / "areal-gym-container-x" / "socket").mkdir(parents=True)
     docker_client.containers.create(docker_image, ["python3"], labels={LABEL: "killed"})
 
     async def go():
@@ -278,7 +280,8 @@ def test_what_a_killed_start_left_is_removed(docker_image, docker_client, monkey
     asyncio.run(go())
     filters = {"label": f"{LABEL}=killed"}
     assert docker_client.containers.list(all=True, sparse=True, filters=filters) == []
-    assert list(tmp_path.glob("areal-gym-*")) == []
+    assert list(place.iterdir()) == []
+    place.rmdir()
 
 
 def test_a_missing_image_is_named(docker_client):
