@@ -60,6 +60,14 @@ def children():
     }
 
 
+@pytest.fixture(autouse=True)
+def nobody_stays():
+    """Nothing that a run has started is left."""
+    before = children()
+    yield
+    assert {pid: args for pid, args in children().items() if pid not in before} == {}
+
+
 def test_a_run_whose_episodes_are_played_elsewhere(tiny_policy, tmp_path):
     config = config_of(tiny_policy, "cluster.rollout_workers=2", "trainer.runs_in=thread", steps=3)
     train(config, run_dir=tmp_path / "run")
@@ -71,7 +79,6 @@ def test_a_run_whose_episodes_are_played_elsewhere(tiny_policy, tmp_path):
         assert versions_of(run, row["step"]) == {row["step"] - 1}
         assert row["train/ratio"] == pytest.approx(1, abs=1e-4)
         assert not row["rollout/failures/worker_error"]
-    assert not children()
 
 
 def test_ranks_that_ray_places_train_as_processes_do(tiny_policy, tmp_path):
@@ -87,7 +94,6 @@ def test_ranks_that_ray_places_train_as_processes_do(tiny_policy, tmp_path):
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
     # What was played is trained again by one learner in this process: the same weights.
     assert replay(load_config(run.config_file), run.path).max_difference < 1e-5
-    assert not children()
 
 
 def test_preferences_are_learned_on_ranks_that_ray_places(tiny_policy, tmp_path):
@@ -110,7 +116,6 @@ def test_preferences_are_learned_on_ranks_that_ray_places(tiny_policy, tmp_path)
         assert theirs["step"] == ours["step"]
         for name in ("train/loss", "train/grad_norm"):
             assert theirs[name] == pytest.approx(ours[name], rel=1e-3), name
-    assert not children()
 
 
 def test_servers_that_ray_places_are_started_again(tiny_policy, tmp_path):
@@ -136,7 +141,6 @@ def test_servers_that_ray_places_are_started_again(tiny_policy, tmp_path):
     for row in rows:
         assert versions_of(run, row["step"]) == {row["step"] - 1}
         assert row["train/ratio"] == pytest.approx(1, abs=1e-4)
-    assert not children()
 
 
 class Killing(SilentDisplay):
