@@ -493,13 +493,16 @@ def new_run_path(label: str, root: Path = Path("runs")) -> Path:
 
 @contextlib.contextmanager
 def run_path(given: Path | None, label: str) -> Iterator[Path]:
-    """`given`, or a path that is reserved; it disappears again when nothing was written there."""
+    """`given`, or a path that is reserved; what is empty in the end disappears again."""
     path = given or new_run_path(label)
     try:
         yield path
     finally:
         with contextlib.suppress(OSError):
             path.rmdir()
+        if given is None:
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()  # `runs`, when this was to be the first one
 
 
 def _facts() -> dict[str, Any]:
