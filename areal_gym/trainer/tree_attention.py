@@ -13,6 +13,7 @@ Given `out` and `lse` of the whole, the backward pass of each part is its own ke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +27,23 @@ _MAX_ROWS = 64
 """Rows of one rectangle."""
 _ENOUGH = 512
 """Tokens that are worth a rectangle of their own."""
+_BLOCK = 64
+"""Queries that the kernel takes at once, and that see about the same keys."""
+_KERNEL_KEYS = 512
+"""Keys that it takes at once, hidden or not."""
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """What `F.scaled_dot_product_attention` calls on CPUs; it has no way to `lse` itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring queries of each row, and the keys that any of them sees."""
+
+    own: slice
+    seen: slice
+    mask: Tensor | None = None
+    """[queries, keys], added to the scores; None where the block is the whole triangle."""
 
 
 class Rectangle:
@@ -36,6 +51,7 @@ class Rectangle:
 
     def __init__(self, rows: Sequence[range]) -> None:
         self.shape = len(rows), max(map(len, rows))
+        self.blocks = tuple(_blocks(self.shape[1]))
         self._span: slice | None = None
         ends = [rows[0].start, *(row.stop for row in rows)]
         if all(len(row) == self.shape[1] for row in rows) and ends[:-1] == [r.start for r in rows]:
@@ -67,19 +83,16 @@ class Rectangle:
         found[self._is_real_BT] = x_N[self._flat_P]
         return found
 
-    def put(self, x_BT: Tensor, target_N: Tensor) -> None:
-        """[B, T, ...] into [N, ...]"""
+    def room(self, target_N: Tensor) -> Tensor:
+        """[N, ...] -> [B, T, ...]: where to write what `put` then brings there."""
         if self._span is not None:
-            target_N[self._span].unflatten(0, self.shape).copy_(x_BT)
-        else:
-            target_N[self._flat_P] = x_BT[self._is_real_BT]
+            return self.take(target_N)
+        return target_N.new_zeros(*self.shape, *target_N.shape[1:])
 
-    def add(self, x_BT: Tensor, target_N: Tensor) -> None:
-        """[B, T, ...] onto [N, ...]"""
-        if self._span is not None:
-            target_N[self._span].unflatten(0, self.shape).add_(x_BT)
-        else:
-            target_N[self._flat_P] += x_BT[self._is_real_BT]
+    def put(self, room_BT: Tensor, target_N: Tensor) -> None:
+        """[B, T, ...] into [N, ...]"""
+        if self._span is None:
+            target_N[self._flat_P] = room_BT[self._is_real_BT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +137,20 @@ def plan_tree(segments: Sequence[tuple[range, range]]) -> TreePlan:
     )
 
 
+def _blocks(width: int) -> Iterator[Block]:
+    """Cut the causal triangle, where the kernel does not: it computes all of 512 keys' scores."""
+    if not _BLOCK < width <= _KERNEL_KEYS:
+        yield Block(slice(width), slice(width))
+        return
+    starts = range(0, width, _BLOCK)
+    last = starts[-1]
+    mask = torch.full((_BLOCK, last + _BLOCK), -torch.inf).triu(last + 1)
+    for start in starts:
+        stop = min(start + _BLOCK, width)
+        seen = slice(last - start, last - start + stop)
+        yield Block(slice(start, stop), slice(stop), mask[: stop - start, seen])
+
+
 def fits_tree(*tensors: Tensor) -> bool:
     """Whether queries, keys and values are where the kernel is, and exact there."""
     return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
@@ -150,12 +177,17 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx: Any, plan: TreePlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
         for rows in plan.rectangles:
-            keys, values = (rows.take(x).transpose(1, 2) for x in (k, v))
-            for g in range(q.shape[2]):
-                queries = rows.take(q[:, :, g]).transpose(1, 2)
-                seen, weight = _forward(queries, keys, values, is_causal=True)
-                rows.put(seen.transpose(1, 2), out[:, :, g])
-                rows.put(weight.transpose(1, 2), lse[:, :, g])
+            queries, keys, values = map(rows.take, (q, k, v))
+            into_out, into_lse = map(rows.room, (out, lse))
+            for block, g in itertools.product(rows.blocks, range(q.shape[2])):
+                own, near = (slice(None), block.own, slice(None), g), (slice(None), block.seen)
+                parts = (x.transpose(1, 2) for x in (queries[own], keys[near], values[near]))
+                seen, weight = _forward(
+                    *parts, is_causal=block.mask is None, attn_mask=block.mask
+                )
+                into_out[own], into_lse[own] = seen.transpose(1, 2), weight.transpose(1, 2)
+            rows.put(into_out, out)
+            rows.put(into_lse, lse)
         for prompt, span in plan.families:
             queries, keys, values = q[span].permute(2, 1, 0, 3), k[prompt], v[prompt]
             seen, weight = _forward(queries, *_for_each(queries, keys, values))
@@ -172,17 +204,24 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         into_q, into_k, into_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for rows in ctx.plan.rectangles:
-            keys, values = (rows.take(x).transpose(1, 2) for x in (k, v))
-            for g in range(q.shape[2]):
-                queries, seen, weight = (
-                    rows.take(x[:, :, g]).transpose(1, 2) for x in (q, out, lse)
+            queries, keys, values, seen, weight = map(rows.take, (q, k, v, out, lse))
+            into = rows.take_gradient(gradient)
+            into_queries, into_keys, into_values = map(rows.room, (into_q, into_k, into_v))
+            for block, g in itertools.product(rows.blocks, range(q.shape[2])):
+                own, near = (slice(None), block.own, slice(None), g), (slice(None), block.seen)
+                parts = (into[own], queries[own], keys[near], values[near], seen[own], weight[own])
+                found = _backward(
+                    *(x.transpose(1, 2) for x in parts),
+                    0.0,
+                    is_causal=block.mask is None,
+                    attn_mask=block.mask,
                 )
-                into = rows.take_gradient(gradient[:, :, g]).transpose(1, 2)
-                found = _backward(into, queries, keys, values, seen, weight, 0.0, True)
-                into_queries, into_keys, into_values = (x.transpose(1, 2) for x in found)
-                rows.put(into_queries, into_q[:, :, g])
-                rows.add(into_keys, into_k)
-                rows.add(into_values, into_v)
+                into_queries[own] = found[0].transpose(1, 2)
+                into_keys[near] += found[1].transpose(1, 2)
+                into_values[near] += found[2].transpose(1, 2)
+            rows.put(into_queries, into_q)
+            rows.put(into_keys, into_k)
+            rows.put(into_values, into_v)
         for prompt, span in ctx.plan.families:
             queries, seen, into = (x[span].permute(2, 1, 0, 3) for x in (q, out, gradient))
             weight = lse[span].permute(2, 1, 0)
