@@ -1,14 +1,17 @@
-"""Attention of a packed micro-batch on a CPU in float32: without masks, a group's prompt read once.
+"""Attention of a packed micro-batch on a CPU: no row has a mask, a group's prompt is read once.
 
 A token sees its group's prompt and its own row up to itself. The first part is a plain product of
-all siblings' queries with the prompt's keys, the second is causal, so that neither needs a mask:
-what pads a row comes after all of its queries. Softmax over both is the mean of the parts, weighted
+all siblings' queries with the prompt's keys, the second is causal, so that no row needs a mask of
+its own: what pads it comes after all of its queries. Softmax over both is the mean of the parts, weighted
 with their sums of exponentials:
 
     out = sum_i exp(lse_i - lse) out_i        lse = log sum_i exp(lse_i)
 
 Given `out` and `lse` of the whole, the backward pass of each part is its own kernel's (Liu et al.
 2023, Ring Attention).
+
+All of it is computed in float32, whatever the type: the kernel's backward pass takes twice as long
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Rectangle:
 
     def __init__(self, rows: Sequence[range]) -> None:
         self.shape = len(rows), max(map(len, rows))
-        self.blocks = tuple(_blocks(self.shape[1]))
+        self.blocks = tuple(_blocks(*self.shape))
         self._span: slice | None = None
         ends = [rows[0].start, *(row.stop for row in rows)]
         if all(len(row) == self.shape[1] for row in rows) and ends[:-1] == [r.start for r in rows]:
@@ -110,10 +113,10 @@ class TreePlan:
         return sum(rows * width for rows, width in (part.shape for part in self.rectangles))
 
     def attend(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        """[N, H, D], as the decoder's `Attend`."""
-        q_NKGD = q_NHD.unflatten(1, (k_NKD.shape[1], -1))
-        out_NKGD: Tensor = _TreeAttention.apply(self, q_NKGD, k_NKD, v_NKD)  # type: ignore[no-untyped-call]
-        return out_NKGD.flatten(1, 2)
+        """[N, H, D], as the decoder's `Attend`, in the type of the values; computed in float32."""
+        q, k, v = (x.float() for x in (q_NHD.unflatten(1, (k_NKD.shape[1], -1)), k_NKD, v_NKD))
+        out_NKGD: Tensor = _TreeAttention.apply(self, q, k, v)  # type: ignore[no-untyped-call]
+        return out_NKGD.flatten(1, 2).to(v_NKD.dtype)
 
 
 def plan_tree(segments: Sequence[tuple[range, range]]) -> TreePlan:
@@ -137,9 +140,9 @@ def plan_tree(segments: Sequence[tuple[range, range]]) -> TreePlan:
     )
 
 
-def _blocks(width: int) -> Iterator[Block]:
+def _blocks(num_rows: int, width: int) -> Iterator[Block]:
     """Cut the causal triangle, where the kernel does not: it computes all of 512 keys' scores."""
-    if not _BLOCK < width <= _KERNEL_KEYS:
+    if not _BLOCK < width <= _KERNEL_KEYS or num_rows * width < _ENOUGH:
         yield Block(slice(width), slice(width))
         return
     starts = range(0, width, _BLOCK)
@@ -152,8 +155,9 @@ def _blocks(width: int) -> Iterator[Block]:
 
 
 def fits_tree(*tensors: Tensor) -> bool:
-    """Whether queries, keys and values are where the kernel is, and exact there."""
-    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+    """Whether queries, keys and values are where the kernel is, and float32 holds them."""
+    types = (torch.float32, torch.bfloat16)
+    return all(x.device.type == "cpu" and x.dtype in types for x in tensors)
 
 
 def _similar(rows: list[range]) -> Iterator[list[range]]:
@@ -182,9 +186,7 @@ class _TreeAttention(torch.autograd.Function):
             for block, g in itertools.product(rows.blocks, range(q.shape[2])):
                 own, near = (slice(None), block.own, slice(None), g), (slice(None), block.seen)
                 parts = (x.transpose(1, 2) for x in (queries[own], keys[near], values[near]))
-                seen, weight = _forward(
-                    *parts, is_causal=block.mask is None, attn_mask=block.mask
-                )
+                seen, weight = _forward(*parts, is_causal=block.mask is None, attn_mask=block.mask)
                 into_out[own], into_lse[own] = seen.transpose(1, 2), weight.transpose(1, 2)
             rows.put(into_out, out)
             rows.put(into_lse, lse)
@@ -193,7 +195,7 @@ class _TreeAttention(torch.autograd.Function):
             seen, weight = _forward(queries, *_for_each(queries, keys, values))
             seen, weight = seen.permute(2, 1, 0, 3), weight.permute(2, 1, 0)
             out[span].lerp_(seen, (weight - lse[span]).sigmoid_()[..., None])
-            lse[span] = lse[span].logaddexp(weight)
+            torch.logaddexp(lse[span], weight, out=lse[span])
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -217,8 +219,8 @@ class _TreeAttention(torch.autograd.Function):
                     attn_mask=block.mask,
                 )
                 into_queries[own] = found[0].transpose(1, 2)
-                into_keys[near] += found[1].transpose(1, 2)
-                into_values[near] += found[2].transpose(1, 2)
+                into_keys[near].add_(found[1].transpose(1, 2))
+                into_values[near].add_(found[2].transpose(1, 2))
             rows.put(into_queries, into_q)
             rows.put(into_keys, into_k)
             rows.put(into_values, into_v)
@@ -227,9 +229,9 @@ class _TreeAttention(torch.autograd.Function):
             weight = lse[span].permute(2, 1, 0)
             keys, values = _for_each(queries, k[prompt], v[prompt])
             found = _backward(into, queries, keys, values, seen, weight, 0.0, False)
-            into_q[span] += found[0].permute(2, 1, 0, 3)
-            into_k[prompt] += found[1].sum(0).transpose(0, 1)
-            into_v[prompt] += found[2].sum(0).transpose(0, 1)
+            into_q[span].add_(found[0].permute(2, 1, 0, 3))
+            into_k[prompt].add_(found[1].sum(0).transpose(0, 1))
+            into_v[prompt].add_(found[2].sum(0).transpose(0, 1))
         return None, into_q, into_k, into_v
 
 
