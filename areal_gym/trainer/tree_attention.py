@@ -2,8 +2,8 @@
 
 A token sees its group's prompt and its own row up to itself. The first part is a plain product of
 all siblings' queries with the prompt's keys, the second is causal, so that no row needs a mask of
-its own: what pads it comes after all of its queries. Softmax over both is the mean of the parts, weighted
-with their sums of exponentials:
+its own: what pads it comes after all of its queries. Softmax over both is the mean of the parts,
+weighted with their sums of exponentials:
 
     out = sum_i exp(lse_i - lse) out_i        lse = log sum_i exp(lse_i)
 
