@@ -141,7 +141,10 @@ def plan_tree(segments: Sequence[tuple[range, range]]) -> TreePlan:
 
 
 def _blocks(num_rows: int, width: int) -> Iterator[Block]:
-    """Cut the causal triangle, where the kernel does not: it computes all of 512 keys' scores."""
+    """Cut the causal triangle, where the kernel does not: it computes all of 512 keys' scores.
+
+    For the forward pass; in the backward pass it costs what it saves.
+    """
     if not _BLOCK < width <= _KERNEL_KEYS or num_rows * width < _ENOUGH:
         yield Block(slice(width), slice(width))
         return
@@ -181,13 +184,19 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx: Any, plan: TreePlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
         for rows in plan.rectangles:
-            queries, keys, values = map(rows.take, (q, k, v))
-            into_out, into_lse = map(rows.room, (out, lse))
+            queries, into_out, into_lse = rows.take(q), rows.room(out), rows.room(lse)
+            keys, values = (rows.take(x).transpose(1, 2) for x in (k, v))
             for block, g in itertools.product(rows.blocks, range(q.shape[2])):
-                own, near = (slice(None), block.own, slice(None), g), (slice(None), block.seen)
-                parts = (x.transpose(1, 2) for x in (queries[own], keys[near], values[near]))
-                seen, weight = _forward(*parts, is_causal=block.mask is None, attn_mask=block.mask)
-                into_out[own], into_lse[own] = seen.transpose(1, 2), weight.transpose(1, 2)
+                own, near = (..., block.own, slice(None)), (..., block.seen, slice(None))
+                found, weight = _forward(
+                    _head(queries, g)[own],
+                    keys[near],
+                    values[near],
+                    is_causal=block.mask is None,
+                    attn_mask=block.mask,
+                )
+                _head(into_out, g)[own] = found
+                _head(into_lse, g)[..., block.own] = weight
             rows.put(into_out, out)
             rows.put(into_lse, lse)
         for prompt, span in plan.families:
@@ -206,21 +215,19 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         into_q, into_k, into_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for rows in ctx.plan.rectangles:
-            queries, keys, values, seen, weight = map(rows.take, (q, k, v, out, lse))
-            into = rows.take_gradient(gradient)
+            into, queries, seen, weight = (
+                rows.take_gradient(gradient),
+                *map(rows.take, (q, out, lse)),
+            )
+            keys, values = (rows.take(x).transpose(1, 2) for x in (k, v))
             into_queries, into_keys, into_values = map(rows.room, (into_q, into_k, into_v))
-            for block, g in itertools.product(rows.blocks, range(q.shape[2])):
-                own, near = (slice(None), block.own, slice(None), g), (slice(None), block.seen)
-                parts = (into[own], queries[own], keys[near], values[near], seen[own], weight[own])
-                found = _backward(
-                    *(x.transpose(1, 2) for x in parts),
-                    0.0,
-                    is_causal=block.mask is None,
-                    attn_mask=block.mask,
-                )
-                into_queries[own] = found[0].transpose(1, 2)
-                into_keys[near].add_(found[1].transpose(1, 2))
-                into_values[near].add_(found[2].transpose(1, 2))
+            for g in range(q.shape[2]):
+                before = (_head(x, g) for x in (into, queries))
+                after = (_head(x, g) for x in (seen, weight))
+                found = _backward(*before, keys, values, *after, 0.0, is_causal=True)
+                _head(into_queries, g).copy_(found[0])
+                into_keys.add_(found[1].transpose(1, 2))
+                into_values.add_(found[2].transpose(1, 2))
             rows.put(into_queries, into_q)
             rows.put(into_keys, into_k)
             rows.put(into_values, into_v)
@@ -233,6 +240,11 @@ class _TreeAttention(torch.autograd.Function):
             into_k[prompt].add_(found[1].sum(0).transpose(0, 1))
             into_v[prompt].add_(found[2].sum(0).transpose(0, 1))
         return None, into_q, into_k, into_v
+
+
+def _head(x_BTKG: Tensor, g: int) -> Tensor:
+    """[B, T, K, G, ...] -> [B, K, T, ...]: one query head of each key head."""
+    return x_BTKG[:, :, :, g].transpose(1, 2)
 
 
 def _for_each(queries: Tensor, *keys_PKD: Tensor) -> Iterator[Tensor]:
