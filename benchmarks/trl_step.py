@@ -5,10 +5,10 @@
     python benchmarks/trl_step.py --venv /tmp/trl-venv [--json] [--repeats 5] [--only MODEL]
         [--trl fast] [--trl checkpointing] [--trl defaults]
 
-8 prompts x 8 siblings, one thread each, float32, the same weights, AdamW. Three cases: 64 new
-tokens each; variable lengths with a mean of about 15; three turns with a tool's answer between
-them, whose prompt is as long as one with a tool's description (and, for comparison, as short as the
-others').
+8 prompts x 8 siblings, one thread each, the update in the same type, the same weights, AdamW. Three
+cases: 64 new tokens each; variable lengths with a mean of about 15; three turns with a tool's
+answer between them, whose prompt is as long as one with a tool's description (and, for comparison,
+as short as the others').
 
 TRL's tokens are forced, so that both train on the same rows, and its tool is called by what it
 "samples". Here the engine samples as many tokens for each turn, which are then replaced by TRL's.
@@ -20,12 +20,13 @@ What is compared, in CPU seconds of each process, medians of the repeats:
               advantages, loss, backward pass, AdamW, here also the publication to the engine
     update    the step without generation
 
-TRL is measured as `--trl` says, against which ours is the same each time:
+TRL is measured as `--trl` says; ours is the same each time, but for the type it trains in:
 
     fast           float32, without gradient checkpointing, all rows at once: its best on a CPU
     checkpointing  the same with gradient checkpointing, which is TRL's default
-    defaults       all as TRL has it: checkpointing, 8 rows at once, and bfloat16 in the update,
-                   which is other arithmetic, so that the gradients' norms differ
+    defaults       all as TRL has it: checkpointing, 8 rows at once, and bfloat16 in the update;
+                   ours trains in bfloat16, too (`trainer.dtype`). Each rounds elsewhere, so that
+                   the gradients' norms differ
 
 Ours packs rows and forwards the siblings' prompt once.
 """
@@ -84,11 +85,11 @@ CASES: dict[str, tuple[int, int, float | None]] = {
     "three turns": (240, 21, 3.8),
     "the same, prompt of 40": (40, 21, None),
 }
-TRL: dict[str, tuple[int, dict[str, Any]]] = {
-    # rows at once, and what of `GRPOConfig` is other than its default
-    "fast": (NUM_PROMPTS * GROUP, {"bf16": False, "gradient_checkpointing": False}),
-    "checkpointing": (NUM_PROMPTS * GROUP, {"bf16": False}),
-    "defaults": (8, {}),
+TRL: dict[str, tuple[str, int, dict[str, Any]]] = {
+    # type of the update, rows at once, and what of `GRPOConfig` is other than its default
+    "fast": ("float32", NUM_PROMPTS * GROUP, {"bf16": False, "gradient_checkpointing": False}),
+    "checkpointing": ("float32", NUM_PROMPTS * GROUP, {"bf16": False}),
+    "defaults": ("bfloat16", 8, {}),
 }
 Row = tuple[list[int], list[int], list[int]]
 """Prompt, completion, and for each token of the completion whether the policy sampled it."""
@@ -161,10 +162,10 @@ class Theirs:
 class Ours:
     """areal-gym in a process of its own."""
 
-    def __init__(self, model: str, rows: list[Row], rewards: list[float]) -> None:
+    def __init__(self, model: str, dtype: str, rows: list[Row], rewards: list[float]) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_ours, args=(theirs, model, rows, rewards))
+        self._process = spawn.Process(target=_ours, args=(theirs, model, dtype, rows, rewards))
         self._process.start()
 
     def step(self) -> dict[str, Any]:
@@ -177,14 +178,16 @@ class Ours:
         self._process.join()
 
 
-def _ours(pipe: Connection, model: str, rows: list[Row], rewards: list[float]) -> None:
+def _ours(pipe: Connection, model: str, dtype: str, rows: list[Row], rewards: list[float]) -> None:
     torch.set_num_threads(1)
-    asyncio.run(_steps(pipe, model, rows, rewards))
+    config = TrainerConfig.model_validate({"lr": 1e-5, "betas": (0.9, 0.98), "dtype": dtype})
+    asyncio.run(_steps(pipe, model, config, rows, rewards))
 
 
-async def _steps(pipe: Connection, model: str, rows: list[Row], rewards: list[float]) -> None:
+async def _steps(
+    pipe: Connection, model: str, config: TrainerConfig, rows: list[Row], rewards: list[float]
+) -> None:
     decoder = load_checkpoint(Path(model))
-    config = TrainerConfig(lr=1e-5, betas=(0.9, 0.98))
     learner = Learner(decoder, config, advantage=grpo, loss=ppo_clip)
     engine = EmbeddedEngine(decoder, num_slots=len(rows), max_context=512)
     await engine.start()
@@ -280,11 +283,11 @@ def compare(name: str, case: str, trl: str, venv: Path, num_repeats: int) -> dic
         model = Path(scratch) / "model"
         save_checkpoint(build_decoder(MODELS[name], seed=0), model)
         task = task_of(case, random.Random(0))
-        num_rows, settings = TRL[trl]
+        dtype, num_rows, settings = TRL[trl]
         own = {"model": str(model), "scratch": scratch, "num_rows": num_rows, "settings": settings}
         theirs = Theirs(venv, {**task, **own})
         first = theirs.step()
-        ours = Ours(str(model), first["rows"], task["rewards"])
+        ours = Ours(str(model), dtype, first["rows"], task["rewards"])
         ours_first = ours.step()
         theirs.step()  # one more to warm up: the first one allocates AdamW's states
         ours.step()
@@ -302,6 +305,7 @@ def compare(name: str, case: str, trl: str, venv: Path, num_repeats: int) -> dic
         "model": name,
         "case": case,
         "trl": trl,
+        "dtype": dtype,
         "aim": CASES[case][2],
         "trained_tokens": sum(sum(row[2]) for row in rows),
         "row_tokens": sum(len(row[0]) + len(row[1]) for row in rows),
@@ -341,13 +345,14 @@ def main() -> None:
         return
     print(f"{rows[0]['version']}; CPU seconds, medians of {arguments.repeats}, in turns")
     print(
-        f"{'model':<7}{'case':<24}{'TRL is':<15}{'TRL':>7}{'ours':>7}{'ratio':>7}{'aim':>6}"
-        f"{'update: TRL':>13}{'ours':>7}{'ratio':>7}{'MB: TRL':>10}{'ours':>6}"
-        f"{'gradient: TRL':>15}{'ours':>8}"
+        f"{'model':<7}{'case':<24}{'TRL is':<15}{'update in':<10}"
+        f"{'TRL':>7}{'ours':>7}{'ratio':>7}{'aim':>6}{'update: TRL':>13}{'ours':>7}{'ratio':>7}"
+        f"{'MB: TRL':>10}{'ours':>6}{'gradient: TRL':>15}{'ours':>8}"
     )
     for r in rows:
         print(
-            f"{r['model']:<7}{r['case']:<24}{r['trl']:<15}{r['trl_cpu_s']:>7.2f}{r['our_cpu_s']:>7.2f}"
+            f"{r['model']:<7}{r['case']:<24}{r['trl']:<15}{r['dtype']:<10}"
+            f"{r['trl_cpu_s']:>7.2f}{r['our_cpu_s']:>7.2f}"
             f"{r['step_ratio']:>7.2f}{r['aim'] or '':>6}{r['trl_update_cpu_s']:>13.2f}"
             f"{r['our_update_cpu_s']:>7.2f}{r['update_ratio']:>7.2f}{r['trl_peak_mb']:>10.0f}"
             f"{r['our_peak_mb']:>6.0f}{r['trl_grad_norm']:>15.4f}{r['our_grad_norm']:>8.4f}"

@@ -79,7 +79,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Same shape; the last axis is normalised."""
         weight = 1 + self.weight if self.is_centred else self.weight
-        return rms_norm(x, weight, self.eps)
+        out = rms_norm(x, weight, self.eps)
+        if torch.is_autocast_enabled(x.device.type):
+            # Once here, not once in each projection that reads it, and in their backward passes.
+            out = out.to(torch.get_autocast_dtype(x.device.type))
+        return out
 
 
 class Attention(nn.Module):

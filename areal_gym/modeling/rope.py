@@ -210,9 +210,9 @@ class _Rope(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """x turned by the angles, or back."""
+    """x turned by the angles, or back; arithmetic on mixed types would be slow."""
+    x, half = x.to(torch.promote_types(x.dtype, cos.dtype)), x.shape[-1] // 2
     out = x * cos
-    x, half = x.to(out.dtype), x.shape[-1] // 2
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
     out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
     return out

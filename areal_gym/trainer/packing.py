@@ -3,9 +3,9 @@
 The rows of a micro-batch lie on one flat axis of N tokens. Rows that begin with the same prompt
 share its tokens (a prefix tree of depth one): the prompt is forwarded once, and every continuation
 attends to it and to itself. On GPUs, in 16 bits, torch's variable-length kernel does that
-(`areal_gym.trainer.varlen`), on CPUs, in float32, `areal_gym.trainer.tree_attention`. For what they
-have no way to do (windows, soft caps, other types), tokens are gathered into small rectangles of
-similar length, attended with a mask, and gathered back.
+(`areal_gym.trainer.varlen`), on CPUs `areal_gym.trainer.tree_attention`. For what they have no way
+to do (windows, soft caps, other types), tokens are gathered into small rectangles of similar
+length, attended with a mask, and gathered back.
 
     flat axis   [prompt A][prompt B] ... [cont. A1][cont. A2][cont. B1] ...
     rectangles  prompts: q = k = the prompt, causal
@@ -110,7 +110,7 @@ class PackedBatch:
 
     @cached_property
     def tree_plan(self) -> TreePlan:
-        """The same attention in two parts, neither of which needs a mask."""
+        """The same attention in two parts, neither of which needs a row's own mask."""
         return plan_tree(self.segments)
 
     @cached_property

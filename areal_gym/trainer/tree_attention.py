@@ -1,18 +1,22 @@
-"""Attention of a packed micro-batch on a CPU in float32: without masks, a group's prompt read once.
+"""Attention of a packed micro-batch on a CPU: no row has a mask, a group's prompt is read once.
 
 A token sees its group's prompt and its own row up to itself. The first part is a plain product of
-all siblings' queries with the prompt's keys, the second is causal, so that neither needs a mask:
-what pads a row comes after all of its queries. Softmax over both is the mean of the parts, weighted
-with their sums of exponentials:
+all siblings' queries with the prompt's keys, the second is causal, so that no row needs a mask of
+its own: what pads it comes after all of its queries. Softmax over both is the mean of the parts,
+weighted with their sums of exponentials:
 
     out = sum_i exp(lse_i - lse) out_i        lse = log sum_i exp(lse_i)
 
 Given `out` and `lse` of the whole, the backward pass of each part is its own kernel's (Liu et al.
 2023, Ring Attention).
+
+All of it is computed in float32, whatever the type: the kernel's backward pass takes twice as long
+in bfloat16.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +30,23 @@ _MAX_ROWS = 64
 """Rows of one rectangle."""
 _ENOUGH = 512
 """Tokens that are worth a rectangle of their own."""
+_BLOCK = 64
+"""Queries that the kernel takes at once, and that see about the same keys."""
+_KERNEL_KEYS = 512
+"""Keys that it takes at once, hidden or not."""
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """What `F.scaled_dot_product_attention` calls on CPUs; it has no way to `lse` itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring queries of each row, and the keys that any of them sees."""
+
+    own: slice
+    seen: slice
+    mask: Tensor | None = None
+    """[queries, keys], added to the scores; None where the block is the whole triangle."""
 
 
 class Rectangle:
@@ -36,6 +54,7 @@ class Rectangle:
 
     def __init__(self, rows: Sequence[range]) -> None:
         self.shape = len(rows), max(map(len, rows))
+        self.blocks = tuple(_blocks(*self.shape))
         self._span: slice | None = None
         ends = [rows[0].start, *(row.stop for row in rows)]
         if all(len(row) == self.shape[1] for row in rows) and ends[:-1] == [r.start for r in rows]:
@@ -67,19 +86,16 @@ class Rectangle:
         found[self._is_real_BT] = x_N[self._flat_P]
         return found
 
-    def put(self, x_BT: Tensor, target_N: Tensor) -> None:
-        """[B, T, ...] into [N, ...]"""
+    def room(self, target_N: Tensor) -> Tensor:
+        """[N, ...] -> [B, T, ...]: where to write what `put` then brings there."""
         if self._span is not None:
-            target_N[self._span].unflatten(0, self.shape).copy_(x_BT)
-        else:
-            target_N[self._flat_P] = x_BT[self._is_real_BT]
+            return self.take(target_N)
+        return target_N.new_zeros(*self.shape, *target_N.shape[1:])
 
-    def add(self, x_BT: Tensor, target_N: Tensor) -> None:
-        """[B, T, ...] onto [N, ...]"""
-        if self._span is not None:
-            target_N[self._span].unflatten(0, self.shape).add_(x_BT)
-        else:
-            target_N[self._flat_P] += x_BT[self._is_real_BT]
+    def put(self, room_BT: Tensor, target_N: Tensor) -> None:
+        """[B, T, ...] into [N, ...]"""
+        if self._span is None:
+            target_N[self._flat_P] = room_BT[self._is_real_BT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +113,10 @@ class TreePlan:
         return sum(rows * width for rows, width in (part.shape for part in self.rectangles))
 
     def attend(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        """[N, H, D], as the decoder's `Attend`."""
-        q_NKGD = q_NHD.unflatten(1, (k_NKD.shape[1], -1))
-        out_NKGD: Tensor = _TreeAttention.apply(self, q_NKGD, k_NKD, v_NKD)  # type: ignore[no-untyped-call]
-        return out_NKGD.flatten(1, 2)
+        """[N, H, D], as the decoder's `Attend`, in the type of the values; computed in float32."""
+        q, k, v = (x.float() for x in (q_NHD.unflatten(1, (k_NKD.shape[1], -1)), k_NKD, v_NKD))
+        out_NKGD: Tensor = _TreeAttention.apply(self, q, k, v)  # type: ignore[no-untyped-call]
+        return out_NKGD.flatten(1, 2).to(v_NKD.dtype)
 
 
 def plan_tree(segments: Sequence[tuple[range, range]]) -> TreePlan:
@@ -124,9 +140,27 @@ def plan_tree(segments: Sequence[tuple[range, range]]) -> TreePlan:
     )
 
 
+def _blocks(num_rows: int, width: int) -> Iterator[Block]:
+    """Cut the causal triangle, where the kernel does not: it computes all of 512 keys' scores.
+
+    For the forward pass; in the backward pass it costs what it saves.
+    """
+    if not _BLOCK < width <= _KERNEL_KEYS or num_rows * width < _ENOUGH:
+        yield Block(slice(width), slice(width))
+        return
+    starts = range(0, width, _BLOCK)
+    last = starts[-1]
+    mask = torch.full((_BLOCK, last + _BLOCK), -torch.inf).triu(last + 1)
+    for start in starts:
+        stop = min(start + _BLOCK, width)
+        seen = slice(last - start, last - start + stop)
+        yield Block(slice(start, stop), slice(stop), mask[: stop - start, seen])
+
+
 def fits_tree(*tensors: Tensor) -> bool:
-    """Whether queries, keys and values are where the kernel is, and exact there."""
-    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+    """Whether queries, keys and values are where the kernel is, and float32 holds them."""
+    types = (torch.float32, torch.bfloat16)
+    return all(x.device.type == "cpu" and x.dtype in types for x in tensors)
 
 
 def _similar(rows: list[range]) -> Iterator[list[range]]:
@@ -150,18 +184,27 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx: Any, plan: TreePlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
         for rows in plan.rectangles:
+            queries, into_out, into_lse = rows.take(q), rows.room(out), rows.room(lse)
             keys, values = (rows.take(x).transpose(1, 2) for x in (k, v))
-            for g in range(q.shape[2]):
-                queries = rows.take(q[:, :, g]).transpose(1, 2)
-                seen, weight = _forward(queries, keys, values, is_causal=True)
-                rows.put(seen.transpose(1, 2), out[:, :, g])
-                rows.put(weight.transpose(1, 2), lse[:, :, g])
+            for block, g in itertools.product(rows.blocks, range(q.shape[2])):
+                own, near = (..., block.own, slice(None)), (..., block.seen, slice(None))
+                found, weight = _forward(
+                    _head(queries, g)[own],
+                    keys[near],
+                    values[near],
+                    is_causal=block.mask is None,
+                    attn_mask=block.mask,
+                )
+                _head(into_out, g)[own] = found
+                _head(into_lse, g)[..., block.own] = weight
+            rows.put(into_out, out)
+            rows.put(into_lse, lse)
         for prompt, span in plan.families:
             queries, keys, values = q[span].permute(2, 1, 0, 3), k[prompt], v[prompt]
             seen, weight = _forward(queries, *_for_each(queries, keys, values))
             seen, weight = seen.permute(2, 1, 0, 3), weight.permute(2, 1, 0)
             out[span].lerp_(seen, (weight - lse[span]).sigmoid_()[..., None])
-            lse[span] = lse[span].logaddexp(weight)
+            torch.logaddexp(lse[span], weight, out=lse[span])
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -172,26 +215,36 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         into_q, into_k, into_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for rows in ctx.plan.rectangles:
+            into, queries, seen, weight = (
+                rows.take_gradient(gradient),
+                *map(rows.take, (q, out, lse)),
+            )
             keys, values = (rows.take(x).transpose(1, 2) for x in (k, v))
+            into_queries, into_keys, into_values = map(rows.room, (into_q, into_k, into_v))
             for g in range(q.shape[2]):
-                queries, seen, weight = (
-                    rows.take(x[:, :, g]).transpose(1, 2) for x in (q, out, lse)
-                )
-                into = rows.take_gradient(gradient[:, :, g]).transpose(1, 2)
-                found = _backward(into, queries, keys, values, seen, weight, 0.0, True)
-                into_queries, into_keys, into_values = (x.transpose(1, 2) for x in found)
-                rows.put(into_queries, into_q[:, :, g])
-                rows.add(into_keys, into_k)
-                rows.add(into_values, into_v)
+                before = (_head(x, g) for x in (into, queries))
+                after = (_head(x, g) for x in (seen, weight))
+                found = _backward(*before, keys, values, *after, 0.0, is_causal=True)
+                _head(into_queries, g).copy_(found[0])
+                into_keys.add_(found[1].transpose(1, 2))
+                into_values.add_(found[2].transpose(1, 2))
+            rows.put(into_queries, into_q)
+            rows.put(into_keys, into_k)
+            rows.put(into_values, into_v)
         for prompt, span in ctx.plan.families:
             queries, seen, into = (x[span].permute(2, 1, 0, 3) for x in (q, out, gradient))
             weight = lse[span].permute(2, 1, 0)
             keys, values = _for_each(queries, k[prompt], v[prompt])
             found = _backward(into, queries, keys, values, seen, weight, 0.0, False)
-            into_q[span] += found[0].permute(2, 1, 0, 3)
-            into_k[prompt] += found[1].sum(0).transpose(0, 1)
-            into_v[prompt] += found[2].sum(0).transpose(0, 1)
+            into_q[span].add_(found[0].permute(2, 1, 0, 3))
+            into_k[prompt].add_(found[1].sum(0).transpose(0, 1))
+            into_v[prompt].add_(found[2].sum(0).transpose(0, 1))
         return None, into_q, into_k, into_v
+
+
+def _head(x_BTKG: Tensor, g: int) -> Tensor:
+    """[B, T, K, G, ...] -> [B, K, T, ...]: one query head of each key head."""
+    return x_BTKG[:, :, :, g].transpose(1, 2)
 
 
 def _for_each(queries: Tensor, *keys_PKD: Tensor) -> Iterator[Tensor]:

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from areal_gym.modeling.config import DecoderConfig
+from areal_gym.modeling.decoder import RMSNorm
 from areal_gym.modeling.rms_norm import rms_norm
 
 
@@ -32,3 +34,26 @@ def test_a_row_of_zeros_has_a_finite_gradient():
 def test_bfloat16_beside_float32_weights_stays_bfloat16():
     x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
     assert rms_norm(x, torch.ones(8, requires_grad=True), 1e-6).dtype == torch.bfloat16
+
+
+def test_under_autocast_what_projections_read_is_rounded_once():
+    config = DecoderConfig(
+        architecture="qwen2",
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=8,
+    )
+    norm = RMSNorm(8, config)
+    torch.nn.init.ones_(norm.weight)
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = norm(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, norm(x).bfloat16(), atol=0, rtol=0)
+    out.sum().backward()
+    assert x.grad.dtype == torch.float32

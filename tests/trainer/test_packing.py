@@ -157,9 +157,8 @@ def test_siblings_lie_side_by_side_whatever_the_order_of_the_rows():
     ]
 
 
-@pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (3, 40, 3, 17), (130, 130, 130, 130, 20)])
-def test_the_tree_gives_what_masked_blocks_give(lengths):
-    """Rows that are read where they lie, that are padded, and both; 2 query heads to a key head."""
+def batch_of(lengths):
+    """Rows of these lengths after each of three prompts; queries, keys, values, a gradient."""
     prompts = [tuple(range(20)), (5, 6, 7), ()]
     rows = [
         Row(token_ids=prompt + (1,) * length, num_shared=len(prompt))
@@ -168,15 +167,45 @@ def test_the_tree_gives_what_masked_blocks_give(lengths):
     ]
     batch = pack(rows)
     generator = torch.Generator().manual_seed(0)
-    q, k, v, weights = (
+    return batch, [
         torch.randn(len(batch.token_ids_N), heads, 8, generator=generator, requires_grad=True)
         for heads in (4, 2, 2, 4)
-    )
+    ]
+
+
+@pytest.mark.parametrize(
+    "lengths", [(9, 9, 9, 9), (3, 40, 3, 17), (130, 130, 130, 130, 20), (100, 110, 120)]
+)
+def test_the_tree_gives_what_masked_blocks_give(lengths):
+    """Rows that are read where they lie, that are padded, and both; 2 query heads to a key head."""
+    batch, (q, k, v, weights) = batch_of(lengths)
     outs = batch.tree_plan.attend(q, k, v), attend_blocks(*batch.rectangles, q, k, v)
     torch.testing.assert_close(*outs, atol=1e-6, rtol=1e-5)
     gradients = [torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in outs]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (100, 110, 120)])
+def test_in_bfloat16_the_tree_is_closer_to_the_truth_than_torch(lengths):
+    batch, inputs = batch_of(lengths)
+    rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in rounded]
+
+    def found(attend, q, k, v, weights):
+        out = attend(q, k, v)
+        assert out.dtype == v.dtype
+        return [out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))]
+
+    def by_blocks(*qkv):
+        return attend_blocks(*batch.rectangles, *qkv)
+
+    ours = found(batch.tree_plan.attend, *rounded)
+    theirs, truths = found(by_blocks, *rounded), found(by_blocks, *exact)
+    for mine, other, truth in zip(ours, theirs, truths, strict=True):
+        errors = [float((x.double() - truth).norm() / truth.norm()) for x in (mine, other)]
+        assert errors[0] < 4e-3
+        assert errors[0] <= errors[1]
 
 
 def test_a_cpu_has_no_such_kernel():
