@@ -1,9 +1,9 @@
-"""Attention of a packed micro-batch on a CPU: no row has a mask, a group's prompt is read once.
+"""Attention of a packed micro-batch on a CPU: without masks, a group's prompt read once.
 
 A token sees its group's prompt and its own row up to itself. The first part is a plain product of
-all siblings' queries with the prompt's keys, the second is causal, so that no row needs a mask of
-its own: what pads it comes after all of its queries. Softmax over both is the mean of the parts,
-weighted with their sums of exponentials:
+all siblings' queries with the prompt's keys, the second is causal, so that neither needs a mask:
+what pads a row comes after all of its queries. Softmax over both is the mean of the parts, weighted
+with their sums of exponentials:
 
     out = sum_i exp(lse_i - lse) out_i        lse = log sum_i exp(lse_i)
 
@@ -16,7 +16,6 @@ in bfloat16.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,23 +29,9 @@ _MAX_ROWS = 64
 """Rows of one rectangle."""
 _ENOUGH = 512
 """Tokens that are worth a rectangle of their own."""
-_BLOCK = 64
-"""Queries that the kernel takes at once, and that see about the same keys."""
-_KERNEL_KEYS = 512
-"""Keys that it takes at once, hidden or not."""
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """What `F.scaled_dot_product_attention` calls on CPUs; it has no way to `lse` itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Neighbouring queries of each row, and the keys that any of them sees."""
-
-    own: slice
-    seen: slice
-    mask: Tensor | None = None
-    """[queries, keys], added to the scores; None where the block is the whole triangle."""
 
 
 class Rectangle:
@@ -54,7 +39,6 @@ class Rectangle:
 
     def __init__(self, rows: Sequence[range]) -> None:
         self.shape = len(rows), max(map(len, rows))
-        self.blocks = tuple(_blocks(*self.shape))
         self._span: slice | None = None
         ends = [rows[0].start, *(row.stop for row in rows)]
         if all(len(row) == self.shape[1] for row in rows) and ends[:-1] == [r.start for r in rows]:
@@ -140,23 +124,6 @@ def plan_tree(segments: Sequence[tuple[range, range]]) -> TreePlan:
     )
 
 
-def _blocks(num_rows: int, width: int) -> Iterator[Block]:
-    """Cut the causal triangle, where the kernel does not: it computes all of 512 keys' scores.
-
-    For the forward pass; in the backward pass it costs what it saves.
-    """
-    if not _BLOCK < width <= _KERNEL_KEYS or num_rows * width < _ENOUGH:
-        yield Block(slice(width), slice(width))
-        return
-    starts = range(0, width, _BLOCK)
-    last = starts[-1]
-    mask = torch.full((_BLOCK, last + _BLOCK), -torch.inf).triu(last + 1)
-    for start in starts:
-        stop = min(start + _BLOCK, width)
-        seen = slice(last - start, last - start + stop)
-        yield Block(slice(start, stop), slice(stop), mask[: stop - start, seen])
-
-
 def fits_tree(*tensors: Tensor) -> bool:
     """Whether queries, keys and values are where the kernel is, and float32 holds them."""
     types = (torch.float32, torch.bfloat16)
@@ -186,17 +153,10 @@ class _TreeAttention(torch.autograd.Function):
         for rows in plan.rectangles:
             queries, into_out, into_lse = rows.take(q), rows.room(out), rows.room(lse)
             keys, values = (rows.take(x).transpose(1, 2) for x in (k, v))
-            for block, g in itertools.product(rows.blocks, range(q.shape[2])):
-                own, near = (..., block.own, slice(None)), (..., block.seen, slice(None))
-                found, weight = _forward(
-                    _head(queries, g)[own],
-                    keys[near],
-                    values[near],
-                    is_causal=block.mask is None,
-                    attn_mask=block.mask,
-                )
-                _head(into_out, g)[own] = found
-                _head(into_lse, g)[..., block.own] = weight
+            for g in range(q.shape[2]):
+                found, weight = _forward(_head(queries, g), keys, values, is_causal=True)
+                _head(into_out, g).copy_(found)
+                _head(into_lse, g).copy_(weight)
             rows.put(into_out, out)
             rows.put(into_lse, lse)
         for prompt, span in plan.families:
