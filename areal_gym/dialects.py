@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_gym.errors import ConfigError, did_you_mean
-from areal_gym.types import Message, ToolCall
+from areal_gym.types import Message
 
 __all__ = [
     "DEFAULT_DIALECT",
@@ -35,10 +35,8 @@ _MISTRAL_NAME = re.compile(r"([\w.-]{1,128})\s*(?:\[ARGS\])?\s*(?=\{)")
 _MAX_MALFORMED = 8
 
 
-class _Parsed(NamedTuple):
-    content: str
-    calls: list[tuple[str, dict[str, Any]]]
-    error: str | None
+_Parsed = tuple[str, list[tuple[str, dict[str, Any]]], str | None]
+"""The text outside the calls, name and arguments of each call, and what was malformed."""
 
 
 def parse_assistant(
@@ -73,17 +71,22 @@ def parse_assistant(
     """
     require_dialect(dialect)
     thinking, text = split_thinking(text, is_thinking=is_thinking)
-    parsed = DIALECTS[dialect](text)
-    message: Message = {"role": "assistant", "content": parsed.content}
+    content, calls, error = DIALECTS[dialect](text)
+    message: Message = {"role": "assistant", "content": content}
     if thinking is not None:
         message["reasoning_content"] = thinking
-    if parsed.calls:
+    if calls:
         message["tool_calls"] = [
-            _tool_call(index, name, arguments)
-            for index, (name, arguments) in enumerate(parsed.calls)
+            {
+                # Nine letters and digits: what Mistral's templates insist on.
+                "id": f"call{index:05d}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for index, (name, arguments) in enumerate(calls)
         ]
-    if parsed.error is not None:
-        message["parse_error"] = parsed.error
+    if error is not None:
+        message["parse_error"] = error
     return message
 
 
@@ -134,15 +137,6 @@ def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None,
     return None, text
 
 
-def _tool_call(index: int, name: str, arguments: dict[str, Any]) -> ToolCall:
-    return {
-        # Nine letters and digits: what Mistral's templates insist on.
-        "id": f"call{index:05d}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
 def _parse_hermes(text: str) -> _Parsed:
     outside: list[str] = []
     calls: list[tuple[str, dict[str, Any]]] = []
@@ -164,9 +158,9 @@ def _parse_hermes(text: str) -> _Parsed:
             kept_from = end
         start = text.find(_OPEN, end)
     if not calls:
-        return _Parsed(text, calls, errors[0] if errors else None)
+        return text, calls, errors[0] if errors else None
     outside.append(text[kept_from:])
-    return _Parsed("".join(outside).strip(), calls, errors[0] if errors else None)
+    return "".join(outside).strip(), calls, errors[0] if errors else None
 
 
 def _read_call(text: str, start: int) -> tuple[str, dict[str, Any], int]:
@@ -245,9 +239,9 @@ def _parse_fenced(text: str) -> _Parsed:
         kept_from = closing.end()
         opening = _FENCE.search(text, kept_from)
     if not calls:
-        return _Parsed(text, calls, error)
+        return text, calls, error
     outside.append(text[kept_from:])
-    return _Parsed("".join(outside).strip(), calls, error)
+    return "".join(outside).strip(), calls, error
 
 
 def _parse_llama(text: str) -> _Parsed:
@@ -256,7 +250,7 @@ def _parse_llama(text: str) -> _Parsed:
     if is_tagged:
         start += len(_PYTHON_TAG)
     elif not _LLAMA_CALL.match(text, start):
-        return _Parsed(text, [], None)
+        return text, [], None
     calls: list[tuple[str, dict[str, Any]]] = []
     at = start
     while True:
@@ -265,17 +259,17 @@ def _parse_llama(text: str) -> _Parsed:
             calls.append(_named_arguments(call, "parameters"))
         except ValueError as error:
             # An answer in JSON is no call; a text that begins like a call is meant as one.
-            return _Parsed(text[at:].strip() if calls else text, calls, str(error))
+            return text[at:].strip() if calls else text, calls, str(error)
         at = _skip_space(text, end)
         if not text.startswith(";", at):
-            return _Parsed(text[at:].strip(), calls, None)
+            return text[at:].strip(), calls, None
         at += 1
 
 
 def _parse_mistral(text: str) -> _Parsed:
     said, marker, _ = text.partition(_TOOL_CALLS)
     if not marker:
-        return _Parsed(text, [], None)
+        return text, [], None
     calls: list[tuple[str, dict[str, Any]]] = []
     at = len(said)
     while text.startswith(_TOOL_CALLS, at):
@@ -292,13 +286,13 @@ def _parse_mistral(text: str) -> _Parsed:
                 calls.append(_named_arguments({"name": named[1], "arguments": arguments}))
         except ValueError as error:
             kept = text if not calls else said + text[at:]
-            return _Parsed(kept if not calls else kept.strip(), calls, str(error))
+            return kept if not calls else kept.strip(), calls, str(error)
         at = _skip_space(text, end)
-    return _Parsed((said + text[at:]).strip(), calls, None)
+    return (said + text[at:]).strip(), calls, None
 
 
 def _parse_plain(text: str) -> _Parsed:
-    return _Parsed(text, [], None)
+    return text, [], None
 
 
 DIALECTS = {

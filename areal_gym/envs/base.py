@@ -224,8 +224,9 @@ class TextEnv(gymnasium.Env[str, str]):
             results.append(
                 {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
             )
-        num_refused = max(0, len(calls) - num_allowed)
-        if num_refused > 0:
+        num_refused = 0
+        if len(calls) > num_allowed:
+            num_refused = len(calls) - num_allowed
             num_errors += num_refused
             limit = (
                 f"{num_refused} more calls were not run; at most {self.max_calls} are"
@@ -391,8 +392,9 @@ class TextEnv(gymnasium.Env[str, str]):
         return "\n".join(f"[{m['role']}] {m['content']}" for m in self._messages)
 
 
-class ToolResults(NamedTuple):
-    """What `call_tools` gave."""
+@dataclass(slots=True)
+class ToolResults:
+    """What `call_tools` gave; read at once, and not kept."""
 
     messages: list[Message]
     num_calls: int

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_gym.dialects import END_THINK, write_call
+from areal_gym.dialects import write_call
 from areal_gym.engines.base import Engine, Grammar, GrammarEngine
 from areal_gym.errors import ConfigError
 from areal_gym.gateway.errors import ApiError
@@ -43,7 +43,7 @@ class Form:
             name = type(engine).__name__
             raise self._refused(f"{name} samples freely; an engine of SGLang servers can")
         if self.calls is None:
-            if renderer.opening and END_THINK not in renderer.opening:
+            if renderer.opens_thinking:
                 raise self._refused("the chat template begins answers with thoughts")
             return "json_schema", json.dumps(self.schema)
         try:

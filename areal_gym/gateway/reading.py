@@ -39,7 +39,7 @@ class Reader:
         self._is_raw = dialect is None
         self._markers = () if dialect is None else MARKERS[dialect]
         self._stops = [stop for stop in stops if stop]
-        self._opens_thinking = bool(renderer.opening) and END_THINK not in renderer.opening
+        self._opens_thinking = renderer.opens_thinking
         self._context: list[int] = []
         self._pending: list[int] = []
         self._shown = {"content": "", "reasoning_content": ""}

@@ -12,6 +12,7 @@ the rest is appended and nothing forks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from areal_gym.dialects import END_THINK, THINK, split_thinking
@@ -22,8 +23,9 @@ from areal_gym.types import Message
 __all__ = ["Dialogue", "Point", "Prompt"]
 
 
-class Prompt(NamedTuple):
-    """What is sent to the engine for one turn."""
+@dataclass(slots=True)
+class Prompt:
+    """What is sent to the engine for one turn; read at once, and not kept."""
 
     token_ids: tuple[int, ...]
     added: tuple[int, ...]
@@ -111,7 +113,7 @@ class Dialogue:
         Raises:
             ConfigError: the template refuses the messages.
         """
-        if not self._ids:
+        if not (self._ids.sent or self._ids.said):
             ids = self._renderer.first_ids(messages, self._tools)
             return Prompt(ids, ids, 0, messages, replaces_history)
         if not replaces_history and self._can_bridge(messages):

@@ -95,6 +95,8 @@ class Renderer:
         """Whether the template renders what a tool answers; else the user says it."""
         self.opening = proof.thinking_opening(self.template)
         """What the template writes of a turn's thinking before the policy begins, often nothing."""
+        self.opens_thinking = bool(self.opening) and END_THINK not in self.opening
+        """Whether the policy begins inside a thought."""
         self.end_of_turn = ""
         self.end_of_turn_id = self.encode(self.bridge_text([{"role": "user", "content": "x"}]))[0]
         """The id that the template writes after an assistant's text."""
@@ -232,11 +234,7 @@ class Renderer:
 
     def parse(self, text: str, dialect: str | None = None) -> Message:
         """The message that a sampled text means; calls are in the model's dialect by default."""
-        return parse_assistant(
-            text,
-            dialect or self.tool_dialect,
-            is_thinking=bool(self.opening) and END_THINK not in self.opening,
-        )
+        return parse_assistant(text, dialect or self.tool_dialect, is_thinking=self.opens_thinking)
 
     # ---- text ---------------------------------------------------------------------------------
 
