@@ -15,12 +15,14 @@ EQUAL = {
         (r"3 \times 10^{4}", "30000"), (r"6.02 \cdot 10^5", "602000"), (r"0.\overline{6}", "2/3"),
         (r"1.1\overline{6}", r"\frac{7}{6}"), ("0.3333", "1/3"), ("2.8571", r"\frac{20}{7}"),
         ("1.41421356", r"\sqrt{2}"), ("12.5664", r"4\pi"), (r"1.929 \times 10^1", "19.29"),
-        (r"0.\dot{4}", "4/9"),
+        (r"0.\dot{4}", "4/9"), (r"2.\bar{7}", "25/9"), ("0.8(3)", "5/6"), ("0.444...", "4/9"),
+        (r"1.2777\ldots", "23/18"),
     ],
     "fractions": [
         (r"\frac12", "0.5"), (r"\dfrac{2}{4}", r"\tfrac{1}{2}"), (r"\frac{-1}{2}", "-.5"),
         (r"-\frac{3}{8}", "-3/8"), (r"\frac 3 4", "0.75"), (r"\frac{7}3", "7/3"),
         (r"\cfrac{1}{5}", "0.2"), ("6/8", "3/4"), (r"\frac{1,000}{3}", "1000/3"), ("½", "0.5"),
+        (r"\frac\pi7", r"\pi/7"), (r"\frac{\sqrt{6}}3", r"\sqrt6/3"), (r"\frac2i", "-2i"),
         (r"\\frac{5}{6}", r"\frac{5}{6}"), ("\frac{2}{9}", "2/9"), (r"\frac{x}{3}", "x/3"),
     ],
     "mixed numbers": [
@@ -48,7 +50,7 @@ EQUAL = {
     "angles": [
         (r"90^\circ", "90"), (r"45^{\circ}", "45°"), ("30 degrees", r"30^\circ"),
         (r"\frac{\pi}{6}", r"\pi/6"), (r"\sin(90^\circ - x)", r"\cos x"),
-        ("4 ℃", "4"),
+        ("4 ℃", "4"), (r"75^\circ", r"\frac{5\pi}{12}"), (r"210^{\circ}", r"\frac{7\pi}{6}"),
     ],
     "names": [
         (r"f^{-1}(x) = \frac{x-1}{2}", r"\frac{x-1}{2}"), (r"\angle A = 30^\circ", "30"),
@@ -57,6 +59,7 @@ EQUAL = {
         (r"\theta = \pi/3", r"\frac{\pi}{3}"), ("AB = 12", "12"), (r"(x, y) = (1, 2)", "(1,2)"),
         (r"\frac{\sqrt2}{2} \approx 0.707", r"\frac{\sqrt{2}}{2}"),
         ("|AB| = 5", "5"), ("CD:EF = 2:3", "2:3"), (r"\frac{AB}{CD}=\frac{1}{2}", "0.5"),
+        ("p:q = 5:8", "5:8"), ("a : b : c = 2:3:4", "2:3:4"), (r"v_{\min} = 6", "6"), ("=8", "8"),
     ],
     "words": [
         ("Evelyn", r"\text{Evelyn}"), ("even", "Even"), (r"\text{ellipse}", "ellipse"),
@@ -70,6 +73,8 @@ EQUAL = {
         (r"\mathrm{A}", r"\textbf{A}"), ("(B) 12", "B"), ("C) 3.5", "(C)"),
         (r"\boxed{\text{(A)}}", "A"),
         ("Option A", "A"), ("option (C)", "C"), ("B", "choice B"),
+        ("(C) 19", "19"), (r"\textbf{(D)}\ \frac{3}{7}", "3/7"), ("ACE", "A, C, E"), ("B, D", "BD"),
+        ("The answer is B, it is the only even one", "B"), ("(D) and (B)", "B, D"),
     ],
     "bases": [
         ("52_8", "52_{8}"), ("1011_2", "1011_{2}"), (r"4A_{16}", "4A_16"),
@@ -82,6 +87,10 @@ EQUAL = {
         ("x = 4, y = -1", "4, -1"), ("0.5, 4", r"4, \frac12"), (r"12\text{ and }13", "12, 13"),
         ("3; 5", "3, 5"), (r"60^\circ, 120^\circ", "120, 60"),
         (r"\boxed{-2} \text{ and } \boxed{1}", "1, -2"), ("n = 1, 2, 3", "1,2,3"),
+        ("6,0", "0,6"), ("23, 4", "4,23"), ("0,3", "(0, 3)"), ("+4或-4", r"\pm 4"),
+        ("3、5和8", "3, 5, 8"),
+        ("(p, q) = (5, 8)", "p = 5, q = 8"), ("p=5, q=8", "(q, p) = (8, 5)"),
+        (r"\begin{cases} p = 5 \\ q = 8 \end{cases}", "q = 8, p = 5"),
         ("{1, 3}", "(1, 3)"), ("(1;2;3)", "(1,2,3)"),
         ("2 apples and 3 pears", "3 pears, 2 apples"),
     ],
@@ -90,7 +99,7 @@ EQUAL = {
         (r"\left\{ -1, \frac12 \right\}", r"\{0.5, -1\}"), (r"\emptyset", r"\{\}"),
         (r"\varnothing", "∅"), (r"\{1\pm\sqrt{5},-2\}", r"\{-2, 1-\sqrt5, 1+\sqrt5\}"),
         (r"\{8\}", "8"), ("8", r"\{8\}"),
-        (r"\{2,2,5\}", r"\{5,2\}"),
+        (r"\{2,2,5\}", r"\{5,2\}"), ("the empty set", r"\emptyset"),
     ],
     "tuples": [
         ("(1, 0.5)", r"(1, \frac{1}{2})"), (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
@@ -112,10 +121,22 @@ EQUAL = {
         (r"x \neq 3", r"(-\infty,3)\cup(3,\infty)"),
         ("x != 3", r"x \ne 3"), (r"x > 2 \text{ and } x < 5", "2<x<5"),
         ("x < 5 and x ≥ 2", "[2,5)"),
-        ("0<f(x)<1", "(0,1)"),
+        ("0<f(x)<1", "(0,1)"), ("]3, 8[", "(3,8)"), (r"]-\infty, 4]", r"x \le 4"),
+        ("[3;8[", "[3, 8)"), (r"\{t \in \mathbb{R} : t \ge 6\}", r"[6,\infty)"),
+        (r"\mathbb{R} \setminus \{6\}", r"x \ne 6"),
+        (r"\{t \mid t \ne 6\}", r"(-\infty,6)\cup(6,\infty)"),
+        ("x<3或x>8", r"(-\infty,3)\cup(8,\infty)"),
     ],
     "matrices": [
         (r"(1, 2)", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        ("[3, 0.25]", r"\begin{bmatrix} 3 \\ \frac14 \end{bmatrix}"),
+        ("[[5, 6], [7, 8]]", r"\begin{pmatrix} 5 & 6 \\ 7 & 8 \end{pmatrix}"),
+        (
+            r"\frac13 \begin{pmatrix} 6 & 3 \\ 0 & 1 \end{pmatrix}",
+            r"\begin{pmatrix} 2 & 1 \\ 0 & 1/3 \end{pmatrix}",
+        ),
+        (r"t \begin{pmatrix} 2 \\ t \end{pmatrix}", r"\begin{pmatrix} 2t \\ t^2 \end{pmatrix}"),
+        (r"\\begin{pmatrix} 5 \\\\ 7 \\end{pmatrix}", r"\begin{pmatrix} 5 \\ 7 \end{pmatrix}"),
         (r"\begin{pmatrix}-1\\2\end{pmatrix}", r"\begin{pmatrix} -1 \\ 2 \end{pmatrix}"),
         (
             r"\begin{bmatrix} 0.5 & 1 \\ 0 & 2 \end{bmatrix}",
@@ -151,6 +172,7 @@ EQUAL = {
         (r"2-2p", "2(1-p)"), (r"e^{x}e^{y}", "e^{x+y}"),
         (r"a_n = \sum_{k=0}^{n} b_k c_k", r"\sum_{k=0}^{n} c_k b_k"), ("|x-1|", "|1-x|"),
         ("3*e^(-8*x)", r"3e^{-8x}"), ("x^(-1/2)", r"\frac{1}{\sqrt x}"), ("a₁ + a₂", "a_1+a_2"),
+        (r"\sum_{k=1}^{n} k^2", r"\frac{n(n+1)(2n+1)}{6}"),
     ],
     "complex": [
         ("1+2i", "2i + 1"), ("i(2-i)", "1+2i"), (r"\frac34i", r"\frac{3}{4}i"),
@@ -164,6 +186,8 @@ EQUAL = {
     "ratios and times": [
         ("3:1", "3 : 1"), ("12:30", "12:30"),
         ("3 to 1", "3:1"), ("5:00 p.m.", "5:00 PM"),
+        ("17:45", "5:45 PM"), ("9 am", "9:00 a.m."), ("12:00 noon", "12:00"), ("06:15:00", "6:15"),
+        ("5:45", "5:45 pm"),
     ],
     "texts that end in an answer": [
         ("<answer> 42 </answer>", "42"), ("**42**", "42"), ("So x = 42.", "42"),
@@ -184,6 +208,10 @@ EQUAL = {
         ('the answer is "$2$ and $3$".', "2, 3"),
         (r"\boxed{5}, and an empty one: \boxed{}", "5"), ("\boxed{5}", "5"),
         (r"So \\boxed{\\frac{2}{3}}", "2/3"), ("no, not 8, it's 9 m", "9"),
+        ("所以她一共有**64页**。", "64"), ("总价 = 8 * 12 = 96元", "96"), ("96元", "96"),
+        ("7千克", "7"),
+        ("Donc la réponse est 14", "14"), ("答案：每人得到 \\frac{3}{8} 升。", "3/8"),
+        ("`64`", "64"), (r"so each of them gets \frac{3}{8} in the end", "3/8"),
         (r"$y_1 = \boxed{3x}$ and $y_2 = \boxed{4x}$", "3x, 4x"),
     ],
 }  # fmt: skip
@@ -195,6 +223,8 @@ DIFFERENT = {
         ("1,2", "12"), ("5.0001", "5"), ("0.333", "1/3"), ("5 million", "5"), ("11 7/6", "73/6"),
         ("4 4/0", "4"), ("1e3", "1e4"), ("1", "0.9999"), ("100", "1"),
         ("thirteen", "30"), ("11\n5/6", "71/6"),
+        ("0.444...", "0.444"), ("0.(4)", "0.4"), ("0.444...", "5/9"), ("7万", "7"), ("3千", "3"),
+        ("6,0", "0.6"),
     ],
     "two or more": [
         ("41 ... 42", "42"), ("1 or 2 or 3", "2"), ("2 1", "3"), (r"\boxed{1}, \boxed{2}", "2"),
@@ -202,6 +232,7 @@ DIFFERENT = {
         (r"\sqrt{67}", r"\sqrt{67}, -\sqrt{85}"), ("1, 2, 3, ...", "1,2,3"), ("2 3", "6"),
         ("The answer is not 5", "5"),
         ("6 hours and 15 minutes", "15"), ("not 5 and not 6", "6"),
+        ("3或5", "5"), ("3、5", "5"), ("6,0", "0,7"),
     ],
     "unfinished": [
         ("2 + 3", "5"), ("37*48+12", "1788"), (r"6 \times 7", "42"), ("10 - 3", "7"),
@@ -230,17 +261,24 @@ DIFFERENT = {
         ("x > 5", r"x \ge 5"), ("x < 5", "x > 5"), (r"(1, 2)", r"\{1, 2\}"),
         (r"-2 \le x \le 7", "(-2,7)"), ("5", "x > 5"),
         ("-x > -1", "x > 1"), ("x > 2 and x < 5", "[2,5]"), (r"x \ne 3", "3"), ("<1,2>", "<2,1>"),
-        ("a=1,b=2 or a=3,b=4", "(1,2),(4,3)"), ("3,3,5", "3,5"),
+        ("a=1,b=2 or a=3,b=4", "(1,2),(4,3)"), ("3,3,5", "3,5"), ("]3,8[", "[3,8]"),
+        (r"\mathbb{R} \setminus \{6\}", r"\{6\}"),
+        ("(p, q) = (5, 8)", "p = 8, q = 5"),
+        (r"\begin{cases} p = 5 \\ q = 8 \end{cases}", "p = 8, q = 5"),
     ],
     "matrices": [
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
         (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        ("[[5, 6], [7, 8]]", r"\begin{pmatrix} 5 & 7 \\ 6 & 8 \end{pmatrix}"),
+        (r"2\begin{pmatrix} 5 \\ 7 \end{pmatrix}", r"\begin{pmatrix} 5 \\ 7 \end{pmatrix}"),
         (r"\begin{vmatrix}1&0\\0&1\end{vmatrix}", r"\begin{pmatrix}1&0\\0&1\end{pmatrix}"),
     ],
     "words and choices": [
         ("odd", r"\text{oddd}"), ("even", "odd"), ("A", "B"), ("Evelyn", "Evelyn Smith"),
         ("p - q", r"\dfrac{3}{5}"), ("AZYUK2A", "2"), ("I do not know", "no"),
         ("E", r"\mathrm{E}*2"), ("(B) 12", "A"), ("yes", "no"),
+        ("(A) and (C)", "A"), ("(C) 19", "18"), ("(C) 19", "(D) 19"), ("ABD", "A, B"),
+        ("The answer is A, maybe B", "A"), ("The answer is not A, it is B", "A"),
         ("Option A", "B"), ("Isosceles triangle", "Isosceles"),
     ],
     "expressions": [
@@ -259,10 +297,14 @@ DIFFERENT = {
     ],
     "ratios and times": [
         ("3:1", "3"), ("12:00", "1:00"), ("1:3", "3:1"), ("12:00", "12"),
+        ("17:45", "5:45 AM"), ("9 pm", "9 am"), ("12:00 am", "12:00 pm"),
+        ("20:15", "8:15"),
     ],
     "texts": [
         (r"\boxed{5} no, \boxed{6}", "5"), (r"<think>\boxed{5}</think> I am not sure", "5"),
         ("#### 4\n#### 5", "4"), ("The answer is 4 4/9.", "4"), ("the answer is", "4"),
+        (r"so each of them gets \frac{\sqrt{3}}{8} in the end", "8"),
+        (r"so each of them gets \frac{3}{8} in the end", "8"),
     ],
     "hostile": [
         ("2^{2^{2^{100}}}", "5"), ("1e999999999", "5"), ("9^{9^{9^{9^{9}}}}", "3"),
@@ -273,5 +315,8 @@ DIFFERENT = {
         ("x" * 2**20, "x"), (r"\int_0^1 e^{e^{e^{x^9}}} dx", "1"),
         ("x=" + "{a}" * 190 + "=1", "2"), ("1a," * 600 + "!", "1"), ("x > 2 and " * 60, "2"),
         ('"' * 1990, "1"), ("not 5 " * 330, "5"), ("<1," * 150 + ">", "1"),
+        ("[[" * 900, "1"), ("0." + "1" * 150 + "...", "1"), (r"\{x : " * 90 + "x > 2", "1"),
+        ("或" * 1900, "1"), (r"\begin{cases}" * 140, "1"), (r"\frac" + "{" * 900, "1"),
+        ("(a,b,c)=" * 70 + "x=1", "a=1,b=2"), ("答案是" * 600, "1"),
     ],
 }  # fmt: skip

@@ -28,12 +28,14 @@ def are_same_expressions(a: str, b: str) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _are_same(_parse(a), _parse(b), _allowance(a, b))
+            x, y = _parse(a, "\\pi" in b), _parse(b, "\\pi" in a)
+            return _are_same(x, y, _allowance(a, b))
         except Exception:  # whatever a parser trips over, the answer is not shown to be right
             return False
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str, next_to_pi: bool) -> Any:
+    """The formula; its degrees are degrees with an angle's function, and next to radians."""
     import sympy
     from latex2sympy2_extended import latex2sympy
 
@@ -45,10 +47,12 @@ def _parse(text: str) -> Any:
     if re.search(r"\d\s+[-\d]", plain):
         raise ValueError("two numbers side by side")
     has_angles = re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])", text) is not None
+    has_angles |= next_to_pi and "\\pi" not in text
     if not has_angles:
         text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", "", text)
     found = latex2sympy(text, convert_degrees=has_angles)
     if isinstance(found, sympy.Basic):
+        found = found.doit() if found.atoms(sympy.Sum, sympy.Integral, sympy.Product) else found
         imaginary = {s: sympy.I for s in found.free_symbols if s.name in ("i", "I")}
         found = found.xreplace(imaginary) if imaginary else found
     return found

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_gym.envs.grading.extraction import final_answer
 from areal_gym.envs.grading.numbers import (
@@ -118,6 +118,9 @@ def _are_same(a: str, b: str, compare: _Compare) -> bool:
         return numbers_agree(numbers[0], numbers[1])
     if _bare(a) == _bare(b) or _is_choice(a, b) or _is_choice(b, a):
         return True
+    times = _time(a), _time(b)
+    if times[0] is not None and times[1] is not None:
+        return _are_same_times(times[0], times[1])
     if max(len(a), len(b)) > _MAX_SYMBOLIC:
         return False
     for left, right in _readings(a, b):
@@ -144,6 +147,8 @@ def _are_same_things(
     if based := bases[0] or bases[1]:  # a base left out is as good as a unit left out
         return based[1] == (b if bases[0] else a)
     left, right = (read_matrix(text) or read_collection(_points(text) or text) for text in (a, b))
+    if (left is None) != (right is None):  # 0,1 next to 1,0 is no decimal
+        left, right = left or _pair(a) or _letters(a, right), right or _pair(b) or _letters(b, left)
     if left is not None and right is not None:
         return _are_same_parts(left, right, compare)
     if left is not None or right is not None:  # {5} is as good as 5
@@ -158,8 +163,13 @@ def _are_same_things(
 
 _CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*[).]?|([A-Za-z])\s*[).:]")
 _OPTION = re.compile(r"(?:option|choice|answer) (?=\(?[A-Z]\)?$)", re.IGNORECASE)
-_CHOICE_AND_TEXT = re.compile(r"\(?([A-J])[).:]\s+\S.*")
+_CHOICE_AND_TEXT = re.compile(r"\(?([A-J])[).:]\s+((?!and\b|or\b)\S.*)")
 _BASED = re.compile(r"\(?([0-9A-F]+)\)?_\s*\{?\s*(\d+)\s*\}?")
+_CLOCK = re.compile(
+    r"(?P<hour>[01]?\d|2[0-3])(?::(?P<minute>[0-5]\d)(?::(?P<second>[0-5]\d))?)?"
+    r"(?: ?(?P<half>[ap])m|(?P<named> noon| midnight))?",
+    re.IGNORECASE,
+)
 _RATIO = re.compile(r"(\d+) to (\d+)")
 _SEVERAL_UNITS = re.compile(r"[\d.]+ ?[a-z]+(?:,? (?:and )?[\d.]+ ?[a-z]+)+")
 _BETWEEN_UNITS = re.compile(r",? and |, ")
@@ -178,6 +188,38 @@ def _bare(text: str) -> str:
     return text.casefold() if "\\" not in text else text
 
 
+class _Time(NamedTuple):
+    written: tuple[int, int, int]
+    """Hours, minutes, seconds."""
+    half: str
+    """Of the day, "a" or "p"; empty when it is left out."""
+
+
+def _are_same_times(a: _Time, b: _Time) -> bool:
+    """Whether 17:45 is 5:45 pm, or one of them leaves "pm" out."""
+    if a.written == b.written:
+        return a.half == b.half or not (a.half and b.half)
+    return _hours(a) == _hours(b)
+
+
+def _hours(time: _Time) -> tuple[int, int, int]:
+    hour, minute, second = time.written
+    return (hour % 12 + (12 if time.half == "p" else 0) if time.half else hour), minute, second
+
+
+def _time(text: str) -> _Time | None:
+    """A time of day, which has a colon or "am", "pm", "noon"."""
+    found = _CLOCK.fullmatch(text)
+    if found is None or not (found["minute"] or found["half"] or found["named"]):
+        return None
+    hour, half = int(found["hour"]), (found["half"] or "").lower()
+    if found["named"]:
+        half = "p" if found["named"].strip().lower() == "noon" else "a"
+    if half and not 1 <= hour <= 12:
+        return None
+    return _Time((hour, int(found["minute"] or 0), int(found["second"] or 0)), half)
+
+
 def _is_choice(text: str, letter: str) -> bool:
     """ "(B) 12" is the choice "B"."""
     single, full = _CHOICE.fullmatch(letter), _CHOICE_AND_TEXT.fullmatch(text)
@@ -190,9 +232,10 @@ def _is_choice(text: str, letter: str) -> bool:
 
 
 # "k = 1/2", "f(x) = 2x", "x \in [1, 2]": the name is not part of the answer
+_RATIO_OF = r"[a-z](?:\s*:\s*[a-z])+"
 _SEGMENT = r"[A-Z]{1,4}(?:_\{?\w+\}?)?"
 _MEASURE = rf"\|{_SEGMENT}\||{_SEGMENT}\s*[:/]\s*{_SEGMENT}|\\frac\{{{_SEGMENT}\}}\{{{_SEGMENT}\}}"
-_NAME = rf"(?:{_MEASURE}|{NAME}|\([A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\))"
+_NAME = rf"(?:{_MEASURE}|{_RATIO_OF}|{NAME}|\([A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\))"
 _NAMED = re.compile(rf"\s*({_NAME})\s*(?:=|\\in(?![a-zA-Z])|\\approx)\s*")
 _NO_LETTERS = r"(?:[-+*/().,\d\s{}^%]|\\(?:frac|sqrt|times|cdot|div|pi)(?![a-zA-Z]))+"
 _COMPUTED = re.compile(rf"{_NO_LETTERS}=({_NO_LETTERS})")
@@ -201,7 +244,8 @@ _APPROXIMATELY = re.compile(r"\\approx(?![a-zA-Z])|\\simeq|\\sim(?![a-zA-Z])")
 
 def _readings(a: str, b: str) -> list[tuple[str, str]]:
     """What the answers may be taken for, likeliest first: a value without its name or unit, ..."""
-    values = _value(a), _value(b)
+    values = _value(_without_letter(a, b)), _value(_without_letter(b, a))
+    values = _spelled_out(values[0], values[1]), _spelled_out(values[1], values[0])
     has_equation = len(_sides(values[0])) > 1, len(_sides(values[1])) > 1
     names = _assigned(values[0]), _assigned(values[1])
     if all(has_equation) and not all(names):
@@ -210,6 +254,27 @@ def _readings(a: str, b: str) -> list[tuple[str, str]]:
     if all(has_equation) and names[0] != names[1]:
         return [unnamed, values]  # y = 2x + 3 is f(x) = 2x + 3, and x = 2y is y = x/2
     return [unnamed]
+
+
+def _without_letter(text: str, other: str) -> str:
+    """ "(B) 12" is 12 where no letters are asked for."""
+    full = _CHOICE_AND_TEXT.fullmatch(text)
+    return full[2] if full and not _CHOICE_AND_TEXT.fullmatch(other) else text
+
+
+_POINT = re.compile(r"\(([A-Za-z](?:\s*,\s*[A-Za-z])+)\)\s*=\s*\(([^()]*)\)")
+
+
+def _spelled_out(text: str, other: str) -> str:
+    """ "(a, b) = (2, 3)" as "a = 2, b = 3" where the other one is written like that."""
+    point = _POINT.fullmatch(text)
+    if point is None or other.count("=") < 2:
+        return text
+    names, values = point[1].split(","), point[2].split(",")
+    if len(names) != len(values):
+        return text
+    pairs = zip(names, values, strict=True)
+    return ", ".join(f"{name.strip()} = {value.strip()}" for name, value in pairs)
 
 
 def _value(text: str) -> str:
@@ -275,6 +340,23 @@ def _points(text: str) -> str | None:
     return ", ".join("(" + ", ".join(value for _, value in group) + ")" for group in groups)
 
 
+_TWO_WHOLE = re.compile(r"-?\d+,-?\d+")
+
+
+def _pair(text: str) -> Parts | None:
+    """ "0,1" as two numbers, which alone would be a decimal of other countries."""
+    return Parts("", text.split(",")) if _TWO_WHOLE.fullmatch(text) else None
+
+
+_CHOICES = re.compile(r"[A-J]{2,10}")
+
+
+def _letters(text: str, other: Parts | None) -> Parts | None:
+    """ "ABD" where the other one is a list of choices: A, B, D."""
+    is_asked = other is not None and all(_CHOICE.fullmatch(item) for item in other.items)
+    return Parts("", list(text)) if is_asked and _CHOICES.fullmatch(text) else None
+
+
 def _only_element(parts: Parts | None, text: str) -> str | None:
     """That of a set of one; the text itself when it is no collection."""
     if parts is None:
@@ -287,8 +369,8 @@ def _are_same_parts(a: Parts, b: Parts, compare: _Compare) -> bool:
     if len(a.items) != len(b.items) or len(a.items) > _MAX_PARTS:
         return False
     kinds = {a.brackets, b.brackets}
-    if "()" in kinds and any(map(_VECTOR.fullmatch, kinds)):  # a column is as good as a tuple
-        kinds = {"()"}
+    if kinds & {"()", "[]"} and any(map(_VECTOR.fullmatch, kinds)):
+        kinds = {"()"}  # a column is as good as a tuple
     # A list of three may stand in any brackets, and (4, 5) in none.
     if kinds == {"[]", "()"} and len(a.items) < 3:
         return False

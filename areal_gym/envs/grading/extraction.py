@@ -22,8 +22,14 @@ _MAX_PROSE = 2_000
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _TAGGED = re.compile(r"<answer>(.{0,2000}?)</answer>", re.DOTALL)
 _LEADS = re.compile(
-    r"\b(?:answers?|option|choice)(?:\s+(?:is|are)\b|[ \t]*\**[ \t]*[:=])[ \t]*:?",
+    r"\b(?:answers?|option|choice)(?:\s+(?:is|are)\b|[ \t]*\**[ \t]*[:=])[ \t]*:?"
+    r"|\b(?:réponse|respuesta|antwort|risposta|resposta)(?:\s+(?:est|es|ist|è|é)\b|[ \t]*:)"
+    r"|答案(?:是|为|為|[:：])",
     re.IGNORECASE,
+)
+# "for sure D, it can't be A"
+_CHOICE_FIRST = re.compile(
+    r"((?:[a-z]+ ){0,2})\(?([A-J])\)?[,;，。]\s*((?!and\b|so\b)[a-z']{2,}).*"
 )
 _REASON = re.compile(r",?\s(?:because|since|which)\s", re.IGNORECASE)
 _OPENING = re.compile(
@@ -32,9 +38,13 @@ _OPENING = re.compile(
 # A full stop that ends a sentence: none of a decimal, none within mathematics.
 _SENTENCE_END = re.compile(r"(?<![.\d])\.(?=\s)|\d\.(?=\s+[A-Z])|(?<=[$)\]])\.(?=\s|$)")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(.+?)(?<!\\)\$", re.DOTALL)
-_LAST_NUMBER = re.compile(r"(?<![\w.^/\\])-?\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?\s?%?")
+_LAST_NUMBER = re.compile(
+    r"(?<![A-Za-z0-9_.^/\\])(?<!\}\{)-?"
+    r"(?:\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?\s?%?|\\[dt]?frac\{\d+\}\{\d+\})"
+)
 _COMMAND = re.compile(r"\\[a-zA-Z]+\s*(?:\{[^{}]*\})*")
-_WORD = re.compile(r"(?<![\\a-zA-Z])(?!(?:and|or)\b)[A-Za-z]{2,}", re.IGNORECASE)
+_WORD = re.compile(r"(?<![\\a-zA-Z])(?!(?:and|or)\b)[^\W\d_一-鿿]{2,}|[一-鿿]{1,2}", re.IGNORECASE)
+"""Of any language; two Chinese characters are about a word."""
 # "Answer $9$", "Therefore $x > 5$": words, and then one formula.
 _INTRODUCTION = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z ,:;*]*")
 # "It is not 10, but 12": 10 was taken back.
@@ -131,6 +141,8 @@ def _first_sentence(text: str) -> str:
         if not any(start < stop.end() - 1 < end - 1 for start, end in math):
             text = text[: stop.end() - 1]
             break
+    if (choice := _CHOICE_FIRST.fullmatch(text)) and not _HEDGES.search(choice[1] + choice[3]):
+        return choice[2]
     text = _REASON.split(text, maxsplit=1)[0]
     text = text if text.endswith("..") else text.removesuffix(".")
     return text.strip("* \t\r").removeprefix("}").strip()  # \text{The answer is} 5

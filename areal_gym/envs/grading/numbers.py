@@ -40,7 +40,9 @@ _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:\.\d+)?|\d+(?:\.
 _DECIMAL = re.compile(rf"(?P<number>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d{{1,3}}))?")
 # 2,74 in other countries; 1,234 has thousands, and 1,2 is rather two numbers.
 _DECIMAL_COMMA = re.compile(r"(?:\d+,\d{2}|\d+,\d{4,}|0+,\d+)")
-_RECURRING = re.compile(r"(\d*)\.(\d*)\\(?:overline|dot)\s*\{?(\d+)\}?")
+_RECURRING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?|\((\d+)\))")
+_GOES_ON = re.compile(r"(\d*)\.(\d{0,9}?)(\d{1,9}?)\3{2,20}\.\.\.")
+"""0.1666...: what comes three times goes on."""
 _FRACTION = re.compile(
     r"(?:(?P<whole>\d{1,3}(?:[ ,]\d{3})+|\d+)[ +])?(?P<top>\d[\d,]*(?:\.\d+)?|\.\d+)"
     r"/(?P<bottom>\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -51,7 +53,7 @@ _TIMES_POWER = re.compile(
     r"\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\s*\}?"
 )
 NAME = (
-    r"(?!\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac))(?:m?\\angle\s*)?\\?[A-Za-z]+(?:\^\{-1\})?(?:_\{?\w+\}?|'*)?"
+    r"(?!\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac))(?:m?\\angle\s*)?\\?[A-Za-z]+(?:\^\{-1\})?(?:_\{?\\?\w+\}?|'*)?"
     r"(?:\s*\([A-Za-z, ]+\))?"
 )
 """A variable or `f(x)`: what may stand before "=" without being part of the answer."""
@@ -62,6 +64,9 @@ _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _UNIT = re.compile(
     r"(?P<number>.*(?:[\d.)}]|\\pi))(?P<space> ?)(?P<unit>[A-Za-z]+(?:[ -][A-Za-z]+){0,3}\.?)"
     r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?:/[A-Za-z]+(?:\s*\^\s*\{?\s*[23]\s*\}?)?)?"
+)
+_CHINESE_UNIT = re.compile(
+    r"(?P<number>.*[\d.)}]) ?(?P<unit>(?!千(?![克米])|分之|[十百万亿兆半成折点])[一-鿿]{1,4})"
 )
 _UNITS = {
     *("mm", "cm", "m", "km", "in", "ft", "yd", "mi", "mg", "g", "kg", "lb", "lbs", "oz", "ml", "l"),
@@ -144,6 +149,8 @@ def _split_unit(text: str) -> tuple[str, str]:
     found = _UNIT.fullmatch(text)
     if found and _is_unit(found["unit"].rstrip("."), has_space=bool(found["space"])):
         return found["number"], found["unit"].lower().rstrip(".")
+    if not text.isascii() and (found := _CHINESE_UNIT.fullmatch(text)):
+        return found["number"], found["unit"]
     return text, ""
 
 
@@ -179,8 +186,9 @@ def _parse_value(text: str) -> Fraction | None:
         if bottom == 0 or (whole is not None and top >= bottom):
             return None
         return sign * (Fraction(re.sub("[ ,]", "", whole or "0")) + top / bottom)
-    if recurring := _RECURRING.fullmatch(text):
-        first, once, again = recurring.groups()
+    if recurring := _RECURRING.fullmatch(text) or _GOES_ON.fullmatch(text):
+        first, once, *again_as = recurring.groups()
+        again = next(digits for digits in again_as if digits)
         ones, tens = Fraction(10) ** -len(once), Fraction(10) ** len(again)
         return sign * ones * (int((first + once) or 0) + int(again) / (tens - 1))
     scale = Fraction(1)

@@ -21,9 +21,11 @@ class Parts(NamedTuple):
 UNORDERED = {"", "{}"}
 """Brackets within which the order says nothing."""
 
+_FACTOR = r"(-?(?:\d+(?:/\d+)?|\\frac\{[^{}]*\}\{[^{}]*\}|[a-zA-Z])?)(?:\s*(?:\\cdot|\*))?"
 _MATRIX = re.compile(
+    rf"{_FACTOR}\s*"
     r"\(?\[?\s*\\begin\{([pbvBV]?matrix|array|smallmatrix)\}(?:\{[lcr|]+\})?(.*)"
-    r"\\end\{\1\}\s*\]?\)?",
+    r"\\end\{\2\}\s*\]?\)?",
     re.DOTALL,
 )
 _ROW_END = re.compile(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-zA-Z])")
@@ -31,14 +33,37 @@ _ROW_END = re.compile(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-zA-Z])")
 
 def read_matrix(text: str) -> Parts | None:
     """The entries of a matrix, row after row; None when the text is none."""
-    found = _MATRIX.fullmatch(text.strip())
-    if found is None or "\\begin" in found[2]:
+    text = text.strip()
+    if text.startswith("[["):
+        return _nested_rows(text)
+    found = _MATRIX.fullmatch(text)
+    if found is None or "\\begin" in found[3]:
         return None
-    inside = _ROW_END.split(found[2])
-    rows = [row.split("&") for row in inside if row.strip(" \\")]
-    is_determinant = found[1] in ("vmatrix", "Vmatrix")
+    factor, kind, inside = found.groups()
+    rows = [row.split("&") for row in _ROW_END.split(inside) if row.strip(" \\")]
+    is_determinant = kind in ("vmatrix", "Vmatrix")
+    if factor and is_determinant:
+        return None
     shape = f"{'|' if is_determinant else 'm'}{[len(row) for row in rows]}"
-    return Parts(shape, [item.strip() for row in rows for item in row])
+    return Parts(shape, [_times(factor, item.strip()) for row in rows for item in row])
+
+
+def _nested_rows(text: str) -> Parts | None:
+    """[[1, 2], [3, 4]], as programs write a matrix."""
+    rows = _split(text[1:-1])
+    if text[-1] != "]" or not all(row[0] + row[-1] == "[]" and _wraps(row) for row in rows):
+        return None
+    entries = [_split(row[1:-1]) for row in rows]
+    return Parts(f"m{[len(row) for row in entries]}", [item for row in entries for item in row])
+
+
+def _times(factor: str, entry: str) -> str:
+    if not factor:
+        return entry
+    x, y = parse_tidy_number("-1" if factor == "-" else factor), parse_tidy_number(entry)
+    if x is None or y is None:
+        return rf"{factor} \cdot ({entry})"
+    return str(x.value * y.value)
 
 
 _RELATION = r"(<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z]))"
@@ -48,7 +73,14 @@ _SIDE = r"((?:(?!\\[lg]e(?![a-zA-Z]))[^<>])+?)"
 _BETWEEN = re.compile(rf"{_SIDE}\s*{_RELATION}\s*{_SYMBOL}\s*{_RELATION}\s*{_SIDE}")
 _BOUND = re.compile(rf"{_SYMBOL}\s*{_RELATION}\s*{_SIDE}")
 _BOUND_FIRST = re.compile(rf"([^<>A-Za-z]+?)\s*{_RELATION}\s*{_SYMBOL}")
-_BUILDER = re.compile(rf"\\\{{\s*{_SYMBOL}\s*(?:\\mid|:|\|)\s*(.*[<>]|.*\\[lg]e.*)(.*)\\\}}")
+_REALS = r"\(-\\infty, \\infty\)"
+_BUILDER = re.compile(
+    rf"\\\{{\s*{_SYMBOL}\s*(?:\\in\s*{_REALS}\s*)?(?:\\mid|:|\|)\s*"
+    r"(.*(?:[<>]|\\[lgn]e(?![a-zA-Z])).*)\\\}"
+)
+_WITHOUT = re.compile(rf"{_REALS}\s*(?:\\setminus|\\backslash|\\|-)\s*\\\{{([^{{}},]+)\\\}}")
+_OUTWARD = re.compile(r"([\[\]])([^\[\],;]+[,;][^\[\],;]+)([\[\]])")
+"""]1, 2[ is how some countries write (1, 2)."""
 _EXCEPT = re.compile(rf"{_SYMBOL}\s*\\ne(?![a-zA-Z])\s*([^<>=,]+)")
 _BOTH = re.compile(
     rf"({_SYMBOL})\s*{_RELATION}\s*{_SIDE}\s+and\s+({_SYMBOL})\s*{_RELATION}\s*{_SIDE}"
@@ -65,7 +97,7 @@ def _interval(text: str) -> str:
         if "<" in first or "le" in first:
             return f"{_SIGNS[first][0]}{low.strip()}, {high.strip()}{_SIGNS[second][1]}"
         return f"{_SIGNS[second][1]}{high.strip()}, {low.strip()}{_SIGNS[first][0]}"
-    if found := _EXCEPT.fullmatch(text):
+    if found := _EXCEPT.fullmatch(text) or _WITHOUT.fullmatch(text):
         return f"(-\\infty, {found[1]}) \\cup ({found[1]}, \\infty)"
     if found := _BOTH.fullmatch(text):  # x > 2 and x < 5
         name, first, low, other, second, high = found.groups()
@@ -97,10 +129,13 @@ def read_collection(text: str) -> Parts | None:
     """The parts of an answer that is a list, a tuple, a set, an interval or a union of them."""
     text = text.strip()
     if builder := _BUILDER.fullmatch(text):  # {x | x > 2}
-        text = (builder[1] + builder[2]).strip()
+        text = builder[1].strip()
     if parse_tidy_number(text) is not None:  # 1,000
         return None
-    text = _interval(text) if _RELATED.search(text) else text
+    text = _interval(text) if _RELATED.search(text) or "\\infty)" in text else text
+    if outward := _OUTWARD.fullmatch(text):
+        first, inside, last = outward.groups()
+        text = ("[" if first == "[" else "(") + inside + ("]" if last == "]" else ")")
     if re.search(r"\\cup(?![a-zA-Z])", text):
         return Parts("", [part.strip() for part in re.split(r"\\cup(?![a-zA-Z])", text)])
     brackets = ""

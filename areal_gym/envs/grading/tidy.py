@@ -25,6 +25,7 @@ _SYMBOLS = {
     **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "≈": r"\approx ", "⁄": "/"},
     **{"−": "-", "–": "-", "’": "'", "′": "'", "θ": r"\theta ", "λ": r"\lambda ", "∛": r"\sqrt[3]"},
     **{"\x0crac": r"\frac", "\u200b": "", "\xa0": " ", "<=": r"\le ", ">=": r"\ge "},
+    **{"或": " or ", "和": " and ", "、": ", ", "`": ""},
 }
 _SYMBOL = re.compile("|".join(map(re.escape, _SYMBOLS)))
 
@@ -44,6 +45,7 @@ _FONT = re.compile(
     r"\\(?:math(?:rm|bf|it|sf|tt|cal|frak|bb|scr|ord)|boldsymbol|bm|operatorname\*?)\s*\{([^{}]*)\}"
 )
 _INFINITY = re.compile(r"(?<![\\a-zA-Z])(?:infinity|infty|inf)(?![a-zA-Z])", re.IGNORECASE)
+_EMPTY = re.compile(r"\b(?:the )?empty set\b", re.IGNORECASE)
 _REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R(?![a-zA-Z])|ℝ|\ball real numbers\b")
 _ALIASES = {
     **{r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\leq": r"\le"},
@@ -59,11 +61,17 @@ _ALIASES = {
     **{r"\cdots": "...", r"\colon": ":", r"\lvert": "|", r"\rvert": "|", r"\vert": "|"},
 }
 _ALIAS = re.compile("(?:" + "|".join(map(re.escape, _ALIASES)) + ")(?![a-zA-Z])")
+_ESCAPED_TWICE = re.compile(r"(?<!\\)\\\\begin(?![a-zA-Z])")
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z])")
 _DIGIT_GROUP = re.compile(r"(?<=\d)(?:\s?\{\s*,\s*\}|,\s?\\!|\\!,|\\,)\s?(?=\d{3})")
-_SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|(\d)\s*(\{)|(\{[^{}]*\})\s*(\d))")
+_SIGN = r"(\\pi(?![a-zA-Z])|[0-9a-zA-Z])"
+_SHORT_FRACTION = re.compile(
+    rf"\\frac\s*(?:{_SIGN}\s*(?:{_SIGN}|(?=\{{))|(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})\s*{_SIGN})"
+)
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\[\d+\])?\s*(\d+|[a-zA-Z](?![a-zA-Z]))")
 _LINE_OVER = re.compile(r"\\(?:overline|overrightarrow|vec)\s*\{([A-Za-z]+)\}")
+_CASES = re.compile(r"(?:\\\{\s*)?\\begin\{cases\}([^&]*?)\\end\{cases\}")
+_ROW_END = re.compile(r"[\s,]*\\\\\s*")
 _LINES = re.compile(r"(?<=\d)\s*\n\s*(?=-?\d)")
 _QUOTED = re.compile(r"""(?:\\?["“”`]|'')+(.*?)(?:\\?["“”]|'')+\.?""", re.DOTALL)
 _QUOTES = ('"', "“", "”", "'")
@@ -83,10 +91,13 @@ def tidy(text: str) -> str:
         text = _NOON.sub(r"\1m", text)
     text = _PRICE.sub(_spell_out_price, text.strip())
     text = _REALS.sub(r"(-\\infty, \\infty)", _RAISED.sub(_raise, text))
+    text = _EMPTY.sub(r"\\emptyset", text)
     text = _LOWERED.sub(lambda m: "_" + "".join(_SUBSCRIPTS[c] for c in m[0]), text)
     text = _VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
     text = _SYMBOL.sub(lambda m: _SYMBOLS[m[0]], unicodedata.normalize("NFKC", text))
-    if r"\begin" not in text:  # where \\ ends a row
+    if _ESCAPED_TWICE.search(text):
+        text = text.replace(r"\\", "\\")
+    elif r"\begin" not in text:  # where \\ ends a row
         text = _DOUBLED.sub(r"\\", text)
     text = _DIGIT_GROUP.sub("", text)
     text = text.replace(r"\$", "").replace(r"\%", "%").replace(r"\&", "&")
@@ -97,9 +108,12 @@ def tidy(text: str) -> str:
         text = _LINE_OVER.sub(r"\1", text)
     text = _INFINITY.sub(r"\\infty", text)
     text = _ALIAS.sub(lambda m: _ALIASES[m[0]], text)
-    text = _SHORT_FRACTION.sub(_spell_out, text)
+    if "\\frac" in text:
+        text = _SHORT_FRACTION.sub(_spell_out, _SHORT_FRACTION.sub(_spell_out, text))
+    if r"\begin{cases}" in text:
+        text = _CASES.sub(lambda m: _ROW_END.sub(", ", m[1].strip(" \\")), text)
     text = _SHORT_ROOT.sub(r"\\sqrt\1{\2}", text)
-    return _END.sub("", _without_stray_brace(" ".join(text.split()))).removeprefix("= ")
+    return _END.sub("", _without_stray_brace(" ".join(text.split()))).removeprefix("=").lstrip()
 
 
 def _without_stray_brace(text: str) -> str:
@@ -119,7 +133,5 @@ def _spell_out_price(match: re.Match[str]) -> str:
 
 
 def _spell_out(match: re.Match[str]) -> str:
-    both, top, bottom = match[1], match[3], match[6]
-    if both is not None:
-        return rf"\frac{{{both}}}{{{match[2]}}}"
-    return rf"\frac{{{top}}}{{" if top is not None else rf"\frac{match[5]}{{{bottom}}}"
+    top, bottom = match[1] or match[3].removeprefix("{").removesuffix("}"), match[2] or match[4]
+    return rf"\frac{{{top}}}" + (f"{{{bottom}}}" if bottom else "")
