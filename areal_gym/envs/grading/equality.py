@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_gym.envs.grading.extraction import final_answer
 from areal_gym.envs.grading.numbers import (
@@ -24,6 +24,7 @@ from areal_gym.envs.grading.parts import (
     read_matrix,
 )
 from areal_gym.envs.grading.tidy import tidy
+from areal_gym.envs.grading.times import are_same_times, read_time
 from areal_gym.envs.loops import KeptLoop
 
 __all__ = ["agrees", "is_equal"]
@@ -118,9 +119,9 @@ def _are_same(a: str, b: str, compare: _Compare) -> bool:
         return numbers_agree(numbers[0], numbers[1])
     if _bare(a) == _bare(b) or _is_choice(a, b) or _is_choice(b, a):
         return True
-    times = _time(a), _time(b)
+    times = read_time(a), read_time(b)
     if times[0] is not None and times[1] is not None:
-        return _are_same_times(times[0], times[1])
+        return are_same_times(times[0], times[1])
     if max(len(a), len(b)) > _MAX_SYMBOLIC:
         return False
     for left, right in _readings(a, b):
@@ -165,11 +166,6 @@ _CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*[).]?|([A-Za-z])\s*[).:]")
 _OPTION = re.compile(r"(?:option|choice|answer) (?=\(?[A-Z]\)?$)", re.IGNORECASE)
 _CHOICE_AND_TEXT = re.compile(r"\(?([A-J])[).:]\s+((?!and\b|or\b)\S.*)")
 _BASED = re.compile(r"\(?([0-9A-F]+)\)?_\s*\{?\s*(\d+)\s*\}?")
-_CLOCK = re.compile(
-    r"(?P<hour>[01]?\d|2[0-3])(?::(?P<minute>[0-5]\d)(?::(?P<second>[0-5]\d))?)?"
-    r"(?: ?(?P<half>[ap])m|(?P<named> noon| midnight))?",
-    re.IGNORECASE,
-)
 _RATIO = re.compile(r"(\d+) to (\d+)")
 _SEVERAL_UNITS = re.compile(r"[\d.]+ ?[a-z]+(?:,? (?:and )?[\d.]+ ?[a-z]+)+")
 _BETWEEN_UNITS = re.compile(r",? and |, ")
@@ -186,38 +182,6 @@ def _bare(text: str) -> str:
     text = _RATIO.sub(r"\1:\2", text)
     text = re.sub(r"\{([A-Za-z0-9])\}", r"\1", _TIGHT.sub("", text))
     return text.casefold() if "\\" not in text else text
-
-
-class _Time(NamedTuple):
-    written: tuple[int, int, int]
-    """Hours, minutes, seconds."""
-    half: str
-    """Of the day, "a" or "p"; empty when it is left out."""
-
-
-def _are_same_times(a: _Time, b: _Time) -> bool:
-    """Whether 17:45 is 5:45 pm, or one of them leaves "pm" out."""
-    if a.written == b.written:
-        return a.half == b.half or not (a.half and b.half)
-    return _hours(a) == _hours(b)
-
-
-def _hours(time: _Time) -> tuple[int, int, int]:
-    hour, minute, second = time.written
-    return (hour % 12 + (12 if time.half == "p" else 0) if time.half else hour), minute, second
-
-
-def _time(text: str) -> _Time | None:
-    """A time of day, which has a colon or "am", "pm", "noon"."""
-    found = _CLOCK.fullmatch(text)
-    if found is None or not (found["minute"] or found["half"] or found["named"]):
-        return None
-    hour, half = int(found["hour"]), (found["half"] or "").lower()
-    if found["named"]:
-        half = "p" if found["named"].strip().lower() == "noon" else "a"
-    if half and not 1 <= hour <= 12:
-        return None
-    return _Time((hour, int(found["minute"] or 0), int(found["second"] or 0)), half)
 
 
 def _is_choice(text: str, letter: str) -> bool:
