@@ -50,7 +50,8 @@ EQUAL = {
     "angles": [
         (r"90^\circ", "90"), (r"45^{\circ}", "45°"), ("30 degrees", r"30^\circ"),
         (r"\frac{\pi}{6}", r"\pi/6"), (r"\sin(90^\circ - x)", r"\cos x"),
-        ("4 ℃", "4"), (r"75^\circ", r"\frac{5\pi}{12}"), (r"210^{\circ}", r"\frac{7\pi}{6}"),
+        ("4 ℃", "4"), ("20°C", "20°"), ("64 degrees", "64°"),
+        (r"75^\circ", r"\frac{5\pi}{12}"), (r"210^{\circ}", r"\frac{7\pi}{6}"),
     ],
     "names": [
         (r"f^{-1}(x) = \frac{x-1}{2}", r"\frac{x-1}{2}"), (r"\angle A = 30^\circ", "30"),
@@ -247,6 +248,7 @@ DIFFERENT = {
     "units": [
         ("5 cm", "5 m"), ("10 units", "100"), ("3 hours", "3 minutes"), ("28", "0.28"),
         ("7%", "7.5%"),
+        ("64%", r"64^\circ"), ("8 inches", r"8^\circ"), ("64%", "64 dollars"), ("20°C", "20°F"),
         ("$7", "7 cents"), ("$7", "7 euros"), ("£7", "$7"),
     ],
     "lists": [

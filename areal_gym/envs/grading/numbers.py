@@ -118,7 +118,8 @@ def parse_tidy_number(text: str) -> Number | None:
     """`parse_number` of a text that is tidy already."""
     if len(text) > _MAX_NUMBER:
         return None
-    text = _DEGREES.sub("", _CURRENCY.sub("", text)).strip()
+    text, num_degrees = _DEGREES.subn("", _CURRENCY.sub("", text).strip())
+    text = text.strip()
     text = _ABOUT.sub("", text)
     in_words = _IN_WORDS.get(text.lower().replace("-", " "))
     if in_words is not None:
@@ -130,6 +131,7 @@ def parse_tidy_number(text: str) -> Number | None:
     if scaled := _SCALE.fullmatch(text):
         text, scale = scaled["number"] + scaled["rest"], Fraction(_SCALES[scaled["scale"]])
     text, unit = _split_unit(text)
+    unit = unit or ("degrees" if num_degrees else "")
     value = _parse_value(text)
     if value is None:
         return None
@@ -228,9 +230,22 @@ def is_rounded(exact: Fraction, rounded: Number) -> bool:
     )
 
 
+_SCALES_OF_DEGREES = {"c", "f", "celsius", "fahrenheit", "degrees celsius", "degrees fahrenheit"}
+
+
+def _have_other_units(a: Number, b: Number) -> bool:
+    """Whether both have a unit, and not the same one; 20 degrees may be meant in Celsius."""
+    units = ["percent" if number.is_percent else number.unit for number in (a, b)]
+    if "percent" in units and not (a.unit or b.unit):
+        return False
+    if "degrees" in units and not _SCALES_OF_DEGREES.isdisjoint(units):
+        return False
+    return all(units) and units[0].rstrip("s") != units[1].rstrip("s")
+
+
 def numbers_agree(a: Number, b: Number) -> bool:
     """Whether they are one number; 50% is 50 and 0.5, and 0.3333 is 1/3."""
-    if a.unit and b.unit and a.unit.rstrip("s") != b.unit.rstrip("s"):
+    if _have_other_units(a, b):
         return False
     if _are_same(a, b):
         return True
