@@ -81,7 +81,8 @@ def test_a_run_over_http_is_the_run_at_home(tiny_policy, tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_an_evaluation_over_http_is_the_one_at_home(tiny_policy, tmp_path, capsys):
+def test_an_evaluation_over_http_is_the_one_at_home(tiny_policy, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with served("countdown", "num_numbers=3") as server:
         reports = []
         for env, settings in (
