@@ -21,8 +21,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_gym.agents.base import Access, Agent
@@ -109,7 +110,8 @@ async def play_episode(
     in_flight.episodes += 1
     try:
         async with asyncio.timeout(timeout_s) as played.deadline:
-            _, info = await played.of_env(env.areset(seed=seed, options=options), "reset")
+            reset = partial(env.areset, seed=seed, options=options)
+            _, info = await played.of_env(reset, "reset")
             played.first_messages = info["messages"]
             await played.by(agent)
     except EpisodeError as error:
@@ -121,7 +123,7 @@ async def play_episode(
     finally:
         played.close()
         try:
-            await played.of_env(env.aclose(), "aclose")
+            await played.of_env(env.aclose, "aclose")
         except EpisodeError as error:
             played.fail(error)
         finally:
@@ -379,14 +381,14 @@ class _Played:
 
     # ---- failures -----------------------------------------------------------------------------
 
-    async def of_env(self, awaited: Awaitable[_T], what: str) -> _T:
+    async def of_env(self, ask: Callable[[], Awaitable[_T]], what: str) -> _T:
         """What the environment gives; what fails in it is blamed on it, and who waits is counted.
 
         `act` writes this out: it costs a third of a microsecond in each turn.
         """
         self.in_flight.env += 1
         try:
-            return await awaited
+            return await ask()
         except _FAILURES as error:
             self.blame(error, EnvError, what)
             raise

@@ -298,9 +298,14 @@ def test_what_fails_while_closing_is_a_failure():
         async def aclose(self):
             raise OSError("the interpreter does not end")
 
-    trajectory = play(Leaks(), ["10"])
-    assert trajectory.stop_reason is StopReason.ENV_ERROR
-    assert "does not end" in trajectory.error
+    class ForgetsAsync(Sums):
+        def aclose(self):
+            raise OSError("the interpreter does not end")
+
+    for env in (Leaks(), ForgetsAsync()):
+        trajectory = play(env, ["10"])
+        assert trajectory.stop_reason is StopReason.ENV_ERROR
+        assert "does not end" in trajectory.error
 
 
 def test_one_seed_one_episode():
