@@ -110,7 +110,7 @@ class PackedBatch:
 
     @cached_property
     def tree_plan(self) -> TreePlan:
-        """The same attention in two parts, neither of which needs a row's own mask."""
+        """The same attention in two parts, neither of which needs a mask."""
         return plan_tree(self.segments)
 
     @cached_property

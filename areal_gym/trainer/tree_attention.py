@@ -64,10 +64,9 @@ class Rectangle:
 
     def take_gradient(self, x_N: Tensor) -> Tensor:
         """[N, ...] -> [B, T, ...]; padding has none."""
-        if self._span is not None:
-            return self.take(x_N)
-        found = x_N.new_zeros(*self.shape, *x_N.shape[1:])
-        found[self._is_real_BT] = x_N[self._flat_P]
+        found = self.room(x_N)
+        if self._span is None:
+            found[self._is_real_BT] = x_N[self._flat_P]
         return found
 
     def room(self, target_N: Tensor) -> Tensor:
