@@ -5,8 +5,8 @@
 512 rows, alone or in groups of 8 that share a prompt. `fill` is the share of the micro-batches'
 budget that holds tokens; `least` the fewest micro-batches that could hold them; `repeated` the
 tokens of prompts that are forwarded more than once, as a share of all; `padding` what the
-rectangles of attention have of it on a CPU (on a GPU in 16 bits there is none), for the rows that
-are short enough to be trained there.
+rectangles of attention have of it where they are needed (for soft caps, and without a C compiler),
+for the rows that are short enough to be trained on a CPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(name: str, size: str, group: int) -> dict[str, object]:
         slots = 0
         for part in parts:
             packed = pack([rows[i] for i in part])
-            slots += packed.tree_plan.num_slots
+            slots += sum(block.query_index_BQ.numel() for block in packed.rectangles[0])
         padding = round(1 - used / slots, 4)
     return {
         "responses": name,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from areal_gym.modeling.config import DecoderConfig
+from areal_gym.modeling.cpu import pointwise
 from areal_gym.modeling.families import Activation
 from areal_gym.modeling.rms_norm import rms_norm
 from areal_gym.modeling.rope import apply_rope, rope_amplitude, rope_frequencies, rope_tables
@@ -29,10 +30,10 @@ from areal_gym.modeling.rope import apply_rope, rope_amplitude, rope_frequencies
 __all__ = [
     "Attend",
     "Decoder",
-    "activate",
     "build_decoder",
     "capped_attention",
     "causal_attend",
+    "gated",
     "softcapped",
 ]
 
@@ -145,8 +146,8 @@ class MLP(nn.Module):
 
     def forward(self, x_NC: Tensor) -> Tensor:
         """[N, C] -> [N, C]."""
-        gate_NF = activate(self.gate_proj(x_NC), self.activation)
-        out: Tensor = self.down_proj(gate_NF * self.up_proj(x_NC))
+        gated_NF = gated(self.gate_proj(x_NC), self.up_proj(x_NC), self.activation)
+        out: Tensor = self.down_proj(gated_NF)
         return out
 
 
@@ -321,9 +322,13 @@ def build_decoder(
     return decoder.to(device)
 
 
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    """The activation of a gated MLP."""
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+def gated(gate_NF: Tensor, up_NF: Tensor, activation: Activation) -> Tensor:
+    """What a gated MLP makes of its two projections: activation(gate) * up, [N, F]."""
+    if activation != "silu":
+        return F.gelu(gate_NF, approximate="tanh") * up_NF
+    if pointwise.has_kernel(gate_NF, up_NF):
+        return pointwise.swiglu(gate_NF, up_NF)
+    return F.silu(gate_NF) * up_NF
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:

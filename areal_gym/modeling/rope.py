@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
+from areal_gym.modeling.cpu import pointwise
+from areal_gym.modeling.cpu.library import LANES
 
 __all__ = [
     "LinearRope",
@@ -191,27 +193,31 @@ def rope_tables(
 
 def apply_rope(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
     """Rotate each pair (i, i + D/2) of each head by its angle."""
-    out_NHD: Tensor = _Rope.apply(x_NHD, cos_ND[:, None], sin_ND[:, None])  # type: ignore[no-untyped-call]
+    out_NHD: Tensor = _Rope.apply(x_NHD, cos_ND, sin_ND)  # type: ignore[no-untyped-call]
     return out_NHD
 
 
 class _Rope(torch.autograd.Function):
-    """Two sweeps over memory forward and two backward, where what it is made of takes five each."""
+    """Nothing is kept for the backward pass but the angles: it turns back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+    def forward(ctx: Any, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_ND, sin_ND)
+        return _turned(x_NHD, cos_ND, sin_ND, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turned(gradients[0], cos, sin, -1), None, None
+        cos_ND, sin_ND = ctx.saved_tensors
+        return _turned(gradients[0], cos_ND, sin_ND, -1), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def _turned(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, sign: int) -> Tensor:
     """x turned by the angles, or back; arithmetic on mixed types would be slow."""
-    x, half = x.to(torch.promote_types(x.dtype, cos.dtype)), x.shape[-1] // 2
+    x = x_NHD.to(torch.promote_types(x_NHD.dtype, cos_ND.dtype))
+    half = x.shape[-1] // 2
+    if half % LANES == 0 and pointwise.has_kernel(x, cos_ND):
+        return pointwise.turned(x, cos_ND, sin_ND, sign)
+    cos, sin = cos_ND[:, None], sin_ND[:, None]
     out = x * cos
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
     out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)

@@ -45,6 +45,7 @@ def examine() -> Iterator[Finding]:
     yield from _packages("", is_required=True)
     yield from _packages("train", is_required=False)
     yield _engine()
+    yield _compiler()
     yield _gpu()
     yield _sandbox()
     yield _docker()
@@ -116,6 +117,23 @@ def _engine() -> Finding:
         advice="" if has_torch else f"pip install '{_DISTRIBUTION}[train]'",
         is_required=False,
     )
+
+
+def _compiler() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return _absent("C compiler", "not looked for: torch is not installed")
+    from areal_gym.modeling.cpu.library import problem
+
+    found = problem()
+    if found is None:
+        return Finding(
+            subject="C compiler",
+            is_ok=True,
+            detail="what sampling and training on a CPU have of their own is compiled",
+            is_required=False,
+        )
+    detail = f"sampling and training on a CPU take half as long again: {found}"
+    return _absent("C compiler", detail, "install gcc or clang, or name one: CC=...")
 
 
 def _gpu() -> Finding:

@@ -3,9 +3,9 @@
 The rows of a micro-batch lie on one flat axis of N tokens. Rows that begin with the same prompt
 share its tokens (a prefix tree of depth one): the prompt is forwarded once, and every continuation
 attends to it and to itself. On GPUs, in 16 bits, torch's variable-length kernel does that
-(`areal_gym.trainer.varlen`), on CPUs `areal_gym.trainer.tree_attention`. For what they have no way
-to do (windows, soft caps, other types), tokens are gathered into small rectangles of similar
-length, attended with a mask, and gathered back.
+(`areal_gym.trainer.varlen`), on CPUs our own (`areal_gym.modeling.cpu`). For what they have no way
+to do (soft caps, other types, a CPU without a compiler), tokens are gathered into small rectangles
+of similar length, attended with a mask, and gathered back.
 
     flat axis   [prompt A][prompt B] ... [cont. A1][cont. A2][cont. B1] ...
     rectangles  prompts: q = k = the prompt, causal
@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_gym.modeling.cpu.attention import attend, has_kernel
 from areal_gym.modeling.decoder import capped_attention
 from areal_gym.trainer.bins import Row
-from areal_gym.trainer.tree_attention import TreePlan, fits_tree, plan_tree
 from areal_gym.trainer.varlen import VarlenPlan, fits_kernel, plan_varlen
 
 __all__ = ["PackedBatch", "Segment", "attend_blocks", "pack"]
@@ -90,18 +90,17 @@ class PackedBatch:
         """The decoder's `Attend` of this batch."""
         if fits_kernel(v_NKD, softcap):
             return self.varlen_plan.attend(q_NHD, k_NKD, v_NKD, window=window)
-        is_plain = softcap is None and (window is None or window >= self._longest)
-        if is_plain and fits_tree(q_NHD, k_NKD, v_NKD):
-            return self.tree_plan.attend(q_NHD, k_NKD, v_NKD)
+        if softcap is None and has_kernel(q_NHD, k_NKD, v_NKD):
+            return attend(q_NHD, k_NKD, v_NKD, self.segments_S6, window)
         blocks, inverse_N = self.rectangles
         return attend_blocks(blocks, inverse_N, q_NHD, k_NKD, v_NKD, window=window, softcap=softcap)
 
     @property
     def num_query_slots(self) -> int:
-        """Queries of the attention, padding included; on a GPU, as far as it needed rectangles."""
+        """Queries of the attention, padding included, as far as it needed rectangles."""
         if "rectangles" in vars(self):
             return sum(block.query_index_BQ.numel() for block in self.rectangles[0])
-        return len(self.token_ids_N) if self.token_ids_N.is_cuda else self.tree_plan.num_slots
+        return len(self.token_ids_N)
 
     @cached_property
     def varlen_plan(self) -> VarlenPlan:
@@ -109,14 +108,15 @@ class PackedBatch:
         return plan_varlen(self.segments, self.token_ids_N.device)
 
     @cached_property
-    def tree_plan(self) -> TreePlan:
-        """The same attention in two parts, neither of which needs a mask."""
-        return plan_tree(self.segments)
-
-    @cached_property
-    def _longest(self) -> int:
-        """No two tokens of a row are so far apart."""
-        return max(map(len, self.row_index), default=0)
+    def segments_S6(self) -> Tensor:
+        """The segments as the kernel for CPUs reads them."""
+        return torch.tensor(
+            [
+                (mine.start, len(mine), prompt.start, prompt.stop, mine.start, mine.stop)
+                for prompt, mine in self.segments
+            ],
+            dtype=torch.long,
+        )
 
     @cached_property
     def rectangles(self) -> tuple[tuple[Block, ...], Tensor]:

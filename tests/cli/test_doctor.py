@@ -10,8 +10,8 @@ from areal_gym.cli.app import run
 from areal_gym.run import doctor
 
 SUBJECTS = [
-    *("python", "packages", "packages train", "engines", "gpu", "sandbox", "docker", "ray"),
-    *("disk", "temporary files", "shared memory"),
+    *("python", "packages", "packages train", "engines", "C compiler", "gpu", "sandbox", "docker"),
+    *("ray", "disk", "temporary files", "shared memory"),
 ]
 
 

@@ -17,7 +17,7 @@ CONFIG = DecoderConfig(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=8,
+    head_dim=16,
     initializer_range=0.2,
 )
 

@@ -40,7 +40,10 @@ def assert_same_training(theirs, ours, *, steps=2, tolerance=1e-5):
             assert found[name] == pytest.approx(value, rel=10 * tolerance, abs=tolerance), name
     moved = (weights_of(ours) - start).norm()
     assert moved > 1e-3
-    assert (weights_of(theirs) - weights_of(ours)).norm() / moved < tolerance
+    apart = (weights_of(theirs) - weights_of(ours)).abs().sort().values
+    # Adam makes a whole step out of the rounding of a gradient of 1e-8: that may befall a few.
+    assert apart[:-3].norm() / moved < tolerance
+    assert apart[-3:].max() < 1e-3
 
 
 def ranked(settings, *, decoder=None, **arguments):
@@ -52,10 +55,8 @@ def ranked(settings, *, decoder=None, **arguments):
     ("num_ranks", "settings", "tolerance"),
     [
         (2, {"recompute_layers": True, "tokens_per_microbatch": 64}, 1e-5),
-        # Adam makes a weight's step out of the rounding of a gradient of 1e-8; all other weights
-        # are as near.
-        (2, {"minibatches": 2}, 5e-5),
-        (3, {"aggregation": "seq_mean"}, 5e-5),
+        (2, {"minibatches": 2}, 1e-5),
+        (3, {"aggregation": "seq_mean"}, 1e-5),
         # Muon orthogonalises in bfloat16, where the order of a sum is seen.
         (2, {"optimizer": "muon"}, 1e-2),
     ],

@@ -49,11 +49,10 @@ def test_padding_and_sharing_of_a_batch():
         Row(token_ids=(1, 2, 3, 4, 20, 21, 22, 23, 24), num_shared=4),
         Row(token_ids=(5, 6, 7, 30, 31, 32, 33, 34), num_shared=3),
     ]
-    work = Work(SHAPE, CPU, "float32")
-    work.add(pack(rows), num_trained=14)
+    batch, work = pack(rows), Work(SHAPE, CPU, "float32")
+    work.add(batch, num_trained=14)
     metrics = work.metrics(2.0)
-    # Prompts, 4 and 3 tokens, and continuations, 4, 5 and 5, in a rectangle of 5 x 5.
-    assert metrics["train/padding_fraction"] == pytest.approx(1 - 21 / 25)
+    assert metrics["train/padding_fraction"] == 0
     assert metrics["train/shared_fraction"] == pytest.approx(1 - 21 / 25)
     assert metrics["train/micro_batches"] == 1
     assert metrics["train/tokens_per_s"] == 21 / 2.0
@@ -62,6 +61,11 @@ def test_padding_and_sharing_of_a_batch():
     flops = training_flops(SHAPE, num_tokens=21, num_pairs=pairs, num_logits=14)
     assert metrics["train/model_tflops_per_s"] == pytest.approx(flops / 2.0 / 1e12)
     assert "train/mfu" not in metrics  # nobody knows what this CPU could do
+    # Where masks are needed: prompts, 4 and 3 tokens, and continuations, 4, 5 and 5.
+    assert batch.rectangles
+    again = Work(SHAPE, CPU, "float32")
+    again.add(batch, num_trained=14)
+    assert again.metrics(2.0)["train/padding_fraction"] == pytest.approx(1 - 21 / (2 * 4 + 3 * 5))
 
 
 def test_a_window_hides_pairs():

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from areal_gym.engines.base import Generation, Piece, SamplingParams
-from areal_gym.engines.embedded.network import CachedDecoder, Prompt
+from areal_gym.engines.embedded.attention import Family, Prompt
+from areal_gym.engines.embedded.network import CachedDecoder
 from areal_gym.engines.embedded.sampling import filter_logits, sample, uniforms
-from areal_gym.engines.embedded.siblings import Families
 from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason
 
@@ -323,14 +323,18 @@ class Scheduler:
             source.family, source.num_shared = next(self._clock), num_tokens
         row.family, row.num_shared = source.family, min(source.num_shared, num_tokens)
 
-    def _families(self, decoding: Sequence[_Row]) -> Families:
-        """Those of the rows that decode, by the least that any two siblings among them share."""
+    def _families(self, decoding: Sequence[_Row]) -> list[Family]:
+        """The rows that decode, by the least that any two siblings among them share."""
         members: dict[int, list[_Row]] = {}
         for row in decoding:
             members.setdefault(row.family if row.num_shared else -row.index - 1, []).append(row)
-        shared = [r.num_shared for rows in members.values() if len(rows) > 1 for r in rows]
-        rows = tuple(tuple(row.index for row in rows) for rows in members.values())
-        return Families(num_tokens=min(shared, default=0), rows=rows)
+        return [
+            Family(
+                rows=tuple(row.index for row in rows),
+                num_shared=min(row.num_shared for row in rows) if len(rows) > 1 else 0,
+            )
+            for rows in members.values()
+        ]
 
     def _free_row(self, avoid: _Row | None) -> _Row | None:
         """A row without a session, else the idle session's that waits longest; None if all work.

@@ -1,0 +1,1 @@
+"""What CPUs get of their own: attention in C."""

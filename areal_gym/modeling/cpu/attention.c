@@ -1,0 +1,435 @@
+/* Causal attention of ragged sequences on a CPU: forward and backward, no mask, nothing padded.
+
+   A segment's queries are the last tokens of a sequence whose keys lie in two runs: what it shares
+   with others, then its own. All key heads' keys lie in one array, and so do the values:
+
+       key of head h, token t     k + h k_head + t k_row
+
+   One key head's segment is computed in tiles of ROWS queries, those of all its query heads side by
+   side. All scores of a tile are kept, so that softmax needs no second try (compare Dao et al. 2022),
+   and the backward pass, given each query's log of its sum of exponentials, computes them again.
+
+   Every product of matrices is made of one: rows of scalars times rows of vectors, in registers. */
+
+#include "vectors.h"
+
+/* Rows and vectors of a product's tile: as many as registers hold. */
+#if LANES == 16
+#define HEIGHT 8
+#define WIDTH 2
+#elif LANES == 8
+#define HEIGHT 6
+#define WIDTH 2
+#else
+#define HEIGHT 6
+#define WIDTH 4
+#endif
+#define BLOCK (WIDTH * LANES)
+#define ROWS 24
+#define HIDDEN -1e30f
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+
+typedef struct {
+    int64_t heads, key_heads, dim;
+    int64_t q_row, k_row, k_head; /* floats from a token to the next, from a key head to the next */
+    int64_t window;               /* tokens that a query sees, itself included; 0: all */
+    float scale;                  /* of the scores */
+} Shape;
+
+typedef struct {
+    int64_t query, num_queries;
+    struct {
+        int64_t start, stop;
+    } runs[2];
+} Segment;
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long most(long a, long b) { return a > b ? a : b; }
+INLINE long up(long n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
+
+/* ---- products ---------------------------------------------------------------------------------- */
+
+/* C[i] = sum_x A[i a_row + x a_inner] B[x b_inner], or added to it: M rows of W vectors. */
+INLINE void tile(int M, int W, int add, long n, const float *A, long a_row, long a_inner,
+                 const float *B, long b_inner, float *C, long c_row)
+{
+    vec sum[HEIGHT][WIDTH];
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int w = 0; w < W; w++)
+            sum[i][w] = add ? load(C + i * c_row + w * LANES) : all(0);
+    for (long x = 0; x < n; x++) {
+        vec b[WIDTH];
+        UNROLL for (int w = 0; w < W; w++) b[w] = load(B + x * b_inner + w * LANES);
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int w = 0; w < W; w++) sum[i][w] += A[i * a_row + x * a_inner] * b[w];
+    }
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int w = 0; w < W; w++) store(C + i * c_row + w * LANES, sum[i][w]);
+}
+
+#define TILE(M, W) tile(M, W, add, n, A, a_row, a_inner, B, b_inner, C + c, c_row)
+#define TILES(M) case M: if (W == 1) TILE(M, 1); else TILE(M, WIDTH); break;
+
+/* The same for any number of rows, and of columns divisible by LANES. Blocks of columns of B are
+   b_block floats apart: BLOCK in a matrix, dim BLOCK in a transposed one. */
+INLINE void product_of(int add, long rows, long columns, long n, const float *A, long a_row,
+                       long a_inner, const float *B0, long b_inner, long b_block, float *C,
+                       long c_row)
+{
+    for (; rows > 0; rows -= HEIGHT, A += HEIGHT * a_row, C += HEIGHT * c_row) {
+        const float *B = B0;
+        for (long c = 0; c < columns; c += BLOCK, B += b_block) {
+            int W = columns - c < BLOCK ? 1 : WIDTH;
+            switch (least(rows, HEIGHT)) {
+                TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
+#if HEIGHT == 8
+                TILES(7) TILES(8)
+#endif
+            }
+        }
+    }
+}
+
+static void multiply(long rows, long columns, long n, const float *A, long a_row, const float *B,
+                     long b_inner, long b_block, float *C, long c_row)
+{
+    product_of(0, rows, columns, n, A, a_row, 1, B, b_inner, b_block, C, c_row);
+}
+
+static void multiply_add(long rows, long columns, long n, const float *A, long a_row, long a_inner,
+                         const float *B, long b_inner, float *C, long c_row)
+{
+    product_of(1, rows, columns, n, A, a_row, a_inner, B, b_inner, BLOCK, C, c_row);
+}
+
+/* Exchange blocks of S x S of a square, whose sizes are all powers of two: that transposes it. */
+#define UNPACK(...) __VA_ARGS__
+#define EXCHANGE(S, LOW, HIGH)                             \
+    UNROLL for (int i = 0; i < LANES; i++) if (!(i & S)) { \
+        vec a = x[i], b = x[i + S];                        \
+        x[i] = SHUFFLE(a, b, UNPACK LOW);                  \
+        x[i + S] = SHUFFLE(a, b, UNPACK HIGH);             \
+    }
+#if LANES == 16
+#define EXCHANGES \
+    EXCHANGE(1, (0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30), \
+             (1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)) \
+    EXCHANGE(2, (0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29), \
+             (2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)) \
+    EXCHANGE(4, (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27), \
+             (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)) \
+    EXCHANGE(8, (0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23), \
+             (8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#elif LANES == 8
+#define EXCHANGES \
+    EXCHANGE(1, (0, 8, 2, 10, 4, 12, 6, 14), (1, 9, 3, 11, 5, 13, 7, 15)) \
+    EXCHANGE(2, (0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15)) \
+    EXCHANGE(4, (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
+#else
+#define EXCHANGES \
+    EXCHANGE(1, (0, 4, 2, 6), (1, 5, 3, 7)) \
+    EXCHANGE(2, (0, 1, 4, 5), (2, 3, 6, 7))
+#endif
+
+INLINE void transpose_square(long rows, const float *from, long from_row, float *to, long to_row)
+{
+    vec x[LANES];
+    UNROLL for (int i = 0; i < LANES; i++) x[i] = i < rows ? load(from + i * from_row) : all(0);
+    EXCHANGES
+    UNROLL for (int i = 0; i < LANES; i++) store(to + i * to_row, x[i]);
+}
+
+/* x[n][dim] to blocks [dim][BLOCK], the last one filled with zeros. Meanwhile memory is asked for
+   what will be read next: as many floats from `soon` on, and from `later` on. */
+static void transpose(long n, long dim, const float *from, long from_row, float *to,
+                      const float *soon, const float *later)
+{
+    for (long t = 0; t < n; t += BLOCK, to += dim * BLOCK) {
+        for (long x = t; x < least(t + BLOCK, n); x++)
+            for (long d = 0; d < dim; d += LANES) {
+                __builtin_prefetch(soon + x * from_row + d);
+                __builtin_prefetch(later + x * from_row + d);
+            }
+        for (long c = 0; c < BLOCK; c += LANES)
+            for (long d = 0; d < dim; d += LANES) {
+                const float *x = from + (t + c) * from_row + d;
+                float *into = to + d * BLOCK + c;
+                if (n - t - c >= LANES) transpose_square(LANES, x, from_row, into, BLOCK);
+                else transpose_square(n - t - c, x, from_row, into, BLOCK);
+            }
+    }
+}
+
+/* ---- a tile of queries ------------------------------------------------------------------------- */
+
+typedef struct {
+    const Shape *shape;
+    const Segment *segment;
+    long head;
+    long counts[2], columns[2]; /* of the runs: tokens, and where they begin in a row of scores */
+    long row;                   /* floats from a row of scores to the next */
+    long first, num_rows;       /* of the tile's rows: query i / G of query head i % G */
+    long from[2], to[2];        /* of each run, what any row of the tile sees; `from` is aligned */
+} Tile;
+
+INLINE long group_of(const Tile *t) { return t->shape->heads / t->shape->key_heads; }
+
+/* Where the vector of a tile's row lies in an array like q. */
+INLINE long place_of(const Tile *t, long i, long row)
+{
+    long group = group_of(t), dim = t->shape->dim;
+    i += t->first;
+    return (t->segment->query + i / group) * row + (t->head * group + i % group) * dim;
+}
+
+INLINE long sum_place_of(const Tile *t, long i)
+{
+    long group = group_of(t);
+    i += t->first;
+    return (t->segment->query + i / group) * t->shape->heads + t->head * group + i % group;
+}
+
+/* The tokens of a run that a row of the tile sees. */
+INLINE void sight_of(const Tile *t, int run, long i, long *from, long *to)
+{
+    const Segment *s = t->segment;
+    long query = (t->first + i) / group_of(t), before = run ? t->counts[0] : 0;
+    long seen = t->counts[0] + t->counts[1] - s->num_queries + query + 1;
+    long start = t->shape->window ? most(0, seen - t->shape->window) : 0;
+    *from = least(most(start - before, 0), t->counts[run]);
+    *to = least(most(seen - before, 0), t->counts[run]);
+}
+
+static void set_tile(Tile *t, long first)
+{
+    long unused;
+    t->first = first;
+    t->num_rows = least(ROWS, t->segment->num_queries * group_of(t) - first);
+    for (int run = 0; run < 2; run++) {
+        sight_of(t, run, 0, &t->from[run], &unused);
+        sight_of(t, run, t->num_rows - 1, &unused, &t->to[run]);
+        t->from[run] = t->from[run] / BLOCK * BLOCK;
+    }
+}
+
+static void take_rows(const Tile *t, const float *from, long row, float scale, float *to)
+{
+    long dim = t->shape->dim;
+    for (long i = 0; i < t->num_rows; i++) {
+        const float *x = from + place_of(t, i, row);
+        for (long d = 0; d < dim; d += LANES) store(to + i * dim + d, load(x + d) * scale);
+    }
+}
+
+static void put_rows(const Tile *t, const float *from, const float *scales, float *to, long row)
+{
+    long dim = t->shape->dim;
+    for (long i = 0; i < t->num_rows; i++) {
+        float *x = to + place_of(t, i, row);
+        for (long d = 0; d < dim; d += LANES) store(x + d, load(from + i * dim + d) * scales[i]);
+    }
+}
+
+/* Rows times transposed keys or values: [rows][columns] */
+static void score(const Tile *t, const float *rows, const float *transposed, float *scores)
+{
+    long dim = t->shape->dim;
+    for (int run = 0; run < 2; run++) {
+        long column = t->columns[run] + t->from[run];
+        multiply(t->num_rows, up(t->to[run]) - t->from[run], dim, rows, dim,
+                 transposed + column * dim, BLOCK, dim * BLOCK, scores + column, t->row);
+    }
+}
+
+/* Of each row of scores, all that it does not see. */
+static void hide(const Tile *t, float *scores)
+{
+    for (long i = 0; i < t->num_rows; i++)
+        for (int run = 0; run < 2; run++) {
+            long from, to;
+            float *row = scores + i * t->row + t->columns[run];
+            sight_of(t, run, i, &from, &to);
+            for (long c = t->from[run]; c < from; c++) row[c] = HIDDEN;
+            for (long c = most(to, t->from[run]); c < up(t->to[run]); c++) row[c] = HIDDEN;
+        }
+}
+
+/* Probabilities, or what else has the shape of scores, times keys or values: [rows][dim] */
+static void mix(const Tile *t, const float *scores, const float *k, float *rows)
+{
+    const Shape *shape = t->shape;
+    memset(rows, 0, sizeof(float) * t->num_rows * shape->dim);
+    for (int run = 0; run < 2; run++)
+        multiply_add(t->num_rows, shape->dim, t->to[run] - t->from[run],
+                     scores + t->columns[run] + t->from[run], t->row, 1,
+                     k + (t->segment->runs[run].start + t->from[run]) * shape->k_row, shape->k_row,
+                     rows, shape->dim);
+}
+
+/* The other way round: what the tile adds to the gradient of keys or values. */
+static void unmix(const Tile *t, const float *scores, const float *rows, float *k)
+{
+    const Shape *shape = t->shape;
+    for (int run = 0; run < 2; run++)
+        multiply_add(t->to[run] - t->from[run], shape->dim, t->num_rows,
+                     scores + t->columns[run] + t->from[run], 1, t->row, rows, shape->dim,
+                     k + (t->segment->runs[run].start + t->from[run]) * shape->k_row, shape->k_row);
+}
+
+/* Scores to exponentials of their distance to the greatest; returns that one, and the sum. */
+static float exponentials(const Tile *t, float *scores, float *sum)
+{
+    vec top = all(HIDDEN), total = all(0);
+    for (int run = 0; run < 2; run++)
+        for (long c = t->from[run]; c < t->to[run]; c += LANES) {
+            vec x = load(scores + t->columns[run] + c);
+            top = choose(x > top, x, top);
+        }
+    float greatest = top[0];
+    for (int i = 1; i < LANES; i++) greatest = top[i] > greatest ? top[i] : greatest;
+    for (int run = 0; run < 2; run++)
+        for (long c = t->from[run]; c < t->to[run]; c += LANES) {
+            float *x = scores + t->columns[run] + c;
+            vec e = exp_of(load(x) - greatest);
+            total += e;
+            store(x, e);
+        }
+    *sum = sum_of(total);
+    return greatest;
+}
+
+/* ---- segments ---------------------------------------------------------------------------------- */
+
+/* Scratch memory: transposed keys and values, and rows of scores and of vectors, two of each. */
+static float *scratch_for(const Shape *shape, const Segment *segments, long num_segments,
+                          float *parts[6])
+{
+    long columns = 0;
+    for (long s = 0; s < num_segments; s++) {
+        const Segment *x = segments + s;
+        columns = most(columns, up(x->runs[0].stop - x->runs[0].start) + up(x->runs[1].stop - x->runs[1].start));
+    }
+    long sizes[6] = {columns * shape->dim, columns * shape->dim, columns * ROWS,
+                     columns * ROWS,       ROWS * shape->dim,    ROWS * shape->dim};
+    long total = 0;
+    for (int i = 0; i < 6; i++) total += sizes[i];
+    float *all = malloc(sizeof(float) * most(total, 1));
+    if (all)
+        for (long i = 0, at = 0; i < 6; at += sizes[i++]) parts[i] = all + at;
+    return all;
+}
+
+/* Transposed keys of a segment, or values; those that the one before it has, too, stay. */
+static void transpose_runs(const Tile *t, const Segment *previous, const Segment *next, const float *k, const float *soon, float *to)
+{
+    const Shape *shape = t->shape;
+    const Segment *s = t->segment;
+    int has_same = previous && previous->runs[0].start == s->runs[0].start &&
+                   previous->runs[0].stop == s->runs[0].stop;
+    for (int run = has_same; run < 2; run++)
+        transpose(t->counts[run], shape->dim, k + s->runs[run].start * shape->k_row, shape->k_row,
+                  to + t->columns[run] * shape->dim, soon + s->runs[run].start * shape->k_row,
+                  k + (next ? next : s)->runs[run].start * shape->k_row);
+}
+
+static Tile tile_of(const Shape *shape, const Segment *segment, long head)
+{
+    Tile t = {.shape = shape, .segment = segment, .head = head};
+    for (int run = 0; run < 2; run++) t.counts[run] = segment->runs[run].stop - segment->runs[run].start;
+    t.columns[1] = up(t.counts[0]);
+    t.row = t.columns[1] + up(t.counts[1]);
+    return t;
+}
+
+/* out[token][head][dim], and each query's log of its sum of exponentials, lse[token][head] (or
+   NULL), of the key heads [head, end_head). Returns 0, or 1 for want of memory. */
+int attend(const Shape *shape, const Segment *segments, int64_t num_segments, int64_t head,
+           int64_t end_head, const float *q, const float *k0, const float *v0, float *out,
+           float *lse)
+{
+    float *parts[6], *all = scratch_for(shape, segments, num_segments, parts);
+    if (!all) return 1;
+    float *keys = parts[0], *scores = parts[2], *queries = parts[4], *seen = parts[5];
+    for (; head < end_head; head++) {
+        const float *k = k0 + head * shape->k_head, *v = v0 + head * shape->k_head;
+        for (long s = 0; s < num_segments; s++) {
+            Tile t = tile_of(shape, segments + s, head);
+            transpose_runs(&t, s ? segments + s - 1 : NULL, s + 1 < num_segments ? segments + s + 1 : NULL, k, v, keys);
+            for (long i = 0; i < t.segment->num_queries * group_of(&t); i += ROWS) {
+                float weights[ROWS];
+                set_tile(&t, i);
+                take_rows(&t, q, shape->q_row, shape->scale, queries);
+                score(&t, queries, keys, scores);
+                hide(&t, scores);
+                for (long j = 0; j < t.num_rows; j++) {
+                    float sum, greatest = exponentials(&t, scores + j * t.row, &sum);
+                    weights[j] = 1 / sum;
+                    if (lse) lse[sum_place_of(&t, j)] = greatest + logf(sum);
+                }
+                mix(&t, scores, v, seen);
+                put_rows(&t, seen, weights, out, shape->heads * shape->dim);
+            }
+        }
+    }
+    free(all);
+    return 0;
+}
+
+/* From `gradient` of `out`, both like q but contiguous, to that of q (written) and those of k and v
+   (added to). Segments share keys, so that only heads can be computed side by side. */
+int attend_backward(const Shape *shape, const Segment *segments, int64_t num_segments, int64_t head,
+                    int64_t end_head, const float *q, const float *k0, const float *v0,
+                    const float *out, const float *lse, const float *gradient, float *into_q,
+                    float *into_k0, float *into_v0)
+{
+    long dim = shape->dim, out_row = shape->heads * dim;
+    float *parts[6], *all = scratch_for(shape, segments, num_segments, parts);
+    if (!all) return 1;
+    float *keys = parts[0], *values = parts[1], *probs = parts[2], *scores = parts[3];
+    float *queries = parts[4], *into = parts[5];
+    for (; head < end_head; head++) {
+        const float *k = k0 + head * shape->k_head, *v = v0 + head * shape->k_head;
+        float *into_k = into_k0 + head * shape->k_head, *into_v = into_v0 + head * shape->k_head;
+        for (long s = 0; s < num_segments; s++) {
+            Tile t = tile_of(shape, segments + s, head);
+            const Segment *previous = s ? segments + s - 1 : NULL;
+            transpose_runs(&t, previous, NULL, k, v, keys);
+            transpose_runs(&t, previous, NULL, v, k, values);
+            for (long i = 0; i < t.segment->num_queries * group_of(&t); i += ROWS) {
+                float scales[ROWS];
+                set_tile(&t, i);
+                take_rows(&t, q, shape->q_row, shape->scale, queries);
+                take_rows(&t, gradient, out_row, 1, into);
+                score(&t, queries, keys, probs);
+                hide(&t, probs);
+                score(&t, into, values, scores);
+                for (long j = 0; j < t.num_rows; j++) {
+                    const float *o = out + place_of(&t, j, out_row);
+                    float log_sum = lse[sum_place_of(&t, j)];
+                    vec along = {0};
+                    for (long d = 0; d < dim; d += LANES) along += load(o + d) * load(into + j * dim + d);
+                    float mean = sum_of(along);
+                    for (int run = 0; run < 2; run++)
+                        for (long c = t.from[run]; c < t.to[run]; c += LANES) {
+                            long at = j * t.row + t.columns[run] + c;
+                            vec p = exp_of(load(probs + at) - log_sum);
+                            store(probs + at, p);
+                            store(scores + at, p * (load(scores + at) - mean));
+                        }
+                    scales[j] = shape->scale;
+                }
+                unmix(&t, probs, into, into_v);
+                unmix(&t, scores, queries, into_k);
+                mix(&t, scores, k, into);
+                put_rows(&t, into, scales, into_q, shape->q_row);
+            }
+        }
+    }
+    free(all);
+    return 0;
+}

@@ -1,0 +1,131 @@
+"""What a decoder computes token by token, by `pointwise.c`: float32, with backward passes.
+
+What these are made of in torch takes two to four times as many sweeps over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_gym.modeling.cpu.library import LANES, address, function, is_there, share_out
+
+__all__ = ["has_kernel", "place", "rms_norm", "swiglu", "turned"]
+
+_ENOUGH = 1 << 16
+"""Numbers that are worth a thread."""
+
+
+def has_kernel(*tensors: Tensor) -> bool:
+    """Whether the functions here take these: float32 on a CPU, rows of 16 n.
+
+    What torch compiles itself is left to it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+        and all(x.shape[-1] % LANES == 0 for x in tensors)
+        and is_there()
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019)."""
+    out: Tensor = _RmsNorm.apply(x.contiguous(), weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+def turned(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, sign: int) -> Tensor:
+    """Pairs (i, i + D/2) of each head turned by their angles, or back (-1); no gradient."""
+    x = x_NHD.contiguous()
+    out, (num_tokens, heads, dim) = torch.empty_like(x), x.shape
+    kernel = function("turn", "nnnnfpppp")
+    _by_rows(kernel, num_tokens, dim, heads, sign, *map(address, (x, cos_ND, sin_ND, out)))
+    return out
+
+
+def place(
+    qkv_NHD: Tensor, angles_N: Tensor, rows_N: Tensor, positions_N: Tensor, cache: Tensor
+) -> None:
+    """Turn queries and keys by their angles, in place, and put keys and values into the cache.
+
+    Args:
+        qkv_NHD: of each token its queries, keys and values; pairs (2i, 2i + 1) are turned.
+        angles_N: complex, [N, 1, D / 2].
+        rows_N: the cache row of each token.
+        positions_N: where in it the token stands.
+        cache: keys and values, [2, rows, K, positions, D].
+    """
+    keys, values = cache
+    num_tokens, num_heads, dim = qkv_NHD.shape
+    _, key_heads, num_positions, _ = keys.shape
+    kernel = function("place", "nnnnnn" + "p" * 6)
+    sizes = dim, num_heads - 2 * key_heads, key_heads, num_positions
+    arrays = rows_N, positions_N, angles_N, qkv_NHD, keys, values
+    _by_rows(kernel, num_tokens, *sizes, *map(address, arrays))
+
+
+def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020), [N, F]. Without gradients both may be halves of one array."""
+    if not (torch.is_grad_enabled() and gate_NF.requires_grad):
+        return _swiglu(gate_NF, up_NF)
+    out: Tensor = _Swiglu.apply(gate_NF, up_NF)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, scales = torch.empty_like(x), x.new_empty(x.shape[:-1])
+        kernel = function("rms_norm", "nnnfpppp")
+        arrays = (x, weight, out, scales)
+        _by_rows(kernel, scales.numel(), x.shape[-1], eps, *map(address, arrays))
+        ctx.save_for_backward(x, weight, scales)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scales = ctx.saved_tensors
+        into_x, into_weight = torch.empty_like(x), torch.zeros_like(weight)
+        arrays = (gradients[0].contiguous(), x, weight, scales, into_x, into_weight)
+        # On one thread: all rows add to the weight's gradient.
+        kernel = function("rms_norm_backward", "nnnpppppp")
+        kernel(0, scales.numel(), x.shape[-1], *map(address, arrays))
+        return into_x, into_weight, None
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = (x.contiguous() for x in ctx.saved_tensors)
+        into_gate, into_up = torch.empty_like(gate), torch.empty_like(up)
+        arrays = (gradients[0].contiguous(), gate, up, into_gate, into_up)
+        kernel = function("swiglu_backward", "nnnppppp")
+        _by_rows(kernel, *gate.shape, *map(address, arrays))
+        return into_gate, into_up
+
+
+def _swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+    if gate_NF.stride() != up_NF.stride() or gate_NF.stride(1) != 1:
+        gate_NF, up_NF = gate_NF.contiguous(), up_NF.contiguous()
+    out = gate_NF.new_empty(gate_NF.shape)
+    kernel = function("swiglu", "nnnnppp")
+    _by_rows(kernel, *gate_NF.shape, gate_NF.stride(0), *map(address, (gate_NF, up_NF, out)))
+    return out
+
+
+def _by_rows(kernel: Callable[..., int], rows: int, size: int, *others: Any) -> None:
+    """Call the C function; rows are shared out."""
+
+    def compute(row: int, end: int) -> None:
+        kernel(row, end, size, *others)
+
+    share_out(compute, rows, least=_ENOUGH // size + 1)
