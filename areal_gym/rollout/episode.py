@@ -328,6 +328,7 @@ class _Played:
         """The fields of the trajectory that playing decides."""
         if self.stop_reason is None:
             self.fail(AgentError("the agent stopped before the environment had ended the episode"))
+        _forget_frames(self.error)
         outcome = self.recorder.outcome()
         return {
             **outcome,
@@ -426,3 +427,10 @@ class _Played:
         if self._is_full:
             raise _EpisodeOver
         raise AgentError(f"the agent {what} after the end of the episode")
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """They hold the episode, which holds the error: a cycle, which only a collector would free."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -7,8 +7,8 @@ The only package that knows all parts. `areal-gym train`, `eval` and `replay` ar
 from areal_gym.run.callbacks import Callback
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.evaluation import evaluate
+from areal_gym.run.garbage import relax_garbage_collection
 from areal_gym.run.online import serve
-from areal_gym.run.parts import relax_garbage_collection
 from areal_gym.run.refused import replay_refused
 from areal_gym.run.replay import replay
 from areal_gym.run.training import train

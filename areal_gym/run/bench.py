@@ -8,7 +8,6 @@ the machine disturbs both, but the latter far more.
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import statistics
 import time
@@ -25,7 +24,7 @@ from areal_gym.envs.tools import tool
 from areal_gym.errors import UsageError, did_you_mean
 from areal_gym.plugins import registry
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.run.parts import relax_garbage_collection
+from areal_gym.run.garbage import relax_garbage_collection
 from areal_gym.types import FinishReason, Group, Message, Task, TokenSpan, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -97,14 +96,12 @@ def bench(parts: Sequence[str] = (), *, env: str = "tir") -> Iterator[Figure]:
                 hints=[f"install it: {embedded.install_command}"],
             )
         parts = parts or [name for name in PARTS if name not in WITH_TORCH]
-    threshold = gc.get_threshold()
-    relax_garbage_collection()  # as a run does
+    collect_as_before = relax_garbage_collection()  # as a run does
     try:
         for name in parts or PARTS:
             yield from PARTS[name](env)
     finally:
-        gc.set_threshold(*threshold)
-        gc.unfreeze()
+        collect_as_before()
 
 
 # ---- episodes -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import inspect
 import re
@@ -45,27 +44,12 @@ __all__ = [
     "open_engine",
     "open_renderer",
     "policy_directory",
-    "relax_garbage_collection",
     "require_devices",
     "require_same_start",
 ]
 
 _PATIENCE_S = 10
 """How long nothing is said of an engine that starts."""
-
-
-def relax_garbage_collection() -> None:
-    """Look for reference cycles more rarely, and never among what is loaded already.
-
-    Trajectories are many small objects and hold no cycles; Python's default looks through all of
-    them again and again, which costs about a sixth of an episode's time. The young are looked at
-    often, for what has piled up is looked at in one go: with 10,000 episodes in flight, a threshold
-    of 50,000 stops the event loop for 0.2 s at a time, 1,000 for 0.02 s. A look at everything (1 s
-    there) comes after a few million objects.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(1_000, 5, 1_000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,9 @@ from areal_gym.rollout.runner import RolloutRunner, RolloutStats
 from areal_gym.run.callbacks import Callbacks
 from areal_gym.run.display import Display
 from areal_gym.run.evaluation import Evaluations
+from areal_gym.run.garbage import relax_garbage_collection
 from areal_gym.run.loggers import Loggers
-from areal_gym.run.parts import Parts, make_curriculum, make_filters, relax_garbage_collection
+from areal_gym.run.parts import Parts, make_curriculum, make_filters
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
 from areal_gym.run.teacher import Taught
@@ -122,7 +123,6 @@ async def take_steps(
             ],
         )
 
-    relax_garbage_collection()
     at.display.phase("train", at.config.steps)
     start_s = time.perf_counter()
     # Groups from a journal were sampled in other company: to the last bit, they must be played.
@@ -156,6 +156,7 @@ async def take_steps(
         num_kept=at.config.trainer.keep_checkpoints,
         saved_step=done or None,
     )
+    collect_as_before = relax_garbage_collection()
     try:
         at.callbacks.raise_if_stopped()
         async with runner:
@@ -183,6 +184,7 @@ async def take_steps(
                 at.display.say(f"go on with: areal-gym train --resume --out {at.directory.path}")
         raise
     finally:
+        collect_as_before()
         at.display.watch(None)
         saver.close()
         if journal is not None:
