@@ -45,18 +45,36 @@ class Prompt:
 class _Ids:
     """Of one branch: the newest prompt and the answer to it. A branch only grows.
 
-    They stay apart, so that the next prompt copies them once: with many dialogues in flight, none
-    of them in the processor's caches, copying is a good part of what a turn costs.
+    A prompt takes the place of the ids that it begins with, answered or not: they are copied once,
+    and kept once while the policy is asked. With many dialogues in flight, none of them in the
+    processor's caches, ids are most of what a turn has to fetch from memory.
     """
 
-    __slots__ = ("said", "sent")
+    __slots__ = ("num_sent", "said", "sent")
 
-    def __init__(self, sent: tuple[int, ...] = (), said: tuple[int, ...] = ()) -> None:
+    def __init__(self, sent: tuple[int, ...] = ()) -> None:
         self.sent = sent
-        self.said = said
+        self.num_sent = len(sent)
+        """How many of these there are without a prompt that has no answer yet."""
+        self.said: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.sent) + len(self.said)
+        return self.num_sent + len(self.said)
+
+    def all(self) -> tuple[int, ...]:
+        """What was sent and answered, and the answer."""
+        return self.sent[: self.num_sent] + self.said
+
+    def prompt(self, new: tuple[int, ...]) -> tuple[int, ...]:
+        """All of them and `new`, which are to be sent."""
+        ids = self.sent[: self.num_sent] + (self.said + new)
+        self.num_sent += len(self.said)
+        self.sent, self.said = ids, ()
+        return ids
+
+    def answer(self, sent: tuple[int, ...], said: tuple[int, ...]) -> None:
+        """The policy has said something to what was sent."""
+        self.sent, self.num_sent, self.said = sent, len(sent), said
 
 
 class Point(NamedTuple):
@@ -100,7 +118,7 @@ class Dialogue:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """What was sent and sampled, in the newest branch."""
-        return self._ids.sent + self._ids.said
+        return self._ids.all()
 
     def prompt(self, messages: Sequence[Message], *, replaces_history: bool = False) -> Prompt:
         """What to send so that the policy reads `messages` next.
@@ -113,11 +131,12 @@ class Dialogue:
         Raises:
             ConfigError: the template refuses the messages.
         """
-        if not (self._ids.sent or self._ids.said):
+        before = self._ids
+        if not before.num_sent:
             ids = self._renderer.first_ids(messages, self._tools)
             return Prompt(ids, ids, 0, messages, replaces_history)
         if not replaces_history and self._can_bridge(messages):
-            last_id = (self._ids.said or self._ids.sent)[-1]
+            last_id = (before.said or before.sent[: before.num_sent])[-1]
             bridge = self._renderer.bridge_ids(last_id, messages)
             return self._continued(bridge, messages)
         whole = messages if replaces_history else [*self.messages, *messages]
@@ -144,7 +163,7 @@ class Dialogue:
         if prompt.branch != self._branch:
             self._branch = prompt.branch
             self._ids = _Ids()  # a new one: somebody may hold a point of the old branch
-        self._ids.sent, self._ids.said = prompt.token_ids, tuple(sampled_ids)
+        self._ids.answer(prompt.token_ids, tuple(sampled_ids))
         if prompt.replaces_history:
             self.messages = []
         self.messages += [*prompt.messages, message]
@@ -164,7 +183,7 @@ class Dialogue:
         Its first prompt begins with the very ids that were sent and sampled until then.
         """
         other = Dialogue(self._renderer, self._tools, dialect=self._dialect)
-        other._ids = _Ids((point.ids.sent + point.ids.said)[: point.num_ids])
+        other._ids = _Ids(point.ids.all()[: point.num_ids])
         other.messages = point.messages[: point.num_messages]
         other.is_own, other._branch = False, -1
         other._has_thought, other._texts = self._has_thought, self._texts
@@ -174,7 +193,7 @@ class Dialogue:
     def _continued(
         self, new_ids: tuple[int, ...], messages: Sequence[Message], replaces_history: bool = False
     ) -> Prompt:
-        ids = self._ids.sent + (self._ids.said + new_ids)
+        ids = self._ids.prompt(new_ids)
         if self.is_own:
             return Prompt(ids, new_ids, self._branch, messages, replaces_history)
         # What another dialogue has sampled is trained on there: here it is part of the prompt.
