@@ -170,7 +170,7 @@ class Recorder:
         start_s = time.perf_counter()
         self._in_flight.engine += 1
         try:
-            name = self._name_of(dialogue)
+            name = self._names.get(dialogue) or self._name_of(dialogue)
             if hear is None:
                 generation = await self.engine.generate(prompt.token_ids, params, session=name)
             else:
@@ -235,11 +235,10 @@ class Recorder:
     # ---- inside -------------------------------------------------------------------------------
 
     def _name_of(self, dialogue: Dialogue | RawText) -> str:
-        """What the engine knows the dialogue by; the first is named like the episode."""
-        if dialogue not in self._names:
-            number = next(self._numbers)
-            self._names[dialogue] = f"{self.name}/{number}" if number else self.name
-        return self._names[dialogue]
+        """What the engine knows a new dialogue by; the first is named like the episode."""
+        number = next(self._numbers)
+        name = self._names[dialogue] = f"{self.name}/{number}" if number else self.name
+        return name
 
     async def _stream(
         self,

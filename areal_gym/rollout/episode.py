@@ -113,7 +113,11 @@ async def play_episode(
             reset = partial(env.areset, seed=seed, options=options)
             _, info = await played.of_env(reset, "reset")
             played.first_messages = info["messages"]
-            await played.by(agent)
+            try:
+                await agent.play(played)
+            except _FAILURES as error:
+                played.blame_agent(error)
+                raise
     except EpisodeError as error:
         played.fail(error)
     except _EpisodeOver:
@@ -368,18 +372,6 @@ class _Played:
             self._session.close()
         self.recorder.release()
 
-    async def by(self, agent: Agent) -> None:
-        """Let the agent play; what fails in it is blamed on it."""
-        try:
-            try:
-                await agent.play(self)
-            except Exception as error:
-                self.explain(error)
-                raise
-        except _FAILURES as error:
-            self.blame(error, AgentError, "play")
-            raise
-
     # ---- failures -----------------------------------------------------------------------------
 
     async def of_env(self, ask: Callable[[], Awaitable[_T]], what: str) -> _T:
@@ -412,6 +404,16 @@ class _Played:
             self.fail(wrapped)
             raise wrapped from error
         self.fail(error)
+
+    def blame_agent(self, error: BaseException) -> None:
+        """`blame` the agent, unless the policy could not answer it (see `explain`)."""
+        try:
+            if isinstance(error, Exception):
+                self.explain(error)
+        except Exception as cause:
+            self.blame(cause, AgentError, "play")
+            raise
+        self.blame(error, AgentError, "play")
 
     def fail(self, error: EpisodeError) -> None:
         """Record the first failure; those that follow are its consequences."""
