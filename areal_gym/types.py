@@ -22,6 +22,7 @@ from types import MappingProxyType, NoneType
 from typing import Any, Literal, NotRequired, TypedDict
 
 from areal_gym.markup import block, counted, dialogue, number, pairs, short, table
+from areal_gym.records import quickly_made
 
 __all__ = [
     "FinishReason",
@@ -188,6 +189,7 @@ class StopReason(StrEnum):
         return not (self is StopReason.COMPLETED or self.is_truncation)
 
 
+@quickly_made
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpan:
     """A run of consecutive tokens with one origin (and, for the policy's, one version).
@@ -229,6 +231,7 @@ class TokenSpan:
         return f"<TokenSpan {self.origin}, turn {self.turn}: {len(self):,} tokens{version}>"
 
 
+@quickly_made
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """One engine call and the environment's reply to it."""
@@ -245,6 +248,7 @@ class Turn:
     """Of these, in tools."""
 
 
+@quickly_made
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """All turns of one agent in one episode: token-exact, append-only."""

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "areal_gym"
 
-GROUND = {"errors", "types", "metrics", "version", "markup"}
+GROUND = {"errors", "types", "metrics", "version", "markup", "records"}
 SETTINGS = {
     "cache",
     "settings",
@@ -44,7 +44,8 @@ BELOW_RUN = LOW | {
 MAY_IMPORT = {
     "errors": set(),
     "markup": set(),
-    "types": {"markup"},
+    "records": set(),
+    "types": {"markup", "records"},
     "metrics": set(),
     "version": set(),
     "plugins": GROUND,

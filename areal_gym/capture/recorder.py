@@ -280,10 +280,13 @@ class Recorder:
                 branch=branch,
             )
         )
-        start = 0
+        start, last = 0, generation.versions[-1]
         while start < len(generation.token_ids):  # one span per run of tokens with the same version
             version = generation.versions[start]
-            end = bisect_right(generation.versions, version, lo=start)
+            is_last = version == last
+            end = (
+                len(generation.versions) if is_last else bisect_right(generation.versions, version)
+            )
             self._spans.append(
                 TokenSpan(
                     origin="policy",
