@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from areal_gym.capture.raw import RawText
@@ -32,9 +33,14 @@ __all__ = ["ContextFullError", "InFlight", "Recorder", "TurnDraft", "derive_seed
 _names = itertools.count()
 
 
+@cache
+def _packer(num: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{num}Q").pack
+
+
 def derive_seed(*parts: int) -> int:
     """A 48-bit seed (JSON and every engine can hold it) that depends on all `parts`."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}Q", *parts), digest_size=6).digest()
+    digest = hashlib.blake2b(_packer(len(parts))(*parts), digest_size=6).digest()
     return int.from_bytes(digest, "little")
 
 

@@ -84,7 +84,7 @@ class Renderer:
             control_tokens=tokenizer.control_tokens,
             kwargs=template_kwargs,
         )
-        self._bridges: dict[object, tuple[int, ...]] = {}
+        self._bridges: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._first: dict[object, tuple[int, ...]] = {}
         self._obstacles: dict[object, str | None] = {}
         self._lists_tools: dict[object, bool] = {}
@@ -172,12 +172,13 @@ class Renderer:
             ConfigError: the template refuses the messages.
         """
         key = _cache_key(messages)
-        ids = self._bridges.get(key) if key is not None else None
-        if ids is None:
+        bridge = self._bridges.get(key) if key is not None else None
+        if bridge is None:
             ids = tuple(self.encode(self.bridge_text(messages)))
+            bridge = ids, ids[1:]
             if key is not None:
-                _remember(self._bridges, key, ids)
-        return ids[1:] if last_id in self.stop_token_ids else ids
+                _remember(self._bridges, key, bridge)
+        return bridge[last_id in self.stop_token_ids]
 
     def obstacle(
         self, first: Sequence[Message], tools: ToolSchemas, reply: Sequence[Message]
