@@ -7,7 +7,8 @@
 
    One key head's segment is computed in tiles of ROWS queries, those of all its query heads side by
    side. All scores of a tile are kept, so that softmax needs no second try (compare Dao et al. 2022),
-   and the backward pass, given each query's log of its sum of exponentials, computes them again.
+   and the backward pass, given each query's log of its sum of exponentials, computes them again. All
+   logs and exponentials are binary.
 
    Every product of matrices is made of one: rows of scalars times rows of vectors, in registers. */
 
@@ -25,7 +26,7 @@
 #define WIDTH 4
 #endif
 #define BLOCK (WIDTH * LANES)
-#define ROWS 24
+#define ROWS 48
 #define HIDDEN -1e30f
 
 #ifdef __clang__
@@ -295,7 +296,7 @@ static float exponentials(const Tile *t, float *scores, float *sum)
     for (int run = 0; run < 2; run++)
         for (long c = t->from[run]; c < t->to[run]; c += LANES) {
             float *x = scores + t->columns[run] + c;
-            vec e = exp_of(load(x) - greatest);
+            vec e = exp2_of(load(x) - greatest);
             total += e;
             store(x, e);
         }
@@ -363,13 +364,13 @@ int attend(const Shape *shape, const Segment *segments, int64_t num_segments, in
             for (long i = 0; i < t.segment->num_queries * group_of(&t); i += ROWS) {
                 float weights[ROWS];
                 set_tile(&t, i);
-                take_rows(&t, q, shape->q_row, shape->scale, queries);
+                take_rows(&t, q, shape->q_row, shape->scale * LOG2_E, queries);
                 score(&t, queries, keys, scores);
                 hide(&t, scores);
                 for (long j = 0; j < t.num_rows; j++) {
                     float sum, greatest = exponentials(&t, scores + j * t.row, &sum);
                     weights[j] = 1 / sum;
-                    if (lse) lse[sum_place_of(&t, j)] = greatest + logf(sum);
+                    if (lse) lse[sum_place_of(&t, j)] = greatest + log2f(sum);
                 }
                 mix(&t, scores, v, seen);
                 put_rows(&t, seen, weights, out, shape->heads * shape->dim);
@@ -403,7 +404,7 @@ int attend_backward(const Shape *shape, const Segment *segments, int64_t num_seg
             for (long i = 0; i < t.segment->num_queries * group_of(&t); i += ROWS) {
                 float scales[ROWS];
                 set_tile(&t, i);
-                take_rows(&t, q, shape->q_row, shape->scale, queries);
+                take_rows(&t, q, shape->q_row, shape->scale * LOG2_E, queries);
                 take_rows(&t, gradient, out_row, 1, into);
                 score(&t, queries, keys, probs);
                 hide(&t, probs);
@@ -417,12 +418,13 @@ int attend_backward(const Shape *shape, const Segment *segments, int64_t num_seg
                     for (int run = 0; run < 2; run++)
                         for (long c = t.from[run]; c < t.to[run]; c += LANES) {
                             long at = j * t.row + t.columns[run] + c;
-                            vec p = exp_of(load(probs + at) - log_sum);
+                            vec p = exp2_of(load(probs + at) - log_sum);
                             store(probs + at, p);
                             store(scores + at, p * (load(scores + at) - mean));
                         }
                     scales[j] = shape->scale;
                 }
+                take_rows(&t, q, shape->q_row, shape->scale, queries);
                 unmix(&t, probs, into, into_v);
                 unmix(&t, scores, queries, into_k);
                 mix(&t, scores, k, into);

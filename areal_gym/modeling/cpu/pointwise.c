@@ -81,7 +81,7 @@ void place(int64_t token, int64_t end, int64_t size, int64_t heads, int64_t key_
 INLINE vec sigmoid(vec x)
 {
     ivec is_low = x < 0;
-    vec e = exp_of(choose(is_low, x, -x));
+    vec e = exp2_of(choose(is_low, x, -x) * LOG2_E);
     return choose(is_low, e, all(1)) / (1 + e);
 }
 

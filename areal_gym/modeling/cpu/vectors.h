@@ -13,6 +13,7 @@
 #else
 #define LANES 4
 #endif
+#define LOG2_E 1.44269504088896341f
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE static inline __attribute__((always_inline))
 
@@ -33,19 +34,17 @@ INLINE float sum_of(vec x)
 /* a where `is` has all bits set, else b */
 INLINE vec choose(ivec is, vec a, vec b) { return (vec)(((ivec)a & is) | ((ivec)b & ~is)); }
 
-/* Cephes' expf, 2 ulp, of what is at most 0; 0 below -87, NaN of NaN. */
-INLINE vec exp_of(vec x)
+/* 2^x of x at most 0, to 2 ulp, by Cephes' polynomial; 0 below -126, NaN of NaN. */
+INLINE vec exp2_of(vec x)
 {
-    ivec is_low = x < -87.0f;
-    x = choose(is_low, all(0), x);
-    vec k = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounded to an integer */
-    vec r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    ivec power = (__builtin_convertvector(k, ivec) + 127) << 23;
-    return choose(is_low, all(0), p * (vec)power);
+    ivec is_low = x < -126.0f;
+    vec shifted = x + 12583039.0f; /* 3 2^22 + 127: its last bits are x, rounded, plus 127 */
+    vec r = x - (shifted - 12583039.0f);
+    vec p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+    p = p * r + 1.0f;
+    return choose(is_low, all(0), p * (vec)((ivec)shifted << 23));
 }
