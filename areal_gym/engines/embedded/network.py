@@ -192,8 +192,8 @@ class CachedDecoder:
         """Add the gated feed-forward to `x_NC`, in place."""
         eps, ffn = self.config.rms_norm_eps, self.config.intermediate_size
         activation = self.config.family.activation
-        on_cpu = self.device.type == "cpu"
-        for part in torch.split(x_NC, _CPU_BLOCK) if on_cpu else (x_NC,):
+        is_cut = self.device.type == "cpu" and len(x_NC) > _CPU_BLOCK
+        for part in torch.split(x_NC, _CPU_BLOCK) if is_cut else (x_NC,):
             h = rms_norm(part, layer.mlp_norm, eps)
             gate_up = h @ layer.gate_up
             inner = gated(gate_up[:, :ffn], gate_up[:, ffn:], activation)

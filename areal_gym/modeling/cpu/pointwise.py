@@ -24,16 +24,16 @@ def has_kernel(*tensors: Tensor) -> bool:
 
     What torch compiles itself is left to it.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
-        and all(x.shape[-1] % LANES == 0 for x in tensors)
-        and is_there()
-    )
+    for x in tensors:  # called often: no generators
+        if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1] % LANES:
+            return False
+    return not torch.compiler.is_compiling() and is_there()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019)."""
+    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return _rms_norm(x.contiguous(), weight, eps, None)
     out: Tensor = _RmsNorm.apply(x.contiguous(), weight, eps)  # type: ignore[no-untyped-call]
     return out
 
@@ -79,12 +79,9 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, scales = torch.empty_like(x), x.new_empty(x.shape[:-1])
-        kernel = function("rms_norm", "nnnfpppp")
-        arrays = (x, weight, out, scales)
-        _by_rows(kernel, scales.numel(), x.shape[-1], eps, *map(address, arrays))
+        scales = x.new_empty(x.shape[:-1])
         ctx.save_for_backward(x, weight, scales)
-        return out
+        return _rms_norm(x, weight, eps, scales)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -111,6 +108,13 @@ class _Swiglu(torch.autograd.Function):
         kernel = function("swiglu_backward", "nnnppppp")
         _by_rows(kernel, *gate.shape, *map(address, arrays))
         return into_gate, into_up
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, scales: Tensor | None) -> Tensor:
+    out, size = torch.empty_like(x), x.shape[-1]
+    kernel = function("rms_norm", "nnnfpppp")
+    _by_rows(kernel, x.numel() // size, size, eps, *map(address, (x, weight, out, scales)))
+    return out
 
 
 def _swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
