@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from areal_gym.engines.embedded import sampling
 from areal_gym.modeling.cpu import library, pointwise
 from areal_gym.modeling.cpu.attention import BLOCK, attend, attend_cached, has_kernel
 from areal_gym.modeling.decoder import build_decoder, gated
@@ -186,6 +187,41 @@ def test_turning_and_turning_back():
     torch.testing.assert_close(
         apply_rope(by_heads, cos, sin), apply_rope(by_heads.contiguous(), cos, sin)
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [1, 7, 520, 5000])
+def test_sampling(size, monkeypatch, threads):
+    """The tokens that torch's operations choose, but for sums that end within a rounding of u."""
+    threads(2)
+    torch.manual_seed(size)
+    logits = torch.randn(400, size) * 4
+    logits[:, 1::5] = -torch.inf
+    heat, u = torch.rand(400) * 2 + 0.1, torch.rand(400)
+    heat[::3], u[:50], u[50:100] = 0.0, 0.0, 1 - 2.0**-24
+    ids, logprobs = sampling.sample(logits, heat, u)
+    monkeypatch.setattr(sampling, "is_there", lambda: False)
+    theirs, their_logprobs = sampling.sample(logits, heat, u)
+    same = ids == theirs
+    assert same[::3].all()
+    assert same.float().mean() > 0.95
+    torch.testing.assert_close(logprobs[same], their_logprobs[same], atol=2e-6, rtol=1e-5)
+    assert logprobs.isfinite().all()  # nothing that is excluded
+    scores = (logits / torch.where(heat == 0, 1.0, heat)[:, None]).double().log_softmax(-1)
+    below = scores.exp().cumsum(-1)
+    warm = heat > 0
+    assert (below.gather(1, ids[:, None])[:, 0] >= u - 1e-5)[warm].all()
+    before = below.gather(1, ids[:, None])[:, 0] - scores.gather(1, ids[:, None])[:, 0].exp()
+    assert (before <= u + 1e-5)[warm].all()
+
+
+@needs_compiler
+def test_sampling_shows_what_is_broken():
+    logits = torch.zeros(3, 40)
+    logits[0, 7], logits[1, :] = torch.nan, -torch.inf
+    ids, logprobs = sampling.sample(logits, torch.ones(3), torch.rand(3))
+    assert logprobs.isfinite().tolist() == [False, False, True]
+    assert ((ids >= 0) & (ids < 40)).all()
 
 
 @needs_compiler

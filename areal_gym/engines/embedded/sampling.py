@@ -11,6 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from areal_gym.modeling.cpu import pointwise
+from areal_gym.modeling.cpu.library import is_there
+
 __all__ = ["filter_logits", "sample", "uniforms"]
 
 _WORD = (1 << 64) - 1
@@ -40,6 +43,8 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, u_B: Tensor) -> tuple[Tenso
         temperature_B: 0 is greedy, whose log-probabilities are those of temperature 1.
         u_B: numbers in [0, 1).
     """
+    if logits_BV.is_cpu and is_there():
+        return pointwise.sample(logits_BV, temperature_B, u_B)
     greedy_B = temperature_B == 0
     logprobs_BV = (logits_BV / torch.where(greedy_B, 1.0, temperature_B)[:, None]).log_softmax(-1)
     cdf_BV = logprobs_BV.exp().cumsum(-1)

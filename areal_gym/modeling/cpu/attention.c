@@ -291,8 +291,7 @@ static float exponentials(const Tile *t, float *scores, float *sum)
             vec x = load(scores + t->columns[run] + c);
             top = choose(x > top, x, top);
         }
-    float greatest = top[0];
-    for (int i = 1; i < LANES; i++) greatest = top[i] > greatest ? top[i] : greatest;
+    float greatest = greatest_of(top);
     for (int run = 0; run < 2; run++)
         for (long c = t->from[run]; c < t->to[run]; c += LANES) {
             float *x = scores + t->columns[run] + c;

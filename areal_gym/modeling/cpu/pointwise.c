@@ -1,5 +1,5 @@
 /* What a decoder computes token by token between its products, in one sweep over memory each,
-   forward and backward. Rows have a multiple of LANES floats. */
+   forward and backward. Rows have a multiple of 16 floats, but for those of logits. */
 
 #include "vectors.h"
 
@@ -105,4 +105,58 @@ void swiglu_backward(int64_t row, int64_t end, int64_t size, const float *gradie
         store(into_up + i, d * g * slope);
         store(into_gate + i, d * load(up + i) * slope * (1 + g * (1 - slope)));
     }
+}
+
+#define BLOCK 1024
+
+INLINE float sum_of_block(const float *x)
+{
+    vec sum = all(0);
+    for (long i = 0; i < BLOCK; i += LANES) sum += load(x + i);
+    return sum_of(sum);
+}
+
+/* Of each row of logits a token and its log-probability, at the row's temperature: the first token
+   at which the sum of probabilities exceeds u, in [0, 1). With temperature 0 the likeliest one, and
+   its log-probability at temperature 1. Returns 0, or 1 for want of memory. */
+int sample(int64_t row, int64_t end, int64_t size, const float *logits, const float *temperatures,
+           const float *u, int64_t *ids, float *logprobs)
+{
+    long room = (size + BLOCK - 1) / BLOCK * BLOCK;
+    float *probs = malloc(sizeof(float) * room);
+    if (!probs) return 1;
+    for (; row < end; row++) {
+        const float *x = logits + row * size;
+        float heat = temperatures[row] > 0 ? 1 / temperatures[row] : 1;
+        memcpy(probs, x, sizeof(float) * size);
+        for (long i = size; i < room; i++) probs[i] = -INFINITY;
+        vec top = all(-INFINITY);
+        for (long i = 0; i < room; i += LANES) {
+            vec here = load(probs + i);
+            top = choose(here > top, here, top);
+        }
+        float greatest = greatest_of(top);
+        for (long i = 0; i < room; i += LANES)
+            store(probs + i, exp2_of((load(probs + i) - greatest) * (heat * LOG2_E)));
+        double total = 0, sum = 0;
+        for (long i = 0; i < room; i += BLOCK) total += sum_of_block(probs + i);
+
+        long found = 0, at = 0;
+        if (temperatures[row] > 0) {
+            double wanted = u[row] * total;
+            for (double next; at < room && (next = sum + sum_of_block(probs + at)) <= wanted; at += BLOCK)
+                sum = next;
+            /* Rounding may leave the sum short of what is wanted: then it is the last one. */
+            for (; at < size && !(sum > wanted); at++) {
+                sum += probs[at];
+                if (probs[at] > 0) found = at;
+            }
+        } else {
+            while (found < size - 1 && x[found] != greatest) found++;
+        }
+        ids[row] = found;
+        logprobs[row] = (x[found] - greatest) * heat - logf(total);
+    }
+    free(probs);
+    return 0;
 }

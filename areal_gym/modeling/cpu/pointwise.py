@@ -1,6 +1,6 @@
-"""What a decoder computes token by token, by `pointwise.c`: float32, with backward passes.
+"""What a decoder computes token by token, and sampling, by `pointwise.c`: in float32.
 
-What these are made of in torch takes two to four times as many sweeps over memory.
+What these are made of in torch takes two to five times as many sweeps over memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from areal_gym.modeling.cpu.library import LANES, address, function, is_there, share_out
 
-__all__ = ["has_kernel", "place", "rms_norm", "swiglu", "turned"]
+__all__ = ["has_kernel", "place", "rms_norm", "sample", "swiglu", "turned"]
 
 _ENOUGH = 1 << 16
 """Numbers that are worth a thread."""
@@ -66,6 +66,21 @@ def place(
     sizes = dim, num_heads - 2 * key_heads, key_heads, num_positions
     arrays = rows_N, positions_N, angles_N, qkv_NHD, keys, values
     _by_rows(kernel, num_tokens, *sizes, *map(address, arrays))
+
+
+def sample(logits_BV: Tensor, temperature_B: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids and their log-probabilities, both [B]; all float32 on a CPU, V any number."""
+    logits, (num_rows, size) = logits_BV.contiguous(), logits_BV.shape
+    ids, logprobs = torch.empty(num_rows, dtype=torch.long), torch.empty(num_rows)
+    kernel = function("sample", "nnnppppp")
+    addresses = [address(x) for x in (logits, temperature_B, u_B, ids, logprobs)]
+
+    def compute(row: int, end: int) -> None:
+        if kernel(row, end, size, *addresses):
+            raise MemoryError(f"no memory for a row of {size} logits")
+
+    share_out(compute, num_rows, least=_ENOUGH // size + 1)
+    return ids, logprobs
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:

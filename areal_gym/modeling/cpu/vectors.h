@@ -31,6 +31,13 @@ INLINE float sum_of(vec x)
     return sum;
 }
 
+INLINE float greatest_of(vec x)
+{
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
 /* a where `is` has all bits set, else b */
 INLINE vec choose(ivec is, vec a, vec b) { return (vec)(((ivec)a & is) | ((ivec)b & ~is)); }
 
