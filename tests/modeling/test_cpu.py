@@ -139,7 +139,7 @@ def test_digits_do_not_depend_on_what_siblings_share(window):
             (row, 1, 0, num_shared, row * size + num_shared, row * size + length)
             for row, length in enumerate(lengths)
         ]
-        return attend_cached(q, *cache, torch.tensor(rows), window)
+        return attend_cached(q, cache, torch.tensor(rows), window)
 
     assert torch.equal(found(0), found(shared))
     assert found(0)[:-1].count_nonzero() == num_rows * 8 * dim

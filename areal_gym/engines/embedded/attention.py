@@ -96,8 +96,7 @@ class KernelAttention:
 
     def __call__(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
         """As the protocol says."""
-        keys, values = cache
-        return attend_cached(q_NHD, keys, values, self._segments_S6, window)
+        return attend_cached(q_NHD, cache, self._segments_S6, window)
 
 
 class MaskedAttention:

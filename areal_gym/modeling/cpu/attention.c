@@ -16,7 +16,7 @@
 
 /* Rows and vectors of a product's tile: as many as registers hold. */
 #if LANES == 16
-#define HEIGHT 8
+#define HEIGHT 12
 #define WIDTH 2
 #elif LANES == 8
 #define HEIGHT 6
@@ -88,8 +88,8 @@ INLINE void product_of(int add, long rows, long columns, long n, const float *A,
             int W = columns - c < BLOCK ? 1 : WIDTH;
             switch (least(rows, HEIGHT)) {
                 TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
-#if HEIGHT == 8
-                TILES(7) TILES(8)
+#if HEIGHT == 12
+                TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
 #endif
             }
         }

@@ -62,28 +62,23 @@ def attend(
 
 
 def attend_cached(
-    q_NHD: Tensor,
-    keys_SKPD: Tensor,
-    values_SKPD: Tensor,
-    segments_S6: Tensor,
-    window: int | None = None,
+    q_NHD: Tensor, cache_2SKPD: Tensor, segments_S6: Tensor, window: int | None = None
 ) -> Tensor:
     """The same without a gradient and with scale 1, from a cache: [N, H D], float32.
 
     Args:
         q_NHD: queries, which may be a part of a wider array; those in no segment get zeros.
-        keys_SKPD: keys of S rows with P positions each, contiguous.
-        values_SKPD: values.
+        cache_2SKPD: keys and values of S rows with P positions each, contiguous.
         segments_S6: as `attend` takes them, but token t of row s is s K P + t.
         window: as in `attend`.
     """
     num_tokens, heads, dim = q_NHD.shape
-    _, key_heads, num_positions, _ = keys_SKPD.shape
+    _, _, key_heads, num_positions, _ = cache_2SKPD.shape
     out = q_NHD.new_zeros(num_tokens, heads * dim)
     shape = _Shape(
         *(heads, key_heads, dim, q_NHD.stride(0), dim, num_positions * dim, window or 0), 1.0
     )
-    _call("attend", shape, segments_S6, q_NHD, keys_SKPD, values_SKPD, out, None)
+    _call("attend", shape, segments_S6, q_NHD, cache_2SKPD[0], cache_2SKPD[1], out, None)
     return out
 
 

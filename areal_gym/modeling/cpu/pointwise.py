@@ -59,12 +59,11 @@ def place(
         positions_N: where in it the token stands.
         cache: keys and values, [2, rows, K, positions, D].
     """
-    keys, values = cache
     num_tokens, num_heads, dim = qkv_NHD.shape
-    _, key_heads, num_positions, _ = keys.shape
+    _, _, key_heads, num_positions, _ = cache.shape
     kernel = function("place", "nnnnnn" + "p" * 6)
     sizes = dim, num_heads - 2 * key_heads, key_heads, num_positions
-    arrays = rows_N, positions_N, angles_N, qkv_NHD, keys, values
+    arrays = rows_N, positions_N, angles_N, qkv_NHD, cache[0], cache[1]
     _by_rows(kernel, num_tokens, *sizes, *map(address, arrays))
 
 
