@@ -108,8 +108,8 @@ def _activations(config: RunConfig, shape: DecoderConfig, num_bytes: int) -> int
 
     A layer keeps, for each token: what enters attention and the MLP, before and after the norm;
     queries, keys and values as attention takes them (before their norms, too, where there are
-    such), and what attention gives; and of the MLP's inner axis gate, activated gate, the other
-    branch, and the product.
+    such), and what attention gives; and of the MLP's inner axis gate, activated gate (not so on
+    CPUs in float32, where the gated unit is one operation), the other branch, and the product.
     """
     trainer = config.trainer
     queries = shape.num_attention_heads * shape.head_dim
