@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import os
 import threading
 from collections.abc import Coroutine
@@ -26,6 +28,7 @@ class KeptLoop:
         self._lock = threading.Lock()
         # A forked worker (Gymnasium's AsyncVectorEnv) inherits the loop but not its thread.
         os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self._end)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """What the coroutine gives; the caller waits for it.
@@ -55,6 +58,14 @@ class KeptLoop:
                 return begun[0].result()
             raise
         return begun[0].result()
+
+    def _end(self) -> None:
+        """Let asynchronous generators clean up, as `asyncio.run` does: connections are closed."""
+        loop = self._loop
+        if loop is not None:
+            ended = asyncio.run_coroutine_threadsafe(loop.shutdown_asyncgens(), loop)
+            with contextlib.suppress(TimeoutError):
+                ended.result(timeout=1)
 
     def _forget(self) -> None:
         self._loop, self._lock = None, threading.Lock()
