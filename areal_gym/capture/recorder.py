@@ -286,13 +286,10 @@ class Recorder:
                 branch=branch,
             )
         )
-        start, last = 0, generation.versions[-1]
+        start = 0
         while start < len(generation.token_ids):  # one span per run of tokens with the same version
             version = generation.versions[start]
-            is_last = version == last
-            end = (
-                len(generation.versions) if is_last else bisect_right(generation.versions, version)
-            )
+            end = bisect_right(generation.versions, version, lo=start)
             self._spans.append(
                 TokenSpan(
                     origin="policy",

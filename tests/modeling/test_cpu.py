@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from areal_gym.engines.embedded import sampling
+from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.cpu import library, pointwise
 from areal_gym.modeling.cpu.attention import BLOCK, attend, attend_cached, has_kernel
 from areal_gym.modeling.decoder import build_decoder, gated
 from areal_gym.modeling.rope import apply_rope, rope_frequencies, rope_tables
+from areal_gym.trainer.bins import Row
+from areal_gym.trainer.packing import pack
 
 needs_compiler = pytest.mark.skipif(not library.is_there(), reason="needs a C compiler")
 
@@ -263,10 +266,6 @@ def test_without_any_compiler_one_is_told_what_to_install(
 
 @needs_compiler
 def test_a_decoder_computes_the_same_without_it(fresh_library, monkeypatch):
-    from areal_gym.modeling.config import DecoderConfig
-    from areal_gym.trainer.bins import Row
-    from areal_gym.trainer.packing import pack
-
     config = DecoderConfig(
         vocab_size=50,
         hidden_size=32,

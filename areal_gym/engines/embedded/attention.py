@@ -108,6 +108,7 @@ class MaskedAttention:
         num_keys: all decoding rows that matter see positions below this only.
         prompts: whose tokens follow.
         num_positions: P.
+        dtype: of the cache.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class MaskedAttention:
         num_keys: int,
         prompts: Sequence[Prompt],
         num_positions: int,
+        dtype: torch.dtype,
     ) -> None:
+        self._dtype = dtype
         self._config, self._device = config, positions_R.device
         self._num_decoding = len(positions_R)
         self._num_keys = min(-(-num_keys // _CACHE_ALIGNMENT) * _CACHE_ALIGNMENT, num_positions)
@@ -140,7 +143,7 @@ class MaskedAttention:
             is_hidden = age < 0
             if window is not None:
                 is_hidden |= age >= window
-            bias = torch.zeros(age.shape, device=self._device)
+            bias = torch.zeros(age.shape, dtype=self._dtype, device=self._device)
             biases[window] = bias.masked_fill_(is_hidden, _MASKED)
         return biases
 
@@ -151,7 +154,7 @@ class MaskedAttention:
             return q_RHD.flatten(1)
         keys, values = cache[:, :num_rows, :, : self._num_keys]
         q = q_RHD.unflatten(1, (keys.shape[1], -1))  # [R, K, G, D]
-        bias, softcap = self._biases[window].to(q.dtype), self._config.attn_logit_softcapping
+        bias, softcap = self._biases[window], self._config.attn_logit_softcapping
         if softcap is not None:
             out = capped_attention(q, keys, values, bias, scale=1.0, softcap=softcap)
         elif q.device.type == "cpu":
@@ -170,7 +173,7 @@ class MaskedAttention:
             q = q_NHD[bucket.gather_BT].unflatten(2, (keys.shape[1], -1))  # [B, T, K, G, D]
             num_queries = q.shape[1]
             q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
-            bias, softcap = bucket.bias[window].to(q.dtype), self._config.attn_logit_softcapping
+            bias, softcap = bucket.bias[window], self._config.attn_logit_softcapping
             if softcap is None:
                 seen = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=1.0)
             else:
@@ -218,7 +221,7 @@ class MaskedAttention:
         age_BTK = (starts[:, None] + offsets)[..., None] - self._key_positions[:num_keys]
         group = self._config.num_attention_heads // self._config.num_key_value_heads
         return _Bucket(
-            rows_B=torch.tensor([prompts[i].row for i in members], device=self._device),
+            rows_B=_index_of([prompts[i].row for i in members], self._device),
             num_keys=num_keys,
             gather_BT=gather,
             is_real_BT=is_real,
@@ -234,7 +237,7 @@ class MaskedAttention:
 class _Bucket:
     """Prompts of similar length, whose attention is padded to a common length and computed."""
 
-    rows_B: Tensor
+    rows_B: slice | Tensor
     num_keys: int
     gather_BT: Tensor
     """Flat token of each padded query; padding repeats token 0."""
@@ -243,3 +246,9 @@ class _Bucket:
     """Flat tokens of the bucket, in the order of the true entries of `is_real_BT`."""
     bias: dict[int | None, Tensor]
     """By window: [B, 1, G T, num_keys], added to the scores."""
+
+
+def _index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Of these rows of the cache: where they follow one another, nothing needs to be copied."""
+    run = range(rows[0], rows[0] + len(rows))
+    return slice(run.start, run.stop) if list(rows) == list(run) else torch.tensor(rows).to(device)

@@ -171,9 +171,7 @@ class CachedDecoder:
         qk = qkv[:, : num_heads + key_heads]
         torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(turns)
         qkv = qkv.to(self.cache_dtype)
-        heads = torch.arange(num_heads, num_heads + 2 * key_heads, device=self.device)
-        kinds, heads = heads // (num_heads + key_heads), (heads - num_heads) % key_heads
-        cache[kinds, rows_N[:, None], heads, positions_N[:, None]] = qkv[:, num_heads:]
+        cache[:, rows_N, :, positions_N] = qkv[:, num_heads:].unflatten(1, (2, key_heads))
         return qkv[:, :num_heads]
 
     def _attention(
@@ -186,7 +184,9 @@ class CachedDecoder:
         if self.config.attn_logit_softcapping is None and self._has_kernel:
             row_size = self.config.num_key_value_heads * self._num_positions
             return KernelAttention(positions_R, families, prompts, row_size)
-        return MaskedAttention(self.config, positions_R, num_keys, prompts, self._num_positions)
+        return MaskedAttention(
+            self.config, positions_R, num_keys, prompts, self._num_positions, self.cache_dtype
+        )
 
     def _feed_forward(self, x_NC: Tensor, layer: LayerWeights) -> None:
         """Add the gated feed-forward to `x_NC`, in place."""

@@ -170,7 +170,7 @@ static void transpose(long n, long dim, const float *from, long from_row, float 
 
 typedef struct {
     const Shape *shape;
-    const Segment *segment;
+    const Segment *segment, *previous, *next; /* NULL before the first and after the last */
     long head;
     long counts[2], columns[2]; /* of the runs: tokens, and where they begin in a row of scores */
     long row;                   /* floats from a row of scores to the next */
@@ -312,7 +312,8 @@ static float *scratch_for(const Shape *shape, const Segment *segments, long num_
     long columns = 0;
     for (long s = 0; s < num_segments; s++) {
         const Segment *x = segments + s;
-        columns = most(columns, up(x->runs[0].stop - x->runs[0].start) + up(x->runs[1].stop - x->runs[1].start));
+        columns = most(columns, up(x->runs[0].stop - x->runs[0].start) +
+                                    up(x->runs[1].stop - x->runs[1].start));
     }
     long sizes[6] = {columns * shape->dim, columns * shape->dim, columns * ROWS,
                      columns * ROWS,       ROWS * shape->dim,    ROWS * shape->dim};
@@ -325,22 +326,27 @@ static float *scratch_for(const Shape *shape, const Segment *segments, long num_
 }
 
 /* Transposed keys of a segment, or values; those that the one before it has, too, stay. */
-static void transpose_runs(const Tile *t, const Segment *previous, const Segment *next, const float *k, const float *soon, float *to)
+static void transpose_runs(const Tile *t, const float *k, const float *soon, float *to)
 {
-    const Shape *shape = t->shape;
-    const Segment *s = t->segment;
+    const Segment *s = t->segment, *previous = t->previous, *later = t->next ? t->next : s;
+    long dim = t->shape->dim, k_row = t->shape->k_row;
     int has_same = previous && previous->runs[0].start == s->runs[0].start &&
                    previous->runs[0].stop == s->runs[0].stop;
-    for (int run = has_same; run < 2; run++)
-        transpose(t->counts[run], shape->dim, k + s->runs[run].start * shape->k_row, shape->k_row,
-                  to + t->columns[run] * shape->dim, soon + s->runs[run].start * shape->k_row,
-                  k + (next ? next : s)->runs[run].start * shape->k_row);
+    for (int run = has_same; run < 2; run++) {
+        long start = s->runs[run].start * k_row;
+        transpose(t->counts[run], dim, k + start, k_row, to + t->columns[run] * dim, soon + start,
+                  k + later->runs[run].start * k_row);
+    }
 }
 
-static Tile tile_of(const Shape *shape, const Segment *segment, long head)
+static Tile tile_of(const Shape *shape, const Segment *segments, long num_segments, long s,
+                    long head)
 {
-    Tile t = {.shape = shape, .segment = segment, .head = head};
-    for (int run = 0; run < 2; run++) t.counts[run] = segment->runs[run].stop - segment->runs[run].start;
+    Tile t = {.shape = shape, .segment = segments + s, .head = head};
+    t.previous = s ? t.segment - 1 : NULL;
+    t.next = s + 1 < num_segments ? t.segment + 1 : NULL;
+    for (int run = 0; run < 2; run++)
+        t.counts[run] = t.segment->runs[run].stop - t.segment->runs[run].start;
     t.columns[1] = up(t.counts[0]);
     t.row = t.columns[1] + up(t.counts[1]);
     return t;
@@ -358,8 +364,8 @@ int attend(const Shape *shape, const Segment *segments, int64_t num_segments, in
     for (; head < end_head; head++) {
         const float *k = k0 + head * shape->k_head, *v = v0 + head * shape->k_head;
         for (long s = 0; s < num_segments; s++) {
-            Tile t = tile_of(shape, segments + s, head);
-            transpose_runs(&t, s ? segments + s - 1 : NULL, s + 1 < num_segments ? segments + s + 1 : NULL, k, v, keys);
+            Tile t = tile_of(shape, segments, num_segments, s, head);
+            transpose_runs(&t, k, v, keys);
             for (long i = 0; i < t.segment->num_queries * group_of(&t); i += ROWS) {
                 float weights[ROWS];
                 set_tile(&t, i);
@@ -396,10 +402,9 @@ int attend_backward(const Shape *shape, const Segment *segments, int64_t num_seg
         const float *k = k0 + head * shape->k_head, *v = v0 + head * shape->k_head;
         float *into_k = into_k0 + head * shape->k_head, *into_v = into_v0 + head * shape->k_head;
         for (long s = 0; s < num_segments; s++) {
-            Tile t = tile_of(shape, segments + s, head);
-            const Segment *previous = s ? segments + s - 1 : NULL;
-            transpose_runs(&t, previous, NULL, k, v, keys);
-            transpose_runs(&t, previous, NULL, v, k, values);
+            Tile t = tile_of(shape, segments, num_segments, s, head);
+            transpose_runs(&t, k, v, keys);
+            transpose_runs(&t, v, k, values);
             for (long i = 0; i < t.segment->num_queries * group_of(&t); i += ROWS) {
                 float scales[ROWS];
                 set_tile(&t, i);
@@ -423,7 +428,7 @@ int attend_backward(const Shape *shape, const Segment *segments, int64_t num_seg
                         }
                     scales[j] = shape->scale;
                 }
-                take_rows(&t, q, shape->q_row, shape->scale, queries);
+                take_rows(&t, q, shape->q_row, shape->scale, queries); /* natural again */
                 unmix(&t, probs, into, into_v);
                 unmix(&t, scores, queries, into_k);
                 mix(&t, scores, k, into);

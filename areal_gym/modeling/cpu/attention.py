@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_gym.modeling.cpu.library import LANES, address, function, is_there, share_out
+from areal_gym.modeling.cpu.library import address, function, reads, share_out
 
 __all__ = ["BLOCK", "attend", "attend_cached", "has_kernel"]
 
@@ -32,11 +32,7 @@ class _Shape(ctypes.Structure):
 
 def has_kernel(*tensors: Tensor) -> bool:
     """Whether `attend` takes these: on a CPU, of types that float32 holds, heads of 16 n."""
-    return (
-        all(x.device.type == "cpu" and x.dtype in _TYPES for x in tensors)
-        and all(x.shape[-1] % LANES == 0 for x in tensors)
-        and is_there()
-    )
+    return reads(_TYPES, tensors)
 
 
 def attend(

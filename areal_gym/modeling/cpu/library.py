@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from areal_gym.cache import cache_directory
 
-__all__ = ["LANES", "address", "function", "is_there", "problem", "share_out"]
+__all__ = ["LANES", "address", "function", "is_there", "problem", "reads", "share_out"]
 
 LANES = 16
 """Floats of a vector: what is read by vectors has a multiple of it."""
@@ -49,6 +49,14 @@ def is_there() -> bool:
             found,
         )
     return found is None
+
+
+def reads(types: tuple[torch.dtype, ...], tensors: Iterable[Tensor]) -> bool:
+    """Whether the functions take these: on a CPU, of such a type, rows of 16 n."""
+    for x in tensors:  # called often: no generators
+        if x.dtype not in types or not x.is_cpu or x.shape[-1] % LANES:
+            return False
+    return is_there()
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_gym.modeling.cpu.library import LANES, address, function, is_there, share_out
+from areal_gym.modeling.cpu.library import address, function, reads, share_out
 
 __all__ = ["has_kernel", "place", "rms_norm", "sample", "swiglu", "turned"]
 
@@ -24,10 +24,7 @@ def has_kernel(*tensors: Tensor) -> bool:
 
     What torch compiles itself is left to it.
     """
-    for x in tensors:  # called often: no generators
-        if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1] % LANES:
-            return False
-    return not torch.compiler.is_compiling() and is_there()
+    return not torch.compiler.is_compiling() and reads((torch.float32,), tensors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
