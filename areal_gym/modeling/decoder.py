@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.cpu import pointwise
+from areal_gym.modeling.cpu import pointwise, products
 from areal_gym.modeling.families import Activation
 from areal_gym.modeling.rms_norm import rms_norm
 from areal_gym.modeling.rope import apply_rope, rope_amplitude, rope_frequencies, rope_tables
@@ -87,6 +87,24 @@ class RMSNorm(nn.Module):
         return out
 
 
+class Linear(nn.Linear):
+    """A projection; `projected` computes several of the same tokens in one go."""
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        """[N, I] -> [N, O]."""
+        if products.has_kernel(input, self.weight):
+            return products.linear(input, [self.weight], [self.bias])[0]
+        return super().forward(input)
+
+
+def projected(x_NC: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """What each layer makes of the tokens; they may be anything that adapters have made of them."""
+    plain = [layer for layer in layers if type(layer) is Linear]
+    if len(plain) == len(layers) and products.has_kernel(x_NC, *(p.weight for p in plain)):
+        return products.linear(x_NC, [p.weight for p in plain], [p.bias for p in plain])
+    return [layer(x_NC) for layer in layers]
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; who sees whom is the caller's."""
 
@@ -98,10 +116,10 @@ class Attention(nn.Module):
             for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
         bias = config.family.has_qkv_bias
-        self.q_proj = nn.Linear(config.hidden_size, query, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, key, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, key, bias=bias)
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, query, bias=bias)
+        self.k_proj = Linear(config.hidden_size, key, bias=bias)
+        self.v_proj = Linear(config.hidden_size, key, bias=bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=False)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.family.has_qk_norm:
@@ -121,13 +139,14 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[N, C] -> [N, C], or [M, C]: of the tokens `wanted_M` only."""
         heads = (x_NC.shape[0], -1, self.head_dim)
-        q_NHD, k_NKD = self.q_proj(x_NC).view(heads), self.k_proj(x_NC).view(heads)
+        found = projected(x_NC, self.q_proj, self.k_proj, self.v_proj)
+        q_NHD, k_NKD, v_NKD = (x.view(heads) for x in found)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHD, k_NKD = self.q_norm(q_NHD), self.k_norm(k_NKD)
         q_NHD, k_NKD = apply_rope(q_NHD, cos_ND, sin_ND), apply_rope(k_NKD, cos_ND, sin_ND)
         if self.query_scale != 1.0:
             q_NHD = q_NHD * self.query_scale
-        out_NHD = attend(q_NHD, k_NKD, self.v_proj(x_NC).view(heads))
+        out_NHD = attend(q_NHD, k_NKD, v_NKD)
         if wanted_M is not None:
             out_NHD = out_NHD.index_select(0, wanted_M)
         out: Tensor = self.o_proj(out_NHD.flatten(1))
@@ -139,14 +158,15 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.activation = config.family.activation
 
     def forward(self, x_NC: Tensor) -> Tensor:
         """[N, C] -> [N, C]."""
-        gated_NF = gated(self.gate_proj(x_NC), self.up_proj(x_NC), self.activation)
+        gate_NF, up_NF = projected(x_NC, self.gate_proj, self.up_proj)
+        gated_NF = gated(gate_NF, up_NF, self.activation)
         out: Tensor = self.down_proj(gated_NF)
         return out
 
@@ -283,7 +303,12 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """[N, C] -> [N, V]."""
-        return softcapped(hidden_NC @ self.lm_head_weight.T, self.config.final_logit_softcapping)
+        weight = self.lm_head_weight
+        if products.has_kernel(hidden_NC, weight):
+            (logits_NV,) = products.linear(hidden_NC, [weight], [None])
+        else:
+            logits_NV = hidden_NC @ weight.T
+        return softcapped(logits_NV, self.config.final_logit_softcapping)
 
     def _tables(self, positions_N: Tensor, x_NC: Tensor) -> tuple[Tensor, Tensor]:
         if self._inv_freq.device != x_NC.device:

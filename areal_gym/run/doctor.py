@@ -132,7 +132,7 @@ def _compiler() -> Finding:
             detail="what sampling and training on a CPU have of their own is compiled",
             is_required=False,
         )
-    detail = f"sampling and training on a CPU take half as long again: {found}"
+    detail = f"sampling and training on a CPU take up to twice as long: {found}"
     return _absent("C compiler", detail, "install gcc or clang, or name one: CC=...")
 
 

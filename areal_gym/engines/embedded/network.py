@@ -132,13 +132,13 @@ class CachedDecoder:
         decoding = positions_N[:num_decoding], num_keys, families
         attend = self._attention(*decoding, prompts)
 
-        x = F.embedding(token_ids_N, weights.embedding)
+        x = weights.embed(token_ids_N)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         layers = zip(weights.layers, self._cache, config.windows, strict=True)
         for layer, cache, window in layers:
             h = rms_norm(x, layer.input_norm, eps)
-            qkv = _affine(h, layer.qkv, layer.qkv_bias).view(num_tokens, -1, head_dim)
+            qkv = layer.qkv.product(h, layer.qkv_bias).view(num_tokens, -1, head_dim)
             if self.dtype != torch.float32:
                 qkv = qkv.float()
             if layer.qk_norm is not None:
@@ -153,11 +153,11 @@ class CachedDecoder:
                 x, q, attend = x[last], q[last], self._attention(*decoding, ends)
             seen = attend(q, cache, window)
             if layer.out_norm is None:
-                x = torch.addmm(x, seen.to(self.dtype), layer.out)
+                layer.out.add_product(seen.to(self.dtype), x)
             else:
-                x = x + rms_norm(seen.to(self.dtype) @ layer.out, layer.out_norm, eps)
+                x += rms_norm(layer.out.product(seen.to(self.dtype)), layer.out_norm, eps)
             self._feed_forward(x, layer)
-        logits = F.linear(rms_norm(x, weights.final_norm, eps), weights.head).float()
+        logits = weights.head.product(rms_norm(x, weights.final_norm, eps)).float()
         return softcapped(logits, config.final_logit_softcapping)
 
     def _place(
@@ -195,19 +195,15 @@ class CachedDecoder:
         is_cut = self.device.type == "cpu" and len(x_NC) > _CPU_BLOCK
         for part in torch.split(x_NC, _CPU_BLOCK) if is_cut else (x_NC,):
             h = rms_norm(part, layer.mlp_norm, eps)
-            gate_up = h @ layer.gate_up
+            gate_up = layer.gate_up.product(h)
             inner = gated(gate_up[:, :ffn], gate_up[:, ffn:], activation)
             if layer.down_norm is None:
-                part.addmm_(inner, layer.down)
+                layer.down.add_product(inner, part)
             else:
-                part.add_(rms_norm(inner @ layer.down, layer.down_norm, eps))
+                part.add_(rms_norm(layer.down.product(inner), layer.down_norm, eps))
 
     def _last_tokens(self, prompts: Sequence[Prompt], num_decoding: int) -> Tensor:
         lengths = torch.tensor([prompt.stop - prompt.start for prompt in prompts])
         decoding = torch.arange(num_decoding)
         last = torch.cat((decoding, num_decoding - 1 + lengths.cumsum(0)))
         return last.to(self.device)
-
-
-def _affine(x_NC: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    return x_NC @ matrix if bias is None else torch.addmm(bias, x_NC, matrix)

@@ -6,34 +6,80 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from areal_gym.errors import EngineError
 from areal_gym.modeling.config import DecoderConfig
+from areal_gym.modeling.cpu import products
 from areal_gym.modeling.decoder import Decoder
 
-__all__ = ["FusedWeights", "LayerWeights"]
+__all__ = ["FusedWeights", "LayerWeights", "Matrix"]
 
 
-@dataclass(slots=True)
-class LayerWeights:
-    """One layer; matrices are [in, out].
+class Matrix:
+    """By which rows are multiplied; packed where CPUs have a kernel for that, elsewhere [I, O].
 
     A small product whose second matrix has to be turned loses a quarter of its time to that.
     """
 
+    def __init__(
+        self, size_in: int, size_out: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._size_out = size_out
+        like = torch.empty(0, size_in, dtype=dtype, device=device)
+        self._is_packed = products.has_kernel(like)
+        # Undefined until `load`, as all weights here.
+        self.tensor = (
+            products.panels(size_in, size_out)
+            if self._is_packed
+            else like.new_empty(size_in, size_out)
+        )
+
+    def load(self, weight_OI: Tensor) -> None:
+        """Take this matrix, which lies as Hugging Face's do."""
+        if self._is_packed:
+            products.packed(weight_OI.to(self.tensor), transposed=True, into=self.tensor)
+        else:
+            self.tensor.t().copy_(weight_OI)
+
+    def columns(self, indexes_N: Tensor) -> Tensor:
+        """Some columns, [N, I]."""
+        if self._is_packed:
+            width = self.tensor.shape[2]
+            return self.tensor[indexes_N // width, :, indexes_N % width]
+        return self.tensor[:, indexes_N].t().contiguous()
+
+    def product(self, x_NI: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[N, O]"""
+        if self._is_packed:
+            return products.multiply(x_NI, self.tensor, self._size_out, bias=bias)
+        return x_NI @ self.tensor if bias is None else torch.addmm(bias, x_NI, self.tensor)
+
+    def add_product(self, x_NI: Tensor, into_NO: Tensor) -> None:
+        """Add it in place."""
+        if self._is_packed:
+            products.multiply(x_NI, self.tensor, self._size_out, into=into_NO)
+        else:
+            into_NO.addmm_(x_NI, self.tensor)
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer."""
+
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     """[C, (H + 2K) D]; queries carry the attention scale, pairs of rotation are neighbours."""
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
     """[H + K, D]"""
-    out: Tensor
+    out: Matrix
     out_norm: Tensor | None
     """Of what attention adds to the residual."""
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     down_norm: Tensor | None
     """Of what the MLP adds to the residual."""
 
@@ -54,27 +100,35 @@ class FusedWeights:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self.embedding = empty(config.vocab_size, hidden)
-        self.head = (
-            self.embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden)
-        )
+        def matrix(size_in: int, size_out: int) -> Matrix:
+            return Matrix(size_in, size_out, dtype=dtype, device=device)
+
+        self.head = matrix(hidden, config.vocab_size)
+        is_tied = config.tie_word_embeddings
+        self._embedding = None if is_tied else empty(config.vocab_size, hidden)
         self.final_norm = empty(hidden)
         qkv_size = (heads + 2 * key_heads) * head_dim
         self.layers = [
             LayerWeights(
                 input_norm=empty(hidden),
-                qkv=empty(hidden, qkv_size),
+                qkv=matrix(hidden, qkv_size),
                 qkv_bias=empty(qkv_size) if family.has_qkv_bias else None,
                 qk_norm=empty(heads + key_heads, head_dim) if family.has_qk_norm else None,
-                out=empty(heads * head_dim, hidden),
+                out=matrix(heads * head_dim, hidden),
                 out_norm=empty(hidden) if family.has_output_norms else None,
                 mlp_norm=empty(hidden),
-                gate_up=empty(hidden, 2 * ffn),
-                down=empty(ffn, hidden),
+                gate_up=matrix(hidden, 2 * ffn),
+                down=matrix(ffn, hidden),
                 down_norm=empty(hidden) if family.has_output_norms else None,
             )
             for _ in range(config.num_hidden_layers)
         ]
+
+    def embed(self, token_ids_N: Tensor) -> Tensor:
+        """[N, C]"""
+        if self._embedding is None:
+            return self.head.columns(token_ids_N)
+        return F.embedding(token_ids_N, self._embedding)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy a full set of weights (Hugging Face names) in place; all or nothing.
@@ -83,9 +137,12 @@ class FusedWeights:
             EngineError: a name is missing or unknown, or a shape is another.
         """
         self._check(weights)
-        self.embedding.copy_(weights["model.embed_tokens.weight"])
-        if not self._config.tie_word_embeddings:
-            self.head.copy_(weights["lm_head.weight"])
+        embedding = weights["model.embed_tokens.weight"]
+        if self._embedding is None:
+            self.head.load(embedding)
+        else:
+            self._embedding.copy_(embedding)
+            self.head.load(weights["lm_head.weight"])
         self.final_norm.copy_(self._norm(weights["model.norm.weight"]))
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
@@ -102,10 +159,12 @@ class FusedWeights:
             ours.copy_(theirs)
 
     def _tensors(self) -> Iterator[Tensor]:
-        yield from (self.embedding, self.head, self.final_norm)
+        found = [self.head, self._embedding, self.final_norm]
         for layer in self.layers:
-            found = (getattr(layer, name.name) for name in fields(layer))
-            yield from (tensor for tensor in found if tensor is not None)
+            found += (getattr(layer, field.name) for field in fields(layer))
+        for part in found:
+            if part is not None:
+                yield part.tensor if isinstance(part, Matrix) else part
 
     def _load_layer(self, layer: LayerWeights, part: Mapping[str, Tensor]) -> None:
         scale = self._config.attention_scale
@@ -118,23 +177,22 @@ class FusedWeights:
             layer.out_norm.copy_(after_attention)
             layer.mlp_norm.copy_(self._norm(part["pre_feedforward_layernorm.weight"]))
             layer.down_norm.copy_(self._norm(part["post_feedforward_layernorm.weight"]))
-        layer.out.t().copy_(part["self_attn.o_proj.weight"])
-        layer.down.t().copy_(part["mlp.down_proj.weight"])
-        gate, up = layer.gate_up.t().chunk(2)
-        gate.copy_(part["mlp.gate_proj.weight"])
-        up.copy_(part["mlp.up_proj.weight"])
+        layer.out.load(part["self_attn.o_proj.weight"])
+        layer.down.load(part["mlp.down_proj.weight"])
+        layer.gate_up.load(torch.cat([part[f"mlp.{name}_proj.weight"] for name in ("gate", "up")]))
         if layer.qk_norm is not None:
             heads = self._config.num_attention_heads
             q_norm, k_norm = (self._norm(part[f"self_attn.{name}_norm.weight"]) for name in "qk")
             layer.qk_norm[:heads] = self._pairs(q_norm).float() * scale
             layer.qk_norm[heads:] = self._pairs(k_norm)
             scale = 1.0  # the norm would undo it
-        for kind, target in (("weight", layer.qkv.t()), ("bias", layer.qkv_bias)):
-            if target is not None:
-                q, k, v = (part[f"self_attn.{name}_proj.{kind}"] for name in "qkv")
-                target[: len(q)] = self._pairs(q).float() * scale
-                target[len(q) : len(q) + len(k)] = self._pairs(k)
-                target[len(q) + len(k) :] = v
+        fused = {}
+        for kind in ("weight", "bias") if layer.qkv_bias is not None else ("weight",):
+            q, k, v = (part[f"self_attn.{name}_proj.{kind}"].float() for name in "qkv")
+            fused[kind] = torch.cat([self._pairs(q) * scale, self._pairs(k), v])
+        layer.qkv.load(fused["weight"])
+        if layer.qkv_bias is not None:
+            layer.qkv_bias.copy_(fused["bias"])
 
     def _norm(self, weight: Tensor) -> Tensor:
         return 1 + weight.float() if self._config.family.has_centred_norms else weight

@@ -44,7 +44,7 @@ def is_there() -> bool:
     found = problem()
     if found is not None:
         _logger.warning(
-            "sampling and training on this CPU take half as long again as they could: "
+            "sampling and training on this CPU take up to twice as long as they could: "
             "the C files of areal_gym.modeling.cpu cannot be compiled. %s",
             found,
         )
