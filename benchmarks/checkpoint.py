@@ -106,7 +106,7 @@ async def measure(name: str, num_rounds: int, home: Path) -> dict[str, float | s
     rng = random.Random(0)
     learner.step(batch(rng), 0)
     saver = Saver(
-        learner, RunDir(home / name), home, dict, lambda state: None, scores=dict, num_kept=2
+        learner, RunDir(home / name), home, dict, lambda step, state: None, scores=dict, num_kept=2
     )
     alone, pauses, beside, written = [], [], [], []
     for number in range(1, num_rounds + 1):

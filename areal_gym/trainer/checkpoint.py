@@ -74,9 +74,10 @@ def save_learner(
     path = directory / checkpoint_name(step)
     facts = {"step": step, "rollout": dict(rollout_state or {})}
     with fresh_directory(path) as fresh:
+        # First the weights: a thread begins to write the states, and Python lets one at a time run.
+        weights = {name: w.detach().to("cpu", copy=True) for name, w in learner.weights()}
         states = learner.save(fresh / _STATES)
         try:
-            weights = {name: w.detach().to("cpu", copy=True) for name, w in learner.weights()}
             on_copied()
             write_checkpoint(learner.decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
             write_file(fresh / _FACTS, (json.dumps(facts) + "\n").encode())
