@@ -45,7 +45,10 @@ EQUAL = {
         (r"15\text{ cm}^{2}", "15"), ("3.2 m²", "3.2"), ("10weeks", "10"), ("65 mph", "65"),
         ("48 square feet", "48"), ("9.8 m/s^2", "9.8"), (r"30 \text{ units}", "30"),
         (r"\frac{270}{7}\text{ degrees}", r"\frac{270}7"), ("3.5 hours", r"3.5\text{ hours}"),
-        (r"4\sqrt{2} \text{ cm}", r"4\sqrt{2}"),
+        (r"4\sqrt{2} \text{ cm}", r"4\sqrt{2}"), ("5 cm", "5 centimeters"), ("7 ft", "7 feet"),
+        ("864 in^2", r"864 \mbox{ inches}^2"), ("6 mL", "6 millilitres"), ("2 hrs", "2 hours"),
+        (r"15\text{ cm}^2", "15 square centimeters"), ("12 sq. in.", "12 square inches"),
+        ("9 cubic metres", "9 m³"), ("60 km/h", "60 kilometers per hour"), ("8 lb", "8 pounds"),
     ],
     "angles": [
         (r"90^\circ", "90"), (r"45^{\circ}", "45°"), ("30 degrees", r"30^\circ"),
@@ -247,7 +250,7 @@ DIFFERENT = {
     ],
     "units": [
         ("5 cm", "5 m"), ("10 units", "100"), ("3 hours", "3 minutes"), ("28", "0.28"),
-        ("7%", "7.5%"),
+        ("7%", "7.5%"), ("5 m^2", "5 m^3"), ("5 square meters", "5 m"), ("5 ft", "5 meters"),
         ("64%", r"64^\circ"), ("8 inches", r"8^\circ"), ("64%", "64 dollars"), ("20°C", "20°F"),
         ("$7", "7 cents"), ("$7", "7 euros"), ("£7", "$7"),
     ],

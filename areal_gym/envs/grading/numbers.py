@@ -63,17 +63,30 @@ _CURRENCY = re.compile(r"[$€£¥₹]|\bRs\.?\s|\\(?:pounds|euro)(?![a-zA-Z])|\
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _UNIT = re.compile(
     r"(?P<number>.*(?:[\d.)}]|\\pi))(?P<space> ?)(?P<unit>[A-Za-z]+(?:[ -][A-Za-z]+){0,3}\.?)"
-    r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?:/[A-Za-z]+(?:\s*\^\s*\{?\s*[23]\s*\}?)?)?"
+    r"(?:\s*\^\s*\{?\s*(?P<power>[23])\s*\}?)?(?:/[A-Za-z]+(?:\s*\^\s*\{?\s*[23]\s*\}?)?)?"
 )
 _CHINESE_UNIT = re.compile(
     r"(?P<number>.*[\d.)}]) ?(?P<unit>(?!千(?![克米])|分之|[十百万亿兆半成折点])[一-鿿]{1,4})"
 )
+_PREFIXES = (("", ""), ("milli", "m"), ("centi", "c"), ("deci", "d"), ("kilo", "k"))
 _UNITS = {
     *("mm", "cm", "m", "km", "in", "ft", "yd", "mi", "mg", "g", "kg", "lb", "lbs", "oz", "ml", "l"),
     *("L", "s", "sec", "min", "h", "hr", "hrs", "mph", "kmh", "kph", "W", "kW", "V", "A", "N", "J"),
-    *("Hz", "K", "F", "C", "Pa", "mol", "am", "pm", "sq", "cu", "dm"),
+    *("Hz", "K", "F", "C", "Pa", "mol", "am", "pm", "sq", "cu", "dm", "mL"),
 }
 """Units that may follow the number at once or be shorter than three letters."""
+_SHORT = {
+    **{f"{prefix}met{end}": f"{short}m" for prefix, short in _PREFIXES for end in ("er", "re")},
+    **{f"{prefix}lit{end}": f"{short}l" for prefix, short in _PREFIXES for end in ("er", "re")},
+    **{f"{prefix}gram": f"{short}g" for prefix, short in _PREFIXES},
+    **{"inches": "in", "inch": "in", "feet": "ft", "foot": "ft", "yard": "yd", "mile": "mi"},
+    **{"pound": "lb", "ounce": "oz", "second": "s", "sec": "s", "minute": "min", "hour": "h"},
+    **{"hr": "h", "mph": "mi", "kmh": "km", "kph": "km", "square": "sq", "cubic": "cu"},
+}
+"""Of a unit's name its short form; what a unit is divided by is not read, nor is it here."""
+_POWERS = {None: "", "2": "sq ", "3": "cu "}
+_FIRST_WORDS = {"of", "sq", "cu"}
+"""Of units, and too short for one."""
 _NO_UNITS = {
     *("and", "or", "not", "to", "is", "but", "than", "plus", "minus", "times", "over", "by", "pi"),
     *("sqrt", "sin", "cos", "tan", "log", "exp", "mod", "root", "frac", "hundred", "dozen", "half"),
@@ -130,8 +143,8 @@ def parse_tidy_number(text: str) -> Number | None:
     scale = Fraction(1)
     if scaled := _SCALE.fullmatch(text):
         text, scale = scaled["number"] + scaled["rest"], Fraction(_SCALES[scaled["scale"]])
-    text, unit = _split_unit(text)
-    unit = unit or ("degrees" if num_degrees else "")
+    text, unit, power = _split_unit(text)
+    unit = power + unit or ("degrees" if num_degrees else "")
     value = _parse_value(text)
     if value is None:
         return None
@@ -143,17 +156,18 @@ def parse_tidy_number(text: str) -> Number | None:
 
 def without_unit(text: str) -> str:
     """A formula without the unit behind it; of a tidy text. A single letter is a variable."""
-    formula, unit = _split_unit(text) if " " in text else (text, "")
+    formula, unit, _ = _split_unit(text) if " " in text else (text, "", "")
     return formula if len(unit) > 1 else text
 
 
-def _split_unit(text: str) -> tuple[str, str]:
+def _split_unit(text: str) -> tuple[str, str, str]:
+    """What stands before a unit, the unit, and "sq " or "cu " for its square or cube."""
     found = _UNIT.fullmatch(text)
     if found and _is_unit(found["unit"].rstrip("."), has_space=bool(found["space"])):
-        return found["number"], found["unit"].lower().rstrip(".")
+        return found["number"], found["unit"].lower().rstrip("."), _POWERS[found["power"]]
     if not text.isascii() and (found := _CHINESE_UNIT.fullmatch(text)):
-        return found["number"], found["unit"]
-    return text, ""
+        return found["number"], found["unit"], ""
+    return text, "", ""
 
 
 def _is_unit(unit: str, *, has_space: bool) -> bool:
@@ -163,7 +177,7 @@ def _is_unit(unit: str, *, has_space: bool) -> bool:
     if any(word in _NO_UNITS for word in words if word != "per"):
         return False
     # "10 weeks", "10weeks"; but 5x, 5ab, 5 x
-    return len(words[0]) >= (3 if has_space else 4) or (has_space and words[0] == "of")
+    return len(words[0]) >= (3 if has_space else 4) or (has_space and words[0] in _FIRST_WORDS)
 
 
 def _parse_value(text: str) -> Fraction | None:
@@ -240,7 +254,14 @@ def _have_other_units(a: Number, b: Number) -> bool:
         return False
     if "degrees" in units and not _SCALES_OF_DEGREES.isdisjoint(units):
         return False
-    return all(units) and units[0].rstrip("s") != units[1].rstrip("s")
+    return all(units) and _short_unit(units[0]) != _short_unit(units[1])
+
+
+def _short_unit(unit: str) -> str:
+    """ "square inches" is "sq in", as "in^2" is by now."""
+    words = unit.replace("-", " ").replace(".", "").partition(" per ")[0].split(" ")
+    singular = [word if word in _SHORT or len(word) == 1 else word.rstrip("s") for word in words]
+    return " ".join(_SHORT.get(word, word) for word in singular)
 
 
 def numbers_agree(a: Number, b: Number) -> bool:
