@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_gym.markup import block, number, pairs, short, table
 from areal_gym.metrics import Interval, mean, merge_means, pass_at_k, pass_hat_k, wilson_interval
-from areal_gym.types import Trajectory
+from areal_gym.types import StopReason, Trajectory
 
 __all__ = ["EnvScore", "EvalReport", "make_report", "pass_at_k_interval"]
 
@@ -69,6 +69,13 @@ class EvalReport:
     def failures(self) -> list[Trajectory]:
         """Episodes that infrastructure failed, and went on failing when they were played again."""
         return [t for t in self.trajectories if t.stop_reason.is_failure]
+
+    @property
+    def num_unasked(self) -> int:
+        """Episodes whose first prompt filled the context, so that the policy was never asked."""
+        return sum(
+            not t.turns and t.stop_reason is StopReason.MAX_TOKENS for t in self.trajectories
+        )
 
     @property
     def pass_at_1(self) -> Interval:
@@ -174,6 +181,13 @@ class EvalReport:
         total = sum(self.stop_reasons.values())
         for reason, count in self.stop_reasons.items():
             lines.append(f"{reason:<20}{count:>8}{count / total:>8.1%}")
+        if self.num_unasked:
+            lines += [
+                "",
+                f"{self.num_unasked} episodes were over before the policy was asked: "
+                "their prompts fill its context",
+                "  give them room, if the model has as much: engine.max_context=N",
+            ]
         if self.num_failed:
             lines += [
                 "",

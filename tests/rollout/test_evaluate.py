@@ -88,6 +88,13 @@ def test_failures_are_excluded_and_counted():  # trap 5
     assert "20 x no answer" in report.to_text()
 
 
+@pytest.mark.parametrize(("max_context", "num_unasked"), [(20, 4), (4096, 0)])
+def test_it_says_when_no_prompt_fits_into_the_context(max_context, num_unasked):
+    report = measure(ScriptedEngine(lambda _: "10", max_context=max_context), num_tasks=4)
+    assert report.num_unasked == num_unasked
+    assert ("engine.max_context" in report.to_text()) == bool(num_unasked)
+
+
 def test_tasks_do_not_depend_on_the_seed_and_sampling_does():
     seeds, tasks = [], []
 
