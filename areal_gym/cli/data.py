@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["data_command"]
 
 SOURCES = ("tau2",)
+_MAX_SHOWN = 20
 
 
 @click.group("data", cls=Group)
@@ -152,14 +153,17 @@ def check_command(
         print_json(dataclasses.asdict(found))
     else:
         if found.overlaps:
+            likest = sorted(found.overlaps, key=lambda overlap: -overlap.similarity)[:_MAX_SHOWN]
             rows = [
                 (f"{o.similarity:.2f}", o.heldout_id, o.train_id, _short(o.question, 80))
-                for o in found.overlaps
+                for o in likest
             ]
             print_columns([("alike", heldout, train, "asked"), *rows])
+            if len(found.overlaps) > _MAX_SHOWN:
+                talk(f"the {_MAX_SHOWN} that are most alike; --json prints all")
         talk(
-            f"{len(found.overlaps)} of {found.num_heldout:,} questions in {heldout} are in {train} "
-            f"({found.num_train:,} tasks), {found.num_same} of them word for word"
+            f"{len(found.overlaps)} of {found.num_heldout:,} questions in {heldout}, or ones like "
+            f"them, are in {train} ({found.num_train:,} tasks): {found.num_same} word for word"
         )
     return int(bool(found.overlaps))
 

@@ -13,6 +13,7 @@ __all__ = ["Contamination", "Overlap", "find_contamination"]
 
 _SHINGLE = 8
 """Words in a row that two different questions seldom share."""
+_MIN_SHINGLES = 8
 _MAX_TASKS = 20_000
 _NUM_GENERATED = 1_000
 """Tasks of a split without end that are looked at."""
@@ -26,7 +27,8 @@ class Overlap:
     train_id: str
     similarity: float
     """1: the same words; else the share of the held-out question's eight-word passages that the
-    training question has, too."""
+    training question has, too. Of a short question only the same words count: a word at its end
+    is in one passage only, and may be all that is asked."""
     question: str
 
 
@@ -98,6 +100,8 @@ def _shingles(text: str) -> set[int]:
 def _nearest(
     shingles: set[int], by_shingle: Mapping[int, Sequence[int]], threshold: float
 ) -> tuple[int, float] | None:
+    if len(shingles) < _MIN_SHINGLES:
+        return None
     counts = Counter(number for shingle in shingles for number in by_shingle.get(shingle, ()))
     if not counts:
         return None

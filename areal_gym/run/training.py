@@ -319,8 +319,8 @@ class _Training:
             if found.overlaps:
                 self.display.say(
                     f"warning: {len(found.overlaps)} of {found.num_heldout:,} questions in split "
-                    f"{split!r} are learned from as well, {found.num_same} of them word for word "
-                    f"(areal-gym data check {self.config.env.id})"
+                    f"{split!r} are learned from, or ones like them: {found.num_same} word for "
+                    f"word (areal-gym data check {self.config.env.id})"
                 )
         env.close()
 

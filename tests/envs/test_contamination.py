@@ -64,6 +64,14 @@ def test_built_in_environments_keep_their_splits_apart(env_id):
     found = find_contamination(areal_gym.make(env_id))
     assert found.num_same == 0
     assert found.num_heldout > 100
+    if env_id == "search":  # it has an end, and a run would warn of others
+        assert not found.overlaps
+
+
+def test_short_questions_may_differ_in_one_word():
+    one, other = (f"From which town is the author of The Quiet Bridge of {x}?" for x in "AB")
+    assert not find_contamination(leaky([one], [other])).overlaps
+    assert find_contamination(leaky([one], [one])).num_same == 1
 
 
 def questions(path, rows):
