@@ -159,6 +159,24 @@ def test_datasets_that_are_none_are_said():
     assert "'leg_counting'" in caught.value.hints[0]
     with pytest.raises(UsageError, match="cannot make 'leg_counting'"):
         areal_gym.make("reasoning_gym:leg_counting", config={"legs": 3})
+    with pytest.raises(UsageError, match="cannot make 'composite'") as caught:
+        areal_gym.make("reasoning_gym:composite", config={"datasets": ["leg_counting"]})
+    assert "{name: leg_counting" in caught.value.hints[0]
+
+
+def test_several_datasets_are_one():
+    needs("reasoning_gym")
+    datasets = [{"name": "leg_counting", "weight": 2}, {"name": "chain_sum", "config": {}}]
+    env = areal_gym.make("reasoning_gym:composite", config={"datasets": datasets})
+    asked = set()
+    for index in range(20):
+        env.reset(seed=0, options={"split": "train", "index": index})
+        asked.add("legs" in env.task.data["question"])
+        assert env.step(env.gold_action()).reward == 1
+        env.reset(seed=0, options={"split": "train", "index": index})
+        assert env.step("<answer>none</answer>").reward < 1
+    assert asked == {True, False}
+    env.close()
 
 
 @pytest.mark.slow

@@ -151,4 +151,7 @@ class OpenEnvEnv(TextEnv):
         try:
             return await asked
         except Exception as error:  # the library's own, its socket's and the server's
-            raise EnvError(f"the OpenEnv server at {self.url} failed: {error}") from error
+            raise EnvError(
+                f"the OpenEnv server at {self.url} failed: {error}",
+                hints=[f"is it running? curl {self.url}/health"],
+            ) from error

@@ -65,7 +65,8 @@ class ReasoningGymEnv(TextEnv):
 
     Args:
         dataset: its name, such as leg_counting.
-        config: arguments of the dataset, such as {"min_animals": 2}.
+        config: arguments of the dataset, such as {"min_animals": 2}; of `composite`, which is
+            several in one, {"datasets": [{"name": "leg_counting", "weight": 2}, ...]}.
     """
 
     max_turns = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,9 @@ __all__ = ["NUM_INDEXES", "is_plain", "open_dataset", "score"]
 
 NUM_INDEXES = 2**30
 """Problems are made from their index, so there is no end of them."""
+
+_SEVERAL = "composite"
+_EXAMPLE = "such as config={datasets: [{name: leg_counting, weight: 2}, {name: chain_sum}]}"
 
 
 @cache
@@ -39,9 +43,23 @@ def open_dataset(name: str, settings: str) -> Any:
             ],
         )
     try:
-        return reasoning_gym.create_dataset(name, size=NUM_INDEXES, seed=0, **json.loads(settings))
+        arguments = json.loads(settings)
+        if name == _SEVERAL:
+            arguments = _several(**arguments)
+        return reasoning_gym.create_dataset(name, size=NUM_INDEXES, seed=0, **arguments)
     except (TypeError, ValueError, AssertionError) as error:
-        raise UsageError(f"reasoning_gym cannot make {name!r}: {error}") from error
+        raise UsageError(
+            f"reasoning_gym cannot make {name!r}: {error}",
+            hints=[_EXAMPLE] if name == _SEVERAL else [],
+        ) from error
+
+
+def _several(datasets: Iterable[Mapping[str, Any]] = (), **rest: Any) -> dict[str, Any]:
+    """The arguments of several datasets in one, whose library wants them as objects."""
+    from reasoning_gym.composite import DatasetSpec
+
+    made = [DatasetSpec(**{"weight": 1, "config": {}, **one}) for one in datasets]
+    return {"datasets": made, **rest}
 
 
 def score(
