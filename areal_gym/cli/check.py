@@ -19,7 +19,13 @@ from areal_gym.cli.output import (
     print_json,
     talk,
 )
-from areal_gym.errors import GymError, NothingToDoError, PluginError
+from areal_gym.errors import (
+    GymError,
+    NothingToDoError,
+    PluginError,
+    UnknownIdError,
+    did_you_mean,
+)
 from areal_gym.plugins import Entry, EnvSpec, registry
 
 if TYPE_CHECKING:
@@ -107,7 +113,13 @@ def _entries(what: str) -> list[Entry]:
     found = registry()
     plugins = [p for p in found.manager.plugins if what in (p.name, p.distribution)]
     if any(entry.id == what for entry in found.entries("envs")) or not plugins:
-        return [found.get("envs", what)]
+        try:
+            return [found.get("envs", what)]
+        except UnknownIdError as error:
+            packages = {name for p in found.manager.plugins for name in (p.name, p.distribution)}
+            if (near := did_you_mean(what, sorted(packages))) is None:
+                raise
+            raise UnknownIdError(error.message, hints=[near, *error.hints]) from None
     broken = [plugin for plugin in plugins if plugin.problems]
     if broken:
         reasons = [f"{plugin}: {problem}" for plugin in broken for problem in plugin.problems]

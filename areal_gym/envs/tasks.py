@@ -82,17 +82,21 @@ def asked_for(options: Mapping[str, Any]) -> tuple[str, int | None]:
         UsageError: they name none.
     """
     split = options.get("split", "train")
-    if split not in SPLITS:
-        raise UsageError(
-            f"no split {split!r}",
-            hints=[did_you_mean(str(split), SPLITS) or f"there is: {', '.join(SPLITS)}"],
-        )
+    _require_split(split)
     index = options.get("index")
     if index is None:
         return split, None
     if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
         raise UsageError(f"a task's index is a whole number from 0 on, not {index!r}")
     return split, int(index)
+
+
+def _require_split(split: Any) -> None:
+    if split not in SPLITS:
+        raise UsageError(
+            f"no split {split!r}",
+            hints=[did_you_mean(str(split), SPLITS) or f"there is: {', '.join(SPLITS)}"],
+        )
 
 
 # ---- generated ----------------------------------------------------------------------------------
@@ -183,8 +187,8 @@ class RowTasks:
     """Tasks made of the rows of files or data sets, in their order.
 
     Without `test`, rows may say to which split they belong; of others, a tenth is held out by a
-    hash of their keys. With it, the test
-    split is that, and tasks whose keys occur in it are left out of the training split.
+    hash of their keys. With it, the test split is that, and tasks whose keys occur in it are left
+    out of the training split.
 
     Args:
         name: of the data, for messages.
@@ -236,7 +240,12 @@ class RowTasks:
         }
 
     def num_tasks(self, split: str) -> int | None:
-        """How many distinct tasks the split has."""
+        """How many distinct tasks the split has.
+
+        Raises:
+            UsageError: there is no such split.
+        """
+        _require_split(split)
         return len(self._tasks[split])
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:

@@ -89,6 +89,7 @@ class Parts:
         except TypeError as error:
             why, near = _misfit(error, self.env_class, self.env_kwargs)
             hints = [*near, "its arguments: areal-gym show ENV"]
+            hints.append("to leave out those of a run or a recipe: env.kwargs={}")
             raise ConfigError(f"env.kwargs do not fit: {why}", hints=hints) from error
 
 

@@ -138,6 +138,8 @@ def test_the_source_tree_serves_without_being_installed(tmp_path):
         (["play", "tir", "levl=2"], 2, ["levl", "did you mean 'level'?"]),
         (["play", "tir", "--seed", "x"], 2, ["'x'"]),
         (["check", "nothing"], 2, ["no environment 'nothing'"]),
+        (["check", "aral-gym"], 2, ["no environment 'aral-gym'", "did you mean 'areal-gym'?"]),
+        (["data", "show", "search", "--split", "tset"], 2, ["did you mean 'test'?"]),
         (["train"], 2, ["which environment?", "--env tir"]),
         (["train", "--env", "tri"], 2, ["no environment 'tri'", "did you mean 'tir'?"]),
         (["train", "--env", "tir", "trainer.lrr=1"], 2, ["trainer.lrr", "'trainer.lr'"]),

@@ -86,6 +86,14 @@ def source_of(path, **kwargs):
     return MathEnv(path=path, **kwargs).task_source
 
 
+def test_the_size_of_a_split_that_is_none_is_refused(tmp_path):
+    source = source_of(write(tmp_path / "q.jsonl", rows(30)))
+    assert source.num_tasks("train") + source.num_tasks("test") == 30
+    with pytest.raises(UsageError, match="no split 'tset'") as caught:
+        source.num_tasks("tset")
+    assert caught.value.hints == ("did you mean 'test'?",)
+
+
 def rows(num, prefix="question"):
     return [{"question": f"{prefix} {n}?", "answer": str(n)} for n in range(num)]
 
