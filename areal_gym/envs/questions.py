@@ -269,7 +269,12 @@ def _dataset_tasks(dataset: str, chosen: _Chosen, data_dir: str | None) -> RowTa
         chosen.question_field or known.question, chosen.answer_field or known.answer
     )
     if data_dir is None:
-        return hub_tasks(known.hub, known.subset, make_draft, **chosen.rows())
+        try:
+            return hub_tasks(known.hub, known.subset, make_draft, **chosen.rows())
+        except DataError as error:
+            local = f"or a directory that holds {known.train}.jsonl and {known.test}.jsonl"
+            hints = [*error.hints, f"{local}: export {DATA_DIR_VARIABLE}=DIR"]
+            raise DataError(error.message, hints=hints) from error
     train, test = (_find(Path(data_dir), stem) for stem in (known.train, known.test))
     # Public files are as they are: `data show` says how many of their rows are left out.
     return file_tasks(train, test, make_draft, **{**chosen.rows(), "skip_broken": True})

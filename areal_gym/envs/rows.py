@@ -78,6 +78,7 @@ def read_hub(name: str, subset: str | None = None) -> dict[str, Iterator[SourceR
 def _load(problem: str, hints: Iterable[str], **arguments: Any) -> Any:
     try:
         import datasets
+        from datasets.exceptions import DatasetGenerationError
     except ImportError:
         raise ConfigError(
             f"{problem}: it takes the package datasets",
@@ -86,9 +87,12 @@ def _load(problem: str, hints: Iterable[str], **arguments: Any) -> Any:
     try:
         return datasets.load_dataset(**arguments)
     except Exception as error:  # of requests, huggingface_hub, pyarrow, ...
-        reason = str(error).strip().splitlines()
+        # The data set was not generated: what says why stands behind that.
+        told = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        reason = str(told or error).strip().splitlines()
         raise DataError(
-            f"{problem}: {type(error).__name__}: {reason[0] if reason else ''}", hints=tuple(hints)
+            f"{problem}: {type(told or error).__name__}: {reason[0] if reason else ''}",
+            hints=tuple(hints),
         ) from error
 
 

@@ -123,6 +123,25 @@ def test_a_data_directory_without_the_data_says_what_it_looked_for(monkeypatch, 
     assert str(tmp_path / "gsm8k" / "train.parquet") in caught.value.hints[0]
 
 
+def test_without_a_hub_a_data_directory_is_offered(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise DataError("no hub")
+
+    monkeypatch.delenv("AREAL_GYM_DATA", raising=False)
+    monkeypatch.setattr("areal_gym.envs.questions.hub_tasks", unreachable)
+    with pytest.raises(DataError, match="no hub") as caught:
+        areal_gym.make("math/math500")
+    assert "math500/test.jsonl: export AREAL_GYM_DATA=DIR" in caught.value.hints[0]
+
+
+def test_what_is_wrong_with_a_table_is_said(tmp_path):
+    pytest.importorskip("datasets", reason="the extra `data` is not installed")
+    path = tmp_path / "q.csv"
+    path.write_text('question,answer\n"never closed,1\n')
+    with pytest.raises(DataError, match=r"q\.csv: ParserError: .* row 1"):
+        MathEnv(path=path)
+
+
 @pytest.mark.parametrize("suffix", [".json", ".csv", ".parquet"])
 def test_other_kinds_of_files(tmp_path, suffix):
     rows = [{"question": f"{n} and {n}?", "answer": str(2 * n)} for n in range(50)]

@@ -42,10 +42,15 @@ def read_corpus(path: Path) -> Iterator[Passage]:
     Rows with `contents` instead have their title on its first line, as Search-R1 writes them.
 
     Raises:
-        DataError: the file is missing or has a broken row.
+        DataError: the file is missing or has a broken row, or an id a second time.
     """
+    ids: set[str] = set()
     for row in read_file(path):
-        yield passage_of(row)
+        passage = passage_of(row)
+        if passage.id in ids:
+            raise DataError(f"{row.where}: a second passage with the id {passage.id!r}")
+        ids.add(passage.id)
+        yield passage
 
 
 def passage_of(row: SourceRow) -> Passage:

@@ -104,7 +104,7 @@ def test_an_index_of_another_corpus_is_refused_by_its_hash(open_index, tmp_path)
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"id": "a", "text": "b"}\n{"id": "a", "text": "c"}', "two passages have the id 'a'"),
+        ('{"id": "a", "text": "b"}\n{"id": "a", "text": "c"}', "line 2: a second passage"),
         ('{"id": "a", "text": "b"}\n{"id": "a"}', "line 2: no field 'text'"),
         ('{"id": "a", "text": "b", "title": 3}', "field 'title' is 3"),
         ("{", "line 1: no JSON"),
