@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import inspect
+import threading
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
@@ -108,8 +112,34 @@ class Tool:
             raise ToolError(f"{self.name} takes ({', '.join(properties)}); {'; '.join(problems)}")
 
 
-def tool(function: Callable[..., str | Awaitable[str]]) -> Tool:
-    """Make a `Tool` of a typed function: its name, first docstring paragraph and signature."""
+_Function = Callable[..., str | Awaitable[str]]
+
+
+@typing.overload
+def tool(function: _Function) -> Tool: ...
+
+
+@typing.overload
+def tool(*, in_thread: bool) -> Callable[[_Function], Tool]: ...
+
+
+def tool(
+    function: _Function | None = None, *, in_thread: bool = False
+) -> Tool | Callable[[_Function], Tool]:
+    """Make a `Tool` of a typed function: its name, first docstring paragraph and signature.
+
+    Args:
+        function: the tool; a plain function is called on the event loop, which does nothing else
+            meanwhile: right for what is quick.
+        in_thread: for plain functions that wait, `@tool(in_thread=True)`: each call has a thread,
+            other episodes go on, and a time limit can end the wait (not the thread).
+    """
+    if function is None:
+        return functools.partial(_make_tool, in_thread=in_thread)
+    return _make_tool(function, in_thread=in_thread)
+
+
+def _make_tool(function: _Function, *, in_thread: bool) -> Tool:
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -123,8 +153,40 @@ def tool(function: Callable[..., str | Awaitable[str]]) -> Tool:
         name=function.__name__,
         description=(inspect.getdoc(function) or "").split("\n\n")[0].strip(),
         parameters={"type": "object", "properties": properties, "required": required},
-        function=function,
+        function=_on_thread(function) if in_thread else function,
     )
+
+
+def _on_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[str]]:
+    @functools.wraps(function)
+    async def call(**arguments: Any) -> str:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[str] = loop.create_future()
+
+        def settle(result: str | None, error: BaseException | None) -> None:
+            if answer.done():  # nobody waits any more
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(typing.cast(str, result))
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = function(**arguments)
+            except Exception as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, result, error)
+
+        # No pool's thread: a process waits for those at its end, for ever where one hangs.
+        threading.Thread(
+            target=work, name=f"areal-gym-tool-{function.__name__}", daemon=True
+        ).start()
+        return await answer
+
+    return call
 
 
 def _fits(value: object, schema: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -16,6 +17,28 @@ async def hang() -> str:
     """Never answer."""
     await asyncio.sleep(60)
     return "late"
+
+
+BLOCKED = threading.Event()
+
+
+@tool(in_thread=True)
+def block() -> str:
+    """Hold up whoever calls."""
+    BLOCKED.wait(60)
+    return "late"
+
+
+@tool(in_thread=True)
+def crash_aside() -> str:
+    """Break in a thread."""
+    raise ZeroDivisionError("oops")
+
+
+@tool(in_thread=True)
+def add(a: int, b: int = 1) -> str:
+    """Add."""
+    return str(a + b)
 
 
 @tool
@@ -33,7 +56,7 @@ def complain() -> str:
 class WithTools(TextEnv):
     """Calls what it is told to."""
 
-    tools = (hang, crash, complain)
+    tools = (hang, block, crash, crash_aside, add, complain)
     max_turns = 2
     suspends = True
 
@@ -56,15 +79,33 @@ class WithTools(TextEnv):
     ("name", "reason", "error"),
     [
         ("hang", StopReason.TIMEOUT, "more than 0.2 s"),
+        ("block", StopReason.TIMEOUT, "more than 0.2 s"),
+        ("crash_aside", StopReason.ENV_ERROR, "ZeroDivisionError('oops')"),
         ("crash", StopReason.ENV_ERROR, "ZeroDivisionError('oops')"),
     ],
 )
 def test_the_episode_fails_and_is_not_scored(name, reason, error):
+    BLOCKED.clear()
     played = areal_gym.rollout(lambda messages: write_call(name, {}), WithTools, n=2, timeout_s=0.2)
+    BLOCKED.set()
     assert {t.stop_reason for t in played} == {reason}
     assert all(error in t.error for t in played)
     assert played.scored == []
     assert [row["reward"] for row in played.rows()] == [None, None]
+
+
+def test_a_tool_in_a_thread_is_like_any_other():
+    assert add.parameters["required"] == ["a"]
+
+    def policy(messages):
+        return write_call("add", {"a": 2}) if len(messages) == 1 else "done"
+
+    (played,) = areal_gym.rollout(policy, WithTools, n=1)
+    assert played.messages[2]["content"] == "3"
+    env = WithTools()
+    env.reset(seed=0)
+    assert env.step(write_call("add", {"a": 2, "b": 5})).observation == "7"
+    env.close()
 
 
 def test_what_a_tool_complains_of_is_told():
