@@ -200,18 +200,6 @@ def results_of(cls, **settings):
     return {r.rule: r for r in check_env(cls, num_tasks=4, num_concurrent=64, **settings)}
 
 
-class Unsized(Good):
-    """Knows the sizes of its own splits only."""
-
-    def num_tasks(self, split):
-        return {"train": 100, "test": 100}[split]
-
-    def sample_task(self, rng, options):
-        if options.get("index", 0) == 100:
-            raise UsageError("there are 100")
-        return super().sample_task(rng, options)
-
-
 def broken_rules(cls):
     return {rule for rule, result in results_of(cls).items() if not result.is_ok}
 
@@ -244,7 +232,6 @@ def test_a_game_that_nobody_can_solve_for_sure_is_checked_as_far_as_possible():
         (Remembering, {"reset", "gymnasium", "concurrent"}),
         (Seeding, {"globals"}),
         (Lenient, {"options"}),
-        (Unsized, {"options"}),
         (Secretive, {"tasks"}),
         (Fragile, {"hostile"}),
         (Misdescribed, {"tools"}),
