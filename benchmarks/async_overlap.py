@@ -21,13 +21,16 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import load_config
 from areal_gym.engines.embedded import EmbeddedEngine
+from areal_gym.envs.base import Response
 from areal_gym.envs.tir import TirEnv
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.runner import RolloutRunner
@@ -37,6 +40,7 @@ from areal_gym.run.parts import Parts, close_learner, make_learner, policy_direc
 from areal_gym.run.step_times import StepTimes
 from areal_gym.trainer.loop import train_loop
 from areal_gym.trainer.weight_syncs.in_process import InProcessWeightSync
+from areal_gym.types import Group, Message
 
 SIGMA = 0.6
 WARM_UP = 5
@@ -50,7 +54,7 @@ class SlowTir(TirEnv):
         self._median_s = median_s
         self._clock = random.Random(seed)
 
-    async def respond(self, message):
+    async def respond(self, message: Message) -> Response:
         if message.get("tool_calls") and self._median_s:
             slow_s = self._median_s * self._clock.lognormvariate(0, SIGMA)
             await asyncio.sleep(min(0.5, max(0.05, slow_s)))
@@ -59,7 +63,7 @@ class SlowTir(TirEnv):
 
 async def train(
     policy: Path, *, staleness: int, steps: int, median_s: float, in_flight: int, runs_in: str
-):
+) -> dict[str, Any]:
     config = load_config(
         overrides=[
             f"rollout.max_staleness={staleness}",
@@ -80,12 +84,16 @@ async def train(
         Renderer.from_checkpoint(policy),
         config.rollout,
     )
-    rows: list[dict[str, float | str]] = []
+    rows: list[dict[str, float]] = []
+    causes: list[str] = []
     times = StepTimes(config.rollout.max_in_flight, runner.stats())
     marks = [(time.perf_counter(), time.process_time())]
 
-    async def on_step(step, metrics, groups):
-        rows.append({**metrics, **times.measure(runner.stats(), metrics)})
+    async def on_step(step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        measured = times.measure(runner.stats(), metrics)
+        causes.append(str(measured["limited_by"]))
+        numbers = {name: value for name, value in measured.items() if not isinstance(value, str)}
+        rows.append({**metrics, **numbers})
         marks.append((time.perf_counter(), time.process_time()))
 
     async with runner:
@@ -98,7 +106,7 @@ async def train(
     wall_s = (marks[-1][0] - marks[WARM_UP][0]) / len(kept)
     bound_s = statistics.mean(max(r["time/generation_s"], r["time/train_s"]) for r in kept)
     last = [r["reward/mean"] for r in rows[-10:]]
-    causes = [r["limited_by"] for r in kept]
+    limits = causes[WARM_UP:]
     return {
         "max_staleness": staleness,
         "in_flight": in_flight,
@@ -111,7 +119,7 @@ async def train(
         "lag": round(statistics.mean(r["rollout/staleness_mean"] for r in kept), 2),
         "reward": round(statistics.mean(last), 3),
         "reward_noise": round(statistics.stdev(last), 3),
-        "limited_by": max(set(causes), key=causes.count),
+        "limited_by": max(set(limits), key=limits.count),
     }
 
 

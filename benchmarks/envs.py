@@ -36,10 +36,12 @@ import re
 import resource
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import areal_gym
 from areal_gym.agents.chat import ChatAgent
@@ -47,11 +49,11 @@ from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tir import TirEnv, python_call, tir_tasks
-from areal_gym.envs.tools import tool
+from areal_gym.envs.tools import Tool, tool
 from areal_gym.metrics import rss_mb
 from areal_gym.rollout.episode import play_episode
 from areal_gym.run import relax_garbage_collection
-from areal_gym.types import FinishReason, Task
+from areal_gym.types import FinishReason, Message, Task
 
 NUM_TURNS = 5
 RENDERER = byte_renderer()  # compiles a template: made once, as verifiers' environments are
@@ -67,16 +69,16 @@ def python(code: str) -> str:
 class ToolEnv(TextEnv):
     """Four tool calls, then an answer; the tool is a function of this process."""
 
-    tools = (python,)
+    tools: Sequence[Tool] = (python,)
     max_turns = NUM_TURNS
 
-    def sample_task(self, rng, options):
+    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
         return tir_tasks(2).draw(rng, "train")
 
-    def first_messages(self, task):
+    def first_messages(self, task: Task) -> Sequence[Message]:
         return [{"role": "user", "content": task.data["question"]}]
 
-    async def respond(self, message):
+    async def respond(self, message: Message) -> Response:
         if message.get("tool_calls"):
             results = await self.call_tools(message)
             return Response(messages=results.messages, metrics={"tool_calls": results.num_calls})
@@ -153,7 +155,7 @@ BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 class Plain(ToolEnv):
     """The question that the other gyms are given, graded as there."""
 
-    async def respond(self, message):
+    async def respond(self, message: Message) -> Response:
         if message.get("tool_calls"):
             return Response(messages=(await self.call_tools(message)).messages)
         boxes = BOX.findall(message["content"])
@@ -236,7 +238,7 @@ async def plain_recorded(case: str, num_episodes: int, num_in_flight: int) -> No
 class Ours:
     """This package, in this process."""
 
-    def __init__(self, run: Callable[[str, int, int], Awaitable[None]]) -> None:
+    def __init__(self, run: Callable[[str, int, int], Coroutine[Any, Any, None]]) -> None:
         self._run = run
 
     def play(self, **asked: Any) -> dict[str, Any]:
@@ -329,11 +331,11 @@ def measure_gold(num_episodes: int) -> list[dict[str, Any]]:
     rows = []
     for env_id in ("math", "countdown", "code", "search", "tir", "tau2/mock", "mix"):
         for num_in_flight in (1, 64, 1024):
-            before_mb = rss_mb()
+            before_mb = rss_mb() or 0.0
             num = max(num_episodes, num_in_flight)
             run = partial(gold, env_id=env_id)
             rows.append(measure(env_id, run, num, num_in_flight, num_runs=1))
-            rows[-1]["added_mb"] = rss_mb() - before_mb
+            rows[-1]["added_mb"] = (rss_mb() or 0.0) - before_mb
     return rows
 
 
@@ -404,7 +406,7 @@ def main() -> None:
     rows = [measure("bare", bare, num, k) for k in (64, 1024)]
     rows += [measure("recorded", recorded, num, k) for k in (64, 1024)]
     for name, stateful in (("tir, fresh interpreters", False), ("tir, one per episode", True)):
-        rows.append(measure(name, lambda n, k, s=stateful: tir(n, k, stateful=s), 512, 64))
+        rows.append(measure(name, partial(tir, stateful=stateful), 512, 64))
     aim = {"episodes_per_s": 3000, "cpu_ms_per_episode": 0.3}
     if arguments.json:
         print(json.dumps({"benchmark": "envs", "rows": rows, "aim_in_memory": aim}))

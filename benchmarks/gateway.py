@@ -13,41 +13,55 @@ import asyncio
 import json
 import multiprocessing
 import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
 import aiohttp
 
-from areal_gym.capture import Recorder
-from areal_gym.engines.base import SamplingParams
+from areal_gym.capture import Recorder, TurnDraft
+from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.engines.scripted import ByteTokenizer, ScriptedEngine, byte_renderer
 from areal_gym.gateway.server import Gateway
+from areal_gym.gateway.session import Session
 from areal_gym.metrics import rss_mb
+from areal_gym.rendering import Renderer
+from areal_gym.types import Message
 
 ANSWER = "The answer is 42, and here are a few words more of it."
 
 
 class Host:
-    """An episode without an environment."""
+    """An episode without an environment, of which nothing is asked."""
 
-    first_messages = ()
-    tools = ()
+    first_messages: Sequence[Message] = ()
+    tools: Sequence[Any] = ()
     is_over = False
 
-    def give_reward(self, reward, *, turn=None):
-        turn.reward += reward
+    async def call_tool(self, call_id: str) -> str:
+        raise AssertionError("there are no tools")
+
+    async def reply(self, answer: str) -> Sequence[Message]:
+        raise AssertionError("the client goes on by itself")
+
+    def give_reward(self, reward: float, *, turn: TurnDraft | None = None) -> None:
+        raise AssertionError("nobody gives rewards")
 
 
 # ---- the client's process ------------------------------------------------------------------------
 
 
-def ask_in_a_process(pipe, url, keys, num_turns, is_stream):
+def ask_in_a_process(
+    pipe: Connection, url: str, keys: list[str], num_turns: int, is_stream: bool
+) -> None:
     """Episodes of `num_turns` calls, one after the other for each key; all keys at once."""
 
-    async def episode(http, key):
+    async def episode(http: aiohttp.ClientSession, key: str) -> int:
         messages = [{"role": "user", "content": "What is 6 * 7?"}]
         headers = {"Authorization": f"Bearer {key}"}
         num_tokens = 0
         for _ in range(num_turns):
-            body = {"messages": messages, "stream": is_stream, "model": "x"}
+            body: dict[str, Any] = {"messages": messages, "stream": is_stream, "model": "x"}
             if is_stream:
                 body["stream_options"] = {"include_usage": True}
             async with http.post(f"{url}/chat/completions", json=body, headers=headers) as answer:
@@ -70,7 +84,7 @@ def ask_in_a_process(pipe, url, keys, num_turns, is_stream):
             ]
         return num_tokens
 
-    async def run():
+    async def run() -> int:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
             return sum(await asyncio.gather(*(episode(http, key) for key in keys)))
@@ -78,8 +92,10 @@ def ask_in_a_process(pipe, url, keys, num_turns, is_stream):
     pipe.send(asyncio.run(run()))
 
 
-async def asked(url, keys, *, num_turns, is_stream):
-    """Tokens that a client's process was told, and this process's CPU seconds meanwhile."""
+async def asked(
+    url: str, keys: list[str], *, num_turns: int, is_stream: bool
+) -> tuple[int, float, float]:
+    """Tokens that a client's process was told; this process's CPU seconds meanwhile; seconds."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(
@@ -97,13 +113,17 @@ async def asked(url, keys, *, num_turns, is_stream):
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def open_sessions(gateway, engine, renderer, num, max_new_tokens=200):
+def open_sessions(
+    gateway: Gateway, engine: Engine, renderer: Renderer, num: int, max_new_tokens: int = 200
+) -> list[Session]:
     params = SamplingParams(max_new_tokens=max_new_tokens)
     recorders = [Recorder(engine, renderer, params, seed=seed) for seed in range(num)]
     return [gateway.open_session(recorder, host=Host()) for recorder in recorders]
 
 
-async def overhead(*, is_stream, num_sessions=32, num_turns=8, rounds=6):
+async def overhead(
+    *, is_stream: bool, num_sessions: int = 32, num_turns: int = 8, rounds: int = 6
+) -> float:
     """CPU milliseconds of the server for a call, of episodes with `num_turns` calls."""
     engine = ScriptedEngine(lambda question: ANSWER, latency_s=0.001)
     gateway = Gateway()
@@ -121,7 +141,9 @@ async def overhead(*, is_stream, num_sessions=32, num_turns=8, rounds=6):
     return min(best)
 
 
-async def memory(num_calls=20_000, num_turns=10, at_once=100):
+async def memory(
+    num_calls: int = 20_000, num_turns: int = 10, at_once: int = 100
+) -> tuple[float, float]:
     """MB that the process grows by from the first tenth of the calls to the last."""
     engine = ScriptedEngine(lambda question: ANSWER)
     gateway = Gateway()
@@ -131,7 +153,7 @@ async def memory(num_calls=20_000, num_turns=10, at_once=100):
     sizes = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
-        async def episode(session, number):
+        async def episode(session: Session, number: int) -> None:
             messages = [{"role": "user", "content": f"Number {number}."}]
             for _ in range(num_turns):
                 async with http.post(
@@ -149,12 +171,12 @@ async def memory(num_calls=20_000, num_turns=10, at_once=100):
             await asyncio.gather(*(episode(s, round_ * at_once + i) for i, s in enumerate(both)))
             for session in sessions:
                 session.close()
-            sizes.append(rss_mb())
+            sizes.append(rss_mb() or 0.0)
     await gateway.aclose()
     return sizes[len(sizes) // 2], sizes[-1]
 
 
-async def streams(num_sessions=256, num_turns=2):
+async def streams(num_sessions: int = 256, num_turns: int = 2) -> dict[str, float]:
     """256 sessions stream from the embedded engine: tokens told, tokens sampled, CPU per token."""
     from areal_gym.engines.embedded import EmbeddedEngine
     from areal_gym.modeling.config import DecoderConfig

@@ -132,7 +132,9 @@ def compare(ours: Embedded, theirs: Generate, episodes: Episodes, rounds: int) -
     """
     for player in (ours, theirs):
         player.play(episodes[:8])  # warm up
-    mine, reference, ratios = [], [], []
+    mine: list[float] = []
+    reference: list[float] = []
+    ratios: list[float] = []
     for _ in range(rounds):
         for player, speeds in ((ours, mine), (theirs, reference)):
             tokens, spent = player.play(episodes)

@@ -16,7 +16,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import version
 from typing import Any
 
@@ -29,7 +29,7 @@ QUESTION, GOLD = "What is 37*48+12?", "1788"
 ANSWER = r"The result is \boxed{1788}"
 CODE = "37*48+12"
 BOX = re.compile(r"\\boxed\{([^{}]*)\}")
-Run = Callable[[str, int, int], Awaitable[None]]
+Run = Callable[[str, int, int], Coroutine[Any, Any, None]]
 
 
 def reward_of(text: str) -> float:

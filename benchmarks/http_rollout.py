@@ -159,7 +159,7 @@ async def measure(url: str, in_flight: int, num_episodes: int) -> dict[str, floa
             del groups, trajectories
             async with engine.updating(version) as servers:
                 body = {"new_version": str(version)}
-                await servers[0].post("/update_weight_version", body)
+                await servers[0].post("/update_weight_version", body, timeout_s=60.0)
     best["rss_mb"] = before_mb
     best["growth_mb"] = memory_mb("VmHWM") - before_mb
     assert engine.stats.num_retries == 0

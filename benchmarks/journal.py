@@ -16,7 +16,16 @@ import time
 from pathlib import Path
 
 from areal_gym.rollout.journal import Journal
-from areal_gym.types import FinishReason, Group, StopReason, Task, TokenSpan, Trajectory, Turn
+from areal_gym.types import (
+    FinishReason,
+    Group,
+    Message,
+    StopReason,
+    Task,
+    TokenSpan,
+    Trajectory,
+    Turn,
+)
 
 GROUP_SIZE = 8
 BATCH_GROUPS = 16
@@ -43,7 +52,7 @@ def make_trajectory(
     rng: random.Random, task: Task, num_turns: int, num_sampled: int, num_read: int
 ) -> Trajectory:
     spans: list[TokenSpan] = []
-    messages = []
+    messages: list[Message] = []
     for turn in range(num_turns):
         read = tuple(rng.randrange(150_000) for _ in range(num_read))
         spans.append(TokenSpan(origin="env" if turn else "prompt", token_ids=read, turn=turn))

@@ -88,10 +88,9 @@ def main() -> None:
                 print(f"killed; the last checkpoint is of step {step}", file=sys.stderr)
                 if step == 0:  # nothing to resume from
                     shutil.rmtree(cut, ignore_errors=True)
-        names = [whole, again, cut]
         weights = []
-        for name in names:
-            found = latest_checkpoint(name / "checkpoints")
+        for run_dir in (whole, again, cut):
+            found = latest_checkpoint(run_dir / "checkpoints")
             assert found is not None
             weights.append(load_checkpoint(found[1]).state_dict())
         is_same = [

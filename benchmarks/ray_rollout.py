@@ -20,8 +20,12 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import load_config
@@ -32,7 +36,7 @@ from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.rollout.player import LocalPlayer, Order, Player
 from areal_gym.rollout.pool import EnvPool
-from areal_gym.types import Task
+from areal_gym.types import Message, Task
 
 NUM_TURNS = 3
 ROUNDS = 3
@@ -48,13 +52,13 @@ class Busy(TextEnv):
         super().__init__()
         self.num_rounds = num_rounds
 
-    def sample_task(self, rng, options):
+    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
         raise AssertionError("tasks are given")
 
-    def first_messages(self, task):
+    def first_messages(self, task: Task) -> Sequence[Message]:
         return [{"role": "user", "content": f"How far is {task.id}?"}]
 
-    async def respond(self, message):
+    async def respond(self, message: Message) -> Response:
         compute(self.num_rounds)
         if self.num_turns == NUM_TURNS:
             return Response(reward=1.0, is_terminated=True)
@@ -105,8 +109,8 @@ async def play(player: Player, num_episodes: int) -> tuple[float, float]:
 
 async def measure(
     numbers: list[int], num_episodes: int, work_ms: float
-) -> list[dict[str, float | str]]:
-    """A row for this process, and one for each number of workers."""
+) -> dict[str, dict[str, float]]:
+    """Figures of this process ("here"), and of each number of workers."""
     config = load_config(
         overrides=[
             "cluster.address=local",
@@ -119,10 +123,10 @@ async def measure(
     )
     envs = partial(Busy, round(work_ms * rounds_per_ms()))
     engine = ScriptedEngine(lambda question: "Far.")
-    found: dict[str, dict[str, float | str]] = {}
+    found: dict[str, dict[str, float]] = {}
 
     def keep(name: str, rate: float, cpu_ms: float, plain: float) -> None:
-        row = found.setdefault(name, {"where": name})
+        row = found.setdefault(name, {})
         for key, value, better in (
             ("episodes_per_s", rate, max),
             ("cpu_ms_here", cpu_ms, min),
@@ -131,6 +135,7 @@ async def measure(
             row[key] = better(row.get(key, value), value)
 
     async with open_cluster(config) as cluster, FakeSGLangServer(engine, is_shared=True) as server:
+        assert cluster is not None
         setup = WorkerSetup(
             env_factory=envs,
             agent=ChatAgent(),
@@ -151,7 +156,7 @@ async def measure(
                     keep(str(number), *await play(workers, num_episodes), plain_rate(number))
                 finally:
                     await workers.aclose()
-    return list(found.values())
+    return found
 
 
 def main() -> None:
@@ -161,20 +166,21 @@ def main() -> None:
     parser.add_argument("--work", type=float, default=10.0, help="processor time per turn, ms")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
-    rows = asyncio.run(measure(options.workers, options.episodes, options.work))
-    first, last = rows[1], rows[-1]
-    ratio, plain = (last[key] / first[key] for key in ("episodes_per_s", "plain_per_s"))
+    found = asyncio.run(measure(options.workers, options.episodes, options.work))
+    first, last = (str(options.workers[i]) for i in (0, -1))
+    ratio, plain = (
+        found[last][key] / found[first][key] for key in ("episodes_per_s", "plain_per_s")
+    )
     if options.json:
-        found = {"rows": rows, "ratio": ratio, "plain_ratio": plain}
-        print(json.dumps({"benchmark": "ray_rollout", **found}))
+        rows = [{"where": where, **row} for where, row in found.items()]
+        ratios = {"ratio": ratio, "plain_ratio": plain}
+        print(json.dumps({"benchmark": "ray_rollout", "rows": rows, **ratios}))
         return
     print(f"{'played by':<20}{'episodes/s':>12}{'CPU ms here per episode':>26}")
-    for row in rows:
-        where = "this process" if row["where"] == "here" else f"{row['where']} worker(s)"
-        print(f"{where:<20}{row['episodes_per_s']:>12.1f}{row['cpu_ms_here']:>26.2f}")
-    print(
-        f"{last['where']} workers to {first['where']}: {ratio:.2f} (plain processes: {plain:.2f})"
-    )
+    for where, row in found.items():
+        name = "this process" if where == "here" else f"{where} worker(s)"
+        print(f"{name:<20}{row['episodes_per_s']:>12.1f}{row['cpu_ms_here']:>26.2f}")
+    print(f"{last} workers to {first}: {ratio:.2f} (plain processes: {plain:.2f})")
 
 
 if __name__ == "__main__":

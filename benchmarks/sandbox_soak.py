@@ -18,9 +18,11 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from importlib import resources
+from typing import Any
 
 from areal_gym.plugins import registry
 from areal_gym.sandbox import SandboxLimits, SandboxStatus
+from areal_gym.sandbox.forking import ForkingSandbox
 from areal_gym.sandbox.suite.watch import descendants, leftovers, resident_mb
 
 PLAIN = (
@@ -47,7 +49,7 @@ class Holdings:
     servers_mb: float
 
 
-async def settled_holdings(sandbox) -> Holdings:
+async def settled_holdings(sandbox: ForkingSandbox) -> Holdings:
     problems = await leftovers(sandbox)
     assert not problems, problems
     zygotes = sandbox.zygotes()
@@ -70,7 +72,9 @@ def hostile_codes() -> list[str]:
     return [row["code"] for row in rows if row["category"] != "benign"]
 
 
-async def soak(sandbox, num_calls: int, num_callers: int, share: float, seed: int) -> dict:
+async def soak(
+    sandbox: ForkingSandbox, num_calls: int, num_callers: int, share: float, seed: int
+) -> dict[str, Any]:
     rng = random.Random(seed)
     hostile = hostile_codes()
     counts = {"calls": 0, "hostile": 0, "wrong": 0}
@@ -128,7 +132,7 @@ def grown(rounds: list[Holdings]) -> list[str]:
     return found
 
 
-async def measure(options: argparse.Namespace) -> dict:
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
     image = {"image": options.image} if options.image else {}
     sandbox = registry().make(
         "sandboxes", options.backend, num_workers=options.num_workers, **image

@@ -36,7 +36,8 @@ def write_corpus(directory: Path, num_passages: int) -> tuple[Path, Path, list[s
     rng = random.Random(0)
     words = [f"w{n:x}" for n in range(NUM_WORDS)]
     weights = [1 / (n + 1) for n in range(NUM_WORDS)]
-    corpus, questions, queries = directory / "corpus.jsonl", directory / "questions.jsonl", []
+    corpus, questions = directory / "corpus.jsonl", directory / "questions.jsonl"
+    queries: list[str] = []
     with corpus.open("w") as passages, questions.open("w") as asked:
         for number in range(num_passages):
             text = rng.choices(words, weights, k=WORDS_EACH)
@@ -73,7 +74,7 @@ def measure(num_passages: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         os.environ["AREAL_GYM_CACHE"] = f"{name}/cache"
         corpus, questions, queries = write_corpus(Path(name), num_passages)
-        before_mb = rss_mb()
+        before_mb = rss_mb() or 0.0
         _, build_s, build_cpu_s = timed(lambda: open_index(corpus))
         open_index.cache_clear()
         index, open_s, _ = timed(lambda: open_index(corpus))
@@ -91,7 +92,7 @@ def measure(num_passages: int) -> dict[str, float]:
             "query_cpu_ms": 1e3 * sum(cpu for *_, cpu in each) / len(each),
             "episodes_per_s": NUM_EPISODES / wall_s,
             "episode_cpu_ms": 1e3 * cpu_s / NUM_EPISODES,
-            "memory_mb": rss_mb() - before_mb,
+            "memory_mb": (rss_mb() or 0.0) - before_mb,
         }
 
 

@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 import areal_gym
+from areal_gym.envs.base import TextEnv
 from areal_gym.errors import DataError
 from areal_gym.metrics import rss_mb
 
@@ -35,7 +36,7 @@ async def play_all(domain: str, num_episodes: int, num_in_flight: int) -> tuple[
     envs = [areal_gym.make(f"tau2/{domain}") for _ in range(num_in_flight)]
     num_tasks = envs[0].num_tasks("train") or num_episodes
 
-    async def work(env):
+    async def work(env: TextEnv) -> None:
         nonlocal num_steps
         for index in indexes:
             env.reset(options={"split": "train", "index": index % num_tasks})

@@ -272,9 +272,9 @@ def _groups(
             )
         )
     return [
-        Group(id=str(g), task=part[0].task, trajectories=tuple(part))
+        Group(id=str(g), task=siblings[0].task, trajectories=tuple(siblings))
         for g in range(NUM_PROMPTS)
-        if (part := members[g * GROUP : (g + 1) * GROUP])
+        if (siblings := members[g * GROUP : (g + 1) * GROUP])
     ]
 
 
@@ -296,9 +296,10 @@ def compare(name: str, case: str, trl: str, venv: Path, num_repeats: int) -> dic
         ours.close()
 
     def median(side: int, of: str) -> float:
+        steps = [pair[side] for pair in pairs]
         if of == "update":
-            return statistics.median(p[side]["cpu_s"] - p[side]["generation_cpu_s"] for p in pairs)
-        return statistics.median(pair[side][of] for pair in pairs)
+            return float(statistics.median(s["cpu_s"] - s["generation_cpu_s"] for s in steps))
+        return float(statistics.median(step[of] for step in steps))
 
     rows = first["rows"]
     found = {
