@@ -13,8 +13,8 @@ episodes in flight, and the resident memory that this adds.
 
 With `--venv`: next to other gyms, each in a venv of its own, in turns:
 
-    python -m venv /tmp/gem && /tmp/gem/bin/pip install gem-llm datasets
-    python -m venv /tmp/skyrl && /tmp/skyrl/bin/pip install skyrl-gym
+    python -m venv /tmp/gem && /tmp/gem/bin/pip install gem-llm==0.1.0 datasets
+    python -m venv /tmp/skyrl && /tmp/skyrl/bin/pip install skyrl-gym==0.4.0
     python -m venv /tmp/verifiers && /tmp/verifiers/bin/pip install verifiers==0.3.1
     python benchmarks/envs.py --venv gem=/tmp/gem --venv skyrl=/tmp/skyrl \\
         --venv verifiers=/tmp/verifiers
@@ -34,6 +34,7 @@ import asyncio
 import json
 import re
 import resource
+import shlex
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -257,9 +258,9 @@ class Theirs:
 
     def __init__(self, name: str, venv: Path) -> None:
         script = Path(__file__).with_name("gyms_side.py")
-        self._name = name
+        self._command = [str(venv / "bin/python"), str(script), name]
         self._process = subprocess.Popen(
-            [venv / "bin/python", script, name],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -272,7 +273,8 @@ class Theirs:
         print(json.dumps(asked), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit(f"{self._name} has died; run gyms_side.py {self._name} to see why")
+            by_hand = f"echo '{json.dumps(asked)}' | {shlex.join(self._command)}"
+            raise SystemExit(f"{self._command[-1]} has died; to see why:\n    {by_hand}")
         found: dict[str, Any] = json.loads(answer)
         return found
 
