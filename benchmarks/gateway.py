@@ -144,7 +144,7 @@ async def overhead(
 async def memory(
     num_calls: int = 20_000, num_turns: int = 10, at_once: int = 100
 ) -> tuple[float, float]:
-    """MB that the process grows by from the first tenth of the calls to the last."""
+    """MB that the process holds after half of the calls, and after all."""
     engine = ScriptedEngine(lambda question: ANSWER)
     gateway = Gateway()
     await gateway.start()
@@ -220,7 +220,7 @@ async def streams(num_sessions: int = 256, num_turns: int = 2) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--calls", type=int, default=20_000)
     arguments = parser.parse_args()
