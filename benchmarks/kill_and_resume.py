@@ -1,6 +1,6 @@
 """Kill a run at random moments, resume it each time: are the final weights the same, bit for bit?
 
-    python benchmarks/kill_and_resume.py [--kills 20] [--steps 30] [--json]
+    python benchmarks/kill_and_resume.py [--kills 20] [--steps 50] [--json]
 
 `areal-gym train --env tir deterministic=true`, on the warm start from the cache. The run is killed
 with SIGKILL at random moments, anywhere: while it starts, plays, trains, saves.
@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
@@ -110,6 +110,8 @@ def main() -> None:
             print(f"{name:26}{value}")
     if not all(is_same):
         raise SystemExit("the weights differ")
+    if len(kills) < options.kills:
+        raise SystemExit(f"{options.steps} steps, but {len(kills)} kills: try more --steps")
 
 
 if __name__ == "__main__":
