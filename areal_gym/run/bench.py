@@ -45,7 +45,7 @@ __all__ = [
     "shape",
 ]
 
-REFERENCES: Mapping[str, float] = {"rollout": 0.35, "sandbox": 2.6, "engine": 29_782, "step": 1.1}
+REFERENCES: Mapping[str, float] = {"rollout": 0.25, "sandbox": 2.6, "engine": 44_000, "step": 0.62}
 """Of README's "Speed", by part."""
 
 WITH_TORCH = ("engine", "step")

@@ -37,7 +37,7 @@ def test_a_part_as_a_table(brief, capsys):
     assert run(["bench", "rollout"]) == 0
     header, line = capsys.readouterr().out.splitlines()
     assert header.split() == ["measured", "README", "next", "to", "it"]
-    assert re.search(r"CPU-ms +0\.35 +[\d.]+x, (slow|ok|fast)$", line)
+    assert re.search(r"CPU-ms +0\.25 +[\d.]+x, (slow|ok|fast)$", line)
 
 
 def test_faster_is_more_whatever_the_unit():
