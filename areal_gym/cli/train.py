@@ -99,6 +99,7 @@ def train_command(
     The order of precedence is: defaults, the recipe, flags, key=value.
     """
     from areal_gym.cli.settings import describe, env_flags, require_env, resolve, to_yaml
+    from areal_gym.config import require_plain_sampling
     from areal_gym.rundir import RunDir, run_path
 
     mode = _mode(resume, clean, out)
@@ -121,6 +122,7 @@ def train_command(
         seed=seed,
     )
     if dry_run:
+        require_plain_sampling(config)
         for line in describe(config).splitlines():
             print_data(f"# {line}")
         print_data(to_yaml(config).rstrip())

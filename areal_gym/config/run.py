@@ -21,6 +21,7 @@ from areal_gym.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
+from areal_gym.errors import ConfigError
 from areal_gym.markup import block, pairs, short
 from areal_gym.objectives import (
     SUPERVISED,
@@ -36,6 +37,7 @@ from areal_gym.settings import Settings, flat
 __all__ = [
     "STARTER_DEFAULTS",
     "RunConfig",
+    "require_plain_sampling",
 ]
 
 
@@ -235,3 +237,27 @@ STARTER_DEFAULTS: Mapping[str, Any] = {
     "steps": 60,
 }
 """What fits the small policy that `engine.model=starter` builds, and no pretrained model."""
+
+
+def require_plain_sampling(config: RunConfig) -> None:
+    """Refuse to train where the likeliest tokens only are sampled, which evaluations may.
+
+    Raises:
+        ConfigError: `rollout.top_p` or `rollout.top_k` says so.
+    """
+    if config.objective in SUPERVISED:  # nothing that is sampled is trained on
+        return
+    # Engines report log-probabilities over the whole vocabulary: ratios against them would say
+    # that tokens were sampled less often than they were.
+    rollout = config.rollout
+    for name, value, plain in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        if value != plain:
+            raise ConfigError(
+                f"rollout.{name} = {value:g} cannot be trained with: the recorded "
+                "log-probabilities are not those of the truncated distribution that is sampled, "
+                "and every importance ratio would be wrong",
+                hints=[
+                    f"train with rollout.{name}={plain:g}; rollout.temperature may be lowered",
+                    f"measure with it: areal-gym eval ... rollout.{name}={value:g}",
+                ],
+            )

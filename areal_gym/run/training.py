@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from areal_gym.config import RunConfig
+from areal_gym.config import RunConfig, require_plain_sampling
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
-from areal_gym.errors import ConfigError, NothingToDoError
+from areal_gym.errors import NothingToDoError
 from areal_gym.files import write_atomic
 from areal_gym.learning_curve import CurvePoint, draw_learning_curve
 from areal_gym.markup import counted
@@ -87,7 +87,7 @@ def train(
             display=display,
             callbacks=callbacks,
         )
-    _require_plain_sampling(config)
+    require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay(), Callbacks(callbacks))
     with RunDir.open(run_dir, mode) as directory:
 
@@ -116,23 +116,6 @@ def _require_steps_left(config: RunConfig, directory: RunDir) -> None:
                 f"look: areal-gym view {directory.path}",
             ],
         )
-
-
-def _require_plain_sampling(config: RunConfig) -> None:
-    # Engines report log-probabilities over the whole vocabulary: ratios against them would say
-    # that tokens were sampled less often than they were.
-    rollout = config.rollout
-    for name, value, plain in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
-        if value != plain:
-            raise ConfigError(
-                f"rollout.{name} = {value:g} cannot be trained with: the recorded "
-                "log-probabilities are not those of the truncated distribution that is sampled, "
-                "and every importance ratio would be wrong",
-                hints=[
-                    f"train with rollout.{name}={plain:g}; rollout.temperature may be lowered",
-                    f"measure with it: areal-gym eval ... rollout.{name}={value:g}",
-                ],
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

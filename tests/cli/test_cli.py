@@ -494,6 +494,14 @@ def test_dry_run_prints_a_recipe_that_gives_the_same_settings(cli, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_refuses_what_the_run_would(cli):
+    code, out, err = cli("train", "--env", "math", "rollout.top_p=0.9", "--dry-run")
+    assert (code, out) == (2, "")
+    assert "rollout.top_p = 0.9 cannot be trained with" in err
+    supervised = "train", "--env", "math", "--objective", "sft", "rollout.top_p=0.9", "--dry-run"
+    assert cli(*supervised)[0] == 0  # only evaluations sample
+
+
 def test_dry_run_without_an_environment_shows_all_settings(cli):
     code, out, _ = cli("train", "--dry-run")
     assert code == 0
