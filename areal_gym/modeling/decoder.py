@@ -92,17 +92,15 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         """[N, I] -> [N, O]."""
-        if products.has_kernel(input, self.weight):
-            return products.linear(input, [self.weight], [self.bias])[0]
-        return super().forward(input)
+        return linear(input, [self.weight], [self.bias])[0]
 
 
 def projected(x_NC: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     """What each layer makes of the tokens; they may be anything that adapters have made of them."""
     plain = [layer for layer in layers if type(layer) is Linear]
-    if len(plain) == len(layers) and products.has_kernel(x_NC, *(p.weight for p in plain)):
-        return products.linear(x_NC, [p.weight for p in plain], [p.bias for p in plain])
-    return [layer(x_NC) for layer in layers]
+    if len(plain) < len(layers):
+        return [layer(x_NC) for layer in layers]
+    return linear(x_NC, [layer.weight for layer in plain], [layer.bias for layer in plain])
 
 
 class Attention(nn.Module):
@@ -303,11 +301,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """[N, C] -> [N, V]."""
-        weight = self.lm_head_weight
-        if products.has_kernel(hidden_NC, weight):
-            (logits_NV,) = products.linear(hidden_NC, [weight], [None])
-        else:
-            logits_NV = hidden_NC @ weight.T
+        (logits_NV,) = linear(hidden_NC, [self.lm_head_weight], [None])
         return softcapped(logits_NV, self.config.final_logit_softcapping)
 
     def _tables(self, positions_N: Tensor, x_NC: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,6 +339,15 @@ def build_decoder(
             else:
                 parameter.normal_(0.0, std, generator=generator)
     return decoder.to(device)
+
+
+def linear(
+    x_NI: Tensor, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    """What several projections make of the same tokens, [N, O] each."""
+    if products.has_kernel(x_NI, *weights_OI):
+        return products.linear(x_NI, weights_OI, biases_O)
+    return [F.linear(x_NI, *layer) for layer in zip(weights_OI, biases_O, strict=True)]
 
 
 def gated(gate_NF: Tensor, up_NF: Tensor, activation: Activation) -> Tensor:

@@ -186,13 +186,13 @@ class FusedWeights:
             layer.qk_norm[:heads] = self._pairs(q_norm).float() * scale
             layer.qk_norm[heads:] = self._pairs(k_norm)
             scale = 1.0  # the norm would undo it
-        fused = {}
-        for kind in ("weight", "bias") if layer.qkv_bias is not None else ("weight",):
-            q, k, v = (part[f"self_attn.{name}_proj.{kind}"].float() for name in "qkv")
-            fused[kind] = torch.cat([self._pairs(q) * scale, self._pairs(k), v])
-        layer.qkv.load(fused["weight"])
+        layer.qkv.load(self._qkv(part, "weight", scale))
         if layer.qkv_bias is not None:
-            layer.qkv_bias.copy_(fused["bias"])
+            layer.qkv_bias.copy_(self._qkv(part, "bias", scale))
+
+    def _qkv(self, part: Mapping[str, Tensor], kind: str, scale: float) -> Tensor:
+        q, k, v = (part[f"self_attn.{name}_proj.{kind}"].float() for name in "qkv")
+        return torch.cat([self._pairs(q) * scale, self._pairs(k), v])
 
     def _norm(self, weight: Tensor) -> Tensor:
         return 1 + weight.float() if self._config.family.has_centred_norms else weight

@@ -52,7 +52,12 @@ def is_there() -> bool:
 
 
 def reads(types: tuple[torch.dtype, ...], tensors: Iterable[Tensor]) -> bool:
-    """Whether the functions take these: on a CPU, of such a type, rows of 16 n."""
+    """Whether the functions take these: on a CPU, of such a type, rows of 16 n.
+
+    What torch compiles itself is left to it.
+    """
+    if torch.compiler.is_compiling():
+        return False
     for x in tensors:  # called often: no generators
         if x.dtype not in types or not x.is_cpu or x.shape[-1] % LANES:
             return False

@@ -20,11 +20,8 @@ _ENOUGH = 1 << 16
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether the functions here take these: float32 on a CPU, rows of 16 n.
-
-    What torch compiles itself is left to it.
-    """
-    return not torch.compiler.is_compiling() and reads((torch.float32,), tensors)
+    """Whether the functions here take these: float32 on a CPU, rows of 16 n."""
+    return reads((torch.float32,), tensors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

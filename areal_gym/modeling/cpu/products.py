@@ -27,11 +27,10 @@ _ENOUGH = 1 << 24
 def has_kernel(*tensors: Tensor) -> bool:
     """Whether the functions here take these: float32 on a CPU with vectors of 8 or more, I = 16 n.
 
-    What torch compiles itself, or casts, is left to it.
+    What torch casts is left to it.
     """
     return (
-        not torch.compiler.is_compiling()
-        and reads((torch.float32,), tensors)
+        reads((torch.float32,), tensors)
         and _panel_width() > 0
         and not torch.is_autocast_enabled("cpu")
     )
