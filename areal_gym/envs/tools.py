@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import threading
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,31 +160,20 @@ def _make_tool(function: _Function, *, in_thread: bool) -> Tool:
 def _on_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[str]]:
     @functools.wraps(function)
     async def call(**arguments: Any) -> str:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[str] = loop.create_future()
-
-        def settle(result: str | None, error: BaseException | None) -> None:
-            if answer.done():  # nobody waits any more
-                return
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(typing.cast(str, result))
+        answer: Future[str] = Future()
+        answer.set_running_or_notify_cancel()  # who gives up waiting does not undo the call
 
         def work() -> None:
-            result, error = None, None
             try:
-                result = function(**arguments)
-            except Exception as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle, result, error)
+                answer.set_result(function(**arguments))
+            except Exception as error:
+                answer.set_exception(error)
 
         # No pool's thread: a process waits for those at its end, for ever where one hangs.
         threading.Thread(
             target=work, name=f"areal-gym-tool-{function.__name__}", daemon=True
         ).start()
-        return await answer
+        return await asyncio.wrap_future(answer)
 
     return call
 
