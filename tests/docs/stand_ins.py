@@ -129,6 +129,7 @@ NOT_RUN = (
     (r"^source ", "makes this very environment the shell's"),
     (r"^ray start", "several machines"),
     (r"^python benchmarks/", "measures for minutes"),
+    (r"^python -m tests\.chaos", "takes minutes: tests/chaos/test_chaos.py runs small ones"),
     (r"^python examples/online", "beside a run, in a second shell: tests/examples/test_agents.py"),
     (r"serve_cpu\.py", "SGLang itself, in an environment of its own: tests/sglang"),
     (r"sandbox\.image", "needs an engine for containers: tests/sandbox/test_docker.py"),
