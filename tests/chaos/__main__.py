@@ -2,7 +2,8 @@
 
 A script is a module of this folder with a docstring and a function
 `run(small: bool, directory: Path) -> dict[str, object]`, which raises AssertionError where
-something was lost, and returns the figures that docs/chaos.md shows. `small` is the size that CI runs.
+something was lost, and returns the figures that docs/chaos.md shows. `small` is the size that CI
+runs.
 """
 
 import argparse

@@ -183,6 +183,7 @@ def write_files(directory: Path) -> None:
     (directory / "fixtures" / few).symlink_to(SHARED / "golden" / "tau2" / few)
     (directory / "examples").symlink_to(ROOT / "examples")
     (directory / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (directory / "tests").symlink_to(ROOT / "tests")
 
 
 def install(facts: dict[str, Any], at: Path) -> None:
