@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_gym.markup import visible
+from areal_gym.run.incidents import describe_incidents
 
 __all__ = [
     "Examples",
@@ -155,12 +156,13 @@ class LiveDisplay(PlainDisplay):
         self._done, self._detail = done, detail
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """A training step ended: the panel shows it; every tenth also stays on the screen."""
+        """A training step ended: the panel shows it; every tenth stays on the screen, as do
+        those in which something went wrong."""
         self._last = dict(metrics)
         self._trend.append(_progress(metrics)[1])
         self._note_time(metrics)
         self.advance(step)
-        if step % 10 == 0 or step == total:
+        if step % 10 == 0 or step == total or describe_incidents(metrics):
             self.say(step_line(step, total, metrics, self._left_s(step, total)))
         if self._examples is not None:
             for kind, trajectory in self._examples(step):
@@ -194,6 +196,8 @@ class LiveDisplay(PlainDisplay):
                 rows.append(Text(numbers, style="dim"))
             if times := _times(self._last):
                 rows.append(Text(times, style="dim"))
+            if incidents := describe_incidents(self._last):
+                rows.append(Text(f"! {incidents}", style="yellow"))
         if self._stats is not None:
             rows.append(Text(self._stats(), style="cyan"))
         return Panel(Group(*rows), border_style="dim", title="areal-gym", title_align="left")
@@ -277,10 +281,12 @@ def step_line(step: int, total: int, metrics: Mapping[str, Any], eta_s: float) -
     """One training step on one line."""
     name, value = _progress(metrics)
     numbers = "  ".join(part for part in (_learning(metrics), _times(metrics)) if part)
-    return (
+    line = (
         f"step {step:>{len(str(total))}}/{total}  {name} {value:.3f}  {numbers}  "
         f"eta {duration(eta_s)}"
     )
+    incidents = describe_incidents(metrics)
+    return f"{line}  ! {incidents}" if incidents else line
 
 
 def _progress(metrics: Mapping[str, Any]) -> tuple[str, float]:

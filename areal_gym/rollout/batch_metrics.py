@@ -53,6 +53,7 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     )
     metrics["rollout/forks"] = mean(t.num_forks for t in trajectories)
     metrics["rollout/lost_members"] = mean(group.num_failed for group in groups)
+    metrics["rollout/shrunken_groups"] = float(sum(group.num_failed > 0 for group in groups))
     stops = Counter(str(t.stop_reason) for t in trajectories)
     metrics |= {f"rollout/stop/{r}": n / len(trajectories) for r, n in sorted(stops.items())}
     metrics["rollout/truncated"] = mean(t.stop_reason.is_truncation for t in trajectories)

@@ -23,6 +23,7 @@ from areal_gym.run.callbacks import Callbacks
 from areal_gym.run.display import Display
 from areal_gym.run.evaluation import Evaluations
 from areal_gym.run.garbage import relax_garbage_collection
+from areal_gym.run.incidents import IncidentCounter
 from areal_gym.run.loggers import Loggers
 from areal_gym.run.parts import Parts, make_curriculum, make_filters
 from areal_gym.run.saving import Saver
@@ -94,6 +95,7 @@ async def take_steps(
             **at.loggers.metrics(),
             "memory/rss_mb": rss_mb(),
         }
+        row |= incidents.count(row)
         at.directory.append_metrics(row)
         at.directory.save_trained(at.learner.trained_tokens(), step=step)
         at.directory.save_trajectories((t for group in groups for t in group), name=step)
@@ -145,6 +147,7 @@ async def take_steps(
         is_deterministic=at.config.deterministic,
         player=at.player,
     )
+    incidents = IncidentCounter()
     times = StepTimes(at.config.rollout.max_in_flight, runner.stats())
     saver = Saver(
         at.learner,

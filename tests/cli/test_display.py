@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -24,6 +25,7 @@ from areal_gym.cli.display import (
     step_line,
 )
 from areal_gym.rollout.stats import RolloutStats
+from areal_gym.run.incidents import INCIDENTS, IncidentCounter
 from areal_gym.run.waiting import Waiting
 from areal_gym.rundir import RunDir
 from areal_gym.sandbox import shared_calls, shared_sandbox
@@ -196,6 +198,7 @@ def test_examples_come_from_the_runs_record(tmp_path):
 
 SCRIPT = """
 import sys
+from pathlib import Path
 sys.path.insert(0, "tests")
 from viewed_runs import metrics
 from areal_gym.cli.display import make_display
@@ -244,3 +247,40 @@ def test_no_color_is_plain(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("NO_COLOR")
     app.run(["list"])
     assert seen == [True, False]
+
+
+def test_step_line_names_incidents_when_there_are_any():
+    healthy = {**metrics(3), "rollout/retries": 4.0, "rollout/failures/env_error": 2.0}
+    counter = IncidentCounter()
+    row = {**healthy, **counter.count(healthy)}
+    assert step_line(3, 10, row, 5.0).endswith("  ! 2 episodes failed, 4 episodes retried")
+    # Counters are since the start: what has not grown is not said again.
+    row = {**healthy, **counter.count(healthy)}
+    assert "!" not in step_line(4, 10, row, 5.0)
+    worse = {
+        **healthy,
+        "rollout/failures/engine_error": 1.0,
+        "rollout/failed_groups": 1.0,
+        "rollout/shrunken_groups": 3.0,
+        "engine/num_servers_lost": 1.0,
+    }
+    row = {**worse, **counter.count(worse)}
+    told = "  ! 1 episode failed, 1 group dropped, 3 groups shrunken, 1 server lost"
+    assert step_line(5, 10, row, 5.0).endswith(told)
+
+
+def test_the_panel_shows_incidents_of_the_last_step(live):
+    display, panel = live
+    display.phase("train", 20)
+    display.step(1, 20, {**metrics(1), "incidents/lost_servers": 2.0})
+    assert "! 2 servers lost" in panel()
+    display.step(2, 20, {**metrics(2), "incidents/lost_servers": 0.0})
+    assert "servers lost" not in panel()
+
+
+def test_each_incident_has_words_and_a_place_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    for incident in INCIDENTS:
+        assert "1 " in incident.one
+        assert "{n} " in incident.many
+        assert f"`incidents/{incident.name}`" in page
