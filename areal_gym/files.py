@@ -10,16 +10,20 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from areal_gym.errors import DataError, TrainError
 
 __all__ = [
     "append_text",
     "cut_torn_line",
+    "open_data",
     "path_hints",
+    "read_bytes",
+    "read_json",
     "read_lines",
     "readable_disk_errors",
     "remove",
@@ -29,6 +33,8 @@ __all__ = [
 
 _MOST_NEIGHBOURS = 1000
 """Names of a directory that a mistyped one is compared with."""
+MOST_BYTES = 2**28
+"""Of a file that is read whole, and of a line of others: more is no record of a run."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -128,22 +134,72 @@ def append_text(file: Path, text: str) -> None:
                 raise
 
 
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """JSON lines; a last one that a crash has torn is left out.
+def open_data(file: Path) -> BinaryIO:
+    """Opens a file for reading, if it is a plain one: a pipe would never end, nor would a device.
 
     Raises:
-        DataError: a line is no JSON.
+        DataError: it is something else than a file.
+        OSError: it cannot be opened.
+    """
+    stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        return stream
+    stream.close()
+    raise DataError(f"{file} is not a plain file")
+
+
+def read_bytes(file: Path, *, most: int = MOST_BYTES) -> bytes:
+    """Returns what a plain file holds.
+
+    Raises:
+        DataError: it is larger than `most` bytes, or is not a plain file.
+        OSError: it cannot be read.
+    """
+    with open_data(file) as stream:
+        raw = stream.read(most + 1)
+    if len(raw) > most:
+        raise DataError(f"{file} is larger than {most / 1e6:,.0f} MB")
+    return raw
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+        DataError: the file holds something else, or is not a plain file.
+        OSError: it cannot be read.
+    """
+    try:
+        found = json.loads(read_bytes(file).decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{file} holds a {type(found).__name__} where an object belongs")
+    return found
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """JSON lines, one object each; a last one that a crash has torn is left out.
+
+    Raises:
+        DataError: a line is no JSON object, or is longer than `MOST_BYTES`.
     """
     if not file.exists():
         return
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+    with open_data(file) as stream:
+        for number in itertools.count(1):
+            line = stream.readline(MOST_BYTES)
             if not line.endswith(b"\n"):
+                if len(line) == MOST_BYTES:
+                    raise DataError(f"{file}, line {number} is longer than {MOST_BYTES} bytes")
                 return
             try:
-                yield json.loads(line.decode("utf-8", "surrogatepass"))
-            except ValueError as error:
+                row = json.loads(line.decode("utf-8", "surrogatepass"))
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{file}, line {number} is no JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{file}, line {number} is no JSON object")
+            yield row
 
 
 def cut_torn_line(file: Path) -> None:

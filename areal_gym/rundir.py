@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -36,7 +35,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from areal_gym.errors import (
-    DataError,
     InfrastructureError,
     NothingToDoError,
     RunExistsError,
@@ -47,6 +45,8 @@ from areal_gym.files import (
     append_text,
     cut_torn_line,
     path_hints,
+    read_bytes,
+    read_json,
     read_lines,
     readable_disk_errors,
     remove,
@@ -231,8 +231,7 @@ class RunDir:
         """What `save_provenance` wrote; empty when nothing did."""
         if not self.plugins_file.exists():
             return {}
-        facts: dict[str, Any] = json.loads(self.plugins_file.read_text(encoding="utf-8"))
-        return facts
+        return read_json(self.plugins_file)
 
     def save_summary(self, summary: Mapping[str, Any]) -> None:
         """The run's outcome; after this it counts as finished."""
@@ -299,10 +298,10 @@ class RunDir:
         import yaml
 
         try:
-            text = self.config_file.read_text(encoding="utf-8")
+            text = read_bytes(self.config_file).decode("utf-8")
             # Where libyaml is, a list of many runs takes a tenth of the time.
             found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -322,11 +321,7 @@ class RunDir:
         """
         if not self.summary_file.exists():
             return None
-        try:
-            summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{self.summary_file} is no JSON: {error}") from None
-        return summary
+        return read_json(self.summary_file)
 
     def read_trajectories(self, name: int | str) -> Iterator[Trajectory]:
         """What `save_trajectories` wrote under that name."""

@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any
 
 from areal_gym.errors import DataError, UnknownIdError
+from areal_gym.files import open_data
 
 __all__ = ["Head", "TrainedFile", "TrajectoryFile", "step_of"]
 
@@ -97,14 +98,14 @@ class TrajectoryFile:
             DataError: a line is no trajectory.
         """
         head = self._head(place)
-        with self.path.open("rb") as stream:
+        with open_data(self.path) as stream:
             stream.seek(head.offset)
             return _parsed(stream.read(head.num_bytes), self.path, place)
 
     def read_head(self, place: int) -> dict[str, Any]:
         """The same without `spans`."""
         head = self._head(place)
-        with self.path.open("rb") as stream:
+        with open_data(self.path) as stream:
             stream.seek(head.offset)
             return _parsed(stream.read(head.num_head_bytes) + b"}", self.path, place)
 
@@ -112,7 +113,7 @@ class TrajectoryFile:
         """Places of the trajectories that hold `text`, in any case, outside of their tokens."""
         needle = json.dumps(text, ensure_ascii=False)[1:-1].lower()
         found = []
-        with self.path.open("rb") as stream:
+        with open_data(self.path) as stream:
             for place, head in enumerate(self.page()):
                 stream.seek(head.offset)
                 raw = stream.read(head.num_head_bytes)
@@ -128,7 +129,7 @@ class TrajectoryFile:
 
     def _index(self) -> Iterator[Head]:
         offset = 0
-        with self.path.open("rb") as stream:
+        with open_data(self.path) as stream:
             for place, line in enumerate(stream):
                 if line.endswith(b"\n"):
                     num_head_bytes, row = _head_of(line, self.path, place)
@@ -164,7 +165,7 @@ class TrainedFile:
         if place not in self._lines:
             return None
         found: dict[str, list[float]] = {"advantages": [], "logprobs": []}
-        with self.path.open("rb") as stream:
+        with open_data(self.path) as stream:
             for offset, num_bytes in self._lines[place]:
                 stream.seek(offset)
                 row = _parsed(stream.read(num_bytes), self.path, place)
@@ -184,7 +185,7 @@ class TrainedFile:
         if not self.path.exists():
             return
         offset = 0
-        with self.path.open("rb") as stream:
+        with open_data(self.path) as stream:
             for number, line in enumerate(stream):
                 head = _parsed(line[: line.find(_ADVANTAGES)] + b"}", self.path, number)
                 place: int = head["trajectory"]
@@ -215,8 +216,10 @@ def _head_of(line: bytes, path: Path, place: int) -> tuple[int, dict[str, Any]]:
 def _parsed(raw: bytes, path: Path, place: int) -> dict[str, Any]:
     try:
         row: dict[str, Any] = json.loads(raw.decode("utf-8", "surrogatepass"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {place + 1} is no JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, line {place + 1} is no JSON object")
     return row
 
 

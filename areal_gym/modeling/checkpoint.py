@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_gym.errors import ConfigError, TrainError
+from areal_gym.errors import ConfigError, DataError, TrainError
+from areal_gym.files import read_json
 from areal_gym.modeling.config import DecoderConfig
 from areal_gym.modeling.decoder import Decoder
 from areal_gym.modeling.hf_config import config_from_hf, config_to_hf
@@ -272,6 +273,9 @@ def _weight_files(path: Path) -> list[Path]:
         weight_map = _read_json(path / _INDEX, path).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{path / _INDEX} has no weight_map")
+        outside = [n for n in weight_map.values() if not isinstance(n, str) or Path(n).name != n]
+        if outside:
+            raise ConfigError(f"{path / _INDEX} names {outside[0]!r}, no file of this checkpoint")
         return [path / name for name in sorted(set(weight_map.values()))]
     others = sorted(file.name for file in path.glob("*.bin"))
     raise ConfigError(
@@ -282,17 +286,14 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _read_json(file: Path, checkpoint: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
     except OSError as error:
         raise ConfigError(
             f"{checkpoint} is no checkpoint directory: cannot read {file.name} ({error.strerror})",
             hints=["a checkpoint directory holds config.json and model.safetensors"],
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds a {type(content).__name__}, not an object")
-    return content
+    except DataError as error:
+        raise ConfigError(error.message) from None
 
 
 def _check_shape(name: str, found: torch.Size, expected: torch.Size, file: Path) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import ConfigError
+from areal_gym.files import read_bytes
 
+_MOST_BYTES = 2**26
+"""Of a tokenizer's settings or a template: the largest in use have a hundredth of it."""
 __all__ = ["read_chat_template", "read_json", "read_special_tokens", "read_stop_ids"]
 
 
@@ -21,8 +24,8 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        tree = json.loads(read_bytes(file, most=_MOST_BYTES).decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     return tree if isinstance(tree, dict) else {}
 
@@ -34,9 +37,15 @@ def read_chat_template(directory: Path, config: Mapping[str, Any]) -> str:
         ConfigError: there is none.
     """
     file = directory / "chat_template.jinja"
-    template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    template: Any = config.get("chat_template")
+    if file.is_file():
+        try:
+            template = read_bytes(file, most=_MOST_BYTES).decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from None
     if isinstance(template, list):  # several named ones
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = {entry.get("name"): entry.get("template") for entry in named}.get("default")
     if not isinstance(template, str):
         raise ConfigError(
             f"no chat template in {directory}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,8 @@ from areal_gym.types import Message
 
 if TYPE_CHECKING:
     import jinja2
+
+    from areal_gym.rendering.jinja_limits import BoundedEnvironment
 
 __all__ = ["BREAK", "ChatTemplate", "ToolSchemas"]
 
@@ -51,7 +51,7 @@ class ChatTemplate:
             kwargs: its other variables, such as `enable_thinking`.
         """
         self.source = source
-        self._template = _compile(source)
+        self._environment, self._template = _compile(source)
         self._variables = {
             **self._template.globals,
             **(special_tokens or {}),
@@ -73,8 +73,6 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses the messages.
         """
-        import jinja2
-
         # What Template.render does, without looking up all globals again: a quarter of its time.
         context = self._template.new_context(
             {
@@ -86,10 +84,28 @@ class ChatTemplate:
             shared=True,
         )
         try:
-            return "".join(self._template.root_render_func(context))
-        except (jinja2.TemplateError, TypeError) as error:
+            with self._environment.limited():
+                return self._joined(self._template.root_render_func(context))
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever it is, the template has caused it
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(f"the chat template refuses the roles {roles}: {error}") from error
+
+    @staticmethod
+    def _joined(parts: Iterable[str]) -> str:
+        from areal_gym.rendering.jinja_limits import MOST_CHARACTERS
+
+        pieces: list[str] = []
+        length = 0
+        for part in parts:
+            length += len(part)
+            if length > MOST_CHARACTERS:
+                raise ConfigError(
+                    f"the chat template makes more than {MOST_CHARACTERS} characters of a dialogue"
+                )
+            pieces.append(part)
+        return "".join(pieces)
 
     def _harmless(self, message: Message) -> Message:
         """The message with its control tokens broken up, unless the policy has sampled them."""
@@ -102,38 +118,17 @@ class ChatTemplate:
         return message if broken == message["content"] else {**message, "content": broken}
 
 
-def _compile(source: str) -> jinja2.Template:
+def _compile(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
     """Compile with the settings and helpers that Hugging Face's templates are written for."""
     import jinja2
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}` marks the assistant's text; we need no mark."""
+    from areal_gym.rendering.jinja_limits import BoundedEnvironment
 
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            body: list[jinja2.nodes.Node] = parser.parse_statements(
-                ("name:endgeneration",), drop_needle=True
-            )
-            return body
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment = BoundedEnvironment()
     try:
-        return environment.from_string(source)
+        return environment, environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is broken, line {error.lineno}: {error}") from None
+    # Python compiles what jinja makes of the template, which may nest deeper than Python can.
+    except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
+        raise ConfigError(f"the chat template is broken: {error}") from None

@@ -19,7 +19,8 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from areal_gym.errors import ConfigError, GymError, TrainError, UsageError
+from areal_gym.errors import ConfigError, DataError, GymError, TrainError, UsageError
+from areal_gym.files import read_json
 from areal_gym.modeling.checkpoint import (
     fresh_directory,
     require_whole_weights,
@@ -198,9 +199,11 @@ def restore_learner(learner: Learner, path: Path) -> dict[str, Any] | None:
 def _read_facts(path: Path) -> dict[str, Any]:
     file = path / _FACTS
     try:
-        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["rollout"]
-    except (OSError, ValueError, KeyError) as error:
+        state: dict[str, Any] = read_json(file)["rollout"]
+    except (OSError, DataError, KeyError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
+    if not isinstance(state, dict):
+        raise ConfigError(f"cannot read {file}: its rollout is no object")
     return state
 
 

@@ -1,7 +1,8 @@
 """A learner's states on the disk: `torch.distributed.checkpoint`, each rank with its own part.
 
     __0_0.distcp, __1_0.distcp, ...    what each rank holds of the tensors
-    .metadata                          names and shapes, and where each piece lies; written last
+    .metadata                          names and shapes, and where each piece lies; written last;
+                                       read as data (`trainer.state_index`)
 
 Who reads a sharded tensor takes from all the files what belongs to its own part. So any number of
 ranks reads what any other number wrote, and nobody ever holds the whole.
@@ -20,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.trainer.ranks import Ranks
+from areal_gym.trainer.state_index import StateReader, read_index
 
 __all__ = [
     "StateFiles",
@@ -74,7 +76,7 @@ class StateFiles:
         with _reason_alone():
             load(
                 dict(states),
-                storage_reader=FileSystemReader(directory),
+                storage_reader=StateReader(directory),
                 process_group=self._group(),
                 no_dist=self._ranks.size == 1,
             )
@@ -97,7 +99,7 @@ class StateFiles:
 
 def saved_tensors(directory: Path) -> Mapping[str, TensorStorageMetadata]:
     """Names, shapes and types of what was written there."""
-    found = FileSystemReader(directory).read_metadata().state_dict_metadata
+    found = read_index(directory).state_dict_metadata
     return {n: what for n, what in found.items() if isinstance(what, TensorStorageMetadata)}
 
 
@@ -107,11 +109,7 @@ def require_whole_states(directory: Path) -> None:
     Raises:
         ConfigError: a file is missing, or shorter than it was; the message names it.
     """
-    index = directory / ".metadata"
-    try:
-        pieces = FileSystemReader(directory).read_metadata().storage_data.values()
-    except Exception as error:
-        raise ConfigError(f"cannot read {index}: {error or type(error).__name__}") from None
+    pieces = read_index(directory).storage_data.values()
     for name in sorted({piece.relative_path for piece in pieces}):
         file = directory / name
         wanted = max(p.offset + p.length for p in pieces if p.relative_path == name)

@@ -1,0 +1,239 @@
+"""Reads the index of saved states, `.metadata`, without running what is in it.
+
+`torch.distributed.checkpoint` writes the index as a pickle and reads it with `pickle.load`, which
+runs whatever the file says. A run directory is data, perhaps another person's: here the pickle is
+read by an unpickler that knows the few names of torch's format and makes inert records of them. A
+second pass checks every field and builds torch's own objects. Any other name, shape or type is
+refused. Tensors themselves are read by torch with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from areal_gym.errors import ConfigError
+from areal_gym.files import read_bytes
+
+__all__ = ["INDEX_NAME", "StateReader", "read_index"]
+
+INDEX_NAME = ".metadata"
+_MOST_BYTES = 2**28
+"""An index of a million pieces is smaller."""
+_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    *(
+        (_METADATA, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    # Where the checkpoint was written: it is read over.
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),
+}
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    )
+}
+
+
+class _Record:
+    """Stands for an object of torch's: keeps what the pickle gives it, and does nothing."""
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        record = super().__new__(cls)
+        record.arguments = arguments
+        record.fields = {}
+        return record
+
+    arguments: tuple[Any, ...]
+    fields: Any
+
+    def __init__(self, *arguments: Any) -> None:
+        """Takes what `__new__` has kept."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = state
+
+
+# The unpickler written in Python: the one in C sets aside memory for any index that a file names.
+class _Unpickler(pickle._Unpickler):
+    """Makes records of the names that an index needs, and refuses all others."""
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(io.BytesIO(raw))
+        self.classes: dict[str, type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) not in _RECORDS:
+            raise ConfigError(f"it names {module}.{name}, which no index of states needs")
+        return self.classes.setdefault(name, type(name, (_Record,), {}))
+
+    def get_extension(self, code: int) -> None:
+        raise ConfigError("it uses an extension code, which no index of states needs")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise ConfigError("it uses a persistent id, which no index of states needs")
+
+
+class StateReader(FileSystemReader):
+    """torch's reader of checkpoints, with an index that is read as data."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the index, checked.
+
+        Raises:
+            ConfigError: it is damaged, or says what no index does.
+        """
+        metadata = read_index(Path(self.path))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def read_index(directory: Path) -> Metadata:
+    """Returns names, shapes and places of the tensors that were saved in a directory.
+
+    Raises:
+        ConfigError: the index is missing or damaged, or says what no index does.
+    """
+    file = directory / INDEX_NAME
+    try:
+        raw = read_bytes(file, most=_MOST_BYTES)
+        record = _Unpickler(raw).load()
+        return _checked(record)
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise ConfigError(
+            f"cannot read {file}: {reason}",
+            hints=["is it of another program? an index names tensors and files, and nothing else"],
+        ) from None
+
+
+def _checked(record: Any) -> Metadata:
+    """Builds torch's objects from records whose every field is what it should be."""
+    fields = _fields(record, "Metadata")
+    tensors = {
+        _text(name): _tensor(found) for name, found in _mapping(fields["state_dict_metadata"])
+    }
+    pieces: dict[MetadataIndex, _StorageInfo] = {}
+    room: dict[str, int] = {}
+    for key, value in _mapping(fields["storage_data"]):
+        index, info = _index(key), _piece(value)
+        pieces[index] = info
+        room[index.fqn] = room.get(index.fqn, 0) + info.length
+    for name, tensor in tensors.items():
+        # Memory is set aside for what the index promises, before any of it has been read.
+        if math.prod(tensor.size) * tensor.properties.dtype.itemsize > room.get(name, 0):
+            raise ConfigError(f"the tensor {name!r} is larger than what was saved of it")
+    return Metadata(state_dict_metadata=dict(tensors), storage_data=pieces)
+
+
+def _tensor(record: Any) -> TensorStorageMetadata:
+    fields = _fields(record, "TensorStorageMetadata")
+    properties = _record(fields["properties"], "TensorProperties").fields
+    dtype = properties[0] if isinstance(properties, tuple) and properties else None
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError("a tensor has no type")
+    chunks = [
+        ChunkStorageMetadata(offsets=_size(chunk["offsets"]), sizes=_size(chunk["sizes"]))
+        for chunk in (_fields(each, "ChunkStorageMetadata") for each in _list(fields["chunks"]))
+    ]
+    size = _size(fields["size"])
+    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _text(fields["fqn"]),
+        None if offset is None else _size(offset),
+        None if index is None else _count(index),
+    )
+
+
+def _piece(record: Any) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    name = _text(fields["relative_path"])
+    if fields.get("transform_descriptors"):
+        raise ConfigError("a piece is transformed, which areal-gym never does")
+    if not name.endswith(".distcp") or "/" in name or "\0" in name:
+        raise ConfigError(f"a piece lies in {name!r}, which is no file of this checkpoint")
+    return _StorageInfo(name, _count(fields["offset"]), _count(fields["length"]))
+
+
+def _record(value: Any, name: str) -> _Record:
+    if not isinstance(value, _Record) or type(value).__name__ != name:
+        raise ConfigError(f"there is no {name} where one belongs")
+    return value
+
+
+def _fields(value: Any, name: str) -> Mapping[str, Any]:
+    fields = _record(value, name).fields
+    if isinstance(fields, tuple) and fields and isinstance(fields[0] or fields[-1], dict):
+        fields = {**(fields[0] or {}), **(fields[-1] or {})}
+    if not isinstance(fields, dict):
+        raise ConfigError(f"a {name} has no fields")
+    return fields
+
+
+def _mapping(value: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(value, dict):
+        raise ConfigError("there is no table where one belongs")
+    return list(value.items())
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError("there is no list where one belongs")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ConfigError("there is no name where one belongs")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ConfigError("there is no count where one belongs")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    numbers = _record(value, "Size").arguments
+    if len(numbers) != 1 or not isinstance(numbers[0], tuple):
+        raise ConfigError("there is no size where one belongs")
+    return torch.Size([_count(number) for number in numbers[0]])
