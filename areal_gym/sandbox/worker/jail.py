@@ -8,6 +8,8 @@ Three situations, found by trying:
   shared by the user there, so children may not fork at all;
 - neither: Landlock and seccomp, again without fork, so that nothing can be left behind.
 
+No child is ever uid 0: root that has no other uid for them is refused (`RefusedError`).
+
 Inside a container, whose first process the fork server is, the container gives the namespaces and
 counts processes and memory; Landlock and seccomp come on top, and children may fork: after each of
 them, the fork server ends whatever else runs in the container.
@@ -25,14 +27,18 @@ from collections.abc import Callable
 from . import kernel, landlock, seccomp
 from .cleaning import remove_tree
 
-__all__ = ["Jail"]
+__all__ = ["Jail", "RefusedError"]
 
 _STAGE = "/sys"  # any directory that the jail does not show; mounted over in our own namespace only
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _TMP_OPTIONS = "size=64m,nr_inodes=4096,mode=1777"
-_CAP_SETUID, _CAP_SETGID, _CAP_SYS_ADMIN = 7, 6, 21
+_CAP_DAC_READ_SEARCH, _CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN = 2, 6, 7, 21
+
+
+class RefusedError(Exception):
+    """Children could only be made in a way that is never right; the text says what to do."""
 
 
 class Jail:
@@ -57,9 +63,11 @@ class Jail:
         self._has_mounts = False
         self.protections = ["limits", "empty environment", "closed descriptors", "new session"]
 
-        has_capability = os.geteuid() == 0 and self._take_root()
-        if not has_capability and self._attempt("user namespace", _own_user_namespace):
-            has_capability = True
+        self._kept_capabilities = 0
+        if os.geteuid() == 0:
+            has_capability = self._take_root()
+        else:
+            has_capability = self._attempt("user namespace", _own_user_namespace)
         if has_capability:
             # Namespaces one by one: some kernels and containers refuse only some of them.
             self._attempt("network namespace", lambda: kernel.unshare(kernel.NEWNET))
@@ -79,10 +87,6 @@ class Jail:
             os.mkdir(scratch)
             os.chmod(scratch, 0o711)
             self._attempt("landlock", self._find_landlock)
-            if self._uid_count and not _is_open_to_all(os.__file__):
-                # Under another uid the interpreter could not import what it has not yet.
-                self._uid_count = 0
-                self.protections.remove("private uid")
         self.can_fork = is_container or (self._pid_namespace >= 0 and self._uid_count > 0)
         self.counts_processes = self.can_fork or "user namespace" in self.protections
         """Whether a count of processes is the child's own. Elsewhere it is its user's, of whom much
@@ -90,6 +94,8 @@ class Jail:
         self._has_seccomp = has_seccomp and self._attempt("seccomp", self._build_filter)
         if self._has_seccomp and not self.can_fork:
             self.protections.append("no fork")
+        if self._uid_count and not self._has_mounts:
+            self._open_interpreter()
 
     def _attempt(self, name: str, step: Callable[[], None]) -> bool:
         if name in self._without or (name.endswith("namespace") and "namespaces" in self._without):
@@ -115,7 +121,37 @@ class Jail:
                 self._uid_base, self._uid_count = 30_000 + os.getpid() % 30 * 1000, 1000
             if self._uid_count:
                 self.protections.append("private uid")
+        if not self._uid_count and "private uid" not in self._without:
+            raise RefusedError(
+                "this process is root and has no other user for its snippets (it takes the "
+                "capabilities CAP_SETUID and CAP_SETGID, and more than 62000 uids in its user "
+                "namespace): start it as an ordinary user"
+            )
         return bool(held >> _CAP_SYS_ADMIN & 1) and "namespaces" not in self._without
+
+    def _open_interpreter(self) -> None:
+        """See to it that another uid can import from where only root may look, without being root.
+
+        What may be read is Landlock's business; this capability only opens the way to it.
+        """
+        places = [*self._readable, os.__file__]
+        if all(map(_is_open_to_all, places)):
+            return
+        has_filters = self._landlock and self._has_seccomp
+        if has_filters and kernel.capabilities() >> _CAP_DAC_READ_SEARCH & 1:
+            self._kept_capabilities = 1 << _CAP_DAC_READ_SEARCH
+        elif _is_open_to_all(os.__file__):
+            return
+        elif not self._landlock or not (self._has_seccomp or self.ends_trees):
+            # This is the level "none", which only runs when it was asked for: as this user.
+            self._uid_count = 0
+            self.protections.remove("private uid")
+        else:
+            raise RefusedError(
+                f"the interpreter in {sys.base_prefix} is readable for root only, and snippets do "
+                "not run as root: use an interpreter that every user can read (chmod o+x on each "
+                "directory that leads to it), or start as the ordinary user whom it belongs to"
+            )
 
     def _keep_pid_namespace(self) -> None:
         kernel.unshare(kernel.NEWPID)  # for the children; this process stays where it is
@@ -151,7 +187,17 @@ class Jail:
         self._landlock = landlock.version()
 
     def _build_filter(self) -> None:
-        seccomp.build_filter(allow_fork=self.can_fork, own_pid=None)
+        self._filter(own_pid=None)
+
+    def _filter(self, *, own_pid: int | None) -> bytes:
+        # With a root of our own, and in a container, files of the host are not there or read-only.
+        is_apart = self._has_mounts or self._is_container
+        return seccomp.build_filter(
+            allow_fork=self.can_fork,
+            allow_metadata=is_apart,
+            allow_truncate=is_apart or self._landlock >= landlock.TRUNCATE_VERSION,
+            own_pid=own_pid,
+        )
 
     # -- for each child
 
@@ -209,9 +255,10 @@ class Jail:
                 os.chown(directory, uid, uid)
             os.setgroups([])
             os.setresgid(uid, uid, uid)
+            kernel.prctl(8, 1)  # PR_SET_KEEPCAPS; what is not kept is dropped below
             os.setresuid(uid, uid, uid)
         os.chdir(directory)
-        kernel.drop_capabilities()
+        kernel.drop_capabilities(keep=self._kept_capabilities)
         if self._is_container:
             # When its memory is used up, the fork server must not be the one that is ended.
             with open("/proc/self/oom_score_adj", "w") as file:
@@ -223,6 +270,7 @@ class Jail:
             (resource.RLIMIT_NOFILE, 256),
             (resource.RLIMIT_MEMLOCK, 0),
             (resource.RLIMIT_MSGQUEUE, 0),
+            (resource.RLIMIT_SIGPENDING, 1024),
             (resource.RLIMIT_STACK, 8 << 20),
         ):
             lower_limit(kind, value)
@@ -232,8 +280,7 @@ class Jail:
         if self._has_seccomp:
             is_alone = self._pid_namespace >= 0 or self._is_container
             own_pid = None if is_alone else os.getpid()
-            program = seccomp.build_filter(allow_fork=self.can_fork, own_pid=own_pid)
-            seccomp.install(program)
+            seccomp.install(self._filter(own_pid=own_pid))
 
 
 def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
@@ -268,9 +315,9 @@ def _bind(path: str, *, is_device: bool) -> None:
     else:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     kernel.mount(path, target, "", kernel.BIND | kernel.REC)
-    if not is_device:
-        restrictions = kernel.RDONLY | kernel.NOSUID | kernel.NODEV
-        kernel.restrict_mount(target, restrictions, recursive=True)
+    # Also of a device, which can be written to nevertheless: only its times cannot be set.
+    restrictions = kernel.RDONLY | kernel.NOSUID | (0 if is_device else kernel.NODEV)
+    kernel.restrict_mount(target, restrictions, recursive=not is_device)
 
 
 def _is_open_to_all(path: str) -> bool:

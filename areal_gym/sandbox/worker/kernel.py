@@ -109,12 +109,14 @@ def capabilities() -> int:
     return int(line.split()[1], 16)
 
 
-def drop_capabilities() -> None:
-    """Give up every capability, also those that a later exec could bring back."""
+def drop_capabilities(*, keep: int = 0) -> None:
+    """Give up every capability but those in the bit mask `keep`, and all that exec could bring."""
     for capability in range(64):
         try:
             prctl(24, capability)  # PR_CAPBSET_DROP
         except OSError:
             break  # past the last one, or not allowed to: then there is none to drop
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
-    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    # Effective, permitted, inheritable; the high halves follow.
+    sets = (ctypes.c_uint32 * 6)(keep, keep, 0, keep >> 32, keep >> 32, 0)
+    _check(_libc.capset(header, sets), "capset")

@@ -9,7 +9,10 @@ from collections.abc import Iterable
 
 from . import kernel
 
-__all__ = ["restrict", "version"]
+__all__ = ["TRUNCATE_VERSION", "restrict", "version"]
+
+TRUNCATE_VERSION = 3
+"""From this ABI on, cutting a file by its path takes a right."""
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _READ_DIR = 1, 2, 4, 8

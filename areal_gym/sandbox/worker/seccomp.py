@@ -1,8 +1,9 @@
-"""A small seccomp filter: what a snippet has no use for and an attacker has.
+"""The seccomp filter: the system calls that a snippet needs, and no others.
 
-The filter refuses with EPERM; it does not end the process, so that a snippet which tries the
-network sees an ordinary `PermissionError`. It denies by list: it narrows what the namespaces, the
-dropped capabilities and the private uid leave open, and is not a wall of its own.
+A list of what is allowed (`syscalls`): what it does not name is refused with EPERM, which does not
+end the process, so that a snippet which tries the network sees an ordinary `PermissionError`. Of
+some calls only a part is allowed, by their arguments, as far as these are numbers: a filter cannot
+look into memory, so it knows no paths.
 """
 
 from __future__ import annotations
@@ -12,154 +13,163 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Iterable
 
-from . import kernel
+from . import kernel, syscalls
 
 __all__ = ["build_filter", "install", "is_supported"]
 
-# AUDIT_ARCH and the column of the table.
-_MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-
-# System call numbers on x86_64 and aarch64; -1 where there is none.
-_DENIED = {
-    # the network, and sockets of the host's other programs (socketpair stays: event loops need it)
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    # other processes
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "setpriority": (141, 140),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30),
-    # namespaces and file systems
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265),
-    "quotactl": (179, 60),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    # large attack surfaces of the kernel
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "personality": (135, 92),
-    # memory and messages that outlive the process or escape its limits
-    "memfd_create": (319, 279),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    # the clock
-    "clock_settime": (227, 112),
-    "settimeofday": (164, 170),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-}
-_CLONE, _CLONE3, _FORK, _VFORK = (56, 220), (435, 435), (57, -1), (58, -1)
-_SOCKETPAIR = (53, 199)
-_KILL, _TKILL, _TGKILL, _PRLIMIT = (62, 129), (200, 130), (234, 131), (302, 261)
-_SIGQUEUE, _TGSIGQUEUE, _PIDFD_SIGNAL, _SETAFFINITY = (129, 138), (297, 240), (424, 424), (203, 122)
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 _NEW_NAMESPACE = 0x7E020000
 _CLONE_THREAD = 0x00010000
+_TRUNCATE = 0o1000
+_SOL_SOCKET = 1
+
+# Of these calls, the values of an argument that are allowed.
+# fcntl: descriptors, their flags, locks, the size of a pipe's buffer; not to set that (a megabyte
+# for each), nor to send signals to others (F_SETOWN and F_SETSIG).
+_FCNTL = (*range(8), 36, 37, 38, 1030, 1032, 1034)
+# ioctl: terminals' settings (every open() asks), bytes that wait, blocking, close on exec. A file's
+# flags and attributes are metadata, too.
+_IOCTL = (0x5401, 0x540F, 0x5411, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# prctl: names, what can be read, huge pages, slack of timers; not what our own walls are made of
+# (the signal at the parent's death, whether /proc shows it).
+_PRCTL = (2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 37, 38, 39, 40, 41, 42, 52, 0x53564D41)
+# setsockopt: options of time, lingering and credentials; buffers stay as they are, since nothing
+# counts what is in them.
+_SETSOCKOPT = (2, 9, 13, 16, 20, 21, 66, 67)
 
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
-_EQUAL, _AT_LEAST, _ANY_BIT = 0x15, 0x35, 0x45
+_EQUAL, _ABOVE, _AT_LEAST, _ANY_BIT = 0x15, 0x25, 0x35, 0x45
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
-_NUMBER, _ARCH, _ARGUMENT0, _ARGUMENT1 = 0, 4, 16, 24  # offsets in struct seccomp_data
+# Offsets in struct seccomp_data; the low half of an argument comes first on both machines.
+_NUMBER, _ARCH = 0, 4
+_ARGUMENTS = tuple(range(16, 64, 8))
 
 _Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
+_refused: list[_Step] = [(_RETURN, 0, 0, _REFUSE | errno.EPERM)]
+_missing: list[_Step] = [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
+_allowed: list[_Step] = [(_RETURN, 0, 0, _ALLOW)]
 
-def build_filter(*, allow_fork: bool, own_pid: int | None) -> bytes:
+
+def build_filter(
+    *, allow_fork: bool, allow_metadata: bool, allow_truncate: bool, own_pid: int | None
+) -> bytes:
     """The program for this machine, ready for `install`.
 
     Args:
         allow_fork: whether new processes are allowed (threads always are).
+        allow_metadata: whether modes, owners and times may be set: where files of the host are out
+            of reach, or on read-only mounts.
+        allow_truncate: whether a file may be cut by its path, which Landlock knows since Linux 6.2.
         own_pid: where no pid namespace hides the others, the only process that may be signalled.
 
     Raises:
         OSError: the filter is not written for this architecture.
     """
-    try:
-        arch, column = _MACHINES[platform.machine()]
-    except KeyError:
-        raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}") from None
-    refused, missing = _REFUSE | errno.EPERM, _REFUSE | errno.ENOSYS
+    column = syscalls.COLUMNS.get(platform.machine())
+    if column is None:
+        raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}")
     steps: list[_Step] = [
         (_LOAD, 0, 0, _ARCH),
-        (_EQUAL, 1, 0, arch),
-        (_RETURN, 0, 0, refused),
+        (_EQUAL, 1, 0, _ARCHITECTURES[platform.machine()]),
+        *_refused,
         (_LOAD, 0, 0, _NUMBER),
-        (_AT_LEAST, 0, 1, 0x40000000),  # the x32 numbers would walk around the list
-        (_RETURN, 0, 0, refused),
-        # glibc falls back to clone, whose flags a filter can read.
-        (_EQUAL, 0, 1, _CLONE3[column]),
-        (_RETURN, 0, 0, missing),
+        (_ABOVE, 0, 1, syscalls.LAST),  # also the x32 numbers
+        *_missing,
     ]
-
-    def when(call: tuple[int, int], body: list[_Step]) -> None:
-        if call[column] >= 0:
-            steps.append((_EQUAL, 0, len(body), call[column]))
-            steps.extend(body)
-
-    refuse: list[_Step] = [(_RETURN, 0, 0, refused)]
-    allow: list[_Step] = [(_RETURN, 0, 0, _ALLOW)]
-    for call in _DENIED.values():
-        when(call, refuse)
-    clone: list[_Step] = [(_LOAD, 0, 0, _ARGUMENT0), (_ANY_BIT, 0, 1, _NEW_NAMESPACE), *refuse]
-    if not allow_fork:
-        clone += [(_ANY_BIT, 1, 0, _CLONE_THREAD), *refuse]
-        when(_FORK, refuse)
-        when(_VFORK, refuse)
-    when(_CLONE, clone + allow)
-    # A datagram pair could still be told to send elsewhere; a stream cannot.
-    stream: list[_Step] = [(_LOAD, 0, 0, _ARGUMENT1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, 1)]
-    when(_SOCKETPAIR, [*stream, *refuse, *allow])
-    if own_pid is not None:
-        itself: list[_Step] = [(_LOAD, 0, 0, _ARGUMENT0), (_EQUAL, 1, 0, own_pid)]
-        for call in (_KILL, _TGKILL):
-            when(call, [*itself, *refuse, *allow])
-        zero_or_itself: list[_Step] = [itself[0], (_EQUAL, 2, 0, 0), (_EQUAL, 1, 0, own_pid)]
-        when(_PRLIMIT, [*zero_or_itself, *refuse, *allow])
-        for call in (_TKILL, _SIGQUEUE, _TGSIGQUEUE, _PIDFD_SIGNAL, _SETAFFINITY):
-            when(call, refuse)
-    steps += allow
+    rules = {
+        # glibc falls back to calls whose arguments a filter can read.
+        **dict.fromkeys(("clone3", "openat2"), _missing),
+        **_process_rules(allow_fork),
+        **_file_rules(allow_metadata, allow_truncate),
+        **_signal_rules(own_pid),
+        "fcntl": _only(1, _FCNTL),
+        "ioctl": _only(1, _IOCTL),
+        "prctl": _only(0, _PRCTL),
+        "setsockopt": [*_unless(1, _SOL_SOCKET), *_only(2, _SETSOCKOPT)],
+        # A datagram pair could still be told to send elsewhere; a stream cannot.
+        "socketpair": [(_LOAD, 0, 0, _ARGUMENTS[1]), (_AND, 0, 0, 0xF), *_one_of((1,))],
+    }
+    for name, rule in rules.items():
+        number = syscalls.GUARDED[name][column]
+        if number >= 0:
+            steps += [(_EQUAL, 0, len(rule), number), *rule]
+    free = {**syscalls.FREE, **(syscalls.METADATA if allow_metadata else {})}
+    steps += _ranges(numbers[column] for numbers in free.values())
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
+
+
+def _one_of(values: Iterable[int]) -> list[_Step]:
+    """Allow when the loaded value is one of `values`."""
+    chosen = [*values]
+    tests = [(_EQUAL, len(chosen) - n, 0, value) for n, value in enumerate(chosen)]
+    return [*tests, *_refused, *_allowed]
+
+
+def _only(argument: int, values: Iterable[int]) -> list[_Step]:
+    """Allow when the low half of an argument is one of `values`."""
+    return [(_LOAD, 0, 0, _ARGUMENTS[argument]), *_one_of(values)]
+
+
+def _unless(argument: int, value: int) -> list[_Step]:
+    """Refuse when the low half of an argument is not `value`; else go on."""
+    return [(_LOAD, 0, 0, _ARGUMENTS[argument]), (_EQUAL, 1, 0, value), *_refused]
+
+
+def _process_rules(allow_fork: bool) -> dict[str, list[_Step]]:
+    clone: list[_Step] = [(_LOAD, 0, 0, _ARGUMENTS[0]), (_ANY_BIT, 0, 1, _NEW_NAMESPACE), *_refused]
+    if not allow_fork:
+        clone += [(_ANY_BIT, 1, 0, _CLONE_THREAD), *_refused]
+    forks = _allowed if allow_fork else _refused
+    return {"clone": [*clone, *_allowed], "fork": forks, "vfork": forks}
+
+
+def _file_rules(allow_metadata: bool, allow_truncate: bool) -> dict[str, list[_Step]]:
+    def opening(argument: int) -> list[_Step]:
+        if allow_metadata:
+            return _allowed
+        # Opened for reading, a file can be cut nevertheless, and Landlock sees only the reading.
+        flags: list[_Step] = [
+            (_LOAD, 0, 0, _ARGUMENTS[argument]),
+            (_AND, 0, 0, os.O_ACCMODE | _TRUNCATE),
+            (_EQUAL, 0, 1, _TRUNCATE),
+        ]
+        return [*flags, *_refused, *_allowed]
+
+    return {
+        "open": opening(1),
+        "openat": opening(2),
+        "truncate": _allowed if allow_truncate else _refused,
+    }
+
+
+def _signal_rules(own_pid: int | None) -> dict[str, list[_Step]]:
+    free = ("kill", "tgkill", "prlimit64")
+    others = ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
+    if own_pid is None:
+        return dict.fromkeys((*free, *others, "sched_setaffinity"), _allowed)
+    itself, zero_or_itself = _only(0, (own_pid,)), _only(0, (0, own_pid))
+    return {
+        "kill": itself,
+        "tgkill": itself,
+        "prlimit64": zero_or_itself,
+        **dict.fromkeys((*others, "sched_setaffinity"), _refused),
+    }
+
+
+def _ranges(numbers: Iterable[int]) -> list[_Step]:
+    """Allow these calls and refuse all others."""
+    steps: list[_Step] = []
+    ordered = sorted(number for number in numbers if number >= 0)
+    while ordered:
+        first = last = ordered.pop(0)
+        while ordered and ordered[0] == last + 1:
+            last = ordered.pop(0)
+        steps += [(_AT_LEAST, 1, 0, first), *_refused, (_ABOVE, 1, 0, last), *_allowed]
+    return [*steps, *_refused]
 
 
 class _Program(ctypes.Structure):
@@ -174,4 +184,4 @@ def install(program: bytes) -> None:
 
 def is_supported() -> bool:
     """Whether this kernel has seccomp filters and the table knows the machine."""
-    return platform.machine() in _MACHINES and os.path.exists("/proc/sys/kernel/seccomp")
+    return platform.machine() in _ARCHITECTURES and os.path.exists("/proc/sys/kernel/seccomp")

@@ -21,7 +21,7 @@ import traceback
 from typing import Any, NoReturn
 
 from . import cell, kernel, memory
-from .jail import Jail
+from .jail import Jail, RefusedError
 
 __all__ = ["main"]
 
@@ -52,13 +52,17 @@ def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]
             importlib.import_module(name)
         except ImportError:
             continue  # the snippet that wants it will say so
+    try:
+        jail = Jail(
+            without=settings["without"],
+            readable=settings["readable"],
+            scratch=settings["scratch"],
+            is_container=is_container,
+        )
+    except RefusedError as error:
+        sys.exit(str(error))
+    # By now the one on a read-only mount, where there is such a mount.
     null = os.open("/dev/null", os.O_RDWR)
-    jail = Jail(
-        without=settings["without"],
-        readable=settings["readable"],
-        scratch=settings["scratch"],
-        is_container=is_container,
-    )
     _Zygote(control, parent_fd, jail, null, is_container=is_container).serve()
 
 

@@ -1,0 +1,265 @@
+"""No snippet changes the metadata of a file of the host, at any level, and none is uid 0."""
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from areal_gym.errors import SandboxError
+from areal_gym.sandbox import ProcessSandbox, SandboxLimits
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+LIMITS = SandboxLimits(wall_s=60, cpu_s=60)
+
+# Each call by its number and arguments, so that no wrapper of Python's stands between: PATH is a
+# file that the sandbox's user owns, FD a descriptor of it (or -1, where it cannot be opened).
+CALLS = """
+import ctypes, os, struct
+libc = ctypes.CDLL(None, use_errno=True)
+PATH, NEW = {path!r}.encode(), b"own-{number}"
+try: FD = os.open(PATH, os.O_RDONLY)
+except OSError: FD = -1
+open(NEW, "w").close()
+times = struct.pack("4q", 1, 0, 1, 0)
+acl, value = b"user.mark", b"1"
+attributes = struct.pack("QII", 0, 0, 0)
+flags = struct.pack("q", 0x40)
+calls = {{
+    "chmod": (90, PATH, 0o777), "fchmod": (91, FD, 0o777), "fchmodat": (268, -100, PATH, 0o777),
+    "fchmodat2": (452, -100, PATH, 0o777, 0), "fchmodat2 of fd": (452, FD, b"", 0o777, 0x1000),
+    "chown": (92, PATH, -1, -1), "fchown": (93, FD, -1, -1), "lchown": (94, PATH, -1, -1),
+    "fchownat": (260, -100, PATH, -1, -1, 0),
+    "utime": (132, PATH, times), "utimes": (235, PATH, times),
+    "futimesat": (261, -100, PATH, times), "utimensat": (280, -100, PATH, times, 0),
+    "utimensat now": (280, -100, PATH, None, 0), "futimens": (280, FD, None, times, 0),
+    "setxattr": (188, PATH, acl, value, 1, 0), "lsetxattr": (189, PATH, acl, value, 1, 0),
+    "fsetxattr": (190, FD, acl, value, 1, 0), "removexattr": (197, PATH, b"user.kept"),
+    "lremovexattr": (198, PATH, b"user.kept"), "fremovexattr": (199, FD, b"user.kept"),
+    "setxattrat": (463, -100, PATH, 0, acl, attributes, 16),
+    "removexattrat": (466, -100, PATH, 0, b"user.kept"),
+    "flags": (16, FD, 0x40086602, flags), "attributes": (16, FD, 0x401C5820, bytes(28)),
+    "file_setattr": (469, -100, PATH, bytes(32), 32, 0),
+    "link": (86, PATH, b"linked"), "linkat": (265, -100, PATH, -100, b"linked", 0),
+    "linkat of fd": (265, FD, b"", -100, b"linked", 0x1000),
+    "rename onto": (82, NEW, PATH), "renameat2": (316, -100, NEW, -100, PATH, 0),
+    "exchange": (316, -100, NEW, -100, PATH, 2), "rename away": (82, PATH, b"moved"),
+    "unlink": (87, PATH), "truncate": (76, PATH, 0), "cut": (2, PATH, 0o1000),
+    "cut at": (257, -100, PATH, 0o1000),
+    "cut by openat2": (437, -100, PATH, struct.pack("3Q", 512, 0, 0), 24),
+    "handle": (303, -100, PATH, struct.pack("Ii", 120, 0) + bytes(120), bytes(8), 0),
+    "inotify": (294, 0), "fanotify": (300, 0, 0), "memfd": (319, b"m", 0), "bpf": (321, 0, b"", 0),
+    "watch": (254, FD, PATH, 2), "mount": (165, b"none", b"/", b"tmpfs", 0, None),
+    "lease": (72, FD, 1024, 0), "owner of signals": (72, FD, 8, 1), "signal": (72, FD, 10, 9),
+}}
+done = []
+for name, (number, *arguments) in calls.items():
+    wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    if libc.syscall(ctypes.c_long(number), *wide) >= 0:
+        done.append(name)
+os.getuid() != 0 and os.geteuid() != 0 and done
+"""
+
+
+def state_of(path):
+    """Everything that a call of metadata would change; reading must not change it, either."""
+    about = os.stat(path)
+    names = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+    kept = ("st_mode", "st_uid", "st_gid", "st_size", "st_nlink", "st_ino", "st_mtime_ns")
+    return [getattr(about, name) for name in (*kept, "st_ctime_ns")], names, Path(path).read_text()
+
+
+async def attack_files(paths, without):
+    """What each file had done to it, by the word of the snippet and by the file itself."""
+    seen = {}
+    async with ProcessSandbox(num_workers=1, without=without, limits=LIMITS) as sandbox:
+        for number, path in enumerate(paths):
+            before = state_of(path)
+            result = await sandbox.run(CALLS.format(path=str(path), number=number))
+            seen[path] = (result.value or result.stderr, state_of(path) == before)
+        level = (await sandbox.report()).level
+    return {"level": str(level), "seen": seen}
+
+
+def main(directory, *without):
+    """As an ordinary user: makes the files and attacks them; prints JSON."""
+    with contextlib.suppress(OSError):
+        os.umask(0o022)
+    path = make_file(Path(directory))
+    package = make_package(Path(directory))
+    sys.path.insert(0, directory)
+    print(json.dumps(asyncio.run(attack_files([str(path), str(package)], without))))
+
+
+def make_file(directory):
+    """A file of ours that a snippet may not open."""
+    path = directory / "precious"
+    path.write_text("precious")
+    with contextlib.suppress(OSError):  # not every file system has them
+        os.setxattr(path, "user.kept", b"1")
+    return path
+
+
+def make_package(directory):
+    """A file of ours that a snippet may read."""
+    path = directory / "site-packages" / "readable_by_snippets.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("x = 1\n")
+    return path
+
+
+@pytest.fixture
+def place():
+    """A directory that every user can reach, unlike pytest's."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        os.chmod(directory, 0o755)
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("without", [(), ("namespaces",)])
+def test_metadata_of_host_files_stays(place, monkeypatch, without):
+    path, package = make_file(place), make_package(place)
+    monkeypatch.syspath_prepend(str(package.parent))
+    report = asyncio.run(attack_files([str(path), str(package)], without))
+    hold(report, isolated=not without)
+
+
+@pytest.mark.parametrize("without", [(), ("namespaces",)])
+def test_metadata_of_host_files_stays_as_an_ordinary_user(place, without):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    os.chown(place, NOBODY, NOBODY)
+    (place / "site-packages").mkdir()
+    os.chown(place / "site-packages", NOBODY, NOBODY)
+    code = (
+        f"import hostile, sys; hostile.become({NOBODY}); "
+        f"sys.path.insert(0, {str(place / 'site-packages')!r}); "
+        "import test_metadata as t; t.main(*sys.argv[1:])"
+    )
+    report = subprocess.run(
+        [sys.executable, "-c", code, str(place), *without],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert report.returncode == 0, report.stderr
+    hold(json.loads(report.stdout), isolated=not without)
+
+
+def hold(report, *, isolated):
+    if platform.machine() != "x86_64":
+        pytest.skip("the numbers of the calls are those of x86_64")
+    if report["level"] == "none":
+        pytest.skip("this kernel has neither Landlock nor seccomp")
+    if not isolated:
+        assert report["level"] == "filtered"
+    assert len(report["seen"]) == 2
+    for path, (value, is_same) in report["seen"].items():
+        assert value == "[]", f"{path}: {value}"
+        assert is_same, f"{path} was changed"
+
+
+@pytest.fixture
+def closed_interpreter():
+    """An interpreter in a home that only root may enter."""
+    if os.geteuid() != 0:
+        pytest.skip("only root has a home that is closed to the others")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as home:
+        os.chmod(home, 0o700)
+        base = Path(home, "python")
+        libraries = Path("lib") / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        source = Path(sys.base_prefix)
+        (base / "bin").mkdir(parents=True)
+        skipped = shutil.ignore_patterns("test", "site-packages", "__pycache__", "idlelib", "*.a")
+        shutil.copytree(source / libraries, base / libraries, symlinks=True, ignore=skipped)
+        shutil.copy(os.path.realpath(sys.executable), base / "bin/python")
+        for library in (source / "lib").glob("libpython*.so*"):
+            shutil.copy(library, base / "lib", follow_symlinks=False)
+        yield base / "bin/python"
+
+
+UID = """
+import asyncio
+from areal_gym.errors import SandboxError
+from areal_gym.sandbox import ProcessSandbox
+from areal_gym.sandbox.worker import kernel
+import sys
+for number in range(41 if sys.argv[1:] else 0):
+    if str(number) not in sys.argv[1:]:
+        kernel.prctl(24, number)  # PR_CAPBSET_DROP: the fork server begins without it
+async def main():
+    try:
+        async with ProcessSandbox(num_workers=1, modules=(), without=("namespaces",)) as sandbox:
+            # shelve is not loaded yet: it is read under the other uid.
+            result = await sandbox.run("import os, shelve; os.getresuid() + os.getresgid()")
+            print("uids", 0 in eval(result.value or "[0]"), result.stderr)
+    except SandboxError as error:
+        print("refused", error)
+asyncio.run(main())
+"""
+
+
+def test_no_cell_is_root_where_the_interpreter_is_closed(closed_interpreter):
+    def run(*arguments):
+        process = subprocess.run(
+            [closed_interpreter, "-s", "-c", UID, *arguments],
+            env={
+                "PYTHONPATH": str(ROOT),
+                "LD_LIBRARY_PATH": str(closed_interpreter.parents[1] / "lib"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert process.returncode == 0, process.stderr
+        return process.stdout
+
+    assert run().startswith(("uids False", "refused"))
+    refusal = run("6", "7")  # CAP_SETGID and CAP_SETUID
+    assert refusal.startswith("refused")
+    assert "chmod o+x" in refusal
+
+
+def test_root_without_another_uid_is_refused():
+    if os.geteuid() != 0:
+        pytest.skip("only root")
+    process = subprocess.run(
+        [sys.executable, "-c", UID, "0"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert process.stdout.startswith("refused"), process.stderr
+    assert "ordinary user" in process.stdout
+
+
+def test_files_of_its_own_are_a_snippets_to_change(runner, sandbox):
+    code = (
+        "import os, shutil\nopen('a', 'w').close()\nos.chmod('a', 0o600)\nos.utime('a', (5, 5))\n"
+        "shutil.copy2('a', 'b')\nos.stat('b').st_mtime, oct(os.stat('b').st_mode)"
+    )
+    if runner.run(sandbox.report()).level != "isolated":
+        pytest.skip("files of its own are told from others by namespaces")
+    assert runner.run(sandbox.run(code, limits=LIMITS)).value == "(5.0, '0o100600')"
+
+
+def test_an_error_is_what_metadata_gives_without_namespaces(runner):
+    async def go():
+        async with ProcessSandbox(num_workers=1, without=("namespaces",), limits=LIMITS) as sandbox:
+            return await sandbox.run("import os; open('a', 'w').close(); os.chmod('a', 0o600)")
+
+    try:
+        result = runner.run(go())
+    except SandboxError as error:
+        pytest.skip(str(error))
+    assert result.stderr.splitlines()[-1].startswith("PermissionError")
