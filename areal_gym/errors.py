@@ -16,11 +16,13 @@
     |   +-- FailureBudgetError              too many episodes failed, and where
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
         +-- EnvError                        the environment itself failed
+        |   +-- EnvUnreachableError (ConnectionError)  its server is gone
         +-- AgentError                      the agent's own code failed
         +-- EngineError                     the policy could not be sampled
         |   +-- EngineUnreachableError (ConnectionError)
         |   +-- GrammarError                the engine cannot keep to what the answer must look like
         +-- SandboxError                    the sandbox failed (not: the snippet in it)
+        |   +-- SandboxUnreachableError (ConnectionError)  its engine is gone
         +-- WorkerError                 the process that played it died
         +-- EpisodeTimeoutError (TimeoutError)
 
@@ -44,6 +46,7 @@ __all__ = [
     "EngineError",
     "EngineUnreachableError",
     "EnvError",
+    "EnvUnreachableError",
     "EpisodeError",
     "EpisodeTimeoutError",
     "FailureBudgetError",
@@ -56,6 +59,7 @@ __all__ = [
     "PluginError",
     "RunExistsError",
     "SandboxError",
+    "SandboxUnreachableError",
     "StopTraining",
     "ToolError",
     "TrainError",
@@ -155,12 +159,21 @@ class EpisodeError(GymError, RuntimeError):
 
     exit_code = 3
     boundary: str = "episode"
+    is_outage: bool = False
+    """Something that the episode needs is gone, and may come back: it is played again, and that
+    counts as no retry (`rollout.outage_patience_s`)."""
 
 
 class EnvError(EpisodeError):
     """The environment's own code failed."""
 
     boundary = "env"
+
+
+class EnvUnreachableError(EnvError, ConnectionError):
+    """The server of the environment is gone, or has forgotten the session."""
+
+    is_outage = True
 
 
 class AgentError(EpisodeError):
@@ -178,6 +191,8 @@ class EngineError(EpisodeError):
 class EngineUnreachableError(EngineError, ConnectionError):
     """No engine answers."""
 
+    is_outage = True
+
 
 class GrammarError(EngineError):
     """The engine cannot keep to the grammar that an answer was asked in."""
@@ -189,10 +204,17 @@ class SandboxError(EpisodeError):
     boundary = "sandbox"
 
 
+class SandboxUnreachableError(SandboxError, ConnectionError):
+    """The engine that runs the sandbox is gone."""
+
+    is_outage = True
+
+
 class WorkerError(EpisodeError):
     """The process that played the episode died."""
 
     boundary = "worker"
+    is_outage = True
 
 
 class EpisodeTimeoutError(EpisodeError, TimeoutError):

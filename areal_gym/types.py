@@ -266,6 +266,8 @@ class Trajectory:
     stop_reason: StopReason = StopReason.COMPLETED
     error: str | None = None
     """What failed, when `stop_reason.is_failure`."""
+    is_lost: bool = False
+    """An outage ended it: a server, worker or sandbox that it needs is gone. It is played again."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The environment's own measurements (tool calls, tool errors, ...)."""
     seed: int = 0
@@ -350,6 +352,7 @@ class Trajectory:
             "reward": self.reward,
             "stop_reason": str(self.stop_reason),
             "error": self.error,
+            **({"is_lost": True} if self.is_lost else {}),
             "num_forks": self.num_forks,
             "num_tokens": sum(map(len, self.spans)),
             "num_policy_tokens": self.num_policy_tokens,
@@ -375,6 +378,7 @@ class Trajectory:
             agent_id=row["agent_id"],
             stop_reason=StopReason(row["stop_reason"]),
             error=row["error"],
+            is_lost=row.get("is_lost", False),
             metrics=row["metrics"],
             seed=row["seed"],
             turns=tuple(

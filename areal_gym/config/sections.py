@@ -136,6 +136,9 @@ class RolloutConfig(Settings):
     """How often a failed episode is played again before its group goes on without it."""
     max_failure_rate: float = Field(0.5, ge=0, le=1)
     """Above this share of failed episodes, over the last 64 or more, the run stops."""
+    outage_patience_s: float = Field(600.0, gt=0)
+    """How long a run waits when servers, workers or sandboxes are gone; what they lost is played
+    again when they are back, and costs no retry."""
 
 
 class LoraConfig(Settings):

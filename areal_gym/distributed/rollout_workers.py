@@ -164,6 +164,7 @@ class RolloutWorkers:
             messages=(),
             stop_reason=stop_reason_of(error),
             error=str(error),
+            is_lost=True,
             metrics={},
         )
 

@@ -19,6 +19,7 @@ __all__ = [
     "Generation",
     "Grammar",
     "GrammarEngine",
+    "InterruptedEngine",
     "LocalEngine",
     "Piece",
     "RemoteEngine",
@@ -132,6 +133,26 @@ class StreamingEngine(Engine, Protocol):
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> AsyncGenerator[Piece, None]:
         """As `generate`, piece by piece. Closing the generator aborts the generation."""
+        ...
+
+
+@runtime_checkable
+class InterruptedEngine(Engine, Protocol):
+    """An engine whose servers may all be gone for a while."""
+
+    fails_lost_turns: bool
+    """A turn that was being sampled when the last server was lost fails at once. Sampling it anew
+    would be right for a user who waits, but shortens what is trained on: long turns are lost more
+    often than short ones."""
+
+    @property
+    def num_outages(self) -> int:
+        """How often no server was left."""
+        ...
+
+    @property
+    def outage_s(self) -> float:
+        """For how long there has been no server; 0 while there is one."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from operator import itemgetter
 
 from areal_gym.rollout.staleness import is_fresh
 from areal_gym.types import Group
@@ -44,6 +45,18 @@ class GroupBuffer:
         """Remove and return the `num_groups` that were started first, in order."""
         taken = [heapq.heappop(self._heap) for _ in range(num_groups)]
         return {index: group for index, _, _, group in taken}
+
+    def take_after(self, since: int) -> dict[int, Group]:
+        """Remove and return the groups that were started after number `since`, in order."""
+        taken = {
+            index: group
+            for index, _, _, group in sorted(self._heap, key=itemgetter(0))
+            if index > since
+        }
+        if taken:
+            self._heap = [entry for entry in self._heap if entry[0] not in taken]
+            heapq.heapify(self._heap)
+        return taken
 
     def drop_stale(self, version: int, max_staleness: int) -> dict[int, Group]:
         """Remove and return the groups that are too old to be trained on under `version`."""

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_gym.agents.base import Access, Agent
 from areal_gym.capture import ContextFullError, InFlight, Recorder, TurnDraft, derive_seed
-from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.engines.base import Engine, InterruptedEngine, SamplingParams
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import (
     AgentError,
     EngineError,
+    EngineUnreachableError,
     EnvError,
     EpisodeError,
     EpisodeTimeoutError,
@@ -108,6 +109,7 @@ async def play_episode(
     )
     played = _Played(env, recorder, in_flight, group_id)
     in_flight.episodes += 1
+    num_outages = getattr(engine, "num_outages", 0)  # isinstance of a protocol takes its time
     try:
         async with asyncio.timeout(timeout_s) as played.deadline:
             reset = partial(env.areset, seed=seed, options=options)
@@ -123,7 +125,7 @@ async def play_episode(
     except _EpisodeOver:
         pass
     except TimeoutError:
-        played.fail(EpisodeTimeoutError(f"the episode took more than {timeout_s:g} s"))
+        played.fail(_overtime(timeout_s, engine, num_outages))
     finally:
         played.close()
         try:
@@ -141,6 +143,16 @@ async def play_episode(
         seed=seed,
         **played.outcome(),
     )
+
+
+def _overtime(timeout_s: float | None, engine: Engine, num_outages: int) -> EpisodeError:
+    """Returns what an episode failed of whose time is up: itself, or an outage of the engine."""
+    took = f"the episode took more than {timeout_s:g} s"
+    if not isinstance(engine, InterruptedEngine):
+        return EpisodeTimeoutError(took)
+    if engine.outage_s == 0 and engine.num_outages == num_outages:
+        return EpisodeTimeoutError(took)
+    return EngineUnreachableError(f"{took}, and no server was there for part of it")
 
 
 class _EpisodeOver(Exception):
@@ -339,6 +351,7 @@ class _Played:
             "messages": (*outcome["messages"], *self.unread),
             "stop_reason": self.stop_reason,
             "error": None if self.error is None else str(self.error),
+            "is_lost": self.error is not None and self.error.is_outage,
             "metrics": self.metrics,
         }
 

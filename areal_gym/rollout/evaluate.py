@@ -15,6 +15,7 @@ from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import derive_seed, play_episode
 from areal_gym.rollout.eval_report import EvalReport, make_report
 from areal_gym.rollout.failures import FailureBudget
+from areal_gym.rollout.outages import Outage
 from areal_gym.rollout.pool import EnvPool
 from areal_gym.types import Task, Trajectory
 
@@ -104,6 +105,7 @@ async def measure(
     max_in_flight: int = 128,
     max_retries: int = 1,
     max_failure_rate: float = 0.5,
+    outage_patience_s: float = 600.0,
     success_reward: float = 1.0,
     seed: int = 0,
     env_id: str | None = None,
@@ -124,6 +126,7 @@ async def measure(
         max_in_flight: episodes played at once.
         max_retries: how often a failed episode is played again.
         max_failure_rate: above this share of failures the evaluation stops.
+        outage_patience_s: how long servers, workers or sandboxes may be gone before it stops.
         success_reward: the reward from which on an episode counts as a success.
         seed: of sampling and of the environment's own chance.
         env_id: the environment's registered id.
@@ -141,6 +144,7 @@ async def measure(
     jobs = ((index, sample) for index in range(len(tasks)) for sample in range(num_samples))
     total = len(tasks) * num_samples
     budget = FailureBudget(max_failure_rate)
+    outage = Outage(outage_patience_s, clock=asyncio.get_running_loop().time)
     scored: list[list[Trajectory]] = [[] for _ in tasks]
     failed: list[Trajectory] = []
     num_done = 0
@@ -159,14 +163,22 @@ async def measure(
             envs.give_back(env)
         if on_trajectory is not None:
             on_trajectory(trajectory)
-        budget.record(trajectory.stop_reason, trajectory.error)
+        if not trajectory.is_lost:
+            budget.record(trajectory.stop_reason, trajectory.error)
+            outage.came_through()
         return trajectory
 
     async def work() -> None:
         nonlocal num_done
         for index, sample in jobs:
-            for attempt in range(1 + max_retries):
+            attempt = 0
+            while attempt <= max_retries:
                 trajectory = await play_one(index, sample, attempt)
+                if trajectory.is_lost:
+                    outage.lost(trajectory.error)
+                    await asyncio.sleep(outage.pause_s)
+                    continue
+                attempt += 1
                 if not trajectory.stop_reason.is_failure:
                     scored[index].append(trajectory)
                     break

@@ -81,6 +81,10 @@ class Issuer:
         if self._lookback is None:
             self._observe_up_to(self._next)
 
+    def options_of(self, index: int) -> Mapping[str, Any]:
+        """What the task of a group that has started is drawn with."""
+        return self._options.get(index, {})
+
     def forget(self, index: int) -> None:
         """A group was trained on, or dropped: it will never be started again."""
         self._options.pop(index, None)

@@ -109,6 +109,16 @@ class Ledger:
         self.counts["accepted"] += 1
         self._rejected_in_a_row.clear()
 
+    def take_back(self, since: int) -> dict[int, Group]:
+        """Remove and return complete groups that were started after `since`, to play them again."""
+        groups = self.ready.take_after(since)
+        for index in groups:
+            if self._journal is not None:
+                self._journal.issued(index, self._issuer.options_of(index))
+            self._admission.take_back()
+            self.counts["accepted"] -= 1
+        return groups
+
     def hand_out(self, version: int) -> list[Group] | None:
         """The next batch under `version`, first started first; None while there is not enough."""
         self._settle(version)

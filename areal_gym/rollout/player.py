@@ -11,7 +11,7 @@ from typing import Protocol
 
 from areal_gym.agents.base import Agent
 from areal_gym.config import RolloutConfig
-from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.engines.base import Engine, InterruptedEngine, SamplingParams
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import play_episode
 from areal_gym.rollout.pool import EnvPool
@@ -76,6 +76,8 @@ class LocalPlayer:
         self.in_flight = Occupancy()
         self._envs = envs
         self._agent = agent
+        if isinstance(engine, InterruptedEngine):
+            engine.fails_lost_turns = True
         self._engine = engine
         self._renderer = renderer
         self._params = SamplingParams(

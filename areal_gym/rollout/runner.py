@@ -22,7 +22,6 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Self
 
@@ -45,8 +44,10 @@ from areal_gym.rollout.issue import Issuer
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.ledger import Ledger
 from areal_gym.rollout.lockstep import Lockstep, TogetherEngine
+from areal_gym.rollout.outages import Outage, Suspects, is_infrastructure_failure
 from areal_gym.rollout.player import LocalPlayer, Order, Player
 from areal_gym.rollout.pool import EnvPool
+from areal_gym.rollout.running import RunningGroup
 from areal_gym.rollout.stats import RolloutStats
 from areal_gym.types import Group, StopReason, Task, Trajectory
 
@@ -58,22 +59,12 @@ _POLL_S = 0.02
 """Engines do not announce a new version; while only that can unblock us, we look this often."""
 _AT_A_TIME = 64
 """Episodes that start before the event loop may do something else; each takes it 0.1 ms."""
+_MAX_REPLAYS = 4
+"""How often a group is played again, whole, that the infrastructure fails while others come
+through. Beyond that it is the group that breaks it, and its members fail one by one."""
 _WAVES = 4
 """The failure budget looks at this many times the episodes in flight: one failing server fails
 them all, and then once more those that are tried again at once."""
-
-
-@dataclass(slots=True)
-class _RunningGroup:
-    index: int
-    task: Task
-    num_open: int
-    """Members that still play."""
-    members: list[tuple[int, Trajectory]] = field(default_factory=list)
-
-    @property
-    def id(self) -> str:
-        return f"g{self.index:06d}"
 
 
 class RolloutRunner:
@@ -163,10 +154,20 @@ class RolloutRunner:
             window=max(64, _WAVES * config.max_in_flight),
             clock=lambda: asyncio.get_running_loop().time(),
         )
+        self._outage = Outage(
+            config.outage_patience_s,
+            clock=lambda: asyncio.get_running_loop().time(),
+            engine_outage_s=lambda: getattr(engine, "outage_s", 0.0),
+        )
+        self._suspects: Suspects | None = None
+        """While it is not known how much an outage has hit, no batch is handed out."""
         self._drawing: set[int] = set()
         """Groups whose task is not known yet; each holds a slot."""
-        self._running: dict[int, _RunningGroup] = {}
-        self._jobs: deque[tuple[_RunningGroup, int]] = deque()
+        self._running: dict[int, RunningGroup] = {}
+        self._jobs: deque[tuple[RunningGroup, int, int]] = deque()
+        """Members that wait for a slot: (group, member, round); first started first."""
+        self._has_replays = False
+        """Groups that are played again have put their jobs at the end of the queue."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: asyncio.Handle | None = None
         self._admits_soon = False
@@ -176,6 +177,8 @@ class RolloutRunner:
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._num_failed_in_a_row = 0
+        self._num_came_through = 0
+        """Episodes that ended as they should."""
         self._start_s = time.perf_counter()
 
     # ---- the trainer's side -------------------------------------------------------------------
@@ -197,7 +200,9 @@ class RolloutRunner:
             self._changed.clear()
             if self._fatal is not None:
                 raise self._fatal
-            batch = self._ledger.hand_out(self._engine.policy_version)
+            batch = None
+            if self._suspects is None:
+                batch = self._ledger.hand_out(self._engine.policy_version)
             self._admit()
             if batch is not None:
                 return batch
@@ -229,6 +234,10 @@ class RolloutRunner:
             num_groups_restored=ledger.counts["restored"],
             num_episodes=counts["episodes"],
             num_retries=counts["retries"],
+            num_lost=counts["lost"],
+            num_replayed_groups=counts["replayed_groups"],
+            outage_s=self._outage.seconds,
+            outage_patience_s=self._outage.patience_s,
             num_failures=dict(self._failures),
             num_tokens=counts["tokens"],
             engine_s=engine_s,
@@ -269,6 +278,11 @@ class RolloutRunner:
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
+        if self._outage.hold_s > 0 and self._fatal is None:
+            self._admit_again_in(self._outage.hold_s)
+            return
+        if self._has_replays:
+            self._sort_jobs()
         num_started = 0
         while len(self._tasks) < self.config.max_in_flight and self._fatal is None:
             if num_started == _AT_A_TIME:
@@ -277,7 +291,9 @@ class RolloutRunner:
                 return
             num_started += 1
             if self._jobs:
-                self._spawn(self._play_member(*self._jobs.popleft()))
+                group, member, round = self._jobs.popleft()
+                if round == group.round:
+                    group.add(self._spawn(self._play_member(group, member)))
             elif self._ledger.room(self._engine.policy_version) == 0:
                 self._admit_again_in(_POLL_S)
                 return
@@ -310,11 +326,12 @@ class RolloutRunner:
         self._spawn(self._open_group(*issued))
         return True
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """In a slot, which is free again when it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._slot_free)
+        return task
 
     async def _open_group(self, index: int, options: Mapping[str, Any]) -> None:
         """Draw the task, which may take a while where it comes from afar."""
@@ -323,20 +340,37 @@ class RolloutRunner:
         if task is None:
             self._lose_group(index)
             return
-        group = _RunningGroup(index, task, num_open=self.config.group_size)
-        self._running[index] = group
-        self._jobs.extend((group, member) for member in range(self.config.group_size))
+        self._enqueue(RunningGroup(index, task, self.config.group_size))
+
+    def _enqueue(self, group: RunningGroup) -> None:
+        """Queue all members of a group, for the first time or once more."""
+        group.num_ended_before = self._num_came_through
+        self._running[group.index] = group
+        self._jobs.extend((group, member, group.round) for member in range(group.size))
+
+    def _sort_jobs(self) -> None:
+        """Groups that are played again go first, for they were started first."""
+        self._has_replays = False
+        current = [job for job in self._jobs if job[2] == job[0].round]
+        self._jobs = deque(sorted(current, key=lambda job: (job[0].index, job[1])))
 
     async def _draw_task(self, index: int, options: Mapping[str, Any]) -> Task | None:
         """The task of group `index`; None when the environment fails to give one."""
         seed = derive_seed(self._seed, _TASK, index)
         options = {"split": self._split, **options}
-        for _ in range(1 + self.config.max_retries):
+        num_left = 1 + self.config.max_retries
+        while num_left > 0:
+            num_left -= 1
             env = self._envs.take()
             try:
                 async with asyncio.timeout(self.config.episode_timeout_s):
                     await env.areset(seed=seed, options=options)
             except EpisodeError as error:
+                if error.is_outage:
+                    num_left += 1
+                    self._outage.lost(str(error))
+                    await asyncio.sleep(self._outage.pause_s)
+                    continue
                 self._record_failure(stop_reason_of(error), str(error))
             except TimeoutError:
                 self._record_failure(StopReason.TIMEOUT, "the environment gave no task in time")
@@ -349,16 +383,18 @@ class RolloutRunner:
 
     # ---- episodes -----------------------------------------------------------------------------
 
-    async def _play_member(self, group: _RunningGroup, member: int) -> None:
-        config = self.config
+    async def _play_member(self, group: RunningGroup, member: int) -> None:
+        config, round = self.config, group.round
         for attempt in range(1 + config.max_retries):
             order = Order(
                 task=group.task,
                 seed=derive_seed(self._seed, _EPISODE, group.index, member, attempt),
-                trajectory_id=f"{group.id}-{member}" + (f"-retry{attempt}" if attempt else ""),
+                trajectory_id=group.trajectory_id(member, attempt),
                 group_id=group.id,
             )
             trajectory = await self._player.play(order)
+            if group.round != round:  # it is played again already
+                return
             self._counts["episodes"] += 1
             self._counts["retries"] += attempt > 0
             self._counts["tokens"] += trajectory.num_policy_tokens
@@ -367,17 +403,25 @@ class RolloutRunner:
             if not trajectory.stop_reason.is_failure:
                 group.members.append((member, trajectory))
                 self._budget.record(trajectory.stop_reason)
+                self._outage.came_through()
+                self._num_came_through += 1
                 break
-            self._record_failure(trajectory.stop_reason, trajectory.error)
+            self._count_failure(trajectory)
+            is_lost = trajectory.is_lost
+            if is_infrastructure_failure(trajectory) and self._may_replay(group, is_lost=is_lost):
+                self._on_outage(group, is_lost=is_lost)
+                return
             if pause_s := self._budget.pause_s:
                 await asyncio.sleep(pause_s)
         group.num_open -= 1
         if group.num_open == 0:
             self._finish_group(group)
 
-    def _finish_group(self, running: _RunningGroup) -> None:
+    def _finish_group(self, running: RunningGroup) -> None:
         index = running.index
         del self._running[index]
+        if self._suspects is not None and index in self._suspects.at_risk:
+            self._suspects = None  # it came through: only a part was lost
         if len(running.members) < self.config.min_group_size:
             self._lose_group(index)
             return
@@ -397,12 +441,62 @@ class RolloutRunner:
 
     # ---- what goes wrong ----------------------------------------------------------------------
 
+    def _count_failure(self, trajectory: Trajectory) -> None:
+        """Count a failed episode, by its kind.
+
+        Raises:
+            FailureBudgetError: there were too many, or the outage takes too long.
+        """
+        reason, error = trajectory.stop_reason, trajectory.error
+        # Workers that die before anything has worked are no outage: the episodes kill them.
+        is_broken = reason is StopReason.WORKER_ERROR and self._num_came_through == 0
+        if not trajectory.is_lost or is_broken:
+            self._record_failure(reason, error)
+            return
+        self._counts["lost"] += 1
+        self._outage.lost(error)
+
+    def _may_replay(self, group: RunningGroup, *, is_lost: bool) -> bool:
+        """Whether the whole group is played again; not for ever, if it is lost and others not."""
+        has_worked = self._num_came_through > 0 or is_lost
+        if group.num_ended_before != self._num_came_through or not has_worked:
+            group.num_replays += 1
+        return group.num_replays <= _MAX_REPLAYS
+
+    def _on_outage(self, group: RunningGroup, *, is_lost: bool) -> None:
+        """Play the group again, and whatever an outage has favoured (see `outages`)."""
+        if self._suspects is not None:
+            self._suspects.hit(group.index)
+        elif is_lost:
+            in_flight = [index for index, it in self._running.items() if it.has_begun]
+            self._suspects = Suspects.of(group.index, in_flight)
+        self._replay(group)
+        self._outage.hold(self._outage.pause_s if is_lost else self._budget.pause_s)
+        self._settle_suspects()
+
+    def _replay(self, group: RunningGroup) -> None:
+        group.begin_again()
+        self._has_replays = True
+        self._counts["replayed_groups"] += 1
+        self._enqueue(group)
+
+    def _settle_suspects(self) -> None:
+        """Where all that was in flight is lost, complete groups are played again as well."""
+        if self._suspects is None or not self._suspects.are_all_hit:
+            return
+        since, self._suspects = self._suspects.since, None
+        for index, group in self._ledger.take_back(since).items():
+            self._replay(RunningGroup(index, group.task, self.config.group_size))
+
     def _record_failure(self, reason: StopReason, error: str | None) -> None:
         self._failures[str(reason)] += 1
         self._budget.record(reason, error)
 
     def _lose_group(self, index: int) -> None:
         self._ledger.fail(index)
+        if self._suspects is not None:
+            self._suspects.at_risk.discard(index)
+            self._settle_suspects()
         self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row < max(8, 2 * self.config.batch_groups):
             return

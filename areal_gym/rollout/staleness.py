@@ -57,6 +57,11 @@ class Admission:
         """An accepted group turned out too old: another may start in its place."""
         self.num_accepted -= 1
 
+    def take_back(self) -> None:
+        """An accepted group is played again."""
+        self.num_accepted -= 1
+        self.num_running += 1
+
     def restore(self) -> None:
         """A group that was accepted before an interruption is there again."""
         self.num_accepted += 1

@@ -57,6 +57,14 @@ class RolloutStats:
     num_episodes: int
     """Episodes played to an end, failures and retries included."""
     num_retries: int
+    num_lost: int = 0
+    """Episodes that an outage ended; their groups are played again."""
+    num_replayed_groups: int = 0
+    """Groups that were played again, whole, because of failures of the infrastructure."""
+    outage_s: float = 0.0
+    """For how long nothing has come through, because servers, workers or sandboxes are gone."""
+    outage_patience_s: float = 0.0
+    """How long that may last."""
     num_failures: Mapping[str, int]
     """Failed episodes by stop reason."""
     num_tokens: int

@@ -46,6 +46,18 @@ INCIDENTS = (
         counters=("rollout/retries",),
     ),
     Incident(
+        name="lost_episodes",
+        one="1 episode lost",
+        many="{n} episodes lost",
+        counters=("rollout/lost_episodes",),
+    ),
+    Incident(
+        name="replayed_groups",
+        one="1 group played again",
+        many="{n} groups played again",
+        counters=("rollout/replayed_groups",),
+    ),
+    Incident(
         name="lost_groups",
         one="1 group dropped",
         many="{n} groups dropped",

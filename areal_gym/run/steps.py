@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_gym.config import RunConfig
-from areal_gym.engines.base import Engine
+from areal_gym.engines.base import Engine, InterruptedEngine
 from areal_gym.errors import NotFiniteError, StopTraining
 from areal_gym.metrics import rss_mb
+from areal_gym.online import ONLINE
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.batch_metrics import batch_metrics
 from areal_gym.rollout.journal import Journal
@@ -29,7 +31,7 @@ from areal_gym.run.parts import Parts, make_curriculum, make_filters
 from areal_gym.run.saving import Saver
 from areal_gym.run.step_times import StepTimes
 from areal_gym.run.teacher import Taught
-from areal_gym.run.waiting import Waiting
+from areal_gym.run.waiting import Waiting, saying_outages
 from areal_gym.rundir import RunDir
 from areal_gym.sandbox import shared_calls, shared_reports
 from areal_gym.types import Group, StopReason
@@ -148,6 +150,8 @@ async def take_steps(
         player=at.player,
     )
     incidents = IncidentCounter()
+    if at.config.env.id == ONLINE and isinstance(at.engine, InterruptedEngine):
+        at.engine.fails_lost_turns = False  # who plays is elsewhere, and waits for the turn
     times = StepTimes(at.config.rollout.max_in_flight, runner.stats())
     saver = Saver(
         at.learner,
@@ -162,9 +166,10 @@ async def take_steps(
     collect_as_before = relax_garbage_collection()
     try:
         at.callbacks.raise_if_stopped()
-        async with runner:
+        async with runner, AsyncExitStack() as stack:
             calls = partial(shared_calls, asyncio.get_running_loop())
             at.display.watch(Waiting(runner.stats, at.config.rollout.batch_groups, calls))
+            await stack.enter_async_context(saying_outages(runner.stats, at.display.say))
             await train_loop(
                 runner if at.teacher is None else Taught(runner, at.teacher),
                 at.learner,
@@ -174,6 +179,8 @@ async def take_steps(
                 on_step=on_step,
                 explain=explain,
                 num_threads=at.config.trainer.num_threads,
+                engine=at.engine,
+                outage_patience_s=at.config.rollout.outage_patience_s,
             )
         saver.save_now(done)
     except StopTraining as stop:
@@ -202,6 +209,8 @@ def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
         "rollout/stale_groups": stats.num_groups_stale,
         "rollout/acceptance": stats.acceptance_rate,
         "rollout/retries": stats.num_retries,
+        "rollout/lost_episodes": stats.num_lost,
+        "rollout/replayed_groups": stats.num_replayed_groups,
         "rollout/groups_ready": stats.groups_ready,
         "rollout/episodes_queued": stats.episodes_queued,
         "rollout/oldest_ready_s": stats.oldest_ready_s,

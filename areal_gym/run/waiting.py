@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
+from areal_gym.markup import counted
 from areal_gym.rollout.stats import RolloutStats
 
-__all__ = ["Waiting"]
+__all__ = ["Waiting", "describe_outage", "saying_outages"]
 
 _WINDOW_S = 10.0
+_LOOK_S = 1.0
+_SAY_EVERY_S = 30.0
 
 
 class Waiting:
@@ -50,6 +55,8 @@ class Waiting:
             parts.append(f"{num_rejected} groups rejected by filters")
         if num_failed := sum(stats.num_failures.values()):
             parts.append(f"{num_failed} failures")
+        if stats.outage_s > 0:
+            parts.insert(0, describe_outage(stats))
         return "; ".join(parts)
 
     def _tokens_per_s(self, stats: RolloutStats) -> float | None:
@@ -61,3 +68,40 @@ class Waiting:
         if stats.elapsed_s - elapsed_s < 1.0:
             return None
         return (stats.num_tokens - num_tokens) / (stats.elapsed_s - elapsed_s)
+
+
+def describe_outage(stats: RolloutStats) -> str:
+    """Returns how long the run has waited for what is gone, and how long it will."""
+    return (
+        f"waiting for servers, {stats.outage_s:.0f} s of {stats.outage_patience_s:.0f} s; "
+        f"{counted(stats.episodes_in_flight + stats.episodes_queued, 'episode')} to be played"
+    )
+
+
+@asynccontextmanager
+async def saying_outages(
+    stats: Callable[[], RolloutStats], say: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Says when an outage begins, that it goes on, and when it is over."""
+
+    async def tell() -> None:
+        longest_s = next_s = 0.0
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = stats()
+            if now.outage_s == 0:
+                if next_s > 0:
+                    say(f"servers are back after {longest_s:.0f} s; what was lost is played again")
+                longest_s = next_s = 0.0
+                continue
+            longest_s = max(longest_s, now.outage_s)
+            if now.outage_s >= next_s:
+                say(describe_outage(now))
+                next_s = now.outage_s + _SAY_EVERY_S
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)

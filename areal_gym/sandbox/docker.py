@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from areal_gym.errors import SandboxError, UsageError
+from areal_gym.errors import SandboxError, SandboxUnreachableError, UsageError
 from areal_gym.sandbox.base import SandboxLevel, SandboxLimits, SandboxReport
 from areal_gym.sandbox.forking import ForkingSandbox
 from areal_gym.sandbox.process import ENVIRONMENT
@@ -89,7 +89,7 @@ def connect() -> Any:
                 probe.connect(host.removeprefix("unix://"))
         return docker.from_env()
     except (docker.errors.DockerException, OSError) as error:
-        raise SandboxError(
+        raise SandboxUnreachableError(
             f"no Docker engine answers at {host}: {error}",
             hints=("start one: systemctl start docker", "or name another in DOCKER_HOST"),
         ) from error
@@ -341,7 +341,8 @@ class DockerSandbox(ForkingSandbox):
                 ),
             ) from None
         except (docker.errors.DockerException, requests.RequestException) as error:
-            raise SandboxError(
+            is_gone = isinstance(error, requests.ConnectionError)
+            raise (SandboxUnreachableError if is_gone else SandboxError)(
                 f"no container of {self.image!r} could be started: {error}",
                 hints=("the engine must run on this machine: it mounts a socket of ours",),
             ) from error

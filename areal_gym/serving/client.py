@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.errors import EnvError, UsageError
+from areal_gym.errors import EnvError, EnvUnreachableError, UsageError
 from areal_gym.serving.wire import SPLITS, error_from, plain, tools_from
 from areal_gym.types import Message, Task
 
@@ -195,11 +195,11 @@ class RemoteEnv(TextEnv):
             raise error_from(body)
         return body
 
-    def _unreachable(self, error: BaseException) -> EnvError:
+    def _unreachable(self, error: BaseException) -> EnvUnreachableError:
         if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
             error = error.reason
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return EnvError(
+        return EnvUnreachableError(
             f"cannot reach the environment at {self.url}: {reason}",
             hints=["start it there: areal-gym serve-env ENV --port PORT"],
         )

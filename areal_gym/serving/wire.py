@@ -18,7 +18,14 @@ from typing import Any
 
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import EnvError, EpisodeError, GymError, SandboxError, UsageError
+from areal_gym.errors import (
+    EnvError,
+    EnvUnreachableError,
+    EpisodeError,
+    GymError,
+    SandboxError,
+    UsageError,
+)
 from areal_gym.serving.sessions import FullError, GoneError
 from areal_gym.types import Task, content_hash, thaw
 
@@ -114,5 +121,5 @@ def error_from(body: Any) -> GymError:
     said = body["error"]
     cls = ERRORS.get(said["kind"], (500, EnvError))[1]
     if cls in (GoneError, FullError):
-        cls = EnvError
+        cls = EnvUnreachableError
     return cls(said["message"], hints=said["hints"])

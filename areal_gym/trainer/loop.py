@@ -14,11 +14,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from areal_gym.errors import NotFiniteError
+from areal_gym.engines.base import Engine
+from areal_gym.errors import EngineError, InfrastructureError, NotFiniteError
 from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.weight_syncs import WeightSync, weights_for
 from areal_gym.types import Group
@@ -44,6 +46,8 @@ Explain = Callable[[NotFiniteError, int, Sequence[Group]], NotFiniteError]
 """Called with (error, step, batch) when nothing can be learned from it; gives what to raise."""
 
 _T = TypeVar("_T")
+_LOOK_S = 1.0
+"""Between two looks at an engine that has lost its servers."""
 
 
 async def train_loop(
@@ -56,11 +60,19 @@ async def train_loop(
     explain: Explain = lambda error, step, groups: error,
     first_step: int = 1,
     num_threads: int = 1,
+    engine: Engine | None = None,
+    outage_patience_s: float = 0.0,
 ) -> None:
     """Train from `first_step` to `num_steps`; the version of the weights is the number of steps.
 
     When cancelled, the update under way is finished, published and recorded first: weights,
     engine and records never disagree about how many steps were taken.
+
+    Where `engine` may lose all its servers, a publication waits for one to come back, for
+    `outage_patience_s` at most; servers that came back without the weights get them again.
+
+    Raises:
+        InfrastructureError: no server came back in that time.
     """
     loop = asyncio.get_running_loop()
     # The number of torch's threads belongs to the thread that asks for it.
@@ -71,6 +83,12 @@ async def train_loop(
         initargs=(num_threads,),
     ) as thread:
 
+        async def publish(version: int) -> None:
+            def attempt() -> Awaitable[None]:
+                return weight_sync.publish(weights_for(weight_sync, learner), version)
+
+            await _through_outages(attempt, engine, outage_patience_s, version)
+
         async def update(groups: Sequence[Group], step: int) -> dict[str, float]:
             begin_s = time.perf_counter()
             try:
@@ -78,14 +96,17 @@ async def train_loop(
             except NotFiniteError as error:
                 raise explain(error, step, groups) from error
             trained_s = time.perf_counter()
-            await weight_sync.publish(weights_for(weight_sync, learner), step)
+            await publish(step)
             metrics["time/publish_s"] = time.perf_counter() - trained_s
             metrics["time/step_s"] = time.perf_counter() - begin_s
             return metrics
 
         for step in range(first_step, num_steps + 1):
             begin_s = time.perf_counter()
-            groups = await source.next_batch()
+            if hasattr(engine, "needs_weights"):
+                groups = await _next_batch(source, engine, partial(publish, step - 1))
+            else:
+                groups = await source.next_batch()
             wait_s = time.perf_counter() - begin_s
             metrics = await _unbroken(update(groups, step))
             metrics["time/wait_s"] = wait_s
@@ -93,6 +114,44 @@ async def train_loop(
             metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
             await on_step(step, metrics, groups)
             await asyncio.sleep(0)  # where a cancellation that `_unbroken` put off is raised
+
+
+async def _next_batch(
+    source: BatchSource, engine: Any, publish: Callable[[], Awaitable[None]]
+) -> Sequence[Group]:
+    """The next batch; meanwhile, servers that came back get the weights that they lack."""
+    asking = asyncio.ensure_future(source.next_batch())
+    try:
+        while not asking.done():
+            await asyncio.wait({asking}, timeout=_LOOK_S)
+            if engine.needs_weights and not asking.done():
+                await publish()
+        return asking.result()
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def _through_outages(
+    attempt: Callable[[], Awaitable[None]], engine: Any, patience_s: float, version: int
+) -> None:
+    """Publish, and once more when a server is back, if all were lost meanwhile."""
+    clock = asyncio.get_running_loop().time
+    since_s = clock()
+    while True:
+        try:
+            await attempt()
+            return
+        except EngineError as error:
+            if getattr(engine, "outage_s", 0.0) == 0.0:
+                raise
+            if (waited_s := clock() - since_s) >= patience_s:
+                raise InfrastructureError(
+                    f"version {version} could not be published: waited {waited_s:.0f} s for "
+                    f"servers (rollout.outage_patience_s = {patience_s:g}); {error.message}",
+                    hints=error.hints,
+                ) from error
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _unbroken(work: Coroutine[Any, Any, _T]) -> _T:

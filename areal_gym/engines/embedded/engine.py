@@ -303,24 +303,29 @@ class EmbeddedEngine:
         scheduler = self._scheduler
         with torch.inference_mode():
             while not self._is_stopping:
+                # Whatever is raised here, SystemExit included: nobody may wait for ever.
                 try:
-                    self._obey(block=not scheduler.has_work)
-                    if self._is_stopping or not scheduler.has_work:
-                        continue
-                    start_s = time.perf_counter()
-                    finished = scheduler.step()
-                    scheduler.stats.busy_s += time.perf_counter() - start_s
-                except Exception as error:
+                    self._serve(scheduler)
+                except BaseException as error:
                     scheduler.fail_all()
                     if not isinstance(error, EngineError):
                         error = EngineError(f"the embedded engine failed: {error!r}")
                     self._tell(self._fail_all, error)
-                    continue
-                told = [r for r in finished if r.is_streamed] + scheduler.streamed
-                if told:
-                    self._tell(self._deliver_pieces, [(r, r.piece()) for r in told])
-                if finished:
-                    self._tell(self._deliver, finished)
+
+    def _serve(self, scheduler: Scheduler) -> None:
+        """Compute and deliver until the engine stops, or something fails."""
+        while not self._is_stopping:
+            self._obey(block=not scheduler.has_work)
+            if self._is_stopping or not scheduler.has_work:
+                continue
+            start_s = time.perf_counter()
+            finished = scheduler.step()
+            scheduler.stats.busy_s += time.perf_counter() - start_s
+            told = [r for r in finished if r.is_streamed] + scheduler.streamed
+            if told:
+                self._tell(self._deliver_pieces, [(r, r.piece()) for r in told])
+            if finished:
+                self._tell(self._deliver, finished)
 
     def _obey(self, *, block: bool) -> None:
         """Run what callers asked for; wait for something when there is nothing to compute."""

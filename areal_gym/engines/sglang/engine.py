@@ -42,7 +42,12 @@ from areal_gym.engines.base import (
 from areal_gym.engines.sglang.answers import Answer, Draft, read_answer, sampling_params
 from areal_gym.engines.sglang.fleet import Fleet, Member
 from areal_gym.engines.sglang.launch import LaunchedServer, ServerProcess
-from areal_gym.engines.sglang.server import RefusedError, SGLangServer, vocab_size_of
+from areal_gym.engines.sglang.server import (
+    RefusedError,
+    SGLangServer,
+    is_refused,
+    vocab_size_of,
+)
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError, GrammarError
 from areal_gym.types import FinishReason
 
@@ -138,6 +143,7 @@ class SGLangEngine:
         self.adapter: str | None = None
         """The LoRA adapter that the policy is sampled with, by its name on the servers."""
         self.take_over = take_over
+        self.fails_lost_turns = False
         self._is_guest = is_guest
         self._policy = policy
         self._interrupt = interrupt
@@ -191,6 +197,21 @@ class SGLangEngine:
     def members(self) -> Sequence[Member]:
         """The servers, those that do not serve included; read only."""
         return self._fleet.members
+
+    @property
+    def num_outages(self) -> int:
+        """How often no server was left; see `InterruptedEngine`."""
+        return self._fleet.num_outages
+
+    @property
+    def outage_s(self) -> float:
+        """For how long no server has served, though one did before."""
+        return self._fleet.outage_s
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether nobody serves for want of weights that only a publication brings."""
+        return self._fleet.needs_weights
 
     async def start(self) -> None:
         """Start servers where none were named; look at all of them.
@@ -274,6 +295,10 @@ class SGLangEngine:
                         raise GrammarError(error.message) from error
                     raise
                 self._fleet.failed(member, error)
+                if is_refused(error):  # the server got nothing: this is no failed attempt
+                    budget.failed_at = member
+                    continue
+                self._require_not_lost(member, error)
                 await budget.spend(error, member)
                 continue
             self._fleet.succeeded(member)
@@ -377,6 +402,21 @@ class SGLangEngine:
             member.num_in_flight -= 1
             if not member.num_in_flight:
                 member.drained.set()
+
+    def _require_not_lost(self, member: Member, error: EngineError) -> None:
+        """Fail a turn that went down with the last server, where that is wanted.
+
+        Raises:
+            EngineUnreachableError: it did, and `fails_lost_turns`.
+        """
+        is_cut_off = isinstance(error, EngineUnreachableError) and not isinstance(
+            error.__cause__, TimeoutError
+        )
+        others = [other for other in self._fleet.serving if other is not member]
+        if self.fails_lost_turns and is_cut_off and not others:
+            raise EngineUnreachableError(
+                f"the only server was lost while it sampled: {error}", hints=error.hints
+            ) from error
 
     def _finish(self, draft: Draft, finish_reason: FinishReason) -> Generation:
         self._stats.num_tokens += len(draft.token_ids)

@@ -88,6 +88,8 @@ class Fleet:
         self.lock = asyncio.Lock()
         """Held while weights change: by a publication, or by a server's return."""
         self.num_lost = 0
+        self.num_outages = 0
+        """How often the last server that served was lost."""
         self.num_relaunches = 0
         self._grace_s = grace_s
         self._interval_s = interval_s
@@ -102,6 +104,18 @@ class Fleet:
     def serving(self) -> list[Member]:
         """Who takes requests now."""
         return [member for member in self.members if member.is_serving]
+
+    @property
+    def outage_s(self) -> float:
+        """For how long no server has served, though one did before."""
+        if self._someone_serves.is_set() or not self.num_outages:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._deserted_s
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether nobody serves for want of weights that only a publication brings."""
+        return not self.serving and any(member.is_outdated for member in self.members)
 
     async def start(self) -> None:
         """Look at every server, and go on looking.
@@ -230,6 +244,7 @@ class Fleet:
         member.is_serving = False
         self.num_lost += 1
         if not self.serving:
+            self.num_outages += 1
             self._someone_serves.clear()
             self._deserted_s = asyncio.get_running_loop().time()
         self._spawn(member.server.aclose())
