@@ -13,11 +13,14 @@ from functools import partial
 from typing import Any, Protocol, Self
 
 from areal_gym.errors import SandboxError
-from areal_gym.sandbox.cells import Cell, Exit
+from areal_gym.sandbox.cells import Cell, CellControl, Exit
 
 __all__ = ["Server", "Zygote"]
 
 _START_S = 60.0
+_HOLD_AFTER_S = 0.05
+"""Sessions without a call for so long are stopped; a call that follows at once does not wait."""
+_NUMBERS_PER_ORDER = 200
 
 
 class Server(Protocol):
@@ -62,6 +65,10 @@ class Zygote:
         self._is_exclusive = is_exclusive
         self._warm: deque[Cell] = deque()
         self._cells: dict[int, Cell] = {}
+        self._idle: set[int] = set()
+        """Sessions that will be held when `_holding` fires."""
+        self._held: set[int] = set()
+        self._holding: asyncio.TimerHandle | None = None
         self._last_number = 0
         self._started = self._loop.create_future()
         self._control = control
@@ -132,18 +139,44 @@ class Zygote:
         channel.setblocking(False)
         os.set_blocking(stdout, False)
         os.set_blocking(stderr, False)
-        cell = Cell(channel, stdout, stderr, partial(self._order, "kill", number))
+        control = CellControl(
+            kill=partial(self._order, "kill", [number]),
+            hold_soon=partial(self._hold_soon, number),
+            resume=partial(self._resume, number),
+            give_up=self.close,
+        )
+        cell = Cell(channel, stdout, stderr, control)
         self._cells[number] = cell
-        self._order("spawn", number, (theirs.fileno(), their_stdout, their_stderr))
+        self._order("spawn", [number], (theirs.fileno(), their_stdout, their_stderr))
         theirs.close()
         os.close(their_stdout)
         os.close(their_stderr)
         return cell
 
-    def _order(self, order: str, number: int, fds: Sequence[int] = ()) -> None:
+    def _hold_soon(self, number: int) -> None:
+        self._idle.add(number)
+        if self._holding is None:
+            self._holding = self._loop.call_later(_HOLD_AFTER_S, self._hold_idle)
+
+    def _hold_idle(self) -> None:
+        """Stop the processes of sessions that have no call."""
+        self._holding = None
+        numbers = sorted(self._idle & self._cells.keys())
+        self._idle.clear()
+        self._held.update(numbers)
+        for at in range(0, len(numbers), _NUMBERS_PER_ORDER):
+            self._order("hold", numbers[at : at + _NUMBERS_PER_ORDER])
+
+    def _resume(self, number: int) -> None:
+        self._idle.discard(number)
+        if number in self._held:
+            self._held.discard(number)
+            self._order("resume", [number])
+
+    def _order(self, order: str, numbers: Sequence[int], fds: Sequence[int] = ()) -> None:
         if not self.is_alive:
             return
-        message = json.dumps({"order": order, "number": number}).encode()
+        message = json.dumps({"order": order, "numbers": numbers}).encode()
         # Orders are few and tiny and the server reads them at once: waiting here, should its queue
         # ever be full, is simpler than a queue of our own and costs microseconds.
         self._control.settimeout(5.0)
@@ -165,7 +198,11 @@ class Zygote:
             if not data:
                 self._lose()
                 return
-            self._handle(json.loads(data))
+            try:
+                self._handle(json.loads(data))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                self._lose()  # not our fork server's words: it can no longer be trusted
+                return
 
     def _handle(self, event: dict[str, Any]) -> None:
         kind = event.pop("event")
@@ -174,7 +211,9 @@ class Zygote:
             if not self._started.done():
                 self._started.set_result(None)
             return
-        cell = self._cells.pop(event.pop("number"), None)
+        number = event.pop("number")
+        self._held.discard(number)
+        cell = self._cells.pop(number, None)
         if cell is not None:
             cell.on_exit(Exit(**event))
 
@@ -196,6 +235,8 @@ class Zygote:
     def _lose(self) -> None:
         """The server died, and by the kernel's hand its cells did too."""
         if not self._started.done():
+            with contextlib.suppress(OSError):  # so that it ends, if it lives
+                self._control.shutdown(socket.SHUT_RDWR)
             message = f"the sandbox's fork server did not start: {self.server.complaint()}"
             self._started.set_exception(SandboxError(message))
         self.close()
@@ -205,6 +246,8 @@ class Zygote:
         if not self.is_alive or os.getpid() != self._owner:
             return
         self.is_alive = False
+        if self._holding is not None:
+            self._holding.cancel()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._control)
         # It ends its cells and cleans up when the socket closes, also one that a fork holds open.

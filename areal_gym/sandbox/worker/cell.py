@@ -1,8 +1,9 @@
 """Executes snippets: in the child, behind the walls.
 
 The parent sends a header (JSON) and the source behind it, the rest of which comes in chunks; the
-cell answers with one message per snippet. What it answers is said by the snippet as much as by us:
-the parent trusts it no further than the snippet's own output.
+cell answers with one message per snippet, whose form is that of `areal_gym/sandbox/messages.py`.
+What it answers is said by the snippet as much as by us: the parent trusts it no further than the
+snippet's own output.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import resource
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 from typing import Any, NoReturn
@@ -33,6 +35,7 @@ _NAME = "<snippet>"
 _MAX_TEXT = 8_000
 _MAX_LINE = 2_000
 _HEADROOM = 64 << 20
+_THREADS_S = 0.01
 
 
 def serve(channel: socket.socket, base_memory: int, *, counts_processes: bool) -> NoReturn:
@@ -46,7 +49,7 @@ def serve(channel: socket.socket, base_memory: int, *, counts_processes: bool) -
     _open_streams()
     namespace = _fresh_namespace()
     gc.enable()
-    channel.send(b'{"ready": true}')
+    channel.send(b"ready")
     while True:
         message = channel.recv(CHUNK_BYTES)
         if not message:
@@ -54,18 +57,25 @@ def serve(channel: socket.socket, base_memory: int, *, counts_processes: bool) -
         header, _, source = message.partition(b"\n")
         request = json.loads(header)
         while len(source) < request["size"]:
-            source += channel.recv(CHUNK_BYTES)
+            chunk = channel.recv(CHUNK_BYTES)
+            if not chunk:
+                os._exit(0)
+            source += chunk
         # From here on its end is the snippet's doing.
-        channel.send(json.dumps({"nonce": request["nonce"], "status": "begun"}).encode())
+        channel.send(f"{request['nonce']} begun".encode())
         is_last = request["is_fresh"]
+        if threading.active_count() > 1:
+            # Stopped since the last call; what fell due meanwhile comes before this snippet.
+            time.sleep(_THREADS_S)
         if counts_processes:
             lower_limit(resource.RLIMIT_NPROC, request["limits"]["num_processes"])
         _apply_limits(request["limits"], base_memory, is_last=is_last)
         outcome, exit_code = _execute(source, namespace)
         _flush()
-        outcome["nonce"] = request["nonce"]
-        outcome["peak_kb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        channel.send(json.dumps(outcome).encode())
+        peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        kind = next((kind for kind in ("value", "traceback") if outcome.get(kind) is not None), "")
+        head = f"{request['nonce']} {outcome['status']} {peak_kb} {kind or 'nothing'}\n"
+        channel.send((head + outcome.get(kind, "")).encode("utf-8", "replace"))
         if is_last:
             _exit(exit_code)
 

@@ -91,8 +91,9 @@ class Jail:
         self.counts_processes = self.can_fork or "user namespace" in self.protections
         """Whether a count of processes is the child's own. Elsewhere it is its user's, of whom much
         else may run; there a child may only start threads, which the limit of memory bounds."""
-        self._has_seccomp = has_seccomp and self._attempt("seccomp", self._build_filter)
-        if self._has_seccomp and not self.can_fork:
+        self.has_seccomp = has_seccomp and self._attempt("seccomp", self._build_filter)
+        """Whether the filter of system calls holds the cells."""
+        if self.has_seccomp and not self.can_fork:
             self.protections.append("no fork")
         if self._uid_count and not self._has_mounts:
             self._open_interpreter()
@@ -137,12 +138,12 @@ class Jail:
         places = [*self._readable, os.__file__]
         if all(map(_is_open_to_all, places)):
             return
-        has_filters = self._landlock and self._has_seccomp
+        has_filters = self._landlock and self.has_seccomp
         if has_filters and kernel.capabilities() >> _CAP_DAC_READ_SEARCH & 1:
             self._kept_capabilities = 1 << _CAP_DAC_READ_SEARCH
         elif _is_open_to_all(os.__file__):
             return
-        elif not self._landlock or not (self._has_seccomp or self.ends_trees):
+        elif not self._landlock or not (self.has_seccomp or self.ends_trees):
             # This is the level "none", which only runs when it was asked for: as this user.
             self._uid_count = 0
             self.protections.remove("private uid")
@@ -277,7 +278,7 @@ class Jail:
         if self._landlock:
             readable, writable = [*self._readable], [directory, "/dev/null"]
             landlock.restrict(self._landlock, readable=readable, writable=writable)
-        if self._has_seccomp:
+        if self.has_seccomp:
             is_alone = self._pid_namespace >= 0 or self._is_container
             own_pid = None if is_alone else os.getpid()
             seccomp.install(self._filter(own_pid=own_pid))

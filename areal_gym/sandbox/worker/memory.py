@@ -11,7 +11,7 @@ import os
 import resource
 from collections.abc import Iterator
 
-__all__ = ["PERIOD_S", "is_overdrawn", "num_kills"]
+__all__ = ["PERIOD_S", "is_overdrawn", "num_kills", "read", "tree"]
 
 PERIOD_S = 0.1
 _PAGE = resource.getpagesize()
@@ -27,7 +27,7 @@ def is_overdrawn(proc: int, pid: int, base_memory: int) -> bool:
             allowance.
     """
     try:
-        pids = list(_tree(proc, pid))
+        pids = [process for process, _ in tree(proc, pid)]
         if len(pids) == 1:
             return False  # its own limit holds
         allowed = _address_space_limit(proc, pid) - base_memory
@@ -38,11 +38,12 @@ def is_overdrawn(proc: int, pid: int, base_memory: int) -> bool:
     return sum(_resident(proc, p) for p in pids) > allowed < sum(_fair(proc, p) for p in pids)
 
 
-def _tree(proc: int, pid: int) -> Iterator[int]:
-    yield pid
+def tree(proc: int, pid: int, parent: int = 0) -> Iterator[tuple[int, int]]:
+    """`pid` and all that it started, parents first, each with its parent."""
+    yield pid, parent
     for task in _tasks(proc, pid):
-        for child in _read(proc, f"{pid}/task/{task}/children").split():
-            yield from _tree(proc, int(child))
+        for child in read(proc, f"{pid}/task/{task}/children").split():
+            yield from tree(proc, int(child), pid)
 
 
 def _tasks(proc: int, pid: int) -> list[str]:
@@ -60,25 +61,25 @@ def _tasks(proc: int, pid: int) -> list[str]:
 
 
 def _address_space_limit(proc: int, pid: int) -> int:
-    for line in _read(proc, f"{pid}/limits").splitlines():
+    for line in read(proc, f"{pid}/limits").splitlines():
         if line.startswith("Max address space"):
             return int(line.split()[3])
     raise ProcessLookupError
 
 
 def _resident(proc: int, pid: int) -> int:
-    fields = _read(proc, f"{pid}/statm").split()
+    fields = read(proc, f"{pid}/statm").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE if fields else 0
 
 
 def _fair(proc: int, pid: int) -> int:
-    for line in _read(proc, f"{pid}/smaps_rollup").splitlines():
+    for line in read(proc, f"{pid}/smaps_rollup").splitlines():
         if line.startswith("Pss_Anon:"):
             return int(line.split()[1]) << 10
     return _resident(proc, pid)  # not everyone may read it
 
 
-def _read(proc: int, path: str) -> str:
+def read(proc: int, path: str) -> str:
     """The text of a file of /proc; empty when the process is gone."""
     try:
         fd = os.open(path, os.O_RDONLY, dir_fd=proc)

@@ -67,8 +67,6 @@ FREE = _table(
     rt_sigtimedwait:128:137 rt_sigsuspend:130:133 sigaltstack:131:132 pause:34:- alarm:37:-
     setitimer:38:103 getitimer:36:102 nanosleep:35:101 clock_nanosleep:230:115
     clock_gettime:228:113 clock_getres:229:114 gettimeofday:96:169 time:201:-
-    timer_create:222:107 timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109
-    timer_delete:226:111
     """
 )
 """Allowed whatever their arguments. Left out although harmless programs know them:
@@ -76,6 +74,7 @@ FREE = _table(
 - memfd, System V shared memory, message queues, inotify, fanotify: memory that no limit counts;
 - splice, tee, vmsplice, sendfile: they leave whole pages in a pipe, also after those were unmapped
   (shutil copies without them);
+- timer_create: its signal may be SIGCONT, which would wake a session that stands still;
 - sync: it waits for everybody's disks."""
 
 METADATA = _table(

@@ -21,6 +21,8 @@ import traceback
 from typing import Any, NoReturn
 
 from . import cell, kernel, memory
+from .holding import PERIOD_S as HOLDING_PERIOD_S
+from .holding import Holding
 from .jail import Jail, RefusedError
 
 __all__ = ["main"]
@@ -86,6 +88,11 @@ class _Zygote:
         self._base_memory = 0
         self._next_look = 0.0
         self._num_kills = memory.num_kills()
+        # Without seccomp nothing forbids a fork.
+        is_alone = jail.has_seccomp and not jail.can_fork
+        self._holding = Holding(
+            jail.proc, is_alone=is_alone, is_container=is_container, kill=_kill_cell
+        )
         self._starved: set[int] = set()
         """Pids of cells that were ended because their processes held too much together."""
 
@@ -114,9 +121,11 @@ class _Zygote:
             protections.append("memory sum")
         self._tell(event="started", protections=protections)
         while True:
-            events = poll.poll(period_ms if self._cells else None)
+            events = poll.poll(self._patience_ms(period_ms))
             if period_ms is not None:
                 self._end_starved()
+            if self._holding.has_restless:
+                self._holding.look()
             ready = {fd for fd, _ in events}
             if self._parent_fd in ready:
                 self._stop()
@@ -130,11 +139,26 @@ class _Zygote:
                     message = b""  # the parent died with news of ours unread
                 if not message:
                     self._stop()
-                order = json.loads(message)
-                if order["order"] == "spawn":
-                    self._spawn(order["number"], fds)
-                else:
-                    self._kill(order["number"])
+                self._obey(json.loads(message), fds)
+
+    def _patience_ms(self, period_ms: float | None) -> float | None:
+        if self._holding.has_restless:
+            return HOLDING_PERIOD_S * 1000
+        return period_ms if self._cells else None
+
+    def _obey(self, order: dict[str, Any], fds: list[int]) -> None:
+        if order["order"] == "spawn":
+            self._spawn(order["numbers"][0], fds)
+            return
+        action = {
+            "kill": _kill_cell,
+            "hold": self._holding.hold,
+            "resume": self._holding.resume,
+        }[order["order"]]
+        numbers = set(order["numbers"])
+        for pid, number in self._cells.items():
+            if number in numbers:
+                action(pid)
 
     def _tell(self, **event: object) -> None:
         try:
@@ -176,11 +200,6 @@ class _Zygote:
             os._exit(70)
         cell.serve(channel, self._base_memory, counts_processes=self._jail.counts_processes)
 
-    def _kill(self, number: int) -> None:
-        for pid, other in self._cells.items():
-            if other == number:
-                _kill_cell(pid)
-
     def _end_starved(self) -> None:
         """End the cells whose processes hold too much memory together; looks once in a period."""
         if time.monotonic() < self._next_look:
@@ -206,6 +225,7 @@ class _Zygote:
         number = self._cells.pop(pid, None)
         if number is None:
             return
+        self._holding.forget(pid)
         if not self._jail.ends_trees:
             self._sweep(pid)
         self._jail.clean(number)
