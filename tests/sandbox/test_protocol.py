@@ -231,7 +231,6 @@ EVENTS = st.one_of(
             b"[" * 3000,
             b'{"event": "exit"}',
             b'{"event": "exit", "number": []}',
-            b'{"event": "exit", "number": 1, "status": 0, "secret": 1}',
             b'{"event": "started"}',
             b'{"event": []}',
             b"9" * 5000,
