@@ -12,19 +12,23 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from areal_gym.errors import DataError, TrainError
 
 __all__ = [
+    "MOST_BYTES",
+    "append_bytes",
     "append_text",
-    "cut_torn_line",
+    "cut_torn_end",
     "open_data",
     "path_hints",
     "read_bytes",
     "read_json",
     "read_lines",
+    "read_yaml",
     "readable_disk_errors",
     "remove",
     "to_json",
@@ -35,6 +39,9 @@ _MOST_NEIGHBOURS = 1000
 """Names of a directory that a mistyped one is compared with."""
 MOST_BYTES = 2**28
 """Of a file that is read whole, and of a line of others: more is no record of a run."""
+MOST_VALUES = 2**18
+"""Of a YAML file; the settings of a run are some hundred."""
+_MOST_YAML = 2**24
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -56,8 +63,13 @@ def path_hints(path: Path) -> list[str]:
     return [f"there is no {path.absolute()}"]
 
 
-def write_atomic(file: Path, data: str | bytes) -> None:
+def write_atomic(file: Path, data: str | bytes, *, is_synced: bool = True) -> None:
     """Make `file` hold `data`, whatever happens meanwhile: the old content, or all of the new.
+
+    Args:
+        file: is replaced.
+        data: the new content.
+        is_synced: wait until it is on the disk; without, a power cut may cost it.
 
     Raises:
         TrainError: the disk is full.
@@ -70,9 +82,11 @@ def write_atomic(file: Path, data: str | bytes) -> None:
             with temporary.open("wb") as stream:
                 stream.write(raw)
                 stream.flush()
-                os.fsync(stream.fileno())
+                if is_synced:
+                    os.fsync(stream.fileno())
             temporary.replace(file)
-            _sync_directory(file.parent)
+            if is_synced:
+                _sync_directory(file.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -97,7 +111,10 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
                 f"cannot write {path} ({error.strerror})",
                 hints=["has somebody deleted or moved its directory meanwhile?"],
             ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (
+            *(errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST),
+            errno.ELOOP,
+        ):
             raise TrainError(
                 f"cannot write {path} ({error.strerror})",
                 hints=["choose another directory with --out"],
@@ -118,12 +135,17 @@ def append_text(file: Path, text: str) -> None:
 
     Raises:
         TrainError: the disk is full.
+        DataError: it is a link to another file.
     """
+    append_bytes(file, text.encode("utf-8", "surrogatepass"))
+
+
+def append_bytes(file: Path, raw: bytes) -> None:
+    """`append_text` for bytes."""
     with readable_disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab", buffering=0) as stream:
-            size = stream.tell()
-            raw = text.encode("utf-8", "surrogatepass")
+        with _open_for_appending(file) as stream:
+            size = stream.seek(0, os.SEEK_END)
             try:
                 if stream.write(raw) != len(raw):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -178,14 +200,65 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+def _open_for_appending(file: Path) -> FileIO:
+    """The file, but not one elsewhere that a link leads to; /dev/null and the like may be."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    if not file.is_char_device():
+        flags |= os.O_NOFOLLOW
+    try:
+        return FileIO(os.open(file, flags, 0o666), "a")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DataError(
+                f"{file} is a link, and is not written through",
+                hints=["put the file itself there: cp --dereference; or remove the link"],
+            ) from None
+        raise
+
+
+def read_yaml(file: Path) -> Any:
+    """Returns what a YAML file holds: plain values, and no more of them than `MOST_VALUES`.
+
+    Raises:
+        DataError: it is no YAML, is not a plain file, or names the same values again and again.
+        OSError: it cannot be read.
+    """
+    import yaml
+
+    # Where libyaml is, a list of many runs takes a tenth of the time.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        found = yaml.load(read_bytes(file, most=_MOST_YAML), loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} is no YAML: {error}") from None
+    # An alias is one value in memory, but many for whoever goes through them.
+    waiting, number = [found], 0
+    while waiting:
+        value = waiting.pop()
+        number += 1
+        if number > MOST_VALUES:
+            raise DataError(f"{file} holds more than {MOST_VALUES:,} values")
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+    return found
+
+
+def read_lines(file: Path, *, skips_torn_end: bool = False) -> Iterator[dict[str, Any]]:
     """JSON lines, one object each; a last one that a crash has torn is left out.
+
+    Args:
+        file: is read line by line.
+        skips_torn_end: leave out whole lines that are no JSON, too, where no good one follows: a
+            crash of the machine leaves such an end to a file that grows.
 
     Raises:
         DataError: a line is no JSON object, or is longer than `MOST_BYTES`.
     """
     if not file.exists():
         return
+    torn: DataError | None = None
     with open_data(file) as stream:
         for number in itertools.count(1):
             line = stream.readline(MOST_BYTES)
@@ -193,22 +266,56 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
                 if len(line) == MOST_BYTES:
                     raise DataError(f"{file}, line {number} is longer than {MOST_BYTES} bytes")
                 return
-            try:
-                row = json.loads(line.decode("utf-8", "surrogatepass"))
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{file}, line {number} is no JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{file}, line {number} is no JSON object")
-            yield row
+            row = _row(line)
+            if isinstance(row, dict) and torn is not None:
+                raise torn
+            if isinstance(row, dict):
+                yield row
+                continue
+            torn = torn or DataError(f"{file}, line {number} is no JSON: {row}")
+            if not skips_torn_end:
+                raise torn
 
 
-def cut_torn_line(file: Path) -> None:
-    """Cut off a last line that a crash has torn."""
-    if file.exists():
-        raw = file.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        if whole != raw:
-            write_atomic(file, whole)
+def _row(line: bytes) -> dict[str, Any] | str:
+    """The object in a line, or what is wrong with it."""
+    try:
+        row = json.loads(line.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    return row if isinstance(row, dict) else "it holds no object"
+
+
+def cut_torn_end(file: Path) -> str | None:
+    """Cuts off what a crash has torn: an unfinished line, and lines at the end that are no JSON.
+
+    What is cut off is added to FILE.torn, so that nothing is lost.
+
+    Returns:
+        What was done, for a person; None when the file was whole.
+    """
+    if not file.exists():
+        return None
+    whole = 0
+    with open_data(file) as stream:
+        offset = 0
+        while line := stream.readline(MOST_BYTES):
+            offset += len(line)
+            if line.endswith(b"\n") and isinstance(_row(line), dict):
+                whole = offset
+        if whole == offset:
+            return None
+        stream.seek(whole)
+        torn = stream.read(MOST_BYTES)
+        stream.seek(0)
+        good = stream.read(whole)
+    aside = file.with_name(file.name + ".torn")
+    append_bytes(aside, torn)
+    write_atomic(file, good)
+    return (
+        f"{file.name} ended in {offset - whole} bytes that a crash has torn: they are cut off, and "
+        f"kept in {aside.name}"
+    )
 
 
 def _sync_directory(path: Path) -> None:

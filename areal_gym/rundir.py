@@ -13,6 +13,8 @@
     learning_curve.png    written at the end
     report.html           written at the end: the run on one page
     summary.json          written at the end: a run without it has not finished
+    status.json           what the run is doing, or how it ended and why
+    *.jsonl.torn          what a crash has torn of a file, cut off when the run was resumed
     log.txt
 
 Files appear whole or not at all (temporary name, fsync, rename). `metrics.jsonl` and `log.txt`
@@ -35,6 +37,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from areal_gym.errors import (
+    DataError,
     InfrastructureError,
     NothingToDoError,
     RunExistsError,
@@ -43,16 +46,17 @@ from areal_gym.errors import (
 )
 from areal_gym.files import (
     append_text,
-    cut_torn_line,
+    cut_torn_end,
     path_hints,
-    read_bytes,
     read_json,
     read_lines,
+    read_yaml,
     readable_disk_errors,
     remove,
     to_json,
     write_atomic,
 )
+from areal_gym.run_status import RunStatus, StatusFile, StatusRecord
 from areal_gym.types import Group, Trajectory
 from areal_gym.version import __version__
 
@@ -61,6 +65,7 @@ __all__ = [
     "RunInfo",
     "RunMode",
     "RunStatus",
+    "error_of",
     "list_runs",
     "new_run_path",
     "no_run_hints",
@@ -71,8 +76,6 @@ __all__ = [
 
 RunMode = Literal["new", "resume", "clean"]
 """What to do with a directory: it must hold no run, its run is continued, its run is replaced."""
-
-RunStatus = Literal["finished", "running", "stopped"]
 
 
 class RunDir:
@@ -100,13 +103,26 @@ class RunDir:
         self.report_file = path / "report.html"
         self.summary_file = path / "summary.json"
         self.log_file = path / "log.txt"
+        self.status_file = path / "status.json"
+        self.repairs: list[str] = []
+        """What `begin` had to mend, for a person."""
+        self._status = StatusFile(self.status_file)
+        self._made: list[Path] = []
+        self._mode: RunMode = "new"
+        self._has_begun = False
         self._lock: int | None = None
         self._is_new = False
         self._has_config = False
 
     @classmethod
-    def open(cls, path: Path, mode: RunMode = "new") -> Self:
+    def open(cls, path: Path, mode: RunMode = "new", *, begins: bool = True) -> Self:
         """Claim a directory for writing; nobody else can until `close` or our end.
+
+        Args:
+            path: the directory.
+            mode: what to do with what is in it.
+            begins: whether to change it right away. Else it stays as it is, byte for byte, until
+                `begin` is called: what is refused before leaves no trace.
 
         Raises:
             RunExistsError: `mode` is "new" and there is something already.
@@ -114,21 +130,28 @@ class RunDir:
             InfrastructureError: another process is writing there.
         """
         run = cls(path)
+        run._mode = mode
+        if mode == "resume":
+            run.recipe()
+        run._made = [parent for parent in (path, *path.parents) if not parent.exists()]
         with readable_disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         run._claim()
         try:
-            run._enter(mode)
+            run._check()
+            if begins:
+                run.begin()
         except BaseException:
             run.close()
             raise
         return run
 
     def close(self) -> None:
-        """Give the directory up; one that is still empty disappears. Idempotent."""
+        """Give the directory up; what `open` made and is still empty disappears. Idempotent."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                self.path.rmdir()
+                for path in self._made or [self.path]:
+                    path.rmdir()
             os.close(self._lock)
             self._lock = None
 
@@ -140,7 +163,48 @@ class RunDir:
         is_refused = isinstance(error, UsageError | NothingToDoError)
         if is_refused and self._is_new and not self.trajectories_dir.exists():
             self._clear()
+        elif self.is_intact:
+            self._status.end(error)
         self.close()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it may be written to."""
+        return self._has_begun
+
+    def begin(self) -> None:
+        """Makes the directory ready for writing: the first change to it. Idempotent.
+
+        Raises:
+            DataError: a file that grows is a link to another file.
+            TrainError: the disk is full or not writable.
+        """
+        if self._has_begun:
+            return
+        growing = (self.metrics_file, self.evaluations_file, self.journal_file)
+        for file in (*growing, self.log_file):
+            if self._mode == "resume" and file.is_symlink():
+                raise DataError(
+                    f"{file} is a link to {os.readlink(file)}, and is not written through",
+                    hints=["put the file itself there, or remove the link"],
+                )
+        with readable_disk_errors(self.path):
+            for folder in (self.path, self.trajectories_dir):
+                for leftover in folder.glob(".*.tmp"):
+                    leftover.unlink()
+            for leftover in self.checkpoints_dir.glob(".step-*"):
+                remove(leftover)
+            if self._mode == "clean":
+                self._clear()
+        if self._mode == "resume":
+            mended = [cut_torn_end(file) for file in (self.metrics_file, self.evaluations_file)]
+            self.repairs += [words for words in mended if words is not None]
+        self._is_new = self._mode != "resume"
+        self._has_begun = True
+
+    def report_start(self, *, step: int, steps: int) -> None:
+        """The run begins, or goes on after `step`: from now on, `status.json` says how it is."""
+        self._status.start(step=step, steps=steps)
 
     @property
     def holds_run(self) -> bool:
@@ -154,10 +218,17 @@ class RunDir:
 
     @property
     def status(self) -> RunStatus:
-        """Whether its run goes on; what an evaluation has written on its own is finished."""
+        """What its run does, or how it ended; what an evaluation wrote on its own is finished."""
         if self.is_finished or not self.config_file.exists():
             return "finished"
-        return "running" if self.is_being_written else "stopped"
+        if self.is_being_written:
+            return "running"
+        record = self._status.read()
+        return "stopped" if record is None else record.current_state
+
+    def read_status(self) -> StatusRecord | None:
+        """What `status.json` says; None where there is none that can be read."""
+        return self._status.read()
 
     @property
     def is_intact(self) -> bool:
@@ -245,6 +316,8 @@ class RunDir:
         """
         self._require_intact()
         append_text(self.metrics_file, to_json(row) + "\n")
+        if isinstance(row.get("step"), int):
+            self._status.took_step(row["step"])
 
     def append_evaluation(self, row: Mapping[str, Any]) -> None:
         """One evaluation: `step`, and the reports `sampled` and `greedy`."""
@@ -278,7 +351,7 @@ class RunDir:
     def rewind(self, step: int) -> None:
         """Forget what lies after `step`: a run resumes where its checkpoint is, not its metrics."""
         for file in (self.metrics_file, self.evaluations_file):
-            rows = [row for row in read_lines(file) if row.get("step", 0) <= step]
+            rows = [r for r in read_lines(file, skips_torn_end=True) if r.get("step", 0) <= step]
             write_atomic(file, "".join(to_json(row) + "\n" for row in rows))
         for path in (
             *self.trajectories_dir.glob("step-*.jsonl"),
@@ -295,23 +368,19 @@ class RunDir:
 
     def read_config(self) -> dict[str, Any]:
         """The resolved settings as a tree; empty when there are none that can be read."""
-        import yaml
-
         try:
-            text = read_bytes(self.config_file).decode("utf-8")
-            # Where libyaml is, a list of many runs takes a tenth of the time.
-            found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            found = read_yaml(self.config_file)
+        except (OSError, DataError):
             return {}
         return found if isinstance(found, dict) else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines, in order."""
-        return list(read_lines(self.metrics_file))
+        return list(read_lines(self.metrics_file, skips_torn_end=True))
 
     def read_evaluations(self) -> list[dict[str, Any]]:
         """All evaluations, in order."""
-        return list(read_lines(self.evaluations_file))
+        return list(read_lines(self.evaluations_file, skips_torn_end=True))
 
     def read_summary(self) -> dict[str, Any] | None:
         """The run's outcome; None while it has none.
@@ -347,7 +416,8 @@ class RunDir:
     # ---- inside ------------------------------------------------------------------------------
 
     def _contents(self) -> list[Path]:
-        return [value for value in vars(self).values() if isinstance(value, Path)][1:]
+        own = [value for value in vars(self).values() if isinstance(value, Path)][1:]
+        return [*own, *self.path.glob("*.jsonl.torn")]
 
     def _trajectories_file(self, name: int | str) -> Path:
         stem = f"step-{name:06d}" if isinstance(name, int) else name
@@ -381,36 +451,31 @@ class RunDir:
             ],
         )
 
-    def _enter(self, mode: RunMode) -> None:
-        for folder in (self.path, self.trajectories_dir):
-            for leftover in folder.glob(".*.tmp"):
-                leftover.unlink()
-        for leftover in self.checkpoints_dir.glob(".step-*"):
-            remove(leftover)
+    def _check(self) -> None:
+        """Refuse what `_mode` does not go with; nothing is changed."""
+        mode = self._mode
         if mode == "resume":
             self.recipe()
-            cut_torn_line(self.metrics_file)
-            cut_torn_line(self.evaluations_file)
-            return
-        if self.holds_run:
-            if mode == "new":
-                num_steps = len(self.read_metrics())
-                raise RunExistsError(
-                    f"{self.path} already holds a run of {num_steps} steps",
-                    hints=[
-                        "continue it:  --resume",
-                        "replace it:   --clean",
-                        "keep it:      choose another directory with --out",
-                    ],
-                )
-            self._clear()
-        elif any(self.path.iterdir()):
-            error = RunExistsError if mode == "new" else UsageError
-            raise error(
+        elif self.holds_run and mode == "new":
+            raise RunExistsError(
+                f"{self.path} already holds a run of {self._num_steps()} steps",
+                hints=[
+                    "continue it:  --resume",
+                    "replace it:   --clean",
+                    "keep it:      choose another directory with --out",
+                ],
+            )
+        elif not self.holds_run and any(p for p in self.path.iterdir() if p.suffix != ".tmp"):
+            kind = RunExistsError if mode == "new" else UsageError
+            raise kind(
                 f"{self.path} is not empty, and what is in it is no run",
                 hints=["choose another directory with --out"],
             )
-        self._is_new = True
+
+    def _num_steps(self) -> int:
+        with contextlib.suppress(DataError, OSError):
+            return len(self.read_metrics())
+        return 0
 
     def _clear(self) -> None:
         # Only what runs write goes: a mistyped --out must not cost anybody a home directory.
@@ -443,6 +508,12 @@ def run_paths(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     return [path for path in sorted(root.iterdir()) if RunDir(path).config_file.exists()]
+
+
+def error_of(run: RunDir) -> str | None:
+    """Why a run has failed, as its `status.json` says."""
+    record = run.read_status()
+    return None if record is None else record.error
 
 
 def no_run_hints(path: Path) -> list[str]:

@@ -16,6 +16,7 @@ SETTINGS = {
     "rendering",
     "dialects",
     "files",
+    "run_status",
     "rundir",
     "provenance",
     "learning_curve",

@@ -213,6 +213,7 @@ def test_a_broken_line_is_named(run):
     run.append_metrics({"step": 1})
     with run.metrics_file.open("a") as file:
         file.write("not json\n")
+    run.append_metrics({"step": 3})
     with pytest.raises(DataError, match="line 2"):
         run.read_metrics()
 

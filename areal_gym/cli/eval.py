@@ -47,6 +47,9 @@ __all__ = ["eval_command"]
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="A checkpoint's directory.")
 @click.option("--model", help="A directory, 'starter', or a server's URL (OpenAI's API).")
+@click.option(
+    "--trust", is_flag=True, help="Follow all settings of the run: its author may start programs."
+)
 @click.option("-n", "num_tasks", type=click.IntRange(min=1), help="Held-out tasks.")
 @click.option("-k", "num_samples", type=click.IntRange(min=1), help="Episodes per task.")
 @click.option("--greedy", is_flag=True, help="Take the likeliest token instead of sampling.")
@@ -74,6 +77,7 @@ def eval_command(
     run: Path | None,
     checkpoint: Path | None,
     model: str | None,
+    trust: bool,
     num_tasks: int | None,
     num_samples: int | None,
     greedy: bool,
@@ -101,6 +105,7 @@ def eval_command(
     bar = _parse_bar(fail_under)
     if sum(given is not None for given in (run, checkpoint, model)) > 1:
         raise UsageError("--run, --checkpoint and --model exclude each other")
+    is_chosen = trust or recipe is not None
     if run is not None:
         recipe = recipe or existing(run / "config.yaml", f"{run} holds no run")
         checkpoint = newest_checkpoint(run)
@@ -110,6 +115,7 @@ def eval_command(
     config = resolve(
         file=recipe,
         overrides=overrides,
+        is_chosen=is_chosen,
         **env_flags(env),
         agent__id=agent,
         engine__id=engine,

@@ -11,7 +11,7 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk, warn
 from areal_gym.errors import DataError, NothingToDoError, UsageError, did_you_mean
-from areal_gym.markup import counted
+from areal_gym.markup import counted, short
 from areal_gym.plugins import KINDS, Entry, Kind, registry
 from areal_gym.plugins.registry import as_kind
 
@@ -106,7 +106,7 @@ def _list_algorithms(as_json: bool) -> None:
 
 
 def _list_runs(root: Path, as_json: bool) -> None:
-    from areal_gym.rundir import RunDir, run_info, run_paths
+    from areal_gym.rundir import RunDir, error_of, run_info, run_paths
 
     runs = []
     for path in run_paths(root):
@@ -122,7 +122,8 @@ def _list_runs(root: Path, as_json: bool) -> None:
             "env": run.env_id,
             "steps": run.num_steps,
             "is_finished": run.is_finished,
-            "status": RunDir(run.path).status,
+            "status": (status := RunDir(run.path).status),
+            "error": error_of(RunDir(run.path)) if status == "failed" else None,
             "reward": run.reward,
             "heldout_before": run.summary.get("heldout_before"),
             "heldout_after": run.summary.get("heldout_after"),
@@ -141,6 +142,7 @@ def _list_runs(root: Path, as_json: bool) -> None:
                 row["status"],
                 f"reward {_number(row['reward'])}",
                 f"held out {_number(row['heldout_before'])} -> {_number(row['heldout_after'])}",
+                short(row["error"] or "", 60),
             )
             for row in rows
         ]

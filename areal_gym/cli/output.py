@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from areal_gym.errors import GymError, UsageError, did_you_mean
+from areal_gym.markup import visible
 
 __all__ = [
     "EXIT_BUG",
@@ -27,6 +28,7 @@ __all__ = [
     "Options",
     "ReaderLeftError",
     "common_options",
+    "harmless",
     "has_reader_left",
     "print_columns",
     "print_data",
@@ -84,6 +86,13 @@ class ReaderLeftError(Exception):
     """Who reads our data (`| head`) has had enough."""
 
 
+def harmless(text: str) -> str:
+    """The text without what would command a terminal: names and errors may be other people's."""
+    return "\n".join(
+        "\t".join(visible(part) for part in line.split("\t")) for line in text.split("\n")
+    )
+
+
 def has_reader_left() -> bool:
     """Whether nobody reads stdout any more."""
     poll = select.poll()
@@ -111,7 +120,7 @@ class Group(click.Group):
 
 def print_data(text: str) -> None:
     """A line of data, at once: who reads it from a pipe may wait for it."""
-    print(text, flush=True)
+    print(harmless(text), flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -121,6 +130,7 @@ def print_json(value: Any) -> None:
 
 def print_columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> None:
     """Rows with aligned columns, a line each; a terminal that is too narrow gets cells folded."""
+    rows = [[visible(cell).replace("\n", " ") for cell in row] for row in rows]
     columns = [*zip(*rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
     if sys.stdout.isatty():
@@ -151,7 +161,7 @@ def _fold(cell: str, width: int) -> list[str]:
 
 def talk(text: str) -> None:
     """A line for the person, who may be away: never data."""
-    print(text, file=sys.stderr)
+    print(harmless(text), file=sys.stderr)
 
 
 def warn(text: str) -> None:

@@ -46,9 +46,12 @@ _ENTRY = "id kind summary entry_point plugin distribution version missing instal
 JSON_KEYS: Mapping[str, tuple[str, str]] = {
     "list envs": ("list", _ENTRY),
     "list algorithms": ("list", "id summary advantage loss filters"),
-    "list runs": ("list", "path env steps is_finished status reward heldout_before heldout_after"),
+    "list runs": (
+        "list",
+        "path env steps is_finished status error reward heldout_before heldout_after",
+    ),
     "show ID": ("object", f"{_ENTRY} description arguments"),
-    "show RUN": ("object", "run env steps is_finished reward"),
+    "show RUN": ("object", "run env steps status is_finished reward"),
     "plugins": ("list", "name distribution version module status hooks problems offers"),
     "compare RUN RUN": ("object", "runs settings heldout training cost steps remarks"),
     "report RUN": (

@@ -24,6 +24,9 @@ __all__ = ["replay_command"]
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Keep metrics and the policy in this directory."
 )
+@click.option(
+    "--trust", is_flag=True, help="Follow all settings of the run: its author may start programs."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 @click.pass_obj
@@ -34,6 +37,7 @@ def replay_command(
     refused: bool,
     steps: int | None,
     out: Path | None,
+    trust: bool,
     as_json: bool,
 ) -> int:
     """Train again from the trajectories that RUN recorded: no engine, no environment.
@@ -52,13 +56,14 @@ def replay_command(
     if not recipe.is_file():
         raise UsageError(f"{run} holds no run", hints=no_run_hints(run))
     if refused:
-        return _replay_refused(options, resolve(file=recipe, overrides=overrides), run, as_json)
+        config = resolve(file=recipe, overrides=overrides, is_chosen=trust)
+        return _replay_refused(options, config, run, as_json)
     if overrides and out is None:
         raise UsageError(
             "other settings make another policy; where should it go?",
             hints=["name a directory: --out runs/NAME"],
         )
-    config = resolve(file=recipe, overrides=overrides)
+    config = resolve(file=recipe, overrides=overrides, is_chosen=trust)
 
     from areal_gym import run as runs
     from areal_gym.cli.display import make_display

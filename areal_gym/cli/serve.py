@@ -37,6 +37,9 @@ __all__ = ["serve_command"]
 @click.option(
     "--engine.url", "engine_url", multiple=True, help="A server of the engine; several: again."
 )
+@click.option(
+    "--trust", is_flag=True, help="Follow all settings of the run: its author may start programs."
+)
 @click.option("--gateway", metavar="HOST:PORT", help="Where to listen [127.0.0.1, any port].")
 @common_options
 @click.pass_obj
@@ -49,6 +52,7 @@ def serve_command(
     env: str | None,
     engine: str | None,
     engine_url: tuple[str, ...],
+    trust: bool,
     gateway: str | None,
 ) -> None:
     """Put a policy behind the APIs of OpenAI and Anthropic, until interrupted.
@@ -70,6 +74,7 @@ def serve_command(
     config = resolve(
         file=recipe,
         overrides=overrides,
+        is_chosen=trust,
         env__id=env,
         engine__id=engine,
         engine__url=engine_url or None,

@@ -12,6 +12,7 @@ import yaml
 
 from areal_gym.algorithms import PRESETS
 from areal_gym.config import RunConfig, load_config
+from areal_gym.config.trust import require_chosen
 from areal_gym.errors import NothingToDoError, UsageError
 from areal_gym.objectives import OBJECTIVES, SUPERVISED
 from areal_gym.provenance import entries_used
@@ -32,6 +33,7 @@ def resolve(
     *,
     file: Path | None,
     overrides: Sequence[str],
+    is_chosen: bool = True,
     **flags: Any,
 ) -> RunConfig:
     """Settings from the recipe, then the flags that were given, then `key=value`.
@@ -39,11 +41,14 @@ def resolve(
     Args:
         file: the recipe.
         overrides: `key=value` texts; they win.
+        is_chosen: whether the user has named the file as a recipe; else it is that of a run
+            directory, whose settings may not start programs (`areal_gym.config.trust`).
         flags: values by dotted key, with "__" for the dot; None was not given.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
         UnknownIdError: an id is.
+        UsageError: a run's settings would start a program that the user has not chosen.
     """
     given = [
         f"{key.replace('__', '.')}={json.dumps(value, ensure_ascii=False)}"
@@ -51,6 +56,8 @@ def resolve(
         if value is not None
     ]
     config = load_config(file, [*given, *overrides])
+    if file is not None and not is_chosen:
+        require_chosen(config, file, [text.partition("=")[0] for text in (*given, *overrides)])
     entries_used(config)
     return config
 

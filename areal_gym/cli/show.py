@@ -161,13 +161,25 @@ def _sample(entry: Entry) -> dict[str, Any]:
 
 
 def _run_card(path: Path) -> dict[str, Any]:
-    from areal_gym.rundir import run_info
+    from areal_gym.rundir import RunDir, run_info
 
     info = run_info(path)
+    run = RunDir(path)
+    status = run.status
+    card: dict[str, Any] = {"status": status}
+    if (record := run.read_status()) is not None and status != "finished":
+        card |= {
+            "error": record.error if status == "failed" else None,
+            "next": "; ".join(record.advice(path)),
+            "process": f"{record.pid} on {record.host}",
+            "started": record.started_at,
+            "last_sign": record.updated_at,
+        }
     return {
         "run": str(path),
         "env": info.env_id,
         "steps": info.num_steps,
+        **{name: value for name, value in card.items() if value},
         "is_finished": info.is_finished,
         "reward": info.reward,
         **info.summary,

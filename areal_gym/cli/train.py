@@ -59,6 +59,9 @@ __all__ = ["train_command"]
 @click.option(
     "--from-step", type=int, help="With --resume: the checkpoint to go on from [the newest]."
 )
+@click.option(
+    "--trust", is_flag=True, help="Follow all settings of the run: its author may start programs."
+)
 @click.option("--clean", is_flag=True, help="Replace the run in --out.")
 @click.option(
     "--show-every",
@@ -85,6 +88,7 @@ def train_command(
     out: Path | None,
     resume: bool,
     from_step: int | None,
+    trust: bool,
     clean: bool,
     show_every: int,
     dry_run: bool,
@@ -105,14 +109,16 @@ def train_command(
     mode = _mode(resume, clean, out)
     if from_step is not None and not resume:
         raise UsageError("--from-step goes with --resume: it says where to go on")
+    is_chosen = True
     if mode == "resume" and recipe is None:
         assert out is not None
-        recipe = RunDir(out).recipe()
+        recipe, is_chosen = RunDir(out).recipe(), trust
     if not dry_run and not any(text.startswith("data.file=") for text in overrides):
         require_env(env, recipe, overrides)
     config = resolve(
         file=recipe,
         overrides=overrides,
+        is_chosen=is_chosen,
         objective=objective,
         **env_flags(env),
         agent__id=agent,

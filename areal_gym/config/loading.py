@@ -18,8 +18,8 @@ from areal_gym.algorithms import (
 )
 from areal_gym.config.run import STARTER_DEFAULTS, RunConfig
 from areal_gym.config.sections import RolloutConfig, TrainerConfig
-from areal_gym.errors import ConfigError, did_you_mean
-from areal_gym.files import path_hints
+from areal_gym.errors import ConfigError, DataError, did_you_mean
+from areal_gym.files import path_hints, read_yaml
 from areal_gym.settings import merge
 
 __all__ = [
@@ -139,11 +139,11 @@ def _leave_open(tree: dict[str, Any]) -> None:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_bytes())
+        tree = read_yaml(file)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}", hints=path_hints(file)) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {error}") from None
+    except DataError as error:
+        raise ConfigError(error.message) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from areal_gym.config import RunConfig, load_config
+from areal_gym.config.trust import require_chosen
 from areal_gym.errors import ConfigError
 from areal_gym.learning.display import shown_display
 from areal_gym.learning.result import TrainingResult
@@ -71,10 +72,14 @@ def train(
         raise ConfigError(f"mode={mode!r} is none of: {', '.join(get_args(RunMode))}")
     if mode != "new" and place is None:
         raise ConfigError(f"mode={mode!r} needs the run's directory", hints=["name it: out=..."])
-    if mode == "resume" and config is None:
+    is_from_run = mode == "resume" and config is None
+    if is_from_run:
         assert place is not None
         config = RunDir(place).recipe()
     resolved = _resolve(config, settings)
+    if is_from_run:
+        assert place is not None
+        require_chosen(resolved, RunDir(place).config_file, [k for k, _ in _leaves(settings)])
     with run_path(place, resolved.label) as path, shown_display(progress) as display:
         summary = run_training(
             resolved,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import json
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from areal_gym.errors import TrainError
-from areal_gym.files import readable_disk_errors
+from areal_gym.files import MOST_BYTES, append_bytes, readable_disk_errors
 from areal_gym.rollout.packed import dump_row, pack_group, unpack_group
 from areal_gym.types import Group
 
@@ -54,7 +55,8 @@ class Journal:
 
     Args:
         file: `journal.jsonl` of a run directory; made when there is none. A line that a killed
-            process has not written to its end, and whatever comes after it, is cut off.
+            process has not written to its end, and whatever comes after it, is cut off and kept in
+            `journal.jsonl.torn`.
 
     Raises:
         TrainError: the disk is full or not writable, here and in every method that writes.
@@ -67,10 +69,16 @@ class Journal:
         self._known: dict[int, KnownGroup] = {}
         with readable_disk_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            self._descriptor = os.open(file, flags, 0o644)
         self._size = 0
         self._read()
-        os.ftruncate(self._descriptor, self._size)
+        self.num_torn = os.fstat(self._descriptor).st_size - self._size
+        """Bytes that were cut off."""
+        if self.num_torn:
+            torn = os.pread(self._descriptor, MOST_BYTES, self._size)
+            append_bytes(file.with_name(f"{file.name}.torn"), torn)
+            os.ftruncate(self._descriptor, self._size)
 
     def take_known(self) -> dict[int, KnownGroup]:
         """All groups that the file told of when it was opened, by number; the second time, none."""
@@ -178,25 +186,24 @@ class Journal:
         with open(self._descriptor, "rb", closefd=False) as stream:
             for line in stream:
                 try:
-                    row = json.loads(line) if line.endswith(b"\n") else None
-                except ValueError:
-                    row = None
-                if not isinstance(row, dict):
+                    self._learn(json.loads(line) if line.endswith(b"\n") else None, len(line))
+                # A machine that crashed may leave anything; so may whoever made the directory.
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     return
-                self._learn(row, len(line))
                 self._size += len(line)
 
-    def _learn(self, row: Mapping[str, Any], length: int) -> None:
+    def _learn(self, row: Any, length: int) -> None:
         if row["event"] == "taken":
             return
-        index = row["group"]
-        self._lines.setdefault(index, []).append((self._size, length))
-        known = self._known.setdefault(index, KnownGroup({}))
+        index = operator.index(row["group"])
+        known = self._known.get(index, KnownGroup({}))
         if row["event"] == "issued":
-            self._known[index] = KnownGroup(row["options"])
+            known = KnownGroup(row["options"])
         elif row["event"] == "scored":
             known.group = unpack_group(row["packed"])
             known.rewards_G = known.group.rewards_G
         elif row["event"] == "dropped":
             known.group, known.dropped = None, row["reason"]
             known.rewards_G = row["rewards"]
+        self._known[index] = known
+        self._lines.setdefault(index, []).append((self._size, length))

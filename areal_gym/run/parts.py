@@ -17,6 +17,7 @@ import yaml
 
 from areal_gym.agents.base import Agent
 from areal_gym.config import AgentConfig, EngineConfig, PluginConfig, RunConfig
+from areal_gym.config.trust import remember_settings
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
@@ -46,6 +47,7 @@ __all__ = [
     "policy_directory",
     "require_devices",
     "require_same_start",
+    "save_settings",
 ]
 
 _PATIENCE_S = 10
@@ -193,6 +195,12 @@ def _starter(config: RunConfig, parts: Parts, display: Display) -> tuple[Path, d
     )
     display.say(f"  it imitates demonstrators whose accuracy (and share) is: {shown}")
     return starter.directory, facts
+
+
+def save_settings(directory: RunDir, config: RunConfig) -> None:
+    """Writes the resolved settings into a run directory, which this user thereby trusts."""
+    directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    remember_settings(config)
 
 
 def hash_of_policy(directory: Path) -> str:

@@ -25,6 +25,7 @@ from areal_gym.run.parts import (
     make_learner,
     policy_directory,
     require_same_start,
+    save_settings,
 )
 from areal_gym.rundir import RunDir
 
@@ -173,12 +174,10 @@ def _largest_difference(learner: Any, checkpoint: Path) -> float:
 def _save(
     config: RunConfig, learner: Any, out: Path, rows: list[dict[str, Any]], policy: Path
 ) -> None:
-    import yaml
-
     from areal_gym.trainer.checkpoint import save_learner
 
     with RunDir.open(out, "new") as directory:
-        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        save_settings(directory, config)
         for row in rows:
             directory.append_metrics(row)
         save_learner(learner, directory.checkpoints_dir, rows[-1]["step"], policy)

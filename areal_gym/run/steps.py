@@ -131,6 +131,9 @@ async def take_steps(
     start_s = time.perf_counter()
     # Groups from a journal were sampled in other company: to the last bit, they must be played.
     journal = None if at.config.deterministic else Journal(at.directory.journal_file)
+    if journal is not None and journal.num_torn:
+        words = f"{journal.num_torn} bytes that a crash has torn are cut off, and kept beside it"
+        at.display.say(f"{journal.file.name}: {words}")
     if at.config.deterministic:  # what the engine has cached so far came in any order
         await at.weight_sync.publish(weights_for(at.weight_sync, at.learner), done)
     runner = RolloutRunner(

@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import Cluster, open_cluster
 from areal_gym.errors import StopTraining
@@ -33,8 +31,10 @@ from areal_gym.run.parts import (
     policy_directory,
     require_devices,
     require_same_start,
+    save_settings,
 )
 from areal_gym.run.restarts import play_on
+from areal_gym.run.resume import require_resumable
 from areal_gym.rundir import RunDir, RunMode
 from areal_gym.version import __version__
 
@@ -59,7 +59,7 @@ def train_supervised(
 
     torch.set_num_threads(config.trainer.num_threads)
     shown = display or SilentDisplay()
-    with RunDir.open(run_dir, mode) as directory:
+    with RunDir.open(run_dir, mode, begins=mode == "new") as directory:
         return play_on(
             lambda is_resumed, from_step: _learn(
                 config, directory, shown, Callbacks(callbacks), is_resumed, from_step
@@ -101,10 +101,8 @@ def _learn(
         parts = Parts.of(config) if has_env else None
         policy, warm_start = policy_directory(config, parts, display)
         if is_resumed:
+            require_resumable(directory, config)
             require_same_start(directory, policy)
-        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        used = (entry.to_dict() for entry in entries_used(config))
-        directory.save_provenance(used, hash_of_policy(policy))
         learned, measured = load_examples(config, parts, Renderer.from_checkpoint(policy), display)
         found = latest_checkpoint(directory.checkpoints_dir) if is_resumed else None
         if from_step is not None:
@@ -118,6 +116,8 @@ def _learn(
         require_space(learner, directory.checkpoints_dir, config.trainer.keep_checkpoints)
         if found is not None:
             restore_learner(learner, source)
+        _settle(config, directory, display, policy, done)
+        if found is not None:
             directory.rewind(done)
             display.say(f"resumed at step {done} from {source}")
 
@@ -198,6 +198,21 @@ def _learn(
         summary = _conclude(config, directory, display, facts, keep())
         told.tell("on_end", summary)
         return summary
+
+
+def _settle(
+    config: RunConfig, directory: RunDir, display: Display, policy: Path, step: int
+) -> None:
+    """Write down what the run is; whatever was refused before has left the directory as it was."""
+    remarks = require_resumable(directory, config) if step else []
+    directory.begin()
+    for words in (*directory.repairs, *remarks):
+        directory.append_log(words)
+        display.say(words)
+    save_settings(directory, config)
+    used = (entry.to_dict() for entry in entries_used(config))
+    directory.save_provenance(used, hash_of_policy(policy))
+    directory.report_start(step=step, steps=config.steps)
 
 
 @contextmanager

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from areal_gym.config import RunConfig, require_plain_sampling
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
@@ -38,9 +36,11 @@ from areal_gym.run.parts import (
     open_engine,
     policy_directory,
     require_same_start,
+    save_settings,
 )
 from areal_gym.run.probe import measure_gap, require_agreement
 from areal_gym.run.restarts import play_on
+from areal_gym.run.resume import require_resumable
 from areal_gym.run.steps import Started, take_steps
 from areal_gym.run.supervised import train_supervised
 from areal_gym.run.teacher import open_teacher
@@ -89,7 +89,7 @@ def train(
         )
     require_plain_sampling(config)
     run = _Training(config, display or SilentDisplay(), Callbacks(callbacks))
-    with RunDir.open(run_dir, mode) as directory:
+    with RunDir.open(run_dir, mode, begins=mode == "new") as directory:
 
         def play(is_resumed: bool, from_step: int | None) -> dict[str, Any]:
             start = run.prepare(directory, is_resumed=is_resumed)
@@ -147,11 +147,25 @@ class _Training:
         self._warn_of_contamination(parts)
         policy, warm_start = policy_directory(config, parts, display)
         if is_resumed:
+            require_resumable(directory, config)
             require_same_start(directory, policy)
-        directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        directory.save_provenance((entry.to_dict() for entry in used), hash_of_policy(policy))
-        directory.save_tokenizer(policy)
-        return _Start(parts=parts, loggers=loggers, policy=policy, warm_start=warm_start)
+        start = _Start(parts=parts, loggers=loggers, policy=policy, warm_start=warm_start)
+        if directory.has_begun:
+            self._settle(directory, start, step=0)
+        return start
+
+    def _settle(self, directory: RunDir, start: _Start, *, step: int) -> None:
+        """Write down what the run is: the first that a resumed or replaced run changes."""
+        remarks = require_resumable(directory, self.config) if step else []
+        directory.begin()
+        for words in (*directory.repairs, *remarks):
+            directory.append_log(words)
+            self.display.say(words)
+        save_settings(directory, self.config)
+        used = entries_used(self.config)
+        directory.save_provenance((e.to_dict() for e in used), hash_of_policy(start.policy))
+        directory.save_tokenizer(start.policy)
+        directory.report_start(step=step, steps=self.config.steps)
 
     async def play(
         self, directory: RunDir, start: _Start, is_resumed: bool, from_step: int | None
@@ -185,8 +199,6 @@ class _Training:
             rollout_state = None
             if found is not None:
                 rollout_state = restore_learner(learner, source)
-                directory.rewind(done)
-                display.say(f"resumed at step {done} from {source}")
             num_kept = config.trainer.keep_checkpoints
             require_space(learner, directory.checkpoints_dir, num_kept)
             # Adapters are published beside the base weights, which servers keep.
@@ -205,6 +217,12 @@ class _Training:
             if done:
                 await weight_sync.publish(weights_for(weight_sync, learner), done)
             await self._probe(parts, engine, renderer, learner, weight_sync, done)
+            # Whatever was refused so far has left the directory as it was.
+            if not directory.has_begun or is_resumed:
+                self._settle(directory, start, step=done)
+            if found is not None:
+                directory.rewind(done)
+                display.say(f"resumed at step {done} from {source}")
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
             self.callbacks.tell("on_start", directory)
             await stack.enter_async_context(open_gateway(config, directory, display))

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,7 +86,8 @@ class RemoteLearner:
         self._workers: list[_Worker] = []
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
         # Where the ranks find each other, as long as they live.
-        self._home = tempfile.TemporaryDirectory(dir=_memory_directory())
+        needed = 4 * sum(parameter.numel() for parameter in decoder.parameters())
+        self._home = tempfile.TemporaryDirectory(dir=memory_directory(needed))
         file = Path(self._home.name) / "weights"
         try:
             _share(decoder, file)
@@ -397,7 +400,9 @@ def readable(error: BaseException) -> GymError:
 def _share(decoder: Decoder, file: Path) -> None:
     """Move the weights into `file`, mapped; the values stay as they are."""
     values = {name: tensor.clone() for name, tensor in decoder.named_parameters()}
-    file.write_bytes(b"\0" * 4 * sum(tensor.numel() for tensor in values.values()))
+    with file.open("wb") as stream:
+        # All of it is set aside now: a page that is not there later would be a bus error.
+        os.posix_fallocate(stream.fileno(), 0, 4 * sum(t.numel() for t in values.values()))
     _map(decoder, file)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -425,9 +430,30 @@ def _slim(group: Group) -> Group:
     )
 
 
-def _memory_directory() -> str | None:
-    """A file system in memory, where there is one; else the usual place for temporary files."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+def memory_directory(needed: int, place: Path = Path("/dev/shm")) -> str | None:
+    """A file system in memory, where there is one; else the usual place for temporary files.
+
+    Args:
+        needed: bytes that are going to be written there.
+        place: where the system keeps shared memory.
+
+    Raises:
+        TrainError: it is there, and has too little room.
+    """
+    if not os.access(place, os.W_OK):
+        return None
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise TrainError(
+            f"{place} has {free / 1e6:.0f} MB left, but trainer and engine share weights of "
+            f"{needed / 1e6:.0f} MB there",
+            hints=[
+                f"in a container: docker run --shm-size={max(1, math.ceil(2 * needed / 1e9))}g",
+                f"or: mount -o remount,size={max(1, math.ceil(2 * needed / 1e9))}g {place}",
+                "or train in the same process: trainer.runs_in=thread",
+            ],
+        )
+    return str(place)
 
 
 def _how_it_ended(code: int) -> str:

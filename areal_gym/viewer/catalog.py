@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_gym.errors import NothingToDoError, UnknownIdError
 from areal_gym.files import path_hints
-from areal_gym.rundir import RunDir
+from areal_gym.rundir import RunDir, error_of
 from areal_gym.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.viewer.vocabulary import Vocabulary
 
@@ -89,6 +89,7 @@ class Run:
         return {
             "name": self.name,
             "status": self.directory.status,
+            "error": error_of(self.directory),
             "env": _at(settings, "env", "id"),
             "objective": settings.get("objective"),
             "algorithm": _at(settings, "trainer", "algorithm"),

@@ -58,10 +58,10 @@ async function drawBar(run, view) {
   document.title = run === null ? "areal-gym" : `${run} · areal-gym`;
   fill(bar,
     h("a.brand", { href: "#/", title: "all runs  r" }, "areal-gym"),
-    card ? h("span.run-name", {}, h(`i.state.${card.status}`, { title: card.status }), shown(card.name)) : null,
+    card ? h("span.run-name", {}, h(`i.state.${card.status}`, { title: [card.status, card.error].filter(Boolean).join(": ") }), shown(card.name)) : null,
     card ? h("nav", {}, VIEWS.map((name) => h(`a${name === view ? ".on" : ""}`, { href: address(["run", run, name]) }, name))) : null,
     h("span.spring"),
-    card ? h("span.progress", {}, card.status === "running" ? "live, " : "", `step ${number(card.step)} of ${number(card.steps)}`) : null,
+    card ? h("span.progress", {}, card.status === "running" ? "live, " : card.status === "finished" ? "" : `${card.status}, `, `step ${number(card.step)} of ${number(card.steps)}`) : null,
     h("button.icon", { title: "dark or light  d", onclick: turnTheme }, "◐"),
     h("button.icon", { title: "keys and filters  ?", onclick: () => openHelp() }, "?"));
 }

@@ -1,0 +1,134 @@
+"""Which settings of a run directory are followed only if the user has chosen them.
+
+A run directory is data, perhaps another person's; `train --resume`, `eval --run`, `serve --run` and
+`replay` take their settings from it. Most settings are numbers and names. Some start programs,
+import modules, open files by name, or reach other machines: an agent's command, a function, a
+server's address. These are followed when this user has run with the very same ones before (a note
+in the cache says so), when the command line says them again, or with `--trust`.
+
+A recipe that is named with `-c` is the user's choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_gym.cache import cache_directory
+from areal_gym.config.run import RunConfig
+from areal_gym.errors import UsageError
+from areal_gym.markup import short
+from areal_gym.settings import flat
+
+__all__ = ["powerful_settings", "remember_settings", "require_chosen"]
+
+_WORD = re.compile(r"[\w+-]{0,64}")
+"""A text that names no file, module or address."""
+_ID = re.compile(r"[\w./+-]*(:[\w./+-]*)?")
+"""Of a plugin, or what an adapter stands for; another colon, or an address, names code."""
+_STRICT = ("agent.", "engine.kwargs", "loggers.", "trainer.weight_sync.kwargs")
+"""Here, even a word may name a program."""
+_PROTECTIVE = re.compile(r"sandbox|min_level|image|runtime|backend")
+"""Parts of names of arguments that choose how untrusted code is kept in."""
+
+
+def powerful_settings(config: RunConfig) -> dict[str, Any]:
+    """Returns the settings, by dotted key, that start programs or reach what is not the run's."""
+    return dict(_powerful(config))
+
+
+def remember_settings(config: RunConfig) -> None:
+    """Notes that this user runs with these settings; where the cache cannot be written, nothing."""
+    if powerful := powerful_settings(config):
+        file = _note_of(powerful)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        except OSError:
+            return
+
+
+def require_chosen(config: RunConfig, source: Path, said: Sequence[str]) -> None:
+    """Refuse settings of a run directory that this user has not chosen.
+
+    Args:
+        config: the settings, resolved.
+        source: the file that they come from.
+        said: dotted keys that the user has given; what is below them counts, too.
+
+    Raises:
+        UsageError: one of them would start a program, import a module or reach another machine.
+    """
+    powerful = powerful_settings(config)
+    if not powerful or _note_of(powerful).exists():
+        return
+    unknown = {
+        key: value
+        for key, value in powerful.items()
+        if not any(key == name or key.startswith(f"{name}.") for name in said)
+    }
+    if unknown:
+        words = ", ".join(f"{key} = {short(value, 60)!r}" for key, value in unknown.items())
+        key, value = next(iter(unknown.items()))
+        raise UsageError(
+            f"{source} has settings that can start programs, read files or reach other machines, "
+            f"and you have not run with them before: {words}",
+            hints=[
+                "if you trust whoever wrote it: the same command with --trust",
+                f"or say them yourself, or others: {key}={json.dumps(value, ensure_ascii=False)}",
+            ],
+        )
+
+
+def _powerful(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    tree = config.model_dump(mode="json")
+    for key, value in flat(tree):
+        last = key.rpartition(".")[2]
+        if "kwargs" in key.split(".") and not key.startswith("rollout.template_kwargs"):
+            if not _is_harmless(key, value):
+                yield key, value
+        elif (last == "id" and not _ID.fullmatch(str(value))) or (last == "url" and value):
+            yield key, value
+    if config.cluster.address not in (None, "local"):
+        yield "cluster.address", config.cluster.address
+    if not _is_loopback(config.gateway.rpartition(":")[0]):
+        yield "gateway", config.gateway
+    for name in ("file", "heldout_file"):
+        if (value := getattr(config.data, name)) is not None:
+            yield f"data.{name}", value
+    for name in ("advantage_kwargs", "loss_kwargs"):
+        for key, value in flat(tree["trainer"][name], f"trainer.{name}"):
+            if not _is_harmless(key, value):
+                yield key, value
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    if isinstance(value, Mapping):  # an empty one
+        return not value
+    if isinstance(value, list):
+        return all(_is_harmless(key, item) for item in value)
+    if not isinstance(value, str):
+        return value is None or isinstance(value, bool | int | float)
+    name = key.rpartition(".")[2]
+    if key.startswith("env.") and name == "id":
+        return bool(_ID.fullmatch(value))
+    if _PROTECTIVE.search(name):
+        return value in ("process", "docker")
+    return bool(_WORD.fullmatch(value)) and not key.startswith(_STRICT)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _note_of(powerful: Mapping[str, Any]) -> Path:
+    text = json.dumps(powerful, sort_keys=True, ensure_ascii=True)
+    return cache_directory() / "settings" / hashlib.sha256(text.encode()).hexdigest()[:32]
