@@ -37,9 +37,10 @@ class CorrectionConfig(Settings):
 
     proximal: Literal["auto", "recomputed", "loglinear", "linear", "recorded"] = "auto"
     """The policy that ratios are taken against, and up to which old tokens are corrected: that of
-    the step's beginning. "auto" recomputes it where a batch holds stale tokens, "recomputed"
-    always, "loglinear" and "linear" guess it from the policies before and after; "recorded" takes
-    the policy that sampled instead: nothing is corrected."""
+    the step's beginning. "auto" recomputes it where a batch holds stale tokens, or where the
+    engine's log-probabilities differ from the trainer's by more than a fifth of the clip,
+    "recomputed" always, "loglinear" and "linear" guess it from the policies before and after;
+    "recorded" takes the policy that sampled instead: nothing is corrected."""
     level: Literal["token", "sequence"] = "token"
     """Weigh each token by its own ratio, or a whole sequence by its `statistic`."""
     action: Literal["truncate", "mask"] = "truncate"

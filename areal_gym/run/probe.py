@@ -19,7 +19,7 @@ from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import derive_seed
 from areal_gym.run.parts import Parts
 
-__all__ = ["LogprobGap", "measure_gap", "require_agreement"]
+__all__ = ["LogprobGap", "keep_rounding_from_clips", "measure_gap", "require_agreement"]
 
 _NUM_PROMPTS = 8
 _NUM_TOKENS = 32
@@ -99,6 +99,41 @@ def _gap(rows: Sequence[Any], scores: Sequence[Sequence[float]]) -> LogprobGap:
         for theirs, ours in zip(row.old_logprobs[-row.num_trainable :], score, strict=True)
     ]
     return LogprobGap(mean=sum(gaps) / len(gaps), max=max(gaps), num_tokens=len(gaps))
+
+
+_SHARE_OF_CLIP = 0.2
+"""A gap above this share of the clip is too much. The probe sees some hundred tokens, a run sees
+millions: the largest gap of a run is a few times that of its probe."""
+
+
+def keep_rounding_from_clips(max_gap: float, config: RunConfig, learner: Any) -> str | None:
+    """Lets the learner recompute log-probabilities where the engine's rounding nears the clip.
+
+    Ratios against the engine's log-probabilities would be clipped although nothing has changed: a
+    clip of a token's ratio is 0.2 as a rule, that of GSPO's sequences is 3e-4, and an engine in
+    bfloat16 is off by 0.01.
+
+    Args:
+        max_gap: the largest that the probe saw.
+        config: the settings; only `trainer.correction.proximal = "auto"` leaves it open.
+        learner: is told.
+
+    Returns:
+        A line for people; None where nothing changes.
+    """
+    from areal_gym.plugins import registry
+    from areal_gym.trainer.token_loss import narrowest_clip
+
+    trainer = config.trainer
+    clip = narrowest_clip(registry().load("losses", trainer.loss), trainer)
+    if trainer.correction.proximal != "auto" or clip is None or max_gap <= _SHARE_OF_CLIP * clip:
+        return None
+    learner.recompute_proximal()
+    return (
+        f"that is more than a fifth of the clip of the loss {trainer.loss!r} ({clip:g}), so ratios "
+        "are taken against log-probabilities that the trainer computes "
+        "(trainer.correction.proximal=recorded takes the engine's)"
+    )
 
 
 def require_agreement(gap: LogprobGap, config: RunConfig) -> None:

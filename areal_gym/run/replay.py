@@ -27,6 +27,7 @@ from areal_gym.run.parts import (
     require_same_start,
     save_settings,
 )
+from areal_gym.run.probe import keep_rounding_from_clips
 from areal_gym.rundir import RunDir
 
 __all__ = ["ReplayReport", "replay"]
@@ -105,6 +106,8 @@ def replay(
     # As training does: the number of threads decides in which order sums are added up.
     torch.set_num_threads(config.trainer.num_threads)
     learner = make_learner(config, policy)
+    gap = run.read_provenance().get("engine_gap", {"max": 0.0})
+    keep_rounding_from_clips(gap["max"], config, learner)  # as the run itself did
     try:
         return _train_again(config, run, recorded, steps, policy, learner, shown, out)
     finally:

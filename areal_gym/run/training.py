@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,12 @@ from areal_gym.run.parts import (
     require_same_start,
     save_settings,
 )
-from areal_gym.run.probe import measure_gap, require_agreement
+from areal_gym.run.probe import (
+    LogprobGap,
+    keep_rounding_from_clips,
+    measure_gap,
+    require_agreement,
+)
 from areal_gym.run.restarts import play_on
 from areal_gym.run.resume import require_resumable
 from areal_gym.run.steps import Started, take_steps
@@ -216,10 +221,11 @@ class _Training:
             stack.push_async_callback(weight_sync.aclose)
             if done:
                 await weight_sync.publish(weights_for(weight_sync, learner), done)
-            await self._probe(parts, engine, renderer, learner, weight_sync, done)
+            gap = await self._probe(parts, engine, renderer, learner, weight_sync, done)
             # Whatever was refused so far has left the directory as it was.
             if not directory.has_begun or is_resumed:
                 self._settle(directory, start, step=done)
+            directory.add_provenance(engine_gap=asdict(gap))
             if found is not None:
                 directory.rewind(done)
                 display.say(f"resumed at step {done} from {source}")
@@ -292,7 +298,7 @@ class _Training:
         learner: Any,
         weight_sync: Any,
         version: int,
-    ) -> None:
+    ) -> LogprobGap:
         """Engine and trainer must be the same model before the first token is trained on."""
         from areal_gym.trainer.weight_syncs import weights_for
 
@@ -302,11 +308,14 @@ class _Training:
         gap = await measure_gap(config, parts, engine, renderer, learner)
         require_agreement(gap, config)
         display.say(f"engine and trainer agree: log-probabilities differ by {gap}")
+        if remark := keep_rounding_from_clips(gap.max, config, learner):
+            display.say(f"  {remark}")
         env = parts.make_env()
         _, info = env.reset(seed=config.seed, options={"split": "train"})
         for remark in renderer.remarks(info["messages"], [tool.schema() for tool in env.tools]):
             display.say(remark)
         await env.aclose()
+        return gap
 
     def _warn_of_contamination(self, parts: Parts) -> None:
         """Say so when what is measured on is learned from; splits without end are kept apart."""

@@ -27,6 +27,7 @@ __all__ = [
     "check_settings",
     "dr_grpo",
     "estimate",
+    "gives_token_advantages",
     "grpo",
     "lite_ppo",
     "needs_critic",
@@ -198,6 +199,15 @@ def needs_critic(estimator: AdvantageEstimator) -> bool:
     """Whether it cannot do without a critic's predictions."""
     parameter = _keywords(estimator).get("values_T")
     return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def gives_token_advantages(estimator: AdvantageEstimator) -> bool:
+    """Whether the advantages of one trajectory's tokens may differ: it looks at single tokens.
+
+    Which trajectory a token belongs to says nothing about the token itself.
+    """
+    inputs = {name for name in _keywords(estimator) if name in _INPUTS and name.endswith("_T")}
+    return bool(inputs - {"trajectory_ids_T"})
 
 
 def grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:

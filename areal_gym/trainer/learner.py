@@ -59,7 +59,7 @@ from areal_gym.trainer.ratios import KL_ESTIMATORS
 from areal_gym.trainer.sequences import Sequence as TokenSequence
 from areal_gym.trainer.sequences import sequences_of
 from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
-from areal_gym.trainer.token_loss import Proximal, TokenLoss, proximal_source
+from areal_gym.trainer.token_loss import Proximal, TokenLoss, check_credit, proximal_source
 from areal_gym.trainer.work import Work
 from areal_gym.types import Group
 
@@ -82,6 +82,8 @@ class _Step:
     version: int
     totals: Totals
     by_lag: MeansByLag
+    gap_by_lag: MeansByLag
+    """|log-probability of the trainer - recorded one| at the first update."""
     work: Work
     logprobs: dict[int, Tensor]
     """Of this rank's rows, by place: what each token had when its own update began."""
@@ -125,6 +127,7 @@ class Learner:
                 hints=["trainer.dtype=bfloat16 computes in bfloat16 with float32 weights"],
             )
         check_settings(advantage, config.advantage_kwargs)
+        check_credit(loss, advantage, config)
         self.decoder = decoder
         self.config = config
         self.num_steps = 0
@@ -142,9 +145,18 @@ class Learner:
         self._optimizer = Optimizer(decoder, config)
         self._files = StateFiles(ranks)
         self._num_bad = 0
+        self._engine_rounds = False
         self._last: _Step | None = None
         # Not a number before the first step.
         self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
+
+    def recompute_proximal(self) -> None:
+        """Takes ratios against this trainer's own log-probabilities from now on.
+
+        Called when the engine's differ by so much that a clip would see it; it holds where
+        `trainer.correction.proximal` is "auto".
+        """
+        self._engine_rounds = True
 
     @readable_memory_errors()
     def step(self, groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -173,7 +185,10 @@ class Learner:
         is_stale = metrics["rollout/staleness_max"] > 0
         minibatches = _by_group(rows, self.config.minibatches)
         proximal = proximal_source(
-            self.config.correction, is_stale=is_stale, num_updates=len(minibatches)
+            self.config.correction,
+            is_stale=is_stale,
+            num_updates=len(minibatches),
+            engine_rounds=self._engine_rounds,
         )
         columns = self._columns(rows, proximal)
         metrics |= self._judge(every_row, rows, columns)
@@ -184,14 +199,20 @@ class Learner:
             version=version,
             totals=Totals(),
             by_lag=MeansByLag(version),
+            gap_by_lag=MeansByLag(version),
             work=Work(self.decoder.config, self._device, self.config.dtype),
             logprobs={},
         )
-        norms = [self._update(step, members) for members in minibatches]
+        norms = [
+            self._update(step, members, is_first=i == 0) for i, members in enumerate(minibatches)
+        ]
         for name, total in self._ranks.sum(step.totals).items():
             metrics[f"train/{name}"] = total / len(minibatches)
         if is_stale:
             metrics |= step.by_lag.metrics("train/approx_kl_stale", self._ranks)
+        gaps = step.gap_by_lag.metrics("", self._ranks)
+        if "0" in gaps:
+            metrics["train/engine_gap"] = gaps["0"]
         metrics["train/grad_norm"] = sum(norms) / len(norms)
         metrics["train/lr"] = self.config.lr * self._lr_scale()
         metrics["train/skipped_updates"] = float(sum(not math.isfinite(norm) for norm in norms))
@@ -408,12 +429,16 @@ class Learner:
 
     # ---- one update ---------------------------------------------------------------------------
 
-    def _update(self, step: _Step, members: list[int]) -> float:
+    def _update(self, step: _Step, members: list[int], *, is_first: bool) -> float:
         """Improve the policy on the rows `members`; returns the gradient's norm.
 
         Nothing is applied, and the norm is not finite, where the loss or a gradient is not.
         """
         rows, columns, totals = step.rows, step.columns, step.totals
+        proximal = step.proximal
+        if is_first and proximal == "scored" and self.config.dtype != "float32":
+            # In bfloat16, a pass in other company gives other digits, which narrow clips would see.
+            proximal = "current"
         sum_of_losses = 0.0
         lengths_G: Counter[int] = Counter()
         for i in members:
@@ -436,7 +461,7 @@ class Learner:
                     has_entropy_gradient=self.config.entropy_bonus > 0,
                 )
             output = self._token_loss(
-                scores.logprobs, columns, indexes, proximal=step.proximal, version=step.version
+                scores.logprobs, columns, indexes, proximal=proximal, version=step.version
             )
             loss_T = output.loss - self.config.entropy_bonus * scores.entropy
             weights_B = [weights_G[rows[i].trajectory_id] for i in indexes]
@@ -450,7 +475,11 @@ class Learner:
                 step.logprobs.update(
                     zip(indexes, torch.split(scores.logprobs.detach(), lengths), strict=True)
                 )
-                step.by_lag.add(columns.take("versions", indexes), output.metrics["approx_kl"])
+                versions_T = columns.take("versions", indexes)
+                step.by_lag.add(versions_T, output.metrics["approx_kl"])
+                if is_first:
+                    gap_T = scores.logprobs.detach() - columns.take("old", indexes)
+                    step.gap_by_lag.add(versions_T, gap_T.abs())
             if "returns" in columns:
                 found["critic_loss"] = self._critic_loss(batch, masks, scores, columns, indexes)
                 sum_T = found["critic_loss"].sum()

@@ -88,15 +88,29 @@ def ppo_clip(
 
 
 def gspo(
-    batch: LossInputs, *, clip_low: float | None = 3e-4, clip_high: float | None = 4e-4
+    batch: LossInputs,
+    *,
+    clip_low: float | None = 3e-4,
+    clip_high: float | None = 4e-4,
+    level: Literal["sequence", "token"] = "sequence",
 ) -> LossOutput:
     """ppo_clip with one ratio per sequence, exp(mean_t(logp - prox)) (Zheng et al. 2025, eq. 7).
 
     A sequence has one advantage, the mean of its tokens'. With `seq_mean` it is the paper's
     objective; with `token_mean` long sequences count more.
+
+    `level="token"` is the paper's GSPO-token (eq. 13 and 14), for advantages that differ within a
+    sequence: the ratio has the value of the sequence's, sg(s) p / sg(p), and each token its own
+    advantage and gradient. Where a sequence's tokens share an advantage, both levels are the same.
     """
-    ratio_T = ratio(sequence_mean(batch.logprobs - batch.proximal, batch.sequence_ids))
-    advantages_T = sequence_mean(batch.advantages, batch.sequence_ids)
+    log_ratio_T = sequence_mean(batch.logprobs - batch.proximal, batch.sequence_ids)
+    advantages_T = batch.advantages
+    if level == "token":
+        # Adds nothing to the value; the gradient is that of the token alone.
+        log_ratio_T = log_ratio_T.detach() + (batch.logprobs - batch.logprobs.detach())
+    else:
+        advantages_T = sequence_mean(advantages_T, batch.sequence_ids)
+    ratio_T = ratio(log_ratio_T)
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * clip_ratio(ratio_T, clip_low, clip_high)
     return LossOutput(

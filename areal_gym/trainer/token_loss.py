@@ -8,6 +8,7 @@ w is 1 where nothing is stale, and the constant weight of `corrections.correct` 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,21 +17,45 @@ from torch import Tensor
 from areal_gym.algorithms import CorrectionConfig
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.trainer.advantages import AdvantageEstimator, gives_token_advantages
 from areal_gym.trainer.corrections import correct, interpolate_proximal
 from areal_gym.trainer.experience import Columns
 from areal_gym.trainer.losses import LossInputs, LossOutput, PolicyLoss
 from areal_gym.trainer.ratios import KL_ESTIMATORS, k3
 
-__all__ = ["Proximal", "TokenLoss", "loss_arguments", "proximal_source", "try_loss"]
+__all__ = [
+    "Proximal",
+    "TokenLoss",
+    "check_credit",
+    "loss_arguments",
+    "narrowest_clip",
+    "proximal_source",
+    "try_loss",
+]
 
 Proximal = Literal["recorded", "scored", "current", "loglinear", "linear"]
 """Where the log-probabilities of the proximal policy come from."""
 
 
-def proximal_source(correction: CorrectionConfig, *, is_stale: bool, num_updates: int) -> Proximal:
-    """How a step finds the policy that it began with; "recorded" corrects nothing."""
+def proximal_source(
+    correction: CorrectionConfig,
+    *,
+    is_stale: bool,
+    num_updates: int,
+    engine_rounds: bool = False,
+) -> Proximal:
+    """How a step finds the policy that it began with; "recorded" corrects nothing.
+
+    Args:
+        correction: the settings.
+        is_stale: the batch holds tokens of an older policy.
+        num_updates: optimizer updates of the step.
+        engine_rounds: the engine's log-probabilities differ from the trainer's by so much that the
+            loss's clip would see it (`narrowest_clip`): "auto" recomputes then, too.
+    """
     wanted = correction.proximal
-    if wanted == "recorded" or not (is_stale or wanted == "recomputed"):
+    needs_recomputing = wanted == "recomputed" or (wanted == "auto" and engine_rounds)
+    if wanted == "recorded" or not (is_stale or needs_recomputing):
         return "recorded"
     if correction.second_moment is not None:
         return "scored"
@@ -139,6 +164,72 @@ def try_loss(loss: PolicyLoss, config: TrainerConfig) -> None:
         sequence_ids=zeros_T.long(),
     )
     loss(token, **loss_arguments(loss, config))
+
+
+def check_credit(loss: PolicyLoss, advantage: AdvantageEstimator, config: TrainerConfig) -> None:
+    """Refuse to average away what an estimator says of single tokens.
+
+    Whether a loss does so is tried out: its gradient, on policy, does not change when the two
+    tokens of a sequence swap their advantages.
+
+    Raises:
+        ConfigError: the loss has one advantage per sequence, the estimator one per token or turn.
+    """
+    is_per_token = gives_token_advantages(advantage)
+    has_token_costs = config.kl.coefficient > 0 and config.kl.place == "reward"
+    if not (is_per_token or has_token_costs):
+        return
+    gradient, swapped, other = (
+        _gradient_of_two(loss, config, advantages) for advantages in ([3, 1], [1, 3], [1, 1])
+    )
+    if not torch.equal(gradient, swapped) or torch.equal(gradient, other):
+        return  # the last: a loss that looks at no advantage loses none
+    loss_name = getattr(loss, "__name__", config.loss)
+    name = getattr(advantage, "__name__", config.advantage)
+    source = f"trainer.advantage = {name!r}" if is_per_token else "trainer.kl.place = 'reward'"
+    hints = ["or an advantage per sequence: trainer.advantage=grpo, trainer.kl.place=loss"]
+    if "level" in inspect.signature(loss).parameters:
+        hints.insert(0, "an advantage for each token: trainer.loss_kwargs.level=token")
+    raise ConfigError(
+        f"trainer.loss = {loss_name!r} gives all tokens of a sequence one advantage, their mean, "
+        f"and {source} gives each token its own: the credit of single turns would be lost",
+        hints=hints,
+    )
+
+
+def _gradient_of_two(
+    loss: PolicyLoss, config: TrainerConfig, advantages: Sequence[float]
+) -> Tensor:
+    """The gradient of two tokens of one sequence, on policy."""
+    known_T = torch.full((2,), -1.0)
+    logprobs_T = known_T.clone().requires_grad_(True)
+    output = loss(
+        LossInputs(
+            logprobs=logprobs_T,
+            proximal=known_T,
+            old_logprobs=known_T,
+            advantages=torch.tensor(advantages, dtype=torch.float32),
+            sequence_ids=torch.zeros(2, dtype=torch.long),
+        ),
+        **loss_arguments(loss, config),
+    )
+    (gradient_T,) = torch.autograd.grad(output.loss.sum(), logprobs_T)
+    return gradient_T
+
+
+def narrowest_clip(loss: PolicyLoss, config: TrainerConfig) -> float | None:
+    """Returns the distance from 1 at which the loss clips a ratio; None for a loss without a clip.
+
+    Of two bounds the nearer one counts.
+    """
+    parameters = inspect.signature(loss).parameters
+    arguments = loss_arguments(loss, config)
+    bounds = [
+        arguments.get(name, parameters[name].default)
+        for name in ("clip_low", "clip_high")
+        if name in parameters
+    ]
+    return min((bound for bound in bounds if isinstance(bound, int | float)), default=None)
 
 
 def loss_arguments(loss: PolicyLoss, config: TrainerConfig) -> dict[str, Any]:

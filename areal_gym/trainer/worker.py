@@ -211,6 +211,10 @@ class ProcessLearner(RemoteLearner):
         metrics["memory/trainer_rss_mb"] = self._held_mb()
         return metrics
 
+    def recompute_proximal(self) -> None:
+        """See `Learner.recompute_proximal`."""
+        self._ask("recompute_proximal")
+
     def trained_tokens(self) -> list[dict[str, Any]]:
         """See `Learner.trained_tokens`."""
         rows: list[dict[str, Any]] = self._ask("trained_tokens")

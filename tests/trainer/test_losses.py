@@ -157,3 +157,29 @@ def test_aggregations_by_hand():
     assert total("token_mean") == pytest.approx(12 / 4)
     assert total("seq_mean") == pytest.approx((6 + 2) / 2)
     assert total("constant_length") == pytest.approx((6 / 10 + 6 / 10) / 2)
+
+
+def test_gspo_by_token_has_the_ratio_of_the_sequence_and_the_credit_of_the_token():
+    # Log-ratios 0.3 and -0.1: the sequence's ratio is exp(0.1); the second one is on policy.
+    batch = inputs(
+        [0.5, 0.1, 0.3], [3.0, -1.0, 2.0], proximal=[0.2, 0.2, 0.3], sequence_ids=[0, 0, 1]
+    )
+    output = gspo(batch, clip_low=0.2, clip_high=0.2, level="token")
+    s = math.exp(0.1)
+    assert output.loss.tolist() == pytest.approx([-3 * s, s, -2.0])
+    output.loss.sum().backward()
+    assert batch.logprobs.grad.tolist() == pytest.approx([-3 * s, s, -2.0])
+    clipped = gspo(batch, clip_low=0.05, clip_high=0.05, level="token")
+    assert clipped.loss.tolist() == pytest.approx([-3 * 1.05, s, -2.0])
+    assert clipped.metrics["clip_fraction"].tolist() == [1.0, 0.0, 0.0]
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=6), st.floats(-2, 2))
+def test_both_levels_of_gspo_are_one_where_a_sequence_has_one_advantage(drifts, advantage):
+    gradients = []
+    for level in ("sequence", "token"):
+        batch = inputs(drifts, [advantage] * len(drifts), proximal=[1e-9] * len(drifts))
+        output = gspo(batch, clip_low=0.2, clip_high=0.2, level=level)
+        output.loss.sum().backward()
+        gradients.append([*output.loss.tolist(), *batch.logprobs.grad.tolist()])
+    assert gradients[0] == pytest.approx(gradients[1])
