@@ -13,6 +13,7 @@
     |   +-- TrainError                      the trainer cannot go on (disk full)
     |   |   +-- LostRankError               one of its processes died; its checkpoints are as good
     |   |   +-- NotFiniteError              losses or gradients are no numbers; nothing was applied
+    |   |   +-- DivergedError               the policy gets worse and worse; stopped by `guard`
     |   +-- FailureBudgetError              too many episodes failed, and where
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
         +-- EnvError                        the environment itself failed
@@ -42,6 +43,7 @@ __all__ = [
     "AgentError",
     "ConfigError",
     "DataError",
+    "DivergedError",
     "DuplicateIdError",
     "EngineError",
     "EngineUnreachableError",
@@ -148,6 +150,10 @@ class LostRankError(TrainError):
 
 class NotFiniteError(TrainError):
     """Losses, gradients or advantages are not finite; nothing of them was applied."""
+
+
+class DivergedError(TrainError):
+    """The policy diverges; the run was stopped, and its last good checkpoint is kept."""
 
 
 class FailureBudgetError(InfrastructureError):

@@ -17,6 +17,7 @@ from areal_gym.config.sections import (
     EngineConfig,
     EnvConfig,
     EvalConfig,
+    GuardConfig,
     PluginConfig,
     RolloutConfig,
     TrainerConfig,
@@ -57,6 +58,7 @@ class RunConfig(Settings):
     """Where agents that are programs find the policy (docs/agents.md): host:port, 0 is any port.
     On loopback, other machines cannot reach it."""
     trainer: TrainerConfig = TrainerConfig()
+    guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
     data: DataConfig = DataConfig()

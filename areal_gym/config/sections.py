@@ -22,6 +22,7 @@ __all__ = [
     "EngineConfig",
     "EnvConfig",
     "EvalConfig",
+    "GuardConfig",
     "LoraConfig",
     "PluginConfig",
     "RolloutConfig",
@@ -262,6 +263,35 @@ class TrainerConfig(Settings):
                     f"{name} = 0.0 is the hardest clip, not 'off'; use null to switch it off"
                 )
         return self
+
+
+class GuardConfig(Settings):
+    """When a run whose policy diverges is warned of and stopped (docs/trainer.md)."""
+
+    action: Literal["stop", "warn", "ignore"] = "stop"
+    """"stop" ends the run and names its last good checkpoint, "warn" only says so, "ignore" looks
+    at nothing."""
+    window: int = Field(5, ge=1)
+    """Steps that each signal is taken over."""
+    patience: int = Field(3, ge=0)
+    """More steps that a signal must stay beyond its limit, after the warning, before the run
+    stops."""
+    save_every: int = Field(10, ge=0)
+    """While all signals are far from their limits, steps after which a checkpoint is written where
+    trainer.save_every has written none, so that there is a good one to go on from; 0 leaves it to
+    that, and to the first sign of trouble."""
+    kl: float | None = Field(0.75, gt=0)
+    """Limit of `train/approx_kl`, nats a token: median over the window; null is off."""
+    ratio: float | None = Field(2.0, gt=1)
+    """Limit of the factor between 1 and the mean ratio, `train/ratio` or `train/stale_ratio`:
+    median over the window; null is off."""
+    entropy: float | None = Field(3.0, gt=1)
+    """Limit of `train/entropy`, in units of what it was at the beginning (and at least 1 nat more):
+    median over the window; null is off."""
+    reward: float | None = Field(0.5, gt=0, le=1)
+    """Share of the way from the lowest reward to the best mean of a window that `reward/newest` may
+    lose (over 32 groups or more, and where chance does not explain it); null is off. With a
+    curriculum, in online runs and in distillation it is not looked at."""
 
 
 class EvalConfig(Settings):

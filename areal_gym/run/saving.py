@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ class Saver:
         on_saved: called with step and state, on the event loop's thread, once they are on the disk.
         scores: how good the policy was, by step (`keep_checkpoints`); called in a thread.
         num_kept: how many of the newest checkpoints stay, besides the best.
+        protected: steps whose checkpoints stay, too; called in a thread.
         saved_step: the step that is saved already, if any.
     """
 
@@ -51,6 +52,7 @@ class Saver:
         *,
         scores: Callable[[], Mapping[int, float | None]],
         num_kept: int,
+        protected: Callable[[], Collection[int]] = tuple,
         saved_step: int | None = None,
     ) -> None:
         self._learner = learner
@@ -60,6 +62,7 @@ class Saver:
         self._on_saved = on_saved
         self._scores = scores
         self._num_kept = num_kept
+        self._protected = protected
         self._saved_step = saved_step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saver")
         self._writing: _Writing | None = None
@@ -128,4 +131,6 @@ class Saver:
         save_learner(
             self._learner, self._directory, step, self._tokenizer_dir, state, on_copied=on_copied
         )
-        keep_checkpoints(self._directory, self._num_kept, self._scores())
+        keep_checkpoints(
+            self._directory, self._num_kept, self._scores(), protected=self._protected()
+        )

@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine, InterruptedEngine
-from areal_gym.errors import NotFiniteError, StopTraining
+from areal_gym.errors import DivergedError, NotFiniteError, StopTraining
 from areal_gym.metrics import rss_mb
 from areal_gym.online import ONLINE
 from areal_gym.rendering import Renderer
@@ -25,6 +25,7 @@ from areal_gym.run.callbacks import Callbacks
 from areal_gym.run.display import Display
 from areal_gym.run.evaluation import Evaluations
 from areal_gym.run.garbage import relax_garbage_collection
+from areal_gym.run.guard import DivergenceGuard, NewestRewards
 from areal_gym.run.incidents import IncidentCounter
 from areal_gym.run.loggers import Loggers
 from areal_gym.run.parts import Parts, make_curriculum, make_filters
@@ -95,9 +96,11 @@ async def take_steps(
             **times.measure(stats, metrics),
             **_counters(stats, at.engine),
             **at.loggers.metrics(),
+            **newest.take(),
             "memory/rss_mb": rss_mb(),
         }
         row |= incidents.count(row)
+        row |= guard.observe(row)
         at.directory.append_metrics(row)
         at.directory.save_trained(at.learner.trained_tokens(), step=step)
         at.directory.save_trajectories((t for group in groups for t in group), name=step)
@@ -105,11 +108,13 @@ async def take_steps(
         at.display.step(step, at.config.steps, row)
         at.callbacks.tell("on_step", step, row, groups)
         saver.settle()
-        if at.config.trainer.save_every and step % at.config.trainer.save_every == 0:
+        every = at.config.trainer.save_every
+        if (every and step % every == 0) or guard.wants_checkpoint:
             await saver.save(step)
         if at.evaluations.is_due(step) and step < at.config.steps:
             await at.evaluations.begin(step)
         at.callbacks.raise_if_stopped()
+        guard.raise_if_diverged()
 
     def on_saved(step: int, state: Mapping[str, Any]) -> None:
         if journal is not None:
@@ -127,6 +132,8 @@ async def take_steps(
             ],
         )
 
+    newest = NewestRewards()
+    guard = DivergenceGuard(at.config, at.directory, at.display, at.directory.read_metrics())
     at.display.phase("train", at.config.steps)
     start_s = time.perf_counter()
     # Groups from a journal were sampled in other company: to the last bit, they must be played.
@@ -149,6 +156,7 @@ async def take_steps(
         curriculum=make_curriculum(at.config),
         journal=journal,
         state=rollout_state,
+        on_trajectory=newest.add,
         is_deterministic=at.config.deterministic,
         player=at.player,
     )
@@ -164,6 +172,7 @@ async def take_steps(
         on_saved=on_saved,
         scores=at.evaluations.scores,
         num_kept=at.config.trainer.keep_checkpoints,
+        protected=lambda: guard.protected,
         saved_step=done or None,
     )
     collect_as_before = relax_garbage_collection()
@@ -189,11 +198,11 @@ async def take_steps(
     except StopTraining as stop:
         at.display.say(f"stopped after step {done}, as a callback wanted: {stop}")
         saver.save_now(done)
-    except (asyncio.CancelledError, Exception):
+    except (asyncio.CancelledError, Exception) as error:
         if done:
             saver.save_now(done)
             at.display.say(f"stopped after step {done}; what was learned is in {at.directory.path}")
-            if at.directory.is_intact:
+            if at.directory.is_intact and not isinstance(error, DivergedError):
                 at.display.say(f"go on with: areal-gym train --resume --out {at.directory.path}")
         raise
     finally:

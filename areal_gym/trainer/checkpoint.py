@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,11 @@ def save_learner(
 
 
 def keep_checkpoints(
-    directory: Path, newest: int, scores: Mapping[int, float | None]
+    directory: Path,
+    newest: int,
+    scores: Mapping[int, float | None],
+    *,
+    protected: Collection[int] = (),
 ) -> str | None:
     """Delete all checkpoints but the `newest`, the best, and those that are being measured.
 
@@ -97,6 +101,7 @@ def keep_checkpoints(
         directory: of the run's checkpoints.
         newest: how many; at least one, which a resumed run needs.
         scores: of the policy after each step that was measured; None while it is being measured.
+        protected: steps whose checkpoints stay, too.
 
     Returns:
         The name of the best one, which `best` links to; None when none of them was measured.
@@ -110,7 +115,8 @@ def keep_checkpoints(
         link.symlink_to(best.name)
         os.replace(link, directory / "best")
     for path in list(checkpoints.values())[:-newest]:
-        if path != best and scores.get(_step(path), 0.0) is not None:
+        is_being_measured = scores.get(_step(path), 0.0) is None
+        if path != best and not is_being_measured and _step(path) not in protected:
             shutil.rmtree(path, ignore_errors=True)
     return None if best is None else best.name
 
