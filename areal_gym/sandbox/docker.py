@@ -114,6 +114,9 @@ class DockerSandbox(ForkingSandbox):
         limits: for calls that name none. Calls may ask for less memory and fewer processes, not
             for more: containers are made with these.
         modules: imported ahead in containers for snippets that mention one of them.
+        runtime: the container runtime, by the name that the engine knows it by: "runsc" (gVisor:
+            a kernel of its own between snippets and this machine's), "crun", "kata", ... Default:
+            the engine's default.
     """
 
     backend: ClassVar[str] = "docker"
@@ -126,11 +129,13 @@ class DockerSandbox(ForkingSandbox):
         max_sessions: int = 32,
         limits: SandboxLimits | None = None,
         modules: Sequence[str] = ("numpy", "sympy"),
+        runtime: str | None = None,
     ) -> None:
         super().__init__(
             num_workers=num_workers, limits=limits, modules=modules, max_sessions=max_sessions
         )
         self.image = image
+        self.runtime = runtime
         self._id = f"{os.getpid()}-{secrets.token_hex(6)}"
         self._client: Any = None
         self._idle: dict[bool, deque[Zygote]] = {False: deque(), True: deque()}
@@ -312,6 +317,7 @@ class DockerSandbox(ForkingSandbox):
                 tmpfs={"/tmp": _TMP_OPTIONS + self._inode_limit()},
                 user=f"{uid}:{uid}",  # its own, since the kernel counts processes by user
                 working_dir="/",
+                runtime=self.runtime,
                 network_mode="none",
                 ipc_mode="none",
                 read_only=True,

@@ -1,44 +1,34 @@
-"""`python -m areal_gym.sandbox.suite`: exit code 0 when every snippet is contained."""
+"""`python -m areal_gym.sandbox.suite`: exit code 0 when every program is contained."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import DataError, GymError, UsageError
-from areal_gym.plugins import registry
+from areal_gym.plugins import PluginManager, Registry
+from areal_gym.sandbox.base import SandboxLevel
 from areal_gym.sandbox.suite.attack import attack
+from areal_gym.sandbox.suite.programs import Program, builtin_files, read_programs
 from areal_gym.sandbox.suite.watch import descendants
 from areal_gym.sandbox.worker import kernel
 
-_OWN = Path(__file__).with_name("hostile.json")
+_NUM_TOGETHER = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite and print what came of it; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m areal_gym.sandbox.suite",
-        description="Run hostile snippets in a sandbox and tell what got through.",
-    )
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: our own")
-    parser.add_argument("--backend", default="process", help="id of a sandbox (%(default)s)")
-    parser.add_argument("--image", help="for `docker`")
-    parser.add_argument("--only", default="", metavar="NAME,...", help="these snippets alone")
-    parser.add_argument("--without", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument(
-        "--unsafe", action="store_true", help="needed for `none`: on a machine to throw away"
-    )
-    options = parser.parse_args(arguments)
+    """Runs the suite and prints what came of it; returns the exit code."""
+    options = _parser().parse_args(arguments)
     try:
         report = _run(options)
     except GymError as error:
@@ -53,76 +43,157 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(report["failures"] or report["host"]))
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_gym.sandbox.suite",
+        description="Run hostile programs in a sandbox and tell what got through.",
+    )
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="JSON or TOML; default: our own"
+    )
+    parser.add_argument(
+        *("--sandbox", "--backend"),
+        dest="backend",
+        default="process",
+        metavar="ID",
+        help="id of a sandbox, of a plugin too (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--level",
+        choices=[str(SandboxLevel.ISOLATED), str(SandboxLevel.FILTERED)],
+        help="of `process`: refuse less than this, and leave out what is more",
+    )
+    parser.add_argument("--image", help="of `docker`")
+    parser.add_argument("--runtime", help="of `docker`: a container runtime, such as runsc")
+    parser.add_argument(
+        *("-p", "--plugin"),
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a plugin, which may bring a sandbox",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the sandbox; VALUE is JSON or text",
+    )
+    parser.add_argument("--only", default="", metavar="NAME,...", help="programs or categories")
+    parser.add_argument("--without", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--one-by-one", action="store_true", help="never two programs at a time")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--unsafe", action="store_true", help="needed for `none`: on a machine to throw away"
+    )
+    return parser
+
+
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     if options.backend == "none" and not options.unsafe:
         raise UsageError(
             "without a sandbox, hostile snippets kill processes, fill memory and change files here",
-            hints=["on a machine that you can throw away: --backend none --unsafe"],
+            hints=["on a machine that you can throw away: --sandbox none --unsafe"],
         )
-    snippets = [row for file in options.files or [_OWN] for row in _read(file)]
+    programs = read_programs(options.files or builtin_files())
     if options.only:
-        names = options.only.split(",")
-        snippets = [row for row in snippets if row["name"] in names]
-    if not snippets:
+        chosen = {*options.only.split(",")}
+        programs = [p for p in programs if chosen & {p.name, p.category}]
+    if not programs:
         raise DataError("no snippet is left to run")
     # Orphans of ours come back to us, so that they can be seen.
     kernel.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    settings: dict[str, Any] = {"num_workers": 2}
-    if options.image:
-        settings["image"] = options.image
-    if options.without:
-        settings.update(without=options.without.split(","), min_level="none")
-    fds, temporary = len(os.listdir("/proc/self/fd")), _ours_in_tmp()
+    fds = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # `--unsafe` was loud enough
-        sandbox = registry().make("sandboxes", options.backend, **settings)
-    report: dict[str, Any] = asyncio.run(_attack(sandbox, snippets))
-    host = []
+        plugins = Registry(PluginManager.installed(modules=options.plugin))
+        sandbox = plugins.make("sandboxes", options.backend, **_settings(options))
+    num_together = 1 if options.one_by_one else _NUM_TOGETHER
+    with _own_temporary_directory() as directory:
+        report: dict[str, Any] = asyncio.run(_attack(sandbox, programs, num_together))
+        left = sorted(os.listdir(directory))
+    host = [f"left in the temporary directory: {', '.join(left)}"] if left else []
     if strays := descendants(os.getpid()):
         host.append(f"{len(strays)} processes are left")
     if (now := len(os.listdir("/proc/self/fd"))) > fds:
         host.append(f"{now - fds} descriptors are left")
-    if left := _ours_in_tmp() - temporary:
-        host.append(f"left in the temporary directory: {', '.join(sorted(left))}")
     return {**report, "host": host}
 
 
-async def _attack(sandbox: Any, snippets: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings of the sandbox that the command line asks for."""
+    is_ours = options.backend in ("process", "docker", "none")
+    settings: dict[str, Any] = {"num_workers": _NUM_TOGETHER} if is_ours else {}
+    for name in ("image", "runtime"):
+        if value := getattr(options, name):
+            settings[name] = value
+    if options.level and options.backend == "process":
+        settings["min_level"] = options.level
+        if options.level == SandboxLevel.FILTERED:
+            settings["without"] = ["namespaces"]
+    elif options.level == SandboxLevel.FILTERED:
+        raise UsageError(f"--level filtered is of the sandbox 'process', not {options.backend!r}")
+    if options.without:
+        settings.update(without=options.without.split(","), min_level="none")
+    for setting in options.set:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise UsageError(f"--set {setting!r}: expected KEY=VALUE")
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text
+    return settings
+
+
+async def _attack(sandbox: Any, programs: Sequence[Program], num_together: int) -> dict[str, Any]:
     async with sandbox:
         report = await sandbox.report()
-        outcomes = await attack(sandbox, snippets)
+        promised = [p for p in programs if not p.levels or report.level in p.levels]
+        outcomes = await attack(sandbox, promised, num_together=num_together)
     failures = {o.name: o.problems for o in outcomes if o.problems}
+    categories: dict[str, dict[str, int]] = {}
+    for outcome in outcomes:
+        counts = categories.setdefault(outcome.category, {"contained": 0, "of": 0})
+        counts["of"] += 1
+        counts["contained"] += not outcome.problems
     return {
         **dataclasses.asdict(report),
         "contained": len(outcomes) - len(failures),
         "of": len(outcomes),
+        "not_promised": [p.name for p in programs if p not in promised],
+        "categories": categories,
         "failures": failures,
         "statuses": {o.name: o.status for o in outcomes},
+        "elapsed_s": {o.name: round(o.elapsed_s, 2) for o in outcomes},
     }
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
-    try:
-        rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["snippets"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{file} holds no snippets: {error}",
-            hints=['{"snippets": [{"name", "code", "safe_expected", "checks": [...]}]}'],
-        ) from None
-    return rows
-
-
-def _ours_in_tmp() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob("areal-gym-*")}
+@contextlib.contextmanager
+def _own_temporary_directory() -> Iterator[str]:
+    """Makes a temporary directory the one of this process: other programs leave things in theirs."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="suite-") as directory:
+        os.chmod(directory, 0o711)  # cells of other users pass through it
+        tempfile.tempdir = directory
+        try:
+            yield directory
+        finally:
+            tempfile.tempdir = before
 
 
 def _print(report: dict[str, Any]) -> None:
     print(f"{report['backend']}, level {report['level']}: {', '.join(report['protections'])}")
+    print(f"\n{'category':14} {'contained':>9} {'of':>4}")
+    for category, counts in sorted(report["categories"].items()):
+        print(f"{category:14} {counts['contained']:9} {counts['of']:4}")
     for name, problems in report["failures"].items():
-        print(f"  {name}: {'; '.join(problems)}")
+        print(f"\n{name}: {'; '.join(problems)}")
     for problem in report["host"]:
-        print(f"  afterwards: {problem}")
-    print(f"contained {report['contained']} of {report['of']}")
+        print(f"\nafterwards: {problem}")
+    if names := report["not_promised"]:
+        print(f"\nnot promised at this level, and not run: {', '.join(names)}")
+    print(f"\ncontained {report['contained']} of {report['of']}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -22,10 +23,14 @@ class Bait:
         self.secret = "tok3n" + os.urandom(8).hex()
         self.canary = self.root / "canary"
         self.canary.mkdir()
-        (self.canary / "keep.txt").write_text("keep")
-        (self.canary / "canary_module.py").write_text(f"TOKEN = {self.secret!r}")
         self.secret_file = self.root / "secret"
-        self.secret_file.write_text(self.secret)
+        self._texts = {
+            self.canary / "keep.txt": "keep",
+            self.canary / "canary_module.py": f"TOKEN = {self.secret!r}",
+            self.secret_file: self.secret,
+        }
+        for path, text in self._texts.items():
+            path.write_text(text)
         self.secret_file.chmod(0o600)
         before = os.environ.get("API_KEY")
         os.environ["API_KEY"] = self.secret
@@ -44,6 +49,8 @@ class Bait:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.free_port: int = free.getsockname()[1]
+
+        self._metadata = {path: _metadata(path) for path in (self.canary, *self._texts)}
 
     def _listen(self, stack: ExitStack, family: int, address: Any) -> socket.socket:
         listener = stack.enter_context(socket.socket(family))
@@ -74,7 +81,7 @@ class Bait:
         return text
 
     def taken(self) -> Iterator[str]:
-        """What happened to the bait since the last look."""
+        """Yields what happened to the bait since the last look, and lays it out anew."""
         for name, listener in (("tcp", self.tcp), ("unix", self.unix), ("abstract", self.named)):
             try:
                 listener.accept()[0].close()
@@ -86,15 +93,48 @@ class Bait:
             yield "sent udp"
         except BlockingIOError:
             pass
-        if sorted(path.name for path in self.canary.iterdir()) != ["canary_module.py", "keep.txt"]:
+        if self._put_back():
             yield "canary directory changed"
-        if (self.canary / "keep.txt").read_text() != "keep":
-            yield "canary changed"
+        for path, text in self._texts.items():
+            if not path.exists() or path.read_text() != text:
+                path.write_text(text)
+                yield f"{path.name} changed"
         for name in ("leak", "home"):
             if (self.root / name).exists():
+                _remove(self.root / name)
                 yield f"wrote {name}"
         if os.environ.get("API_KEY") != self.secret:
+            os.environ["API_KEY"] = self.secret
             yield "environment changed"
+        for path, metadata in self._metadata.items():
+            if (now := _metadata(path)) != metadata:
+                yield f"metadata of {path.name} changed: {metadata} to {now}"
+        self._metadata = {path: _metadata(path) for path in self._metadata}
+
+    def _put_back(self) -> bool:
+        """Removes what is new in the canary directory; whether anything was, or is missing."""
+        is_changed = False
+        expected = {path for path in self._texts if path.parent == self.canary}
+        for path in self.canary.iterdir():
+            if path not in expected:
+                _remove(path)
+                is_changed = True
+        return is_changed or not all(path.exists() for path in expected)
+
+
+def _metadata(path: Path) -> tuple[object, ...]:
+    """Returns what a program could change of a file without opening it; no access time."""
+    status = path.stat()
+    attributes = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+    owner = (status.st_mode, status.st_uid, status.st_gid)
+    return (*owner, status.st_nlink, status.st_mtime_ns, attributes)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _restore(name: str, value: str | None) -> None:

@@ -8,11 +8,13 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from areal_gym.sandbox.base import Sandbox
 from areal_gym.sandbox.forking import ForkingSandbox
 from areal_gym.sandbox.zygotes import Zygote
 
-__all__ = ["Watch", "descendants", "leftovers", "resident_mb"]
+__all__ = ["Watch", "descendants", "leftovers", "resident_mb", "wait_until_quiet"]
 
+_QUIET_TICKS = 2
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
@@ -49,15 +51,46 @@ def _size_mb(directory: str) -> float:
     return total / (1 << 20)
 
 
-async def leftovers(sandbox: ForkingSandbox) -> list[str]:
-    """What is there beyond waiting cells, once things have settled."""
+def _zygotes(sandbox: Sandbox) -> list[Zygote]:
+    """Returns the fork servers of our own backends; a user's sandbox has none that we know."""
+    return sandbox.zygotes() if isinstance(sandbox, ForkingSandbox) else []
+
+
+def _processes(sandbox: Sandbox) -> set[int]:
+    """Returns all processes that run for `sandbox`."""
+    if not isinstance(sandbox, ForkingSandbox):
+        return descendants(os.getpid())
+    return {pid for z in _zygotes(sandbox) for pid in descendants(z.server.pid)}
+
+
+async def leftovers(sandbox: Sandbox) -> list[str]:
+    """Returns what is there beyond waiting cells, once things have settled."""
     problems: list[str] = []
-    for _ in range(100):
-        problems = [problem for zygote in sandbox.zygotes() for problem in _extras(zygote)]
+    for _ in range(600):
+        problems = [problem for zygote in _zygotes(sandbox) for problem in _extras(zygote)]
         if not problems:
             break
         await asyncio.sleep(0.05)
     return problems
+
+
+async def wait_until_quiet(sandbox: Sandbox) -> list[str]:
+    """Returns a problem when the sandbox's processes go on working while no call runs."""
+    ticks = 0
+    for _ in range(60):
+        before = sum(map(_cpu_ticks, _processes(sandbox)))
+        await asyncio.sleep(0.25)
+        ticks = sum(map(_cpu_ticks, _processes(sandbox))) - before
+        if ticks <= _QUIET_TICKS:
+            return []
+    return [f"between calls its processes go on working: {ticks} ticks in 0.25 s"]
+
+
+def _cpu_ticks(pid: int) -> int:
+    with suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return 0
 
 
 def _extras(zygote: Zygote) -> list[str]:
@@ -78,7 +111,7 @@ def _extras(zygote: Zygote) -> list[str]:
 class Watch:
     """Looks at a sandbox every 50 ms while a snippet runs, and keeps the largest numbers."""
 
-    def __init__(self, sandbox: ForkingSandbox, port: int) -> None:
+    def __init__(self, sandbox: Sandbox, port: int) -> None:
         self._sandbox = sandbox
         self._port = port
         self._base_mb = self._tree()[1]
@@ -89,7 +122,7 @@ class Watch:
         """Whether something inside answered on the port."""
 
     def _tree(self) -> tuple[int, float]:
-        pids = {pid for z in self._sandbox.zygotes() for pid in descendants(z.server.pid)}
+        pids = _processes(self._sandbox)
         return len(pids), sum(map(resident_mb, pids))
 
     async def __call__(self) -> None:
@@ -98,7 +131,7 @@ class Watch:
             num_processes, tree_mb = self._tree()
             self.num_processes = max(self.num_processes, num_processes)
             self.tree_mb = max(self.tree_mb, tree_mb - self._base_mb)
-            used_mb = sum(_size_mb(z.server.scratch) for z in self._sandbox.zygotes())
+            used_mb = sum(_size_mb(z.server.scratch) for z in _zygotes(self._sandbox))
             self.disk_mb = max(self.disk_mb, used_mb)
             with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 0.02):
                 self.was_reached = True

@@ -34,6 +34,7 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternativ
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _TMP_OPTIONS = "size=64m,nr_inodes=4096,mode=1777"
+_GVISOR_LACKS = (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)
 _CAP_DAC_READ_SEARCH, _CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN = 2, 6, 7, 21
 
 
@@ -274,7 +275,12 @@ class Jail:
             (resource.RLIMIT_SIGPENDING, 1024),
             (resource.RLIMIT_STACK, 8 << 20),
         ):
-            lower_limit(kind, value)
+            try:
+                lower_limit(kind, value)
+            except ValueError:
+                # gVisor cannot set these, and has neither cores nor message queues to bound.
+                if not self._is_container or kind not in _GVISOR_LACKS:
+                    raise
         if self._landlock:
             readable, writable = [*self._readable], [directory, "/dev/null"]
             landlock.restrict(self._landlock, readable=readable, writable=writable)

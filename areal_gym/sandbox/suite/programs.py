@@ -1,0 +1,121 @@
+"""Hostile programs as data: read from the files beside this module, or from a user's own.
+
+Two formats hold the same fields. JSON is the shared one: `{"snippets": [{...}]}`. TOML suits people
+who write programs: one file for each category, `[[program]]` tables, code in '''literal strings'''.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_gym.errors import DataError
+from areal_gym.sandbox.base import SandboxLimits
+
+__all__ = ["Program", "builtin_files", "read_programs"]
+
+HANG_S, WALL_S = 0.6, 30.0
+"""Time for programs that are meant to hang, and for all others: only one that hangs takes it."""
+_HERE = Path(__file__).parent
+# The runner looks at the whole sandbox meanwhile, so nothing else may run.
+_ALONE = ("max_procs", "peak_tree_rss_mb", "disk_mb", "not_reachable", "harness_rss_growth_mb")
+_FIELDS = {
+    *("name", "category", "code", "checks", "safe_expected", "timeout", "limits", "is_session"),
+    *("then", "then_checks", "beside", "beside_checks", "levels", "about"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One hostile program, and what must be seen when a sandbox contains it."""
+
+    name: str
+    category: str
+    code: str
+    checks: tuple[str, ...]
+    limits: SandboxLimits
+    is_session: bool = False
+    """Whether it runs in a session, which stays open while the runner looks around."""
+    then: str = ""
+    """A second program, run afterwards: in the same session, else in a fresh interpreter."""
+    then_checks: tuple[str, ...] = ()
+    beside: str = ""
+    """An innocent program that runs in another interpreter at the same time."""
+    beside_checks: tuple[str, ...] = ("status:ok",)
+    levels: tuple[str, ...] = ()
+    """The levels that promise to contain it; every one when empty."""
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether no other program may run meanwhile."""
+        return self.is_session or any(check.startswith(_ALONE) for check in self.checks)
+
+
+def builtin_files() -> list[Path]:
+    """Returns the files of the programs that ship with the package."""
+    return [_HERE / "hostile.json", *sorted((_HERE / "programs").glob("*.toml"))]
+
+
+def read_programs(files: Sequence[Path]) -> list[Program]:
+    """Returns the programs of `files`, in their order.
+
+    Raises:
+        DataError: a file cannot be read, or a program lacks a field or has an unknown one.
+    """
+    return [_program(row, file) for file in files for row in _rows(file)]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        rows = tomllib.loads(text)["program"] if file.suffix == ".toml" else _snippets(text)
+        return [dict(row) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{file} holds no snippets: {error!r}",
+            hints=[
+                'JSON: {"snippets": [{"name", "code", "safe_expected", "checks": [...]}]}',
+                "TOML: [[program]] tables with name, code and checks",
+            ],
+        ) from None
+
+
+def _snippets(text: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(text)["snippets"]
+    return rows
+
+
+def _program(row: Mapping[str, Any], file: Path) -> Program:
+    missing = {"name", "code", "checks"} - row.keys()
+    unknown = row.keys() - _FIELDS if file.suffix == ".toml" else ()
+    if missing or unknown:
+        raise DataError(
+            f"{file}, program {row.get('name', '?')!r}: "
+            + (f"no {sorted(missing)[0]!r}" if missing else f"unknown field {min(unknown)!r}"),
+            hints=[f"fields: {', '.join(sorted(_FIELDS))}"],
+        )
+    if file.suffix == ".toml":
+        hangs = "status:timeout" in row["checks"]
+    else:
+        hangs = "timeout" in str(row.get("safe_expected", "")) + str(row["checks"])
+    try:
+        limits = SandboxLimits(**{"wall_s": HANG_S if hangs else WALL_S, **row.get("limits", {})})
+    except TypeError as error:
+        raise DataError(f"{file}, program {row['name']!r}: limits: {error}") from None
+    return Program(
+        name=row["name"],
+        category=row.get("category", file.stem),
+        code=row["code"],
+        checks=tuple(row["checks"]),
+        limits=limits,
+        is_session=bool(row.get("is_session", False)),
+        then=row.get("then", ""),
+        then_checks=tuple(row.get("then_checks", ())),
+        beside=row.get("beside", ""),
+        beside_checks=tuple(row.get("beside_checks", ("status:ok",))),
+        levels=tuple(row.get("levels", ())),
+    )
