@@ -287,6 +287,32 @@ class DockerSandbox(ForkingSandbox):
         engines = [part["Name"] for part in self._client.version().get("Components", ())]
         return "" if "Podman Engine" in engines else ",nr_inodes=4096"
 
+    def _require_runtime(self) -> None:
+        """Names the runtimes that there are, when the engine has none of the asked-for name.
+
+        Raises:
+            SandboxError: the engine knows no such runtime.
+        """
+        import docker
+        import requests
+
+        if self.runtime is None:
+            return
+        try:
+            known = self._client.info().get("Runtimes") or {}
+        except (docker.errors.DockerException, requests.RequestException):
+            return  # the engine is gone; its last error says so
+        if known and self.runtime not in known:
+            raise SandboxError(
+                f"the engine has no container runtime {self.runtime!r}; "
+                f"it has: {', '.join(sorted(known))}",
+                hints=(
+                    "register it: "
+                    f'{{"runtimes": {{"{self.runtime}": {{"path": "..."}}}}}} '
+                    "in /etc/docker/daemon.json, and restart the engine",
+                ),
+            ) from None
+
     def _create(self, place: Path, has_modules: bool) -> Any:
         """Make and start a container; the SDK's object for it."""
         import docker
@@ -347,9 +373,12 @@ class DockerSandbox(ForkingSandbox):
                 ),
             ) from None
         except (docker.errors.DockerException, requests.RequestException) as error:
+            self._require_runtime()
             is_gone = isinstance(error, requests.ConnectionError)
             raise (SandboxUnreachableError if is_gone else SandboxError)(
-                f"no container of {self.image!r} could be started: {error}",
+                f"no container of {self.image!r} could be started"
+                + (f" by the runtime {self.runtime!r}" if self.runtime else "")
+                + f": {error}",
                 hints=("the engine must run on this machine: it mounts a socket of ours",),
             ) from error
         finally:

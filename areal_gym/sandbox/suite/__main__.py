@@ -171,7 +171,7 @@ async def _attack(sandbox: Any, programs: Sequence[Program], num_together: int) 
 
 @contextlib.contextmanager
 def _own_temporary_directory() -> Iterator[str]:
-    """Makes a temporary directory the one of this process: other programs leave things in theirs."""
+    """Gives this process a temporary directory of its own, where no other program leaves things."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="suite-") as directory:
         os.chmod(directory, 0o711)  # cells of other users pass through it

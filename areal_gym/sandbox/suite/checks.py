@@ -64,7 +64,7 @@ def failed(
 
 
 def implausible(result: SandboxResult, limits: SandboxLimits) -> Iterator[str]:
-    """Yields what no program may cause: a failure of the sandbox, or figures that cannot be true."""
+    """Yields what no program may cause: the sandbox's failure, or figures that cannot be true."""
     if result.status is SandboxStatus.UNAVAILABLE:
         yield f"the sandbox failed: {result.stderr}"
     numbers = {"peak_memory_mb": result.peak_memory_mb, "elapsed_s": result.elapsed_s}
