@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from areal_gym.sandbox import SandboxStatus
 from areal_gym.sandbox.suite.__main__ import main
+from areal_gym.sandbox.suite.bait import Bait
+from areal_gym.sandbox.suite.programs import builtin_files, read_programs
 
 ROOT = Path(__file__).parents[2]
 SNIPPETS = ROOT.parent / "shared/golden/hostile_snippets.json"
@@ -91,7 +94,7 @@ def attack(*arguments: str, uid: int = 0) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
     assert process.returncode in (0, 1), process.stderr
     return json.loads(process.stdout)
@@ -113,7 +116,7 @@ def hold(report: dict[str, Any], num_least: int) -> None:
     assert report["contained"] == report["of"] >= num_least
 
 
-OURS_AND_SHARED = pytest.mark.parametrize(("whose", "least"), [("shared", 91), ("ours", 30)])
+OURS_AND_SHARED = pytest.mark.parametrize(("whose", "least"), [("shared", 91), ("ours", 170)])
 
 
 @pytest.mark.slow
@@ -140,7 +143,7 @@ def test_hostile_snippets_as_an_ordinary_user(whose, least):
 def test_hostile_snippets_as_an_ordinary_user_without_namespaces():
     report = attack(*snippets("ours"), "--json", "--without", "namespaces", uid=NOBODY)
     assert report["level"] != "isolated"
-    hold(report, 30)
+    hold(report, 170)
 
 
 @pytest.mark.slow
@@ -173,6 +176,21 @@ def test_the_suite_tells_what_got_through(tmp_path, capsys):
 CHECKS = ["not_in_output:OUT", "output_cap:2", "host_absent:/usr", "returns_within:5"]
 
 
+def test_the_suite_sees_metadata_that_changed():
+    with ExitStack() as stack:
+        bait = Bait(stack)
+        for change in (
+            lambda path: path.chmod(0o777),
+            lambda path: os.utime(path, (0, 0)),
+            lambda path: os.setxattr(path, "user.x", b"x"),
+            lambda path: os.link(path, bait.root / "linked"),
+        ):
+            assert list(bait.taken()) == []
+            change(bait.canary / "keep.txt")
+            (problem,) = bait.taken()
+            assert problem.startswith("metadata of keep.txt changed")
+
+
 def test_without_walls_the_suite_sees_what_gets_through(tmp_path):
     """The suite itself is tested: harmless snippets that only walls would stop."""
     rows = [
@@ -194,14 +212,15 @@ def test_without_walls_the_suite_sees_what_gets_through(tmp_path):
     assert main([str(file), "--backend", "none"]) == 2
     report = attack(str(file), "--json", "--backend", "none", "--unsafe")
     assert report["level"] == "none"
-    problems = {name: problems[-1] for name, problems in report["failures"].items()}
+    problems = {name: problems[0] for name, problems in report["failures"].items()}
     assert problems == {
         "reads": report["failures"]["reads"][0],
         "writes": "canary directory changed",
-        "connects": "canary directory changed",
+        "connects": "connected to tcp",
         "leaves": "wrote leak",
     }
-    assert "connected to tcp" in report["failures"]["connects"]
+    assert problems["reads"].endswith("is in the output")
+    assert report["categories"]["file"] == {"contained": 0, "of": len(rows)}
 
 
 def test_a_check_that_nobody_knows_is_refused(tmp_path, capsys):
@@ -211,6 +230,95 @@ def test_a_check_that_nobody_knows_is_refused(tmp_path, capsys):
     assert "'no_such'" in capsys.readouterr().err
     (tmp_path / "file.json").write_text("[]")
     assert main([str(tmp_path / "file.json")]) == 2
+
+
+TOML = """
+[[program]]
+name = "gone"
+checks = ["status:ok"]
+code = "x = 1"
+then = "x"
+then_checks = ["status:error"]
+
+[[program]]
+name = "kept"
+is_session = true
+checks = ["status:ok"]
+code = "x = 1"
+then = "x"
+then_checks = ["value:1"]
+beside_checks = []
+
+[[program]]
+name = "claimed"
+category = "neighbours"
+checks = ["status:ok"]
+code = "1"
+beside = "print('undisturbed')"
+beside_checks = ["in_output:disturbed!"]
+
+[[program]]
+name = "elsewhere"
+levels = ["none"]
+checks = []
+code = "1"
+"""
+
+
+def test_programs_in_toml_make_several_calls(tmp_path):
+    (tmp_path / "mine.toml").write_text(TOML)
+    report = attack(str(tmp_path / "mine.toml"), "--json")
+    assert report["failures"] == {"claimed": ["'disturbed!' is not in the output"]}
+    assert report["not_promised"] == ["elsewhere"]
+    assert report["categories"] == {
+        "mine": {"contained": 2, "of": 2},
+        "neighbours": {"contained": 0, "of": 1},
+    }
+
+
+def test_the_suite_attacks_a_sandbox_of_a_plugin(tmp_path, monkeypatch):
+    (tmp_path / "own_sandbox_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.toml").write_text(TOML)
+    own = ("-p", "own_sandbox_plugin", "--sandbox", "fails", "--set", "text=no way")
+    report = attack(str(tmp_path / "mine.toml"), "--json", *own)
+    assert report["backend"] == "process"
+    assert report["failures"]["gone"][0] == "the sandbox failed: RuntimeError: no way"
+
+
+PLUGIN = """
+from areal_gym.plugins import SandboxSpec, hookimpl
+from areal_gym.sandbox import ProcessSandbox
+
+class Fails(ProcessSandbox):
+    def __init__(self, *, text: str) -> None:
+        super().__init__(num_workers=1)
+        self.text = text
+
+    async def run(self, code, *, limits=None):
+        if code == "x = 1":
+            raise RuntimeError(self.text)
+        return await super().run(code, limits=limits)
+
+@hookimpl
+def register_sandboxes():
+    yield SandboxSpec(id="fails", entry_point="own_sandbox_plugin:Fails", summary="fails")
+"""
+
+
+def test_a_program_of_a_level_needs_that_level(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text(TOML)
+    assert main([str(tmp_path / "mine.toml"), "--sandbox", "docker", "--level", "filtered"]) == 2
+    assert "--level filtered" in capsys.readouterr().err
+    (tmp_path / "mine.toml").write_text(TOML + "odd = 1\n")
+    assert main([str(tmp_path / "mine.toml")]) == 2
+    assert "unknown field 'odd'" in capsys.readouterr().err
+
+
+def test_programs_of_the_suite_have_names_of_their_own():
+    programs = read_programs(builtin_files())
+    assert len({program.name for program in programs}) == len(programs) >= 170
+    assert all(program.checks for program in programs)
 
 
 def test_threads_start_however_much_else_their_user_runs(tmp_path):

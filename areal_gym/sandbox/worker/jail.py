@@ -77,6 +77,8 @@ class Jail:
             keep = self._keep_pid_namespace if is_root else self._move_to_pid_namespace
             self._attempt("pid namespace", keep)
         kernel.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+        if is_container:
+            kernel.prctl(4, 0)  # PR_SET_DUMPABLE: children of the same user do not look into us
         self.protections.append("no new privileges")
         # Before the private root: it has no /proc to ask.
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
@@ -199,6 +201,7 @@ class Jail:
             allow_metadata=is_apart,
             allow_truncate=is_apart or self._landlock >= landlock.TRUNCATE_VERSION,
             own_pid=own_pid,
+            server_pid=1 if self._is_container else None,
         )
 
     # -- for each child
@@ -263,6 +266,7 @@ class Jail:
         kernel.drop_capabilities(keep=self._kept_capabilities)
         if self._is_container:
             # When its memory is used up, the fork server must not be the one that is ended.
+            kernel.prctl(4, 1)  # PR_SET_DUMPABLE: else the file is root's
             with open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")
         kernel.prctl(4, 0)  # PR_SET_DUMPABLE: no ptrace, no core

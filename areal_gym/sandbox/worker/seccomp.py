@@ -55,7 +55,12 @@ _allowed: list[_Step] = [(_RETURN, 0, 0, _ALLOW)]
 
 
 def build_filter(
-    *, allow_fork: bool, allow_metadata: bool, allow_truncate: bool, own_pid: int | None
+    *,
+    allow_fork: bool,
+    allow_metadata: bool,
+    allow_truncate: bool,
+    own_pid: int | None,
+    server_pid: int | None = None,
 ) -> bytes:
     """The program for this machine, ready for `install`.
 
@@ -65,6 +70,8 @@ def build_filter(
             of reach, or on read-only mounts.
         allow_truncate: whether a file may be cut by its path, which Landlock knows since Linux 6.2.
         own_pid: where no pid namespace hides the others, the only process that may be signalled.
+        server_pid: in a container the fork server, which has the same user as its children, and
+            must get neither signals nor limits from them.
 
     Raises:
         OSError: the filter is not written for this architecture.
@@ -85,7 +92,7 @@ def build_filter(
         **dict.fromkeys(("clone3", "openat2"), _missing),
         **_process_rules(allow_fork),
         **_file_rules(allow_metadata, allow_truncate),
-        **_signal_rules(own_pid),
+        **_signal_rules(own_pid, server_pid),
         "fcntl": _only(1, _FCNTL),
         "ioctl": _only(1, _IOCTL),
         "prctl": _only(0, _PRCTL),
@@ -112,6 +119,11 @@ def _one_of(values: Iterable[int]) -> list[_Step]:
 def _only(argument: int, values: Iterable[int]) -> list[_Step]:
     """Allow when the low half of an argument is one of `values`."""
     return [(_LOAD, 0, 0, _ARGUMENTS[argument]), *_one_of(values)]
+
+
+def _all_but(argument: int, value: int) -> list[_Step]:
+    """Refuse when the low half of an argument is `value`; else allow."""
+    return [(_LOAD, 0, 0, _ARGUMENTS[argument]), (_EQUAL, 0, 1, value), *_refused, *_allowed]
 
 
 def _unless(argument: int, value: int) -> list[_Step]:
@@ -146,11 +158,12 @@ def _file_rules(allow_metadata: bool, allow_truncate: bool) -> dict[str, list[_S
     }
 
 
-def _signal_rules(own_pid: int | None) -> dict[str, list[_Step]]:
+def _signal_rules(own_pid: int | None, server_pid: int | None) -> dict[str, list[_Step]]:
     free = ("kill", "tgkill", "prlimit64")
     others = ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
     if own_pid is None:
-        return dict.fromkeys((*free, *others, "sched_setaffinity"), _allowed)
+        rule = _allowed if server_pid is None else _all_but(0, server_pid)
+        return dict.fromkeys((*free, *others, "sched_setaffinity"), rule)
     itself, zero_or_itself = _only(0, (own_pid,)), _only(0, (0, own_pid))
     return {
         "kill": itself,
