@@ -32,6 +32,8 @@ class Exit(NamedTuple):
     peak_kb: int = 0
     is_starved: bool = False
     """Its processes held too much memory together."""
+    is_crowded: bool = False
+    """It had too many threads and processes, where the kernel does not count them."""
     error: str = ""
 
 
@@ -129,6 +131,9 @@ class Call:
         if exit is not None and exit.is_starved:
             text = f"MemoryError: its processes held more than {limits.memory_mb} MB together\n"
             return SandboxStatus.MEMORY, text
+        if exit is not None and exit.is_crowded:
+            text = f"Killed: more than {limits.num_processes} threads and processes\n"
+            return SandboxStatus.KILLED, text
         if exit is not None and exit.status < 0:
             return SandboxStatus.KILLED, "Killed: the interpreter was lost\n"
         code = 0 if exit is None else os.waitstatus_to_exitcode(exit.status)

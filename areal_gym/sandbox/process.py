@@ -25,8 +25,14 @@ from areal_gym.sandbox.zygotes import Zygote
 __all__ = ["ENVIRONMENT", "ProcessSandbox", "level_of"]
 
 # Sets of strings have one order in every interpreter, so that episodes repeat. One thread: a
-# process with more cannot be forked safely.
-ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+# process with more cannot be forked safely. One arena of memory: glibc reserves up to 128 MB of
+# address space for each thread's own, which the limit of memory would count.
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+}
 
 _BOOT = """
 import json, socket, sys

@@ -25,6 +25,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
+from . import tasks
 from .jail import lower_limit
 
 __all__ = ["serve"]
@@ -69,6 +70,8 @@ def serve(channel: socket.socket, base_memory: int, *, counts_processes: bool) -
             time.sleep(_THREADS_S)
         if counts_processes:
             lower_limit(resource.RLIMIT_NPROC, request["limits"]["num_processes"])
+        else:
+            tasks.note_limit(request["limits"]["num_processes"])
         _apply_limits(request["limits"], base_memory, is_last=is_last)
         outcome, exit_code = _execute(source, namespace)
         _flush()
@@ -118,7 +121,6 @@ def _apply_limits(limits: dict[str, Any], base_memory: int, *, is_last: bool) ->
         hard = memory + _HEADROOM
     lower_limit(resource.RLIMIT_AS, memory, hard)
     lower_limit(resource.RLIMIT_FSIZE, file_size)
-    lower_limit(resource.RLIMIT_NPROC, limits["num_processes"])
 
 
 def _execute(source: bytes, namespace: dict[str, Any]) -> tuple[dict[str, Any], int]:

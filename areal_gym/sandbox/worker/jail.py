@@ -4,9 +4,10 @@ Three situations, found by trying:
 
 - root, or root of a container: namespaces, a private root directory, and a private uid per child,
   so that the process count of each child is its own;
-- an ordinary user with user namespaces: the same without private uids. The count of processes is
-  shared by the user there, so children may not fork at all;
-- neither: Landlock and seccomp, again without fork, so that nothing can be left behind.
+- an ordinary user with user namespaces: the same without private uids. Each child has a user
+  namespace of its own, so that its threads are counted apart; it may not fork;
+- neither: Landlock and seccomp, again without fork, so that nothing can be left behind. Of an
+  ordinary user's children the fork server counts the threads (`tasks`).
 
 No child is ever uid 0: root that has no other uid for them is refused (`RefusedError`).
 
@@ -91,9 +92,6 @@ class Jail:
             os.chmod(scratch, 0o711)
             self._attempt("landlock", self._find_landlock)
         self.can_fork = is_container or (self._pid_namespace >= 0 and self._uid_count > 0)
-        self.counts_processes = self.can_fork or "user namespace" in self.protections
-        """Whether a count of processes is the child's own. Elsewhere it is its user's, of whom much
-        else may run; there a child may only start threads, which the limit of memory bounds."""
         self.has_seccomp = has_seccomp and self._attempt("seccomp", self._build_filter)
         """Whether the filter of system calls holds the cells."""
         if self.has_seccomp and not self.can_fork:
@@ -227,6 +225,20 @@ class Jail:
                 kernel.setns(self._pid_namespace, kernel.NEWPID)
         return pid
 
+    @property
+    def counts_processes(self) -> bool:
+        """Whether the kernel's count of processes (RLIMIT_NPROC) is each child's own.
+
+        Elsewhere it is its user's, of whom much else may run, other children for instance.
+        """
+        has_own = "user namespace" in self.protections or self._uid_count > 0
+        return self._is_container or has_own
+
+    @property
+    def num_users(self) -> int:
+        """How many children can each have a uid of their own; 0 where none has."""
+        return self._uid_count
+
     def address_space(self) -> int:
         """Bytes of address space that this process has, and its children begin with."""
         return int(os.pread(self._statm, 100, 0).split()[0]) * resource.getpagesize()
@@ -245,8 +257,21 @@ class Jail:
         if not self._has_mounts:
             remove_tree(self._scratch)
 
-    def confine(self, number: int) -> None:
-        """In the child, as the last thing before it hears of any snippet: no way back."""
+    def count_apart(self) -> None:
+        """In the child of an ordinary user: the kernel counts by user and user namespace.
+
+        So in a namespace of its own the child's processes are counted for it alone.
+        """
+        if "user namespace" in self.protections:
+            _own_user_namespace(self.proc)
+
+    def confine(self, number: int, slot: int) -> None:
+        """In the child, as the last thing before it hears of any snippet: no way back.
+
+        Args:
+            number: of the child, which no other one ever has.
+            slot: of `num_users`, which no other living child has.
+        """
         directory = self.directory(number)
         if self._has_mounts:
             kernel.unshare(kernel.NEWNS)
@@ -255,7 +280,7 @@ class Jail:
         else:
             os.mkdir(directory, 0o700)
         if self._uid_count:
-            uid = self._uid_base + number % self._uid_count
+            uid = self._uid_base + slot
             if not self._has_mounts:
                 os.chown(directory, uid, uid)
             os.setgroups([])
@@ -339,7 +364,12 @@ def _is_open_to_all(path: str) -> bool:
     return True
 
 
-def _own_user_namespace() -> None:
+def _own_user_namespace(proc: int | None = None) -> None:
+    """Move to a new user namespace, in which this process is who it was.
+
+    Args:
+        proc: descriptor of /proc, where the root directory has none.
+    """
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(kernel.NEWUSER)
     for name, text in (
@@ -347,5 +377,9 @@ def _own_user_namespace() -> None:
         ("uid_map", f"{uid} {uid} 1"),
         ("gid_map", f"{gid} {gid} 1"),
     ):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+        path = f"/proc/self/{name}" if proc is None else f"self/{name}"
+        fd = os.open(path, os.O_WRONLY, dir_fd=proc)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)

@@ -20,7 +20,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from . import cell, kernel, memory
+from . import cell, kernel, memory, tasks
 from .holding import PERIOD_S as HOLDING_PERIOD_S
 from .holding import Holding
 from .jail import Jail, RefusedError
@@ -85,6 +85,11 @@ class _Zygote:
         self._is_container = is_container
         self._cells: dict[int, int] = {}
         """Number of each running cell, by pid."""
+        self._slots: dict[int, int] = {}
+        """Which of the jail's users each of them is, by pid."""
+        self._last_slot = 0
+        self._crowded: set[int] = set()
+        """Pids of cells that were ended because they had too many threads and processes."""
         self._base_memory = 0
         self._next_look = 0.0
         self._num_kills = memory.num_kills()
@@ -119,6 +124,8 @@ class _Zygote:
         if self._jail.can_fork and not self._is_container:
             period_ms = memory.PERIOD_S * 1000
             protections.append("memory sum")
+        if not self._jail.counts_processes:
+            period_ms = memory.PERIOD_S * 1000
         self._tell(event="started", protections=protections)
         while True:
             events = poll.poll(self._patience_ms(period_ms))
@@ -167,18 +174,30 @@ class _Zygote:
             self._stop()
 
     def _spawn(self, number: int, fds: list[int]) -> None:
+        slot = self._free_slot()
         try:
             pid = self._jail.fork()
         except OSError as error:
             self._tell(event="exit", number=number, status=-1, error=str(error))
         else:
             if pid == 0:
-                self._become_cell(number, fds)
+                self._become_cell(number, slot, fds)
             self._cells[pid] = number
+            self._slots[pid] = slot
         for fd in fds:
             os.close(fd)
 
-    def _become_cell(self, number: int, fds: list[int]) -> NoReturn:
+    def _free_slot(self) -> int:
+        """A user that no living cell is; one of them again where there are more cells."""
+        num_users = self._jail.num_users or 1
+        used = set(self._slots.values())
+        for _ in range(num_users):
+            self._last_slot = (self._last_slot + 1) % num_users
+            if self._last_slot not in used:
+                break
+        return self._last_slot
+
+    def _become_cell(self, number: int, slot: int, fds: list[int]) -> NoReturn:
         try:
             channel_fd, stdout, stderr = fds
             signal.set_wakeup_fd(-1)
@@ -191,9 +210,10 @@ class _Zygote:
             if channel_fd != 3:
                 self._control.detach()
                 os.dup2(channel_fd, 3, inheritable=False)
+            self._jail.count_apart()
             os.closerange(4, 1 << 16)
             channel = socket.socket(fileno=3)
-            self._jail.confine(number)
+            self._jail.confine(number, slot)
         except BaseException:
             # Reaches the parent as the text of its SandboxError.
             os.write(2, traceback.format_exc().encode())
@@ -201,12 +221,16 @@ class _Zygote:
         cell.serve(channel, self._base_memory, counts_processes=self._jail.counts_processes)
 
     def _end_starved(self) -> None:
-        """End the cells whose processes hold too much memory together; looks once in a period."""
+        """End the cells that hold too much memory, or are too many; looks once in a period."""
         if time.monotonic() < self._next_look:
             return
+        can_fork = self._jail.can_fork and not self._is_container
         for pid in self._cells:
-            if memory.is_overdrawn(self._jail.proc, pid, self._base_memory):
+            if can_fork and memory.is_overdrawn(self._jail.proc, pid, self._base_memory):
                 self._starved.add(pid)
+                _kill_cell(pid)
+            elif not self._jail.counts_processes and tasks.is_crowded(self._jail.proc, pid):
+                self._crowded.add(pid)
                 _kill_cell(pid)
         self._next_look = time.monotonic() + memory.PERIOD_S
 
@@ -225,6 +249,7 @@ class _Zygote:
         number = self._cells.pop(pid, None)
         if number is None:
             return
+        self._slots.pop(pid, None)
         self._holding.forget(pid)
         if not self._jail.ends_trees:
             self._sweep(pid)
@@ -236,7 +261,9 @@ class _Zygote:
             cpu_s=usage.ru_utime + usage.ru_stime,
             peak_kb=usage.ru_maxrss,
             is_starved=self._was_starved(pid),
+            is_crowded=pid in self._crowded,
         )
+        self._crowded.discard(pid)
 
     def _was_starved(self, pid: int) -> bool:
         """Whether a want of memory ended a process of the cell `pid`."""
