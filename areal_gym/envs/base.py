@@ -30,6 +30,7 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from areal_gym.dialects import DEFAULT_DIALECT, parse_assistant
+from areal_gym.envs.judging import JUDGE_ERRORS, JudgingBoundary, is_caused_by_output
 from areal_gym.envs.loops import KeptLoop
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
@@ -96,6 +97,11 @@ class TextEnv(gymnasium.Env[str, str]):
     has_gold: bool = True
     """Set to False where nobody knows a perfect policy (somebody else's game, say)."""
 
+    judges_all_output: bool = False
+    """Set to True where whatever `respond` or a tool raises is the fault of what the policy wrote:
+    the episode then ends with reward 0 and a count in the metric `judge_errors`, instead of as a
+    failure of the environment. Failures of the machine stay failures (see `judging`)."""
+
     made_by: Callable[[], TextEnv] | None = None
     """Makes another instance like this one; known of those that `areal_gym.make` has made."""
 
@@ -113,6 +119,7 @@ class TextEnv(gymnasium.Env[str, str]):
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._is_over = True
+        self._judging_boundary = JudgingBoundary()
 
     @property
     def _np_random(self) -> np.random.Generator | None:
@@ -140,7 +147,8 @@ class TextEnv(gymnasium.Env[str, str]):
         """Answer an assistant message.
 
         `message["tool_calls"]` holds the parsed calls; `await self.call_tools(message)` runs them.
-        Any exception but `ToolError` ends the episode as a failure of the environment.
+        Any exception ends the episode as a failure of the environment, which is not trained on:
+        read and grade what the policy wrote inside `judging`, or set `judges_all_output`.
         """
         raise NotImplementedError(f"{type(self).__name__}.respond")
 
@@ -171,6 +179,20 @@ class TextEnv(gymnasium.Env[str, str]):
 
     # ---- helpers for authors -----------------------------------------------------------------
 
+    def judging(self) -> JudgingBoundary:
+        """A block in which exceptions are the fault of the policy's output, and not an error.
+
+        Set the verdict to "wrong" before it::
+
+            is_right = False
+            with self.judging():
+                is_right = score(message["content"]) == self.task.data["answer"]
+
+        An exception ends the block and counts in the metric `judge_errors`. Infrastructure
+        (`GymError`), input and output (`OSError`) and missing packages still raise.
+        """
+        return self._judging_boundary
+
     @property
     def task(self) -> Task:
         """The task of the running episode.
@@ -195,7 +217,8 @@ class TextEnv(gymnasium.Env[str, str]):
     async def call_tools(self, message: Message) -> ToolResults:
         """Run the message's tool calls in order; mistakes become results that explain themselves.
 
-        A `ToolError` and a malformed call are told to the model. Anything else propagates.
+        A `ToolError` and a malformed call are told to the model. Anything else propagates, unless
+        `judges_all_output`: then the model is told the exception's name.
         """
         results: list[Message] = []
         num_errors = 0
@@ -219,6 +242,12 @@ class TextEnv(gymnasium.Env[str, str]):
             except ToolError as error:
                 num_errors += 1
                 content = f"error: {error}"
+            except BaseException as error:
+                if not self.judges_all_output or not is_caused_by_output(error):
+                    raise
+                num_errors += 1
+                self._judging_boundary.num_errors += 1
+                content = f"error: {type(error).__name__}"
             finally:
                 self.tool_s += time.perf_counter() - start_s
             results.append(
@@ -332,14 +361,8 @@ class TextEnv(gymnasium.Env[str, str]):
         self._messages.append(message)
         self.num_turns += 1
         self.tool_s = 0.0
-        try:
-            response = await self.respond(message)
-        except EpisodeError:
-            self._is_over = True
-            raise
-        except (Exception, SystemExit) as error:
-            self._is_over = True
-            raise EnvError(f"{type(self).__name__}.respond failed: {error!r}") from error
+        self._judging_boundary.num_errors = 0
+        response = await self._guarded_response(message)
         if not isinstance(response, Response):
             raise EnvError(f"{type(self).__name__}.respond gave {response!r}, which is no Response")
         messages = tuple(response.messages)
@@ -356,10 +379,29 @@ class TextEnv(gymnasium.Env[str, str]):
             info["reward_parts"] = dict(response.reward_parts)
         if response.metrics:
             info["metrics"] = dict(response.metrics)
+        if self._judging_boundary.num_errors:
+            metrics = info.setdefault("metrics", {})
+            metrics[JUDGE_ERRORS] = metrics.get(JUDGE_ERRORS, 0) + self._judging_boundary.num_errors
         if is_truncated:
             info["truncated_by"] = "env" if response.is_truncated else "max_turns"
         observation = messages[-1]["content"] if messages else ""
         return StepResult(observation, reward, is_terminated, is_truncated, info)
+
+    async def _guarded_response(self, message: Message) -> Response:
+        """What `respond` gives; what it raises ends the episode: as a failure, or as wrong."""
+        try:
+            return await self.respond(message)
+        except EpisodeError:
+            self._is_over = True
+            raise
+        except BaseException as error:
+            if self.judges_all_output and is_caused_by_output(error):
+                self._judging_boundary.num_errors += 1
+                return Response(is_terminated=True)
+            self._is_over = True
+            if not isinstance(error, Exception | SystemExit):
+                raise
+            raise EnvError(f"{type(self).__name__}.respond failed: {error!r}") from error
 
     @final
     def close(self) -> None:

@@ -99,6 +99,7 @@ class CountdownEnv(QuestionEnv):
 
     system_prompt = r"Put the final expression in \boxed{}."
     max_turns = 1
+    judges_all_output = True
 
     def __init__(
         self,

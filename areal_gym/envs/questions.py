@@ -19,7 +19,7 @@ import numpy as np
 
 from areal_gym.envs.arithmetic import LEVELS
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.grading import agrees, extract_answer, is_same_number
+from areal_gym.envs.grading import decide, extract_answer, is_same_number
 from areal_gym.envs.rows import SourceRow, read_file, read_hub, row_filter, text_field
 from areal_gym.envs.tasks import Draft, RowTasks, TaskSource, choose_task, key_of_text
 from areal_gym.errors import DataError, UsageError
@@ -129,8 +129,10 @@ class AnswerEnv(QuestionEnv):
 
     async def grade(self, message: Message) -> Response:
         """The end of the episode: whether the assistant's text gives the right answer."""
-        answer = extract_answer(message["content"])
-        is_right = answer is not None and await self.is_right(answer)
+        answer, is_right = None, False
+        with self.judging():
+            answer = extract_answer(message["content"])
+            is_right = answer is not None and await self.is_right(answer)
         return Response(
             reward=float(is_right),
             reward_parts={"answer": float(is_right), "format": float(answer is not None)},
@@ -142,7 +144,7 @@ class AnswerEnv(QuestionEnv):
         # Generated answers are numbers: sympy stays out of the process that trains on them.
         if self._is_generated:
             return is_same_number(answer, self.gold)
-        return await agrees(answer, self.gold)
+        return await decide(answer, self.gold)
 
     def gold_action(self) -> str:
         """The answer in a box."""

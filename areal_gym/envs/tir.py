@@ -124,6 +124,7 @@ class TirEnv(AnswerEnv):
     """
 
     suspends = True
+    judges_all_output = True
 
     def __init__(
         self,

@@ -83,6 +83,7 @@ class GymnasiumEnv(TextEnv):
             default = f"{short}. In each turn, end with one of: {', '.join(choices)}."
         elif isinstance(space, gymnasium.spaces.Text | TextSpace):
             default = f"{short}. Your message is your action."
+            self.judges_all_output = True
         else:
             raise UsageError(
                 f"{name} takes actions that are neither texts nor a choice: {space}",

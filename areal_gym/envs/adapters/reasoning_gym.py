@@ -71,6 +71,7 @@ class ReasoningGymEnv(TextEnv):
 
     max_turns = 1
     suspends = True
+    judges_all_output = True
 
     def __init__(
         self,

@@ -44,6 +44,7 @@ class TextArenaEnv(TextEnv):
     """
 
     has_gold = False
+    judges_all_output = True
 
     def __init__(
         self,

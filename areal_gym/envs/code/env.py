@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from areal_gym.envs.code.running import (
     judge,
     program,
 )
+from areal_gym.envs.code.statements import order_of
+from areal_gym.envs.code.verification import PASSED, UNVERIFIABLE, verify
 from areal_gym.envs.questions import QuestionEnv
 from areal_gym.envs.tasks import TaskSource
 from areal_gym.errors import SandboxError, UsageError
@@ -45,7 +46,8 @@ class CodeEnv(QuestionEnv):
     Episode end: terminated by the first message, or when all tests pass; truncated after
         `max_turns`.
     Splits: `train` and `test`, disjoint by what is asked.
-    Metrics: `tests`, `tests_passed`.
+    Metrics: `tests`, `tests_passed`; `tests_unverifiable`, where a test compares objects whose
+        class is the policy's own, or leaves the verdict to another function of its.
     Data: generated; or yours. History: v0.
 
     Args:
@@ -62,6 +64,7 @@ class CodeEnv(QuestionEnv):
     """
 
     suspends = True
+    judges_all_output = True
     system_prompt = "Write Python. Put the function in one ```python block."
 
     def __init__(
@@ -108,6 +111,8 @@ class CodeEnv(QuestionEnv):
         is_last = is_solved or self.num_turns == self.max_turns
         reward = float(is_solved) if self._all_or_nothing else share
         metrics = {"tests": outcome.num_tests, "tests_passed": outcome.num_passed}
+        if outcome.num_unverifiable:
+            metrics["tests_unverifiable"] = outcome.num_unverifiable
         if is_last:
             return Response(
                 reward=reward,
@@ -139,25 +144,45 @@ class CodeEnv(QuestionEnv):
     async def _run(self, code: str, tests: Sequence[Mapping[str, Any]]) -> Outcome:
         if len(code) > _MAX_CODE or _has_surrogates(code):
             return Outcome(len(tests), 0)
-        sandbox = self._sandbox
-        if isinstance(sandbox, str):
-            from areal_gym.sandbox import shared_sandbox
-
-            sandbox = shared_sandbox(sandbox)
-        passed = secrets.token_hex(8)
-        # The signature that was given counts as imported: HumanEval's begins with imports.
         prompt = self.task.data.get("prompt", "")
+        # The signature that was given counts as imported: HumanEval's begins with imports.
         imports = "\n".join(
             line for line in prompt.splitlines() if line.startswith(("from ", "import "))
         )
+        calls = [test for test in tests if "call" in test]
         num_passed = 0
-        for first in range(0, len(tests), MAX_TESTS):
-            some = tests[first : first + MAX_TESTS]
-            result = await sandbox.run(program(f"{imports}\n{code}", some, passed), limits=LIMITS)
+        for first in range(0, len(calls), MAX_TESTS):
+            some = calls[first : first + MAX_TESTS]
+            result = await self._chosen_sandbox().run(
+                program(f"{imports}\n{code}", some), limits=LIMITS
+            )
             if result.status is SandboxStatus.UNAVAILABLE:
                 raise SandboxError(result.stderr or "the sandbox is unavailable")
-            num_passed += judge(result, some, passed).num_passed
-        return Outcome(len(tests), num_passed)
+            num_passed += judge(result, some, self.judging()).num_passed
+        statements = [test["check"] for test in tests if "check" in test]
+        ends = await self._verify(code, imports, prompt, statements) if statements else []
+        return Outcome(len(tests), num_passed + ends.count(PASSED), ends.count(UNVERIFIABLE))
+
+    async def _verify(
+        self, code: str, imports: str, prompt: str, statements: Sequence[str]
+    ) -> Sequence[str]:
+        """How each statement test ended."""
+        from areal_gym.sandbox import shared_sandbox
+
+        entry = self.task.data.get("entry_point", "")
+        orders = [order_of(statement, prompt, entry) for statement in statements]
+        # The tests' cell holds no code of the policy: it also runs where nothing can be walled in.
+        tests_sandbox = shared_sandbox(
+            "process", **({} if self._sandbox == "process" else {"min_level": "none"})
+        )
+        return await verify(self._chosen_sandbox(), tests_sandbox, code, imports, orders, LIMITS)
+
+    def _chosen_sandbox(self) -> Sandbox:
+        if not isinstance(self._sandbox, str):
+            return self._sandbox
+        from areal_gym.sandbox import shared_sandbox
+
+        return shared_sandbox(self._sandbox)
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def _mbpp(row: SourceRow) -> dict[str, Any]:
     asserts = _texts(row, "test_list")
     setup = row.data.get("test_setup_code") or "\n".join(row.data.get("test_imports") or ())
     calls = [_call_of(text) for text in asserts]
-    name = _name_of(asserts[0])
+    name = _name_of(asserts, row.data.get("code"))
     return {
         "question": f"{question} The function is called {name}." if name else question,
         "entry_point": name or "",
@@ -102,29 +103,40 @@ def _call_of(text: str) -> dict[str, Any] | None:
     return None
 
 
-def _name_of(text: str) -> str | None:
-    """The first function that an assertion calls by its bare name."""
-    builtin = {
-        "set",
-        "sorted",
-        "list",
-        "tuple",
-        "math",
-        "abs",
-        "len",
-        "round",
-        "str",
-        "int",
-        "float",
-    }
-    try:
-        for node in ast.walk(ast.parse(text.strip())):
-            match node:
-                case ast.Call(func=ast.Name(id=name)) if name not in builtin:
-                    return name
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        pass
+def _name_of(asserts: list[str], solution: object) -> str | None:
+    """The function under test: the first called name that the solution defines, if there is one;
+    else the first that is not a built-in function; else the first at all."""
+    called = [name for text in asserts for name in _called(text)]
+    defined = _defined(solution) if isinstance(solution, str) else set()
+    for is_meant in (
+        lambda name: name in defined,
+        lambda name: not hasattr(builtins, name),
+        lambda name: name not in _AROUND,
+    ):
+        for name in called:
+            if is_meant(name):
+                return name
     return None
+
+
+_AROUND = {"set", "sorted", "list", "tuple", "abs", "len", "round", "str", "int", "float", "range"}
+"""Built-in functions that tests put around a call."""
+
+
+def _called(text: str) -> list[str]:
+    try:
+        nodes = list(ast.walk(ast.parse(text.strip())))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+
+
+def _defined(source: str) -> set[str]:
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 def _texts(row: SourceRow, name: str) -> list[str]:

@@ -2,8 +2,7 @@
 
 A test with arguments and a result is a call. Only the arguments enter the sandbox; what comes back
 is compared outside, so that code which looks around finds nothing to return. A test that is a
-statement (of MBPP or HumanEval) runs inside, after the code it tests, and could be deceived by code
-that means to.
+statement (of MBPP or HumanEval) runs in another cell than the code it tests: see `verification`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from areal_gym.envs.judging import JudgingBoundary
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult
 
 __all__ = ["LIMITS", "MAX_TESTS", "Outcome", "as_call", "find_code", "judge", "program"]
@@ -33,10 +33,7 @@ import json as _json
 def _tried(_test):
     _space = dict(globals())
     try:
-        if "call" in _test:
-            return repr(eval(_test["call"], _space))[:{max_result}]
-        exec(_test["check"], _space)
-        return {passed!r}
+        return repr(eval(_test, _space))[:{max_result}]
     except BaseException as _error:
         return "!" + type(_error).__name__
 
@@ -49,6 +46,8 @@ class Outcome(NamedTuple):
 
     num_tests: int
     num_passed: int
+    num_unverifiable: int = 0
+    """Tests that did not pass because only the policy's own code could say whether they do."""
 
 
 def find_code(text: str) -> str | None:
@@ -60,17 +59,15 @@ def find_code(text: str) -> str | None:
     return str(code)
 
 
-def program(code: str, tests: Sequence[Mapping[str, Any]], passed: str) -> str:
-    """What runs in the sandbox: the code, then the tests; its value is the list of results.
+def program(code: str, tests: Sequence[Mapping[str, Any]]) -> str:
+    """What runs in the sandbox: the code, then the calls; its value is the list of results.
 
     Args:
         code: the policy's.
-        tests: see `as_call`; with a `call`, or a statement `check`.
-        passed: what a check that raised nothing comes back as; nobody can guess it.
+        tests: see `as_call`.
     """
-    shown = [{k: t[k] for k in ("call", "check") if k in t} for t in tests]
-    harness = _HARNESS.format(tests=json.dumps(shown), passed=passed, max_result=_MAX_RESULT)
-    return f"{code}\n{harness}"
+    calls = json.dumps([test["call"] for test in tests])
+    return f"{code}\n{_HARNESS.format(tests=calls, max_result=_MAX_RESULT)}"
 
 
 def as_call(entry_point: str, test: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,29 +76,38 @@ def as_call(entry_point: str, test: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"call": f"{entry_point}({arguments})", "result": test["result"]}
 
 
-def judge(result: SandboxResult, tests: Sequence[Mapping[str, Any]], passed: str) -> Outcome:
-    """Compare what came back. Code that breaks a limit, or does not run, passes nothing."""
+def judge(
+    result: SandboxResult, tests: Sequence[Mapping[str, Any]], boundary: JudgingBoundary
+) -> Outcome:
+    """Compare what came back. Code that breaks a limit, or does not run, passes nothing.
+
+    Args:
+        result: of `program`: whatever the policy's code wants to be read.
+        tests: the same.
+        boundary: counts the comparisons that what came back made fail.
+    """
     if not result.is_ok or result.value is None:
         return Outcome(len(tests), 0)
-    try:
-        found = ast.literal_eval(result.value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        found = None
-    if not isinstance(found, list) or len(found) != len(tests):
+    texts: object = None
+    with boundary:
+        texts = ast.literal_eval(result.value)
+    if not isinstance(texts, list) or len(texts) != len(tests):
         return Outcome(len(tests), 0)
-    num_passed = sum(_passes(text, test, passed) for text, test in zip(found, tests, strict=True))
+    num_passed = 0
+    for text, test in zip(texts, tests, strict=True):
+        with boundary:
+            num_passed += _passes(text, test)
     return Outcome(len(tests), num_passed)
 
 
-def _passes(text: object, test: Mapping[str, Any], passed: str) -> bool:
+def _passes(text: object, test: Mapping[str, Any]) -> bool:
     if not isinstance(text, str):
         return False
-    if "check" in test:
-        return text == passed
     try:
-        return _is_same(ast.literal_eval(text), test["result"])
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return False
+        return False  # the exception's name, or an object: nothing odd
+    return _is_same(value, test["result"])
 
 
 def _is_same(value: Any, wanted: Any) -> bool:
@@ -113,5 +119,7 @@ def _is_same(value: Any, wanted: Any) -> bool:
             and all(map(_is_same, value, wanted))
         )
     if isinstance(wanted, float) and isinstance(value, int | float):
+        if isinstance(value, int) and value.bit_length() > 1_000:
+            return False  # no float is as large
         return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
     return type(value) is type(wanted) and bool(value == wanted)

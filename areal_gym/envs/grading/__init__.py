@@ -13,8 +13,16 @@ hangs, whatever the text.
 `is_equal` waits for that process; an event loop awaits `agrees`.
 """
 
-from areal_gym.envs.grading.equality import agrees, is_equal
+from areal_gym.envs.grading.equality import agrees, decide, is_equal
 from areal_gym.envs.grading.extraction import extract_answer
 from areal_gym.envs.grading.numbers import Number, is_same_number, parse_number
 
-__all__ = ["Number", "agrees", "extract_answer", "is_equal", "is_same_number", "parse_number"]
+__all__ = [
+    "Number",
+    "agrees",
+    "decide",
+    "extract_answer",
+    "is_equal",
+    "is_same_number",
+    "parse_number",
+]

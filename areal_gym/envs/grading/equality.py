@@ -25,9 +25,10 @@ from areal_gym.envs.grading.parts import (
 )
 from areal_gym.envs.grading.tidy import tidy
 from areal_gym.envs.grading.times import are_same_times, read_time
+from areal_gym.envs.judging import JudgingBoundary
 from areal_gym.envs.loops import KeptLoop
 
-__all__ = ["agrees", "is_equal"]
+__all__ = ["agrees", "decide", "is_equal"]
 
 _MAX_ANSWER = 2_000
 _MAX_SYMBOLIC = 600
@@ -49,10 +50,12 @@ def is_equal(prediction: str, gold: str) -> bool:
     Raises:
         SandboxError: that process failed, which says nothing about the answer.
     """
-    try:
-        return _are_equal(final_answer(prediction), final_answer(gold), _leave_to_worker)
-    except _NeedsAlgebraError:
-        return _loop.run(agrees(prediction, gold))
+    with JudgingBoundary():
+        try:
+            return _are_equal(final_answer(prediction), final_answer(gold), _leave_to_worker)
+        except _NeedsAlgebraError:
+            return _loop.run(agrees(prediction, gold))
+    return False
 
 
 async def agrees(prediction: str, gold: str) -> bool:
@@ -61,18 +64,38 @@ async def agrees(prediction: str, gold: str) -> bool:
     Raises:
         SandboxError: the process that does algebra failed, which says nothing about the answer.
     """
+    with JudgingBoundary():
+        return await decide(prediction, gold)
+    return False
+
+
+async def decide(prediction: str, gold: str) -> bool:
+    """`agrees`, which raises what an answer provokes: for those who count that.
+
+    Raises:
+        SandboxError: the process that does algebra failed, which says nothing about the answer.
+        ValueError: comparing raised in that process; other exceptions come from comparing here.
+    """
     prediction, gold = final_answer(prediction), final_answer(gold)
     try:
         return _are_equal(prediction, gold, _leave_to_worker)
     except _NeedsAlgebraError:
-        return bool(await _grader()(prediction, gold))
+        verdict = await _grader()(prediction, gold)
+        if verdict is None:
+            raise ValueError("comparing the answers raised an exception") from None
+        return bool(verdict)
 
 
-def is_equal_here(prediction: str, gold: str) -> bool:
-    """Compare extracted answers in this process, without limits: what the worker runs."""
+def is_equal_here(prediction: str, gold: str) -> bool | None:
+    """Compare extracted answers in this process, without limits: what the worker runs.
+
+    Returns None where comparing raised: no answer is a failure of the worker.
+    """
     from areal_gym.envs.grading.algebra import are_same_expressions
 
-    return _are_equal(prediction, gold, are_same_expressions)
+    with JudgingBoundary():
+        return _are_equal(prediction, gold, are_same_expressions)
+    return None
 
 
 @cache

@@ -28,6 +28,7 @@ __all__ = ["SearchEnv"]
 _MAX_QUERY = 1_000
 _MAX_QUERIES = 10
 _TOOLS = ("search", "batch_search", "open")
+_OWN_RETRIEVERS = ("bm25", "http")
 
 
 class SearchEnv(QuestionEnv):
@@ -127,6 +128,8 @@ class SearchEnv(QuestionEnv):
             None if corpus is None else str(corpus),
             json.dumps(dict(retriever_kwargs or {}), sort_keys=True),
         )
+        # What a plugin's retriever raises may be its own fault.
+        self.judges_all_output = retriever in _OWN_RETRIEVERS
         self._top_k = top_k
         self._max_snippet, self._max_page, self._max_pages = max_snippet, max_page, max_pages
         self._score, self._citations = score, citations
@@ -173,10 +176,12 @@ class SearchEnv(QuestionEnv):
         return f"\\boxed{{{data['answers'][0]}}}{cited}"
 
     def _grade(self, text: str) -> Response:
-        answer = extract_answer(text)
         golds = self.task.data["answers"]
-        em = 0.0 if answer is None else exact_match(answer, golds)
-        f1 = 0.0 if answer is None else f1_score(answer, golds)
+        answer, em, f1 = None, 0.0, 0.0
+        with self.judging():
+            answer = extract_answer(text)
+            if answer is not None:
+                em, f1 = exact_match(answer, golds), f1_score(answer, golds)
         parts = {"em": em, "f1": f1, "format": float(answer is not None)}
         reward = em if self._score == "em" else f1
         support = self.task.data.get("support", ())

@@ -14,9 +14,12 @@ from typing import Any, Protocol
 
 from areal_gym.envs.search.bm25 import MemoryIndex
 from areal_gym.envs.search.corpus import Hit, Passage
-from areal_gym.errors import ConfigError, EnvError
+from areal_gym.errors import ConfigError, EnvError, ToolError
 
 __all__ = ["Bm25Retriever", "HttpRetriever", "Retriever"]
+
+_REFUSED_QUERY = (400, 413, 414, 422)
+"""What servers answer to a query that they do not accept: its own fault."""
 
 
 class Retriever(Protocol):
@@ -119,6 +122,8 @@ class HttpRetriever:
                     raise ValueError(f"{len(found)} results for {len(queries)} queries")
                 break
             except Exception as error:  # of the network, of the server, of its answer
+                if getattr(error, "status", None) in _REFUSED_QUERY:
+                    raise ToolError("the search engine refuses this query") from None
                 if attempt == self._max_retries:
                     raise EnvError(
                         f"the retriever {self.url} failed {1 + attempt} times: "

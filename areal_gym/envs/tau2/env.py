@@ -24,7 +24,7 @@ from areal_gym.envs.tau2.users.llm import LLMUser
 from areal_gym.envs.tau2.users.phone_owner import PhoneOwner
 from areal_gym.envs.tau2.world import Tools, load_tools
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.errors import EnvError, GymError, UsageError, did_you_mean
 from areal_gym.types import FunctionCall, Message, Task, ToolCall
 
 __all__ = ["Tau2Env"]
@@ -134,6 +134,8 @@ class Tau2Env(TextEnv):
         self._user = None if solo else _user_factory(user, user_model, domain)
         self._judge = _judge(judge, judge_model)
         self.suspends = not (user == "rule" and judge is None)
+        # What somebody else's user raises may be its own fault.
+        self.judges_all_output = user == "rule"
         self._reads_action_strings = action_strings
         self._limits = {"max_steps": max_steps, "max_errors": max_errors}
         self.tools = _told_to_assistant(self._source.tools, solo)
@@ -175,13 +177,18 @@ class Tau2Env(TextEnv):
             simulation.misspell(message["content"])
             messages.append({"role": "tool", "content": f"Error: {message['parse_error']}"})
         if num_calls and simulation.termination is None:
-            messages += self._call(simulation, message)
+            with self.judging() as judged:
+                messages += self._call(simulation, message)
+            if judged.num_errors:
+                simulation.end("agent_error")
         metrics = {"tool_calls": num_calls, "tool_errors": simulation.num_errors - num_errors}
         if not messages and simulation.termination is None:
             messages += await self._say(simulation, message["content"])
         if simulation.termination is None:
             return Response(messages=messages, metrics=metrics)
-        verdict = await simulation.verdict(self._judge)
+        verdict = Verdict(reward=0.0)
+        with self.judging():
+            verdict = await simulation.verdict(self._judge)
         return Response(
             reward=verdict.reward,
             reward_parts={name.lower(): part for name, part in (verdict.breakdown or {}).items()},
@@ -290,11 +297,33 @@ def _judge(judge: str | Judge | None, model: str) -> Judge:
     if judge is None:
         return NoJudge()
     if not isinstance(judge, str):
-        return judge
+        return _ForeignJudge(judge)
     if _is_url(judge):
         return LLMJudge(ChatClient(judge, model=model))
     made: Judge = _imported(judge, "judge")()
-    return made
+    return _ForeignJudge(made)
+
+
+class _ForeignJudge:
+    """Somebody else's judge: what it raises is its own failure, and not the policy's."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    async def judge(
+        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
+    ) -> list[bool] | None:
+        """What the judge says.
+
+        Raises:
+            EnvError: it raised.
+        """
+        try:
+            return await self._judge.judge(transcript, assertions)
+        except GymError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{type(self._judge).__name__}.judge failed: {error!r}") from error
 
 
 def _is_url(text: str) -> bool:

@@ -1,0 +1,246 @@
+"""Plain values as JSON text, and back: all that crosses between processes when code is verified.
+
+`decode` builds objects of built-in types only, so that what comes from untrusted code can be
+compared: it has no methods of its own. What is not plain travels as a reference, a number.
+
+This module's source also runs inside sandboxes: it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import itertools
+import json
+import types
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["MAX_TEXT", "NotPlainError", "decode", "encode", "parse"]
+
+MAX_TEXT = 1_000_000
+"""Characters of one message."""
+_MAX_DEPTH = 60
+_MAX_ITEMS = 200_000
+_MAX_ITERATED = 10_000
+"""Items that are taken from an iterator, which may have no end."""
+_SMALL = 2**53
+
+_BUILTINS = (
+    *("abs", "all", "any", "bool", "bytes", "chr", "complex", "dict", "divmod", "float"),
+    *("frozenset", "int", "len", "list", "max", "min", "object", "ord", "pow", "range", "repr"),
+    *("reversed", "round", "set", "sorted", "str", "sum", "tuple", "type"),
+)
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_ITERATORS = (types.GeneratorType, map, filter, zip, enumerate, reversed, itertools.chain)
+_DATES: dict[str, type] = {
+    "date": datetime.date,
+    "datetime": datetime.datetime,
+    "time": datetime.time,
+    "timedelta": datetime.timedelta,
+}
+
+
+class NotPlainError(ValueError):
+    """A value or a text that is not plain: nothing that is compared may depend on it."""
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def encode(value: Any, refer: Callable[[Any], int] | None = None, depth: int = 0) -> Any:
+    """Returns the value as what `json.dumps` takes.
+
+    Args:
+        value: of a built-in type; of subclasses, only the built-in part is written.
+        refer: gives the number that stands for an object that is not plain.
+        depth: how far the value is inside of others.
+
+    Raises:
+        NotPlainError: it is nested too deeply, or holds something that cannot be written.
+    """
+    if depth > _MAX_DEPTH:
+        raise NotPlainError("a value is nested too deeply")
+    if value is None or value is True or value is False:
+        return value
+    kind = type(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        number = int.__index__(value)
+        return number if -_SMALL < number < _SMALL else ["int", hex(number)]
+    if isinstance(value, float):
+        return ["float", float.hex(value)]
+    if isinstance(value, bytes):
+        return ["bytes", bytes.hex(value)]
+    if isinstance(value, bytearray):
+        return ["bytearray", bytearray.hex(value)]
+    if isinstance(value, dict):
+        items = itertools.chain.from_iterable(dict.items(value))
+        return ["dict", *(encode(item, refer, depth + 1) for item in items)]
+    if (written := _encode_collection(value, refer, depth)) is not None:
+        return written
+    if (written := _encode_rare(value, kind)) is not None:
+        return written
+    if kind.__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return encode(value.item(), refer, depth + 1)
+    if refer is None:
+        raise NotPlainError(f"a value of the type {kind.__name__} is not plain")
+    return ["ref", refer(value)]
+
+
+def _encode_collection(value: Any, refer: Callable[[Any], int] | None, depth: int) -> Any:
+    for name, base in (
+        ("list", list),
+        ("tuple", tuple),
+        ("set", set),
+        ("frozenset", frozenset),
+        ("deque", collections.deque),
+    ):
+        if isinstance(value, base):
+            iterate: Any = base.__iter__
+            return [name, *(encode(item, refer, depth + 1) for item in iterate(value))]
+    if isinstance(value, _VIEWS):
+        name = ("keys", "values", "items")[_VIEWS.index(type(value))]
+        return [name, *(encode(item, refer, depth + 1) for item in value)]
+    is_own_iterator = type(value).__name__.endswith("_iterator")
+    if isinstance(value, _ITERATORS) or (is_own_iterator and hasattr(value, "__next__")):
+        items = list(itertools.islice(value, _MAX_ITERATED + 1))
+        if len(items) > _MAX_ITERATED:
+            raise NotPlainError(f"an iterator gives more than {_MAX_ITERATED} items")
+        return ["iterator", *(encode(item, refer, depth + 1) for item in items)]
+    return None
+
+
+def _encode_rare(value: Any, kind: type) -> Any:
+    if kind is complex:
+        return ["complex", float.hex(value.real), float.hex(value.imag)]
+    if kind is range:
+        return ["range", value.start, value.stop, value.step]
+    if kind is decimal.Decimal:
+        return ["Decimal", str(value)]
+    if kind is fractions.Fraction:
+        return ["Fraction", hex(value.numerator), hex(value.denominator)]
+    if kind is datetime.timedelta:
+        return ["timedelta", value.days, value.seconds, value.microseconds]
+    if kind is datetime.date:
+        return ["date", value.year, value.month, value.day]
+    if kind in (datetime.datetime, datetime.time) and value.tzinfo is None:
+        clock = [value.hour, value.minute, value.second, value.microsecond]
+        if kind is datetime.time:
+            return ["time", *clock]
+        return ["datetime", value.year, value.month, value.day, *clock]
+    name = getattr(value, "__name__", None)
+    if isinstance(name, str) and name in _BUILTINS and getattr(builtins, name) is value:
+        return ["builtin", name]
+    return None
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> Any:
+    """Returns what a JSON text says, within bounds; decoding it is another step.
+
+    Raises:
+        NotPlainError: it is too long, is not JSON, or is nested too deeply.
+    """
+    if len(text) > MAX_TEXT:
+        raise NotPlainError("a message is too long")
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise NotPlainError(f"a message is not JSON: {type(error).__name__}") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise NotPlainError(f"{name} is not JSON")
+
+
+def decode(node: Any, resolve: Callable[[int], Any]) -> Any:
+    """Returns the value that `encode` wrote, made of built-in types.
+
+    Args:
+        node: parsed JSON, from anybody.
+        resolve: gives what a reference stands for.
+
+    Raises:
+        NotPlainError: it is not what `encode` writes.
+    """
+    try:
+        return _Decoder(resolve).value(node, 0)
+    except NotPlainError:
+        raise
+    except Exception as error:  # wrong counts and types, unhashable keys, dates that do not exist
+        raise NotPlainError(f"a value cannot be read: {type(error).__name__}") from None
+
+
+class _Decoder:
+    def __init__(self, resolve: Callable[[int], Any]) -> None:
+        self._resolve = resolve
+        self._num_left = _MAX_ITEMS
+
+    def value(self, node: Any, depth: int) -> Any:
+        self._num_left -= 1
+        if self._num_left < 0 or depth > 2 * _MAX_DEPTH:
+            raise NotPlainError("a value is too large or nested too deeply")
+        if node is None or type(node) in (bool, str, int):
+            return node
+        if type(node) is not list or not node or type(node[0]) is not str:
+            raise NotPlainError("a value without its kind")
+        kind, rest = node[0], node[1:]
+        if kind in _FROM_ITEMS:
+            return _FROM_ITEMS[kind]([self.value(item, depth + 1) for item in rest])
+        if kind == "ref":
+            (number,) = rest
+            return self._resolve(_index(number))
+        if kind not in _FROM_ATOMS:
+            raise NotPlainError("a value of an unknown kind")
+        if not all(type(atom) in (str, int) for atom in rest):
+            raise NotPlainError("a value of the wrong form")
+        return _FROM_ATOMS[kind](*rest)
+
+
+def _index(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 10**6:
+        raise NotPlainError("a reference is not a number")
+    return number
+
+
+def _dict(items: list[Any]) -> dict[Any, Any]:
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _builtin(name: str) -> Any:
+    if name not in _BUILTINS:
+        raise NotPlainError("not one of the known built-in functions")
+    return getattr(builtins, name)
+
+
+_FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": collections.deque,
+    "dict": _dict,
+    "iterator": iter,
+    "keys": lambda items: dict.fromkeys(items).keys(),
+    "values": lambda items: dict(enumerate(items)).values(),
+    "items": lambda items: dict(items).items(),
+}
+_FROM_ATOMS: dict[str, Callable[..., Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": float.fromhex,
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "complex": lambda real, imag: complex(float.fromhex(real), float.fromhex(imag)),
+    "range": range,
+    "Decimal": decimal.Decimal,
+    "Fraction": lambda top, bottom: fractions.Fraction(int(top, 16), int(bottom, 16)),
+    "builtin": _builtin,
+    **_DATES,
+}

@@ -1,0 +1,112 @@
+"""What a statement test needs: names that it takes from elsewhere, and what it does with calls."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+__all__ = ["TestOrder", "order_of"]
+
+_ALIASES = {"np": "numpy"}
+_WELL_KNOWN = ("math", "cmath", "collections", "itertools", "functools", "operator", "string")
+_ALSO_KNOWN = ("copy", "random", "statistics", "fractions", "decimal", "heapq", "bisect", "typing")
+"""Modules whose names tests use without importing them, because the solution did."""
+
+
+class TestOrder(NamedTuple):
+    """A test as the cell that runs it wants it; its fields are JSON."""
+
+    test: str
+    definitions: str
+    """Code that the task gives, such as the helpers before a signature: not the policy's."""
+    imports: Mapping[str, tuple[str, str]]
+    """Name -> module and attribute ("" for the module itself)."""
+    remote: Sequence[str]
+    """Other names that only the policy's code can define."""
+    entry: str
+    mutates: bool
+    """Whether a call stands alone as a statement: then it is made for what it does to arguments."""
+
+
+@lru_cache(maxsize=4096)
+def order_of(test: str, definitions: str, entry: str) -> TestOrder:
+    """Returns the order of a test.
+
+    Args:
+        test: statements that raise unless the policy's code is right.
+        definitions: code that the task gives; what cannot be parsed is left out.
+        entry: the name of the function under test; "" where it is not known.
+    """
+    tree = _parsed(test)
+    given = _parsed(definitions)
+    if given is None:
+        definitions = ""
+    free: list[str] = []
+    if tree is not None:
+        bound = _bound(tree) | (_bound(given) if given is not None else set())
+        loaded = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
+        free = [n for n in dict.fromkeys(loaded) if n not in bound and not hasattr(builtins, n)]
+    imports = {name: found for name in free if (found := _import_of(name)) and name != entry}
+    return TestOrder(
+        test=test,
+        definitions=definitions,
+        imports=imports,
+        remote=[name for name in free if name not in imports and name != entry],
+        entry=entry,
+        mutates=tree is not None and _has_lone_call(tree, entry),
+    )
+
+
+def _parsed(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that the code itself binds, anywhere."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.ExceptHandler(name=str(name)):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names.update((a.asname or a.name).partition(".")[0] for a in aliases)
+    return names
+
+
+def _import_of(name: str) -> tuple[str, str] | None:
+    """Module and attribute of a name that tests take for granted; None for others."""
+    module = _ALIASES.get(name, name)
+    if module in sys.stdlib_module_names or module == "numpy":
+        return module, ""
+    for well_known in (*_WELL_KNOWN, *_ALSO_KNOWN):
+        if name in _public_names(well_known):
+            return well_known, name
+    return None
+
+
+@lru_cache
+def _public_names(module: str) -> frozenset[str]:
+    imported: Any = __import__(module)
+    return frozenset(name for name in dir(imported) if not name.startswith("_"))
+
+
+def _has_lone_call(tree: ast.Module, entry: str) -> bool:
+    """Whether the function under test is called for its effect: by its name, or as a parameter."""
+    parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name))):
+                if name == entry or name in parameters:
+                    return True
+    return False

@@ -1,0 +1,61 @@
+"""The boundary around judging: what a policy's output causes is the policy's failure.
+
+An exception that the policy can provoke must not be a failure of the environment, because failed
+episodes are played again and never trained on: a policy could void the episodes that it loses.
+Inside `JudgingBoundary`, such exceptions are swallowed and counted; the answer stays wrong.
+Failures of the machine pass: infrastructure (`GymError`), input and output, missing packages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from areal_gym.errors import GymError
+
+__all__ = ["JUDGE_ERRORS", "JudgingBoundary", "is_caused_by_output"]
+
+JUDGE_ERRORS = "judge_errors"
+"""The metric: exceptions of an episode that judging its output raised."""
+
+_PASSES = (
+    GymError,
+    OSError,
+    ImportError,
+    KeyboardInterrupt,
+    GeneratorExit,
+    asyncio.CancelledError,
+)
+
+
+def is_caused_by_output(error: BaseException) -> bool:
+    """Returns whether an exception that judging raised is the judged output's fault.
+
+    `SystemExit` and exceptions outside of `Exception` (panics of extension modules) are, too.
+    """
+    return not isinstance(error, _PASSES)
+
+
+class JudgingBoundary:
+    """A context manager: exceptions that a policy's output causes end the block and are counted.
+
+    Usually made by `TextEnv.judging`.
+    """
+
+    def __init__(self) -> None:
+        self.num_errors = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if error is None or not is_caused_by_output(error):
+            return False
+        self.num_errors += 1
+        return True
