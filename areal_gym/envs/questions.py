@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -168,15 +168,21 @@ def file_tasks(
         DataError: a file is missing or has a broken row.
         NothingToDoError: there are no rows.
     """
+    rows = read_file(path)
     test = None if test_path is None else read_file(test_path)
-    return RowTasks(
-        str(path),
-        read_file(path),
-        make_draft,
-        test=test,
-        skip_broken=skip_broken,
-        is_meant=row_filter(where),
-    )
+    try:
+        return RowTasks(
+            str(path),
+            rows,
+            make_draft,
+            test=test,
+            skip_broken=skip_broken,
+            is_meant=row_filter(where),
+        )
+    finally:
+        for opened in (rows, test):  # a broken row leaves its file open
+            if isinstance(opened, Generator):
+                opened.close()
 
 
 def hub_tasks(
