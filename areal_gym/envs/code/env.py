@@ -12,6 +12,7 @@ from areal_gym.envs.code.rows import code_file_tasks
 from areal_gym.envs.code.running import (
     LIMITS,
     MAX_TESTS,
+    STATEMENT_LIMITS,
     Outcome,
     as_call,
     find_code,
@@ -175,7 +176,9 @@ class CodeEnv(QuestionEnv):
         tests_sandbox = shared_sandbox(
             "process", **({} if self._sandbox == "process" else {"min_level": "none"})
         )
-        return await verify(self._chosen_sandbox(), tests_sandbox, code, imports, orders, LIMITS)
+        return await verify(
+            self._chosen_sandbox(), tests_sandbox, code, imports, orders, STATEMENT_LIMITS
+        )
 
     def _chosen_sandbox(self) -> Sandbox:
         if not isinstance(self._sandbox, str):

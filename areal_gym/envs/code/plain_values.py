@@ -34,7 +34,14 @@ _BUILTINS = (
     *("frozenset", "int", "len", "list", "max", "min", "object", "ord", "pow", "range", "repr"),
     *("reversed", "round", "set", "sorted", "str", "sum", "tuple", "type"),
 )
-_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_COLLECTIONS: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": collections.deque,
+}
+_VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _ITERATORS = (types.GeneratorType, map, filter, zip, enumerate, reversed, itertools.chain)
 _DATES: dict[str, type] = {
     "date": datetime.date,
@@ -93,16 +100,9 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None, depth: int = 0
 
 
 def _encode_collection(value: Any, refer: Callable[[Any], int] | None, depth: int) -> Any:
-    for name, base in (
-        ("list", list),
-        ("tuple", tuple),
-        ("set", set),
-        ("frozenset", frozenset),
-        ("deque", collections.deque),
-    ):
+    for name, base in _COLLECTIONS.items():
         if isinstance(value, base):
-            iterate: Any = base.__iter__
-            return [name, *(encode(item, refer, depth + 1) for item in iterate(value))]
+            return [name, *(encode(item, refer, depth + 1) for item in base.__iter__(value))]
     if isinstance(value, _VIEWS):
         name = ("keys", "values", "items")[_VIEWS.index(type(value))]
         return [name, *(encode(item, refer, depth + 1) for item in value)]

@@ -108,15 +108,12 @@ def _name_of(asserts: list[str], solution: object) -> str | None:
     else the first that is not a built-in function; else the first at all."""
     called = [name for text in asserts for name in _called(text)]
     defined = _defined(solution) if isinstance(solution, str) else set()
-    for is_meant in (
-        lambda name: name in defined,
-        lambda name: not hasattr(builtins, name),
-        lambda name: name not in _AROUND,
-    ):
-        for name in called:
-            if is_meant(name):
-                return name
-    return None
+    preferred = (
+        [name for name in called if name in defined],
+        [name for name in called if not hasattr(builtins, name)],
+        [name for name in called if name not in _AROUND],
+    )
+    return next((names[0] for names in preferred if names), None)
 
 
 _AROUND = {"set", "sorted", "list", "tuple", "abs", "len", "round", "str", "int", "float", "range"}
