@@ -147,6 +147,19 @@ def test_a_replaced_run_leaves_nothing_of_the_old_one(run, tiny_policy):
     assert [row["step"] for row in RunDir(run).read_metrics()] == [1]
 
 
+def test_a_run_without_a_checkpoint_is_resumed_from_its_beginning(tiny_policy, tmp_path):
+    path = tmp_path / "run"
+    early = EngineError("gone before the first checkpoint")
+    with pytest.raises(EngineError):
+        train(config_of(tiny_policy, steps=2), run_dir=path, callbacks=failing(early))
+    shutil.rmtree(path / "checkpoints")
+    train(config_of(tiny_policy, steps=2), run_dir=path, mode="resume")
+    directory = RunDir(path)
+    assert [row["step"] for row in directory.read_metrics()] == [1, 2]
+    assert directory.read_status().steps == 2
+    assert len({row["step"] for row in directory.read_evaluations()}) == 2
+
+
 # ---- settings -----------------------------------------------------------------------------------
 
 

@@ -116,9 +116,10 @@ def _learn(
         require_space(learner, directory.checkpoints_dir, config.trainer.keep_checkpoints)
         if found is not None:
             restore_learner(learner, source)
-        _settle(config, directory, display, policy, done)
-        if found is not None:
+        _settle(config, directory, display, policy, done, is_resumed)
+        if is_resumed:
             directory.rewind(done)
+        if found is not None:
             display.say(f"resumed at step {done} from {source}")
 
         def evaluate(step: int) -> None:
@@ -201,10 +202,15 @@ def _learn(
 
 
 def _settle(
-    config: RunConfig, directory: RunDir, display: Display, policy: Path, step: int
+    config: RunConfig,
+    directory: RunDir,
+    display: Display,
+    policy: Path,
+    step: int,
+    is_resumed: bool,
 ) -> None:
     """Write down what the run is; whatever was refused before has left the directory as it was."""
-    remarks = require_resumable(directory, config) if step else []
+    remarks = require_resumable(directory, config) if is_resumed else []
     directory.begin()
     for words in (*directory.repairs, *remarks):
         directory.append_log(words)

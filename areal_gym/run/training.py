@@ -156,12 +156,12 @@ class _Training:
             require_same_start(directory, policy)
         start = _Start(parts=parts, loggers=loggers, policy=policy, warm_start=warm_start)
         if directory.has_begun:
-            self._settle(directory, start, step=0)
+            self._settle(directory, start, step=0, is_resumed=False)
         return start
 
-    def _settle(self, directory: RunDir, start: _Start, *, step: int) -> None:
+    def _settle(self, directory: RunDir, start: _Start, *, step: int, is_resumed: bool) -> None:
         """Write down what the run is: the first that a resumed or replaced run changes."""
-        remarks = require_resumable(directory, self.config) if step else []
+        remarks = require_resumable(directory, self.config) if is_resumed else []
         directory.begin()
         for words in (*directory.repairs, *remarks):
             directory.append_log(words)
@@ -224,10 +224,11 @@ class _Training:
             gap = await self._probe(parts, engine, renderer, learner, weight_sync, done)
             # Whatever was refused so far has left the directory as it was.
             if not directory.has_begun or is_resumed:
-                self._settle(directory, start, step=done)
+                self._settle(directory, start, step=done, is_resumed=is_resumed)
             directory.add_provenance(engine_gap=asdict(gap))
-            if found is not None:
+            if is_resumed:  # without a checkpoint, too: what was written is written anew
                 directory.rewind(done)
+            if found is not None:
                 display.say(f"resumed at step {done} from {source}")
             loggers.open(directory.loggers_dir, config, first_step=done + 1)
             self.callbacks.tell("on_start", directory)
