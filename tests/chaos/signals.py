@@ -2,7 +2,7 @@
 
 A run sends itself the signal some milliseconds after a phase has begun: start, warm start, probe,
 rollout, training, publication, metrics, checkpoint, evaluation, end. Its status must say how it
-ended, no process of it may be left, and what is resumed must be the undisturbed run to the last bit.
+ended, and what is resumed must be the undisturbed run to the last bit.
 """
 
 from __future__ import annotations

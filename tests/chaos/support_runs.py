@@ -6,6 +6,7 @@ import functools
 import hashlib
 import resource
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import resources
@@ -132,7 +133,12 @@ class SmallDisk:
         """Lets nothing be written, or everything."""
         if self.is_mounted:
             how = "ro" if is_read_only else "rw"
-            subprocess.run(["mount", "-o", f"remount,{how}", str(self.place)], check=True)
+            command = ["mount", "-o", f"remount,{how}", str(self.place)]
+            deadline_s = time.monotonic() + 120
+            # As long as a checkpoint is being written, the disk is busy.
+            while subprocess.run(command, capture_output=True, check=False).returncode:
+                assert time.monotonic() < deadline_s, "the disk stays busy"
+                time.sleep(0.01)
         else:
             for folder in (self.place, *(p for p in self.place.rglob("*") if p.is_dir())):
                 folder.chmod(0o555 if is_read_only else 0o755)
