@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from areal_gym.config import RunConfig
 from areal_gym.errors import TrainError
 from areal_gym.run import train
 from areal_gym.rundir import RunDir
-import pytest
 from chaos.support_runs import SmallDisk, before_call, config_of, fingerprint, make_policy
 
 

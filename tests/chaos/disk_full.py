@@ -1,9 +1,9 @@
 """The disk is full at random moments of checkpoint, metrics, journal and trajectories.
 
 A run on a small disk is undisturbed until some call that writes; from there on the disk has no
-room, or only a part of what is needed. The run must fail by a TrainError that says so. Then there is room
-again, and the resumed run must be the undisturbed one to the last bit (where it is deterministic),
-or train every group once (where it has a journal).
+room, or only a part of what is needed. The run must fail by a TrainError that says so. Then there
+is room again, and the resumed run must be the undisturbed one to the last bit (where it is
+deterministic), or train every group once (where it has a journal).
 """
 
 from __future__ import annotations
