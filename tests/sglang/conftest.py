@@ -115,12 +115,13 @@ def policies(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def running_server(kind, policy, log, *flags):
-    """A server in a process of its own; gives its URL and process."""
+def running_server(kind, policy, log, *flags, port=None):
+    """A server in a process of its own, at a port that is free; gives its URL and process."""
     command, arguments = command_of(kind)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     place = ["--model-path", str(policy), "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:

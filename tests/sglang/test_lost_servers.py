@@ -1,0 +1,171 @@
+"""kill -9 for the only server in the middle of a run: the batches around it are as any other."""
+
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from statistics import fmean, stdev
+from urllib.parse import urlsplit
+
+import ending_env
+import pytest
+import torch
+from conftest import CONTEXT, running_server
+from suite import PROMPT, ours
+
+from areal_gym.config import load_config
+from areal_gym.modeling.checkpoint import save_checkpoint
+from areal_gym.modeling.config import DecoderConfig
+from areal_gym.modeling.decoder import build_decoder
+from areal_gym.plugins import PluginManager, Registry, set_registry
+from areal_gym.run import SilentDisplay, train
+from areal_gym.rundir import RunDir
+
+BATCH, SIZE, STEPS, HIT = 8, 4, 5, 3
+SHORT = 10
+"""Answers of the hit batch that have ended when the server dies: the shortest."""
+
+
+@pytest.fixture(scope="module")
+def ending_policy(policies, tmp_path_factory):
+    """A random policy whose every token is the last one with a probability of about 0.07."""
+    import json
+
+    known = json.loads((policies[0] / "config.json").read_text())
+    config = DecoderConfig(
+        architecture="qwen3",
+        vocab_size=known["vocab_size"],
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        eos_token_id=known["eos_token_id"],
+        pad_token_id=known["pad_token_id"],
+    )
+    decoder = build_decoder(config, seed=0)
+    hidden = []
+    with decoder.model.norm.register_forward_hook(lambda _, __, output: hidden.append(output)):
+        ours(decoder, PROMPT, 8)
+    mean = hidden[0].reshape(-1, 64).mean(0)
+    with torch.no_grad():
+        decoder.lm_head.weight[known["eos_token_id"]] = 3.2 * mean / mean.dot(mean)
+    home = tmp_path_factory.mktemp("ending")
+    return save_checkpoint(decoder, home / "policy", tokenizer_dir=policies[0])
+
+
+@pytest.fixture
+def ending():
+    set_registry(Registry(PluginManager.installed(modules=["ending_env"])))
+    yield
+    ending_env.on_end.clear()
+    set_registry(None)
+
+
+class Display(SilentDisplay):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
+
+
+class Outage:
+    """Kills the server after so many episodes, and starts another one at the same address."""
+
+    def __init__(self, kind, policy, home):
+        self.kind, self.policy, self.home = kind, policy, home
+        self.num_ended = 0
+        self.die_at = None
+        self.over = threading.Event()
+        self.relaunched = threading.Event()
+        self.thread = None
+        self.error = None
+
+    @contextmanager
+    def serving(self):
+        log = self.home / "first.log"
+        with running_server(self.kind, self.policy, log) as (url, process):
+            self.url, self.process = url, process
+            ending_env.on_end.append(self.tell)
+            try:
+                yield url
+            finally:
+                self.over.set()
+                if self.thread is not None:
+                    self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def tell(self):
+        self.num_ended += 1
+        if self.num_ended == self.die_at:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.thread = threading.Thread(target=self.relaunch)
+            self.thread.start()
+
+    def relaunch(self):
+        log, port = self.home / "second.log", urlsplit(self.url).port
+        try:
+            with running_server(self.kind, self.policy, log, port=port):
+                self.relaunched.set()
+                self.over.wait()
+        except BaseException as error:
+            self.error = error
+
+
+@pytest.mark.slow
+def test_outage_of_the_only_server_biases_no_batch(kind, ending_policy, ending, tmp_path):
+    outage = Outage(kind, ending_policy, tmp_path)
+    # Four held-out answers before the first step, sampled and greedy, are not of any batch.
+    outage.die_at = 2 * 4 + (HIT - 1) * BATCH * SIZE + SHORT
+    display = Display()
+    with outage.serving() as url:
+        config = load_config(
+            overrides=[
+                f"engine.model={ending_policy}",
+                f"engine.url={url}",
+                "engine.id=sglang",
+                "engine.max_context=256",
+                "engine.kwargs.health_interval_s=0.2",
+                "env.id=ending",
+                f"rollout.batch_groups={BATCH}",
+                f"rollout.group_size={SIZE}",
+                "rollout.max_in_flight=64",
+                "rollout.max_new_tokens=64",
+                "rollout.max_retries=0",
+                "eval.num_tasks=4",
+                "trainer.advantage=reinforce",
+                "trainer.lr=1e-9",  # lengths of all steps are of one distribution
+                f"steps={STEPS}",
+            ]
+        )
+        train(config, run_dir=tmp_path / "run", display=display)
+        assert outage.relaunched.is_set()
+    run = RunDir(tmp_path / "run")
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    batches = {step: list(run.read_trajectories(step)) for step in range(1, STEPS + 1)}
+    # No group is lost, none has shrunk, none was dropped.
+    groups = [group for batch in batches.values() for group in {t.group_id: 0 for t in batch}]
+    assert groups == [f"g{index:06d}" for index in range(STEPS * BATCH)]
+    assert all(len(batch) == BATCH * SIZE for batch in batches.values())
+    assert rows[-1]["rollout/failed_groups"] == rows[-1]["rollout/retries"] == 0
+    assert rows[HIT - 1]["incidents/lost_episodes"] > 0
+    assert rows[HIT - 1]["incidents/lost_servers"] == 1
+    assert not any(row["rollout/shrunken_groups"] for row in rows)
+    assert any(line.startswith("waiting for servers, ") for line in display.lines)
+    # All of the hit batch began before the outage or after it: half of a batch would be short.
+    lengths = {step: [t.num_policy_tokens for t in batch] for step, batch in batches.items()}
+    others = [n for step, own in lengths.items() if step != HIT for n in own]
+    error = stdev(others) * (1 / len(others) + 1 / (BATCH * SIZE)) ** 0.5
+    assert stdev(others) > 4, "the lengths must differ for this to show anything"
+    assert abs(fmean(lengths[HIT]) - fmean(others)) < 4 * error
+    rewards = {step: [t.reward for t in batch] for step, batch in batches.items()}
+    others = [r for step, own in rewards.items() if step != HIT for r in own]
+    error = stdev(others) * (1 / len(others) + 1 / (BATCH * SIZE)) ** 0.5
+    assert abs(fmean(rewards[HIT]) - fmean(others)) < 4 * error
