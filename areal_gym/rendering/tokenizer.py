@@ -52,6 +52,12 @@ class FastTokenizer:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.control_tokens = [token.content for token in added if token.special]
+        control_ids = {
+            id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.num_plain_tokens = 1 + max((id for id in ids if id not in control_ids), default=-1)
+        """One more than the largest id of a token that is no control token."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with nothing added."""

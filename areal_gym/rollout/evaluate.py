@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from areal_gym.agents.base import Agent
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
-from areal_gym.errors import FailureBudgetError, NothingToDoError
+from areal_gym.errors import EpisodeError, FailureBudgetError, NothingToDoError
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import derive_seed, play_episode
 from areal_gym.rollout.eval_report import EvalReport, make_report
@@ -221,9 +221,7 @@ async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: 
     async def draw() -> None:
         env = envs.take()
         for index in left:
-            await env.areset(
-                seed=derive_seed(_TASK, index), options={"split": split, "index": index}
-            )
+            await _reset(env, derive_seed(_TASK, index), {"split": split, "index": index})
             tasks[index] = env.task
             await asyncio.sleep(0)  # who trains meanwhile has its turn
         envs.give_back(env)
@@ -235,6 +233,22 @@ async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: 
             hints=["take another one (eval.split=NAME), or larger data"],
         )
     return [task for task in tasks if task is not None]
+
+
+async def _reset(env: TextEnv, seed: int, options: dict[str, Any]) -> None:
+    """Reset an environment; one that fails is tried again a few times.
+
+    Raises:
+        EpisodeError: it failed each time.
+        UsageError: it has no such split.
+    """
+    for is_last in (False, False, True):
+        try:
+            await env.areset(seed=seed, options=options)
+            return
+        except EpisodeError:
+            if is_last:
+                raise
 
 
 async def run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

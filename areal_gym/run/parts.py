@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -20,14 +19,16 @@ from areal_gym.config import AgentConfig, EngineConfig, PluginConfig, RunConfig
 from areal_gym.config.trust import remember_settings
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
+from areal_gym.engines.sglang.server import vocab_size_of
 from areal_gym.envs.base import TextEnv
-from areal_gym.errors import ConfigError, UsageError, did_you_mean
+from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
 from areal_gym.files import path_hints
 from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.filters import GroupFilter
+from areal_gym.run.arguments import check_arguments, check_types, make_with, misfit
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.rundir import RunDir
 
@@ -44,6 +45,7 @@ __all__ = [
     "make_loggers",
     "open_engine",
     "open_renderer",
+    "plugin_error",
     "policy_directory",
     "require_devices",
     "require_same_start",
@@ -77,6 +79,7 @@ class Parts:
             env_kwargs={**getattr(env.spec, "kwargs", {}), **config.env.kwargs},
             agent=_make("agents", config.agent, "agent.kwargs"),
         )
+        check_arguments(parts.env_class, parts.env_kwargs, key="env.kwargs", id=config.env.id)
         parts.make_env().close()  # a wrong argument is found before anything has been waited for
         return parts
 
@@ -89,17 +92,17 @@ class Parts:
         try:
             return self.env_class(**self.env_kwargs)
         except TypeError as error:
-            why, near = _misfit(error, self.env_class, self.env_kwargs)
+            why, near = misfit(error, self.env_class, self.env_kwargs)
             hints = [*near, "its arguments: areal-gym show ENV"]
             hints.append("to leave out those of a run or a recipe: env.kwargs={}")
             raise ConfigError(f"env.kwargs do not fit: {why}", hints=hints) from error
-
-
-def _misfit(error: TypeError, thing: Any, given: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """What is wrong with the arguments, and those that may have been meant."""
-    known = list(inspect.signature(thing).parameters)
-    near = [did_you_mean(name, known) for name in given if name not in known]
-    return re.sub(r"^[\w.]+\(\) ", "", str(error)), [hint for hint in near if hint]
+        except GymError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"env.kwargs: the environment cannot be made with these arguments: {error!r}",
+                hints=["its arguments: areal-gym show ENV"],
+            ) from error
 
 
 def policy_directory(
@@ -330,23 +333,42 @@ def make_curriculum(config: RunConfig) -> Curriculum | None:
 
 def _make(kind: Kind, settings: PluginConfig | AgentConfig, key: str) -> Any:
     thing = registry().load(kind, settings.id)
-    try:
-        return thing(**settings.kwargs)
-    except TypeError as error:
-        why, near = _misfit(error, thing, settings.kwargs)
-        raise ConfigError(
-            f"{key}: the arguments of {settings.id!r} do not fit: {why}",
-            hints=[*near, f"its arguments: areal-gym show {settings.id}"],
-        ) from error
+    return make_with(thing, settings.kwargs, key=key, id=settings.id)
 
 
 def open_renderer(config: RunConfig, policy: Path) -> Renderer:
-    """The renderer of `policy`, as the settings want it."""
-    return Renderer.from_checkpoint(
+    """The renderer of `policy`, as the settings want it.
+
+    Raises:
+        ConfigError: the tokenizer has tokens that the model does not know.
+    """
+    renderer = Renderer.from_checkpoint(
         policy,
         template_kwargs=config.rollout.template_kwargs,
         keeps_thinking=config.rollout.thinking == "keep",
     )
+    _require_known_tokens(renderer, policy)
+    return renderer
+
+
+def _require_known_tokens(renderer: Renderer, policy: Path) -> None:
+    """Refuse a tokenizer that is larger than the model's vocabulary.
+
+    Control tokens beyond it are let pass unless turns end with them: some models are published
+    with tokens for pictures that their text part does not know.
+    """
+    size = vocab_size_of(policy)
+    num_tokens = getattr(renderer.tokenizer, "num_plain_tokens", 0)
+    needed = max([num_tokens, *(id + 1 for id in renderer.stop_token_ids)])
+    if size is not None and needed > size:
+        raise ConfigError(
+            f"the tokenizer of {policy} has tokens up to {needed - 1:,}, and its model has a "
+            f"vocabulary of {size:,}: it knows 0 to {size - 1:,}",
+            hints=[
+                "they are of different models: save both from the same one",
+                "or resize the model: model.resize_token_embeddings(len(tokenizer))",
+            ],
+        )
 
 
 def _engine_settings(config: RunConfig) -> EngineConfig:
@@ -356,6 +378,41 @@ def _engine_settings(config: RunConfig) -> EngineConfig:
         return settings
     kwargs = {**settings.kwargs, "interrupt": "retract"}
     return settings.model_copy(update={"kwargs": kwargs})
+
+
+def _make_engine(engine_class: Any, policy: Path, settings: EngineConfig) -> Engine:
+    """The engine of the settings, not started.
+
+    Raises:
+        ConfigError: it does not take the arguments.
+        PluginError: its own code fails.
+    """
+    check_types(engine_class, settings.kwargs, key="engine.kwargs", id=settings.id)
+    try:
+        engine: Engine = engine_class.from_settings(policy, settings)
+    except Exception as error:
+        if isinstance(error, TypeError) and re.search(r"\bargument", str(error)):
+            raise ConfigError(
+                f"engine.kwargs do not fit: {error}",
+                hints=[f"its arguments: areal-gym show {settings.id}"],
+            ) from error
+        raise plugin_error(settings.id, "be made", error) from error
+    return engine
+
+
+def plugin_error(id: str, verb: str, error: Exception) -> GymError:
+    """Returns what to raise when an engine fails with an error of its own code.
+
+    An error of ours stays as it is; any other names the engine, its plugin and the cause.
+    """
+    if isinstance(error, GymError):
+        return error
+    entry = registry().get("engines", id)
+    return PluginError(
+        f"the engine {id!r} of plugin {entry.plugin} cannot {verb}: "
+        f"{type(error).__name__}: {error}",
+        hints=[f"its arguments: areal-gym show {id}"],
+    )
 
 
 async def _with_placed_servers(
@@ -402,17 +459,13 @@ async def open_engine(
             f"the engine {config.engine.id!r} cannot serve a checkpoint",
             hints=["engine.id=embedded and engine.id=sglang do"],
         )
-    try:
-        engine: Engine = engine_class.from_settings(policy, settings)
-    except TypeError as error:
-        raise ConfigError(
-            f"engine.kwargs do not fit: {error}",
-            hints=[f"its arguments: areal-gym show {config.engine.id}"],
-        ) from error
+    engine = _make_engine(engine_class, policy, settings)
     teller = asyncio.create_task(_tell_of_start(config.engine.id, display or SilentDisplay()))
     try:
         try:
             await engine.start()
+        except Exception as error:
+            raise plugin_error(settings.id, "start", error) from error
         finally:
             teller.cancel()
         yield engine, renderer

@@ -8,21 +8,32 @@ an adapter that was never loaded all show here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from areal_gym.config import RunConfig
-from areal_gym.engines.base import Engine, SamplingParams
-from areal_gym.errors import ConfigError
+from areal_gym.engines.base import Engine, Generation, SamplingParams
+from areal_gym.errors import ConfigError, EnvError, EpisodeError
+from areal_gym.markup import counted
 from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import derive_seed
-from areal_gym.run.parts import Parts
+from areal_gym.run.parts import Parts, plugin_error
+from areal_gym.types import Message
 
-__all__ = ["LogprobGap", "keep_rounding_from_clips", "measure_gap", "require_agreement"]
+__all__ = [
+    "LogprobGap",
+    "first_messages",
+    "keep_rounding_from_clips",
+    "measure_gap",
+    "require_agreement",
+]
 
 _NUM_PROMPTS = 8
 _NUM_TOKENS = 32
+_NUM_RESETS = 3
+"""A reset that fails is tried so often."""
 _PROBE = 4
 """A stream of seeds of its own; training and evaluation have 0 to 3."""
 
@@ -40,25 +51,31 @@ class LogprobGap:
 
 
 async def measure_gap(
-    config: RunConfig, parts: Parts, engine: Engine, renderer: Renderer, learner: Any
+    config: RunConfig,
+    parts: Parts,
+    engine: Engine,
+    renderer: Renderer,
+    learner: Any,
+    say: Callable[[str], None] | None = None,
 ) -> LogprobGap:
     """Sample some turns at the run's temperature, score them with the trainer's weights.
 
     Raises:
         ConfigError: none of the prompts fits into the context.
+        EnvError: the environment gives no task at all; some failed resets are only said.
         EngineError: the engine cannot sample.
     """
     from areal_gym.trainer.sequences import Sequence as TokenSequence
 
     lengths: list[int] = []
+    failures: list[EpisodeError] = []
 
     async def sample(index: int) -> TokenSequence | None:
         seed = derive_seed(config.seed, _PROBE, index)
-        env = parts.make_env()
-        _, info = await env.areset(seed=seed, options={"split": "train"})
-        schemas = [tool.schema() for tool in env.tools]
-        prompt = renderer.first_ids(info["messages"], schemas)
-        await env.aclose()
+        first = await first_messages(parts, seed, failures)
+        if first is None:
+            return None
+        prompt = renderer.first_ids(*first)
         lengths.append(len(prompt))
         if len(prompt) >= engine.max_context:
             return None
@@ -68,7 +85,14 @@ async def measure_gap(
             stop_token_ids=renderer.stop_token_ids,
             seed=seed,
         )
-        generation = await engine.generate(prompt, params)
+        try:
+            generation = await engine.generate(prompt, params)
+        except Exception as error:
+            raise plugin_error(config.engine.id, "sample", error) from error
+        if not isinstance(generation, Generation):
+            raise plugin_error(
+                config.engine.id, "sample", TypeError(f"generate gave {generation!r}")
+            )
         num_prompt, num_new = len(prompt), len(generation.token_ids)
         return TokenSequence(
             token_ids=(*prompt, *generation.token_ids),
@@ -79,6 +103,17 @@ async def measure_gap(
 
     sampled = await asyncio.gather(*(sample(index) for index in range(_NUM_PROMPTS)))
     rows = [row for row in sampled if row is not None and row.num_trainable]
+    if failures and say is not None and lengths:
+        say(
+            f"warning: {counted(len(failures), 'reset')} of {config.env.id} failed at the start, "
+            f"the first one with: {failures[0]}"
+        )
+    if not lengths:
+        raise EnvError(
+            f"no task of {config.env.id} could be had: all of {len(failures)} resets failed, the "
+            f"first one with: {failures[0]}",
+            hints=["look for the cause with: areal-gym check ENV"],
+        ) from failures[0]
     if not rows:
         raise ConfigError(
             f"the first prompts in {config.env.id} have {min(lengths)} to {max(lengths)} tokens, "
@@ -90,6 +125,31 @@ async def measure_gap(
         )
     scores = await asyncio.to_thread(learner.score, rows)
     return _gap(rows, [score.tolist() for score in scores])
+
+
+async def first_messages(
+    parts: Parts, seed: int, failures: list[EpisodeError]
+) -> tuple[Sequence[Message], list[dict[str, Any]]] | None:
+    """The first messages and tools of a task of the split "train"; None where there are none.
+
+    What fails is tried again, a few times, and is added to `failures`.
+
+    Raises:
+        UsageError: the environment has no such split.
+    """
+    for attempt in range(_NUM_RESETS):
+        env = parts.make_env()
+        try:
+            _, info = await env.areset(
+                seed=derive_seed(seed, attempt) if attempt else seed, options={"split": "train"}
+            )
+            return info["messages"], [tool.schema() for tool in env.tools]
+        except EpisodeError as error:
+            failures.append(error)
+        finally:
+            with suppress(Exception):
+                await env.aclose()
+    return None
 
 
 def _gap(rows: Sequence[Any], scores: Sequence[Sequence[float]]) -> LogprobGap:

@@ -40,6 +40,7 @@ from areal_gym.run.parts import (
 )
 from areal_gym.run.probe import (
     LogprobGap,
+    first_messages,
     keep_rounding_from_clips,
     measure_gap,
     require_agreement,
@@ -306,16 +307,14 @@ class _Training:
         config, display = self.config, self.display
         if getattr(engine, "take_over", False):
             await weight_sync.publish(weights_for(weight_sync, learner), version)
-        gap = await measure_gap(config, parts, engine, renderer, learner)
+        gap = await measure_gap(config, parts, engine, renderer, learner, display.say)
         require_agreement(gap, config)
         display.say(f"engine and trainer agree: log-probabilities differ by {gap}")
         if remark := keep_rounding_from_clips(gap.max, config, learner):
             display.say(f"  {remark}")
-        env = parts.make_env()
-        _, info = env.reset(seed=config.seed, options={"split": "train"})
-        for remark in renderer.remarks(info["messages"], [tool.schema() for tool in env.tools]):
+        first = await first_messages(parts, config.seed, [])
+        for remark in () if first is None else renderer.remarks(*first):
             display.say(remark)
-        await env.aclose()
         return gap
 
     def _warn_of_contamination(self, parts: Parts) -> None:

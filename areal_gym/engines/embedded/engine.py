@@ -109,8 +109,14 @@ class EmbeddedEngine:
         """An engine as a run's settings want it.
 
         Raises:
-            ConfigError: there is no checkpoint, or one that this engine cannot sample.
+            ConfigError: there is no checkpoint, or one that this engine cannot sample; or there
+                are `engine.kwargs`, for it has none.
         """
+        if settings.kwargs:
+            raise ConfigError(
+                f"the embedded engine takes no engine.kwargs: {', '.join(settings.kwargs)}",
+                hints=["leave them out: engine.kwargs={}", "its settings: engine.num_slots, ..."],
+            )
         return cls.from_checkpoint(
             policy,
             num_slots=settings.num_slots,

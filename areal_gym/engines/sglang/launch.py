@@ -16,7 +16,7 @@ from typing import Protocol
 
 from areal_gym.engines.sglang import guard
 from areal_gym.engines.sglang.server import SGLangServer
-from areal_gym.errors import EngineError
+from areal_gym.errors import ConfigError, EngineError
 
 __all__ = ["LaunchedServer", "ServerProcess"]
 
@@ -147,7 +147,15 @@ class LaunchedServer:
         environment = dict(os.environ)
         if self._gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus
-        with self.log.open("ab") as log:
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            opened = self.log.open("ab")
+        except OSError as error:
+            raise ConfigError(
+                f"the server's log cannot be written to {self.log}: {error.strerror}",
+                hints=["name another directory: engine.kwargs.log_dir=DIR"],
+            ) from error
+        with opened as log:
             self._guard = subprocess.Popen(
                 [sys.executable, guard.__file__, *self._arguments],
                 stdin=subprocess.PIPE,
