@@ -69,7 +69,7 @@ class SandboxLimits:
     wall_s: float = 5.0
     cpu_s: float = 5.0
     memory_mb: int = 512
-    """Of each process, and of all together (where it may fork at all)."""
+    """Of each process, and of all together, of whatever kind: see docs/sandbox.md."""
     output_bytes: int = 64 * 1024
     file_mb: int = 16
     num_processes: int = 16
@@ -86,8 +86,8 @@ class SandboxResult:
     """`repr` of the last expression, when the snippet ends in one."""
     elapsed_s: float = 0.0
     peak_memory_mb: float = 0.0
-    """Most resident memory of its largest process, the interpreter included; of a session, so
-    far. 0 when the snippet was lost."""
+    """Most memory that its processes held together, or the largest alone with the interpreter's
+    share; of a session, so far and as its interpreter tells. 0 when the snippet was lost."""
 
     @property
     def is_ok(self) -> bool:

@@ -34,6 +34,8 @@ class Exit(NamedTuple):
     """Its processes held too much memory together."""
     is_crowded: bool = False
     """It had too many threads and processes, where the kernel does not count them."""
+    is_overfull: bool = False
+    """Its files held too much of the disk together."""
     error: str = ""
 
 
@@ -134,6 +136,8 @@ class Call:
         if exit is not None and exit.is_crowded:
             text = f"Killed: more than {limits.num_processes} threads and processes\n"
             return SandboxStatus.KILLED, text
+        if exit is not None and exit.is_overfull:
+            return SandboxStatus.KILLED, "Killed: its files held too much of the disk together\n"
         if exit is not None and exit.status < 0:
             return SandboxStatus.KILLED, "Killed: the interpreter was lost\n"
         code = 0 if exit is None else os.waitstatus_to_exitcode(exit.status)

@@ -58,6 +58,8 @@ class Cell:
         """Descriptors that the loop reads from."""
         self._unsent: deque[bytes] = deque()
         self._control = control
+        self.memory_mb = 0
+        """What the fork server was last told that all its processes may hold together."""
         self._ready = self._loop.create_future()
         self._exit: Exit | None = None
         self._gone = asyncio.Event()

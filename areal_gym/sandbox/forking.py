@@ -104,6 +104,7 @@ class ForkingSandbox(ABC):
         zygote = await self._lease(code)
         try:
             cell = zygote.take(is_retry=is_retry)
+            zygote.bound(cell, limits.memory_mb)
             return await cell.execute(code, limits, is_fresh=True)
         finally:
             self._release(zygote)
@@ -176,14 +177,15 @@ class ForkingSession:
     ) -> SandboxResult:
         # A place comes before a slot: who waits for a place must not keep those who have one
         # from running.
-        cell = await self._cell(code, is_retry=is_retry)
+        zygote, cell = await self._cell(code, is_retry=is_retry)
         async with self._sandbox._slots:
+            zygote.bound(cell, limits.memory_mb)
             return await cell.execute(code, limits, is_fresh=False)
 
-    async def _cell(self, code: str, *, is_retry: bool) -> Cell:
+    async def _cell(self, code: str, *, is_retry: bool) -> tuple[Zygote, Cell]:
         if self._held is not None:
             if self._held[1].is_alive:
-                return self._held[1]
+                return self._held
             self._give_back()
         sandbox = self._sandbox
         await sandbox._places.acquire()
@@ -200,7 +202,7 @@ class ForkingSession:
             raise
         self._held = (zygote, cell)
         zygote.refill()
-        return cell
+        return self._held
 
     def _give_back(self) -> None:
         held, self._held = self._held, None

@@ -20,6 +20,7 @@ from areal_gym.errors import SandboxError, UsageError
 from areal_gym.sandbox.base import SandboxLevel, SandboxLimits, SandboxReport
 from areal_gym.sandbox.forking import ForkingSandbox
 from areal_gym.sandbox.worker.cleaning import remove_tree
+from areal_gym.sandbox.worker.groups import remove_groups
 from areal_gym.sandbox.zygotes import Zygote
 
 __all__ = ["ENVIRONMENT", "ProcessSandbox", "level_of"]
@@ -149,13 +150,16 @@ class ProcessSandbox(ForkingSandbox):
         zygote.refill()
 
     async def _start(self, modules: Sequence[str]) -> Zygote:
+        token = secrets.token_hex(8)
         settings = {
             "modules": modules,
             "without": self._without,
             "paths": self._paths,
             "readable": self._readable,
-            "scratch": f"{tempfile.gettempdir()}/areal-gym-{secrets.token_hex(8)}",
+            "scratch": f"{tempfile.gettempdir()}/areal-gym-{token}",
             "is_container": False,
+            "group": f"{os.getpid()}-{token}",
+            "memory_mb": self.limits.memory_mb,
         }
         control, server = _launch(settings)
         zygote = await Zygote.start(control, server, num_warm=self.num_workers)
@@ -174,9 +178,10 @@ class _LocalServer:
     open or has in its environment is in it.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], scratch: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], scratch: str, group: str) -> None:
         self._process = process
         self.scratch = scratch
+        self._group = group
         self.pid = process.pid
 
     def complaint(self) -> str:
@@ -193,8 +198,9 @@ class _LocalServer:
             self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
-        # Only a server that was killed leaves it.
+        # Only a server that was killed leaves these.
         remove_tree(self.scratch)
+        remove_groups(self._group)
 
 
 def _launch(settings: dict[str, Any]) -> tuple[socket.socket, _LocalServer]:
@@ -213,7 +219,7 @@ def _launch(settings: dict[str, Any]) -> tuple[socket.socket, _LocalServer]:
     )
     theirs.close()
     os.close(parent)
-    return control, _LocalServer(process, settings["scratch"])
+    return control, _LocalServer(process, settings["scratch"], settings["group"])
 
 
 def _search_paths(packages: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -70,6 +70,8 @@ class Zygote:
         self._held: set[int] = set()
         self._holding: asyncio.TimerHandle | None = None
         self._last_number = 0
+        self._memory_mb = 0
+        """What the processes of a new cell may hold together, where the kernel counts that."""
         self._started = self._loop.create_future()
         self._control = control
         control.setblocking(False)
@@ -146,6 +148,7 @@ class Zygote:
             give_up=self.close,
         )
         cell = Cell(channel, stdout, stderr, control)
+        cell.memory_mb = self._memory_mb
         self._cells[number] = cell
         self._order("spawn", [number], (theirs.fileno(), their_stdout, their_stderr))
         theirs.close()
@@ -173,10 +176,21 @@ class Zygote:
             self._held.discard(number)
             self._order("resume", [number])
 
-    def _order(self, order: str, numbers: Sequence[int], fds: Sequence[int] = ()) -> None:
+    def bound(self, cell: Cell, memory_mb: int) -> None:
+        """Set what the processes of a cell may hold together, where the kernel counts that."""
+        if cell.memory_mb == memory_mb or "memory group" not in self.protections:
+            return
+        cell.memory_mb = memory_mb
+        number = next((number for number, other in self._cells.items() if other is cell), None)
+        if number is not None:
+            self._order("bound", [number], memory_mb=memory_mb)
+
+    def _order(
+        self, order: str, numbers: Sequence[int], fds: Sequence[int] = (), **details: object
+    ) -> None:
         if not self.is_alive:
             return
-        message = json.dumps({"order": order, "numbers": numbers}).encode()
+        message = json.dumps({"order": order, "numbers": numbers, **details}).encode()
         # Orders are few and tiny and the server reads them at once: waiting here, should its queue
         # ever be full, is simpler than a queue of our own and costs microseconds.
         self._control.settimeout(5.0)
@@ -208,6 +222,7 @@ class Zygote:
         kind = event.pop("event")
         if kind == "started":
             self.protections = tuple(event["protections"])
+            self._memory_mb = int(event["memory_mb"])
             if not self._started.done():
                 self._started.set_result(None)
             return

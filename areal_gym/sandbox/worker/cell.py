@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
+import errno
 import gc
 import io
 import json
@@ -141,7 +142,10 @@ def _execute(source: bytes, namespace: dict[str, Any]) -> tuple[dict[str, Any], 
     except BaseException as error:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-        status = "memory" if isinstance(error, MemoryError) else "error"
+        is_memory = isinstance(error, MemoryError) or (
+            isinstance(error, OSError) and error.errno == errno.ENOMEM
+        )
+        status = "memory" if is_memory else "error"
         return {"status": status, "traceback": _describe(error)}, 1
 
 

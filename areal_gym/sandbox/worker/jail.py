@@ -62,7 +62,8 @@ class Jail:
         """Where the private directories are, unless a private root has them."""
         self._pid_namespace = -1
         self._uid_base = self._uid_count = self._landlock = 0
-        self._has_mounts = False
+        self.has_mounts = False
+        """Whether children have a root directory of their own, with a bounded place for files."""
         self.protections = ["limits", "empty environment", "closed descriptors", "new session"]
 
         self._kept_capabilities = 0
@@ -86,8 +87,8 @@ class Jail:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         has_seccomp = seccomp.is_supported()
         if has_capability:
-            self._has_mounts = self._attempt("private root", self._build_root)
-        if not self._has_mounts:
+            self.has_mounts = self._attempt("private root", self._build_root)
+        if not self.has_mounts:
             os.mkdir(scratch)
             os.chmod(scratch, 0o711)
             self._attempt("landlock", self._find_landlock)
@@ -96,7 +97,7 @@ class Jail:
         """Whether the filter of system calls holds the cells."""
         if self.has_seccomp and not self.can_fork:
             self.protections.append("no fork")
-        if self._uid_count and not self._has_mounts:
+        if self._uid_count and not self.has_mounts:
             self._open_interpreter()
 
     def _attempt(self, name: str, step: Callable[[], None]) -> bool:
@@ -193,7 +194,7 @@ class Jail:
 
     def _filter(self, *, own_pid: int | None) -> bytes:
         # With a root of our own, and in a container, files of the host are not there or read-only.
-        is_apart = self._has_mounts or self._is_container
+        is_apart = self.has_mounts or self._is_container
         return seccomp.build_filter(
             allow_fork=self.can_fork,
             allow_metadata=is_apart,
@@ -245,16 +246,16 @@ class Jail:
 
     def directory(self, number: int) -> str:
         """The private writable directory of child `number`."""
-        return self._private if self._has_mounts else f"{self._scratch}/{number}"
+        return self._private if self.has_mounts else f"{self._scratch}/{number}"
 
     def clean(self, number: int) -> None:
         """Remove what child `number` wrote; a private mount went with its namespace."""
-        if not self._has_mounts:
+        if not self.has_mounts:
             remove_tree(self.directory(number))
 
     def close(self) -> None:
         """Remove the place of the private directories; nothing is in it any more."""
-        if not self._has_mounts:
+        if not self.has_mounts:
             remove_tree(self._scratch)
 
     def count_apart(self) -> None:
@@ -273,7 +274,7 @@ class Jail:
             slot: of `num_users`, which no other living child has.
         """
         directory = self.directory(number)
-        if self._has_mounts:
+        if self.has_mounts:
             kernel.unshare(kernel.NEWNS)
             tmpfs = kernel.NOSUID | kernel.NODEV
             kernel.mount("none", directory, "tmpfs", tmpfs, _TMP_OPTIONS)
@@ -281,7 +282,7 @@ class Jail:
             os.mkdir(directory, 0o700)
         if self._uid_count:
             uid = self._uid_base + slot
-            if not self._has_mounts:
+            if not self.has_mounts:
                 os.chown(directory, uid, uid)
             os.setgroups([])
             os.setresgid(uid, uid, uid)
@@ -294,7 +295,10 @@ class Jail:
             kernel.prctl(4, 1)  # PR_SET_DUMPABLE: else the file is root's
             with open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")
-        kernel.prctl(4, 0)  # PR_SET_DUMPABLE: no ptrace, no core
+        has_filters = self._landlock and self.has_seccomp
+        if self.has_mounts or self._uid_count or self._is_container or not has_filters:
+            kernel.prctl(4, 0)  # PR_SET_DUMPABLE: no ptrace, no core
+        # Else our own uid could not look at what it holds; Landlock and seccomp refuse ptrace.
         kernel.prctl(1, 9)  # PR_SET_PDEATHSIG: SIGKILL when the fork server dies
         for kind, value in (
             (resource.RLIMIT_CORE, 0),

@@ -18,9 +18,11 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import cell, kernel, memory, tasks
+from .groups import Groups
 from .holding import PERIOD_S as HOLDING_PERIOD_S
 from .holding import Holding
 from .jail import Jail, RefusedError
@@ -42,7 +44,8 @@ def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]
         parent_fd: pidfd of the parent, which unlike a closed socket cannot be held open by a
             fork; None in a container, which cannot have one.
         settings: `without`, `paths` to import from, `readable` ones, `scratch`, `modules`,
-            `is_container`.
+            `is_container`; outside of containers `group`, the name of its control groups, and
+            `memory_mb`, the limit of most calls.
     """
     os.environ.clear()
     os.chdir("/")
@@ -54,6 +57,10 @@ def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]
             importlib.import_module(name)
         except ImportError:
             continue  # the snippet that wants it will say so
+    groups = None
+    if not is_container and "memory group" not in settings["without"]:
+        with contextlib.suppress(OSError):
+            groups = Groups(settings["group"], settings["memory_mb"])
     try:
         jail = Jail(
             without=settings["without"],
@@ -62,10 +69,12 @@ def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]
             is_container=is_container,
         )
     except RefusedError as error:
+        if groups is not None:
+            groups.close()
         sys.exit(str(error))
     # By now the one on a read-only mount, where there is such a mount.
     null = os.open("/dev/null", os.O_RDWR)
-    _Zygote(control, parent_fd, jail, null, is_container=is_container).serve()
+    _Zygote(control, parent_fd, jail, null, groups, is_container=is_container).serve()
 
 
 class _Zygote:
@@ -75,6 +84,7 @@ class _Zygote:
         parent_fd: int | None,
         jail: Jail,
         null: int,
+        groups: Groups | None,
         *,
         is_container: bool,
     ) -> None:
@@ -82,14 +92,13 @@ class _Zygote:
         self._parent_fd = parent_fd
         self._jail = jail
         self._null = null
+        self._groups = groups
         self._is_container = is_container
         self._cells: dict[int, int] = {}
         """Number of each running cell, by pid."""
         self._slots: dict[int, int] = {}
         """Which of the jail's users each of them is, by pid."""
         self._last_slot = 0
-        self._crowded: set[int] = set()
-        """Pids of cells that were ended because they had too many threads and processes."""
         self._base_memory = 0
         self._next_look = 0.0
         self._num_kills = memory.num_kills()
@@ -98,8 +107,14 @@ class _Zygote:
         self._holding = Holding(
             jail.proc, is_alone=is_alone, is_container=is_container, kill=_kill_cell
         )
-        self._starved: set[int] = set()
-        """Pids of cells that were ended because their processes held too much together."""
+        self._excesses: dict[int, str] = {}
+        """Of cells that were ended for it, by pid: what they held too much of."""
+        self._peaks_kb: dict[int, int] = {}
+        """Most memory that the processes of a cell were seen to hold together, by its pid."""
+        # What one process holds is bounded by its own limits, and files by a private file system.
+        self._looks = not is_container and (
+            groups is not None or jail.can_fork or not jail.has_mounts or not jail.counts_processes
+        )
 
     def serve(self) -> NoReturn:
         # Orphans of a cell become our children, so that none can hide from `_sweep`.
@@ -119,18 +134,18 @@ class _Zygote:
         os.dup2(self._null, 2)  # until here the parent listens for what went wrong
         self._base_memory = self._jail.address_space()
         protections = [*self._jail.protections]
-        period_ms = None
         # A container's memory is counted by the kernel.
         if self._jail.can_fork and not self._is_container:
-            period_ms = memory.PERIOD_S * 1000
             protections.append("memory sum")
-        if not self._jail.counts_processes:
-            period_ms = memory.PERIOD_S * 1000
-        self._tell(event="started", protections=protections)
+        if self._groups is not None:
+            protections.append("memory group")
+        period_ms = memory.PERIOD_S * 1000 if self._looks else None
+        memory_mb = 0 if self._groups is None else self._groups.default_mb
+        self._tell(event="started", protections=protections, memory_mb=memory_mb)
         while True:
             events = poll.poll(self._patience_ms(period_ms))
-            if period_ms is not None:
-                self._end_starved()
+            if self._looks:
+                self._end_excessive()
             if self._holding.has_restless:
                 self._holding.look()
             ready = {fd for fd, _ in events}
@@ -157,11 +172,13 @@ class _Zygote:
         if order["order"] == "spawn":
             self._spawn(order["numbers"][0], fds)
             return
-        action = {
+        actions: dict[str, Callable[[int], None]] = {
             "kill": _kill_cell,
             "hold": self._holding.hold,
             "resume": self._holding.resume,
-        }[order["order"]]
+            "bound": lambda pid: self._bound(pid, order["memory_mb"]),
+        }
+        action = actions[order["order"]]
         numbers = set(order["numbers"])
         for pid, number in self._cells.items():
             if number in numbers:
@@ -176,8 +193,12 @@ class _Zygote:
     def _spawn(self, number: int, fds: list[int]) -> None:
         slot = self._free_slot()
         try:
+            if self._groups is not None:
+                self._groups.open(number)
             pid = self._jail.fork()
         except OSError as error:
+            if self._groups is not None:
+                self._groups.end(number)
             self._tell(event="exit", number=number, status=-1, error=str(error))
         else:
             if pid == 0:
@@ -199,6 +220,8 @@ class _Zygote:
 
     def _become_cell(self, number: int, slot: int, fds: list[int]) -> NoReturn:
         try:
+            if self._groups is not None:
+                self._groups.join(number)
             channel_fd, stdout, stderr = fds
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -220,19 +243,43 @@ class _Zygote:
             os._exit(70)
         cell.serve(channel, self._base_memory, counts_processes=self._jail.counts_processes)
 
-    def _end_starved(self) -> None:
-        """End the cells that hold too much memory, or are too many; looks once in a period."""
+    def _bound(self, pid: int, memory_mb: int) -> None:
+        """A call of the cell `pid` has another limit than the one before."""
+        if self._groups is None:
+            return
+        try:
+            self._groups.bound(self._cells[pid], memory_mb)
+        except OSError:  # it holds more already
+            self._excesses[pid] = "memory"
+            _kill_cell(pid)
+
+    def _end_excessive(self) -> None:
+        """End the cells that hold or run too much; looks once in a period."""
         if time.monotonic() < self._next_look:
             return
-        can_fork = self._jail.can_fork and not self._is_container
-        for pid in self._cells:
-            if can_fork and memory.is_overdrawn(self._jail.proc, pid, self._base_memory):
-                self._starved.add(pid)
-                _kill_cell(pid)
-            elif not self._jail.counts_processes and tasks.is_crowded(self._jail.proc, pid):
-                self._crowded.add(pid)
+        for pid, number in self._cells.items():
+            if excess := self._find_excess(pid, number):
+                self._excesses[pid] = excess
                 _kill_cell(pid)
         self._next_look = time.monotonic() + memory.PERIOD_S
+
+    def _find_excess(self, pid: int, number: int) -> str:
+        """What a cell holds or runs too much of, as far as nothing else bounds it."""
+        jail = self._jail
+        if self._holds_much(pid, number):
+            return "memory"
+        if not jail.counts_processes and tasks.is_crowded(jail.proc, pid):
+            return "processes"
+        if not jail.has_mounts and memory.has_many_files(jail.proc, pid, jail.directory(number)):
+            return "files"
+        return ""
+
+    def _holds_much(self, pid: int, number: int) -> bool:
+        if self._groups is not None:
+            return self._groups.was_killed(number)  # one of its processes
+        held_kb, is_over = memory.held_by_tree(self._jail.proc, pid, self._base_memory)
+        self._peaks_kb[pid] = max(self._peaks_kb.get(pid, 0), held_kb)
+        return is_over
 
     def _reap(self) -> None:
         while True:
@@ -254,25 +301,29 @@ class _Zygote:
         if not self._jail.ends_trees:
             self._sweep(pid)
         self._jail.clean(number)
+        peak_kb, excess = self._excess(pid, number)
         self._tell(
             event="exit",
             number=number,
             status=status,
             cpu_s=usage.ru_utime + usage.ru_stime,
-            peak_kb=usage.ru_maxrss,
-            is_starved=self._was_starved(pid),
-            is_crowded=pid in self._crowded,
+            peak_kb=max(peak_kb, usage.ru_maxrss),
+            is_starved=excess == "memory",
+            is_overfull=excess == "files",
+            is_crowded=excess == "processes",
         )
-        self._crowded.discard(pid)
 
-    def _was_starved(self, pid: int) -> bool:
-        """Whether a want of memory ended a process of the cell `pid`."""
-        if self._is_container:
+    def _excess(self, pid: int, number: int) -> tuple[int, str]:
+        """The most memory in KB of a cell that has ended, and what it had to be ended for."""
+        excess = self._excesses.pop(pid, "")
+        peak_kb = self._peaks_kb.pop(pid, 0)
+        was_killed = False
+        if self._groups is not None:
+            peak_kb, was_killed = self._groups.end(number)
+        elif self._is_container:
             before, self._num_kills = self._num_kills, memory.num_kills()
-            return self._num_kills > before
-        is_starved = pid in self._starved
-        self._starved.discard(pid)
-        return is_starved
+            was_killed = self._num_kills > before
+        return peak_kb, excess or ("memory" if was_killed else "")
 
     def _sweep(self, pid: int) -> None:
         """End what the cell `pid` left behind."""
@@ -309,6 +360,8 @@ class _Zygote:
         for number in self._cells.values():
             self._jail.clean(number)
         self._jail.close()
+        if self._groups is not None:
+            self._groups.close()
         os._exit(0)
 
 

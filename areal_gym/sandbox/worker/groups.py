@@ -1,0 +1,268 @@
+"""Control groups: where the kernel itself counts the memory of a cell and all that it starts.
+
+Every kind of memory counts there: private and shared pages, files in memory, buffers of pipes and
+sockets, page tables, the kernel's own records. A group of ours needs a part of the hierarchy that
+this process may write to: root has one, and a user to whom systemd delegated one. Elsewhere the
+fork server counts by itself (`memory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import NamedTuple
+
+__all__ = ["Groups", "find_places", "remove_groups"]
+
+_SLACK_BYTES = 32 << 20
+"""Beside the snippet's own: what the kernel keeps for its processes, pages of the fork server that
+they write to, and room for a MemoryError to be told, which a process's own limit raises first."""
+_PREFIX = "areal-gym-"
+
+
+class _Version(NamedTuple):
+    """The names of one version of the kernel's interface."""
+
+    limit: str
+    swap_limit: str
+    peak: str
+    kills: str
+    join: str
+    """Of the first version, the file that moves one thread: unlike the one that moves a whole
+    process it does not wait for every processor (0.5 ms instead of 10)."""
+
+
+_VERSIONS = {
+    "cgroup": _Version(
+        "memory.limit_in_bytes",
+        "memory.memsw.limit_in_bytes",
+        "memory.max_usage_in_bytes",
+        "memory.oom_control",
+        "tasks",
+    ),
+    "cgroup2": _Version(
+        "memory.max", "memory.swap.max", "memory.peak", "memory.events", "cgroup.procs"
+    ),
+}
+
+
+class Groups:
+    """The groups of one fork server, one for each cell that lives.
+
+    Args:
+        name: what they are known by; see `remove_groups`.
+
+    Raises:
+        OSError: there is no part of the hierarchy that this process may write to.
+    """
+
+    def __init__(self, name: str, memory_mb: int) -> None:
+        self._name = f"{_PREFIX}{name}"
+        self.default_mb = memory_mb
+        self._kind, places = _places()
+        self._files = _VERSIONS[self._kind]
+        # By descriptors: a private root shows no /sys.
+        self._top, self._parent = self._make_top(places)
+        self._groups: dict[int, str] = {}
+        self._bounds: dict[str, int] = {}
+        self._idle: list[str] = []
+        self._num_made = 0
+        try:
+            self._try()
+        except OSError:
+            self.close()
+            raise
+
+    def _make_top(self, places: list[str]) -> tuple[int, int]:
+        for place in places:
+            parent = -1
+            try:
+                _remove_abandoned(place)
+                parent = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+                os.mkdir(self._name, 0o700, dir_fd=parent)
+                top = os.open(self._name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
+                if self._kind == "cgroup2":
+                    _write(top, "cgroup.subtree_control", "+memory")
+            except OSError:
+                if parent >= 0:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(self._name, dir_fd=parent)
+                    os.close(parent)
+                continue
+            return top, parent
+        raise PermissionError("no control group of memory may be made")
+
+    def _try(self) -> None:
+        """Move a process into a group: what may be made cannot always be used."""
+        self.open(0)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.join(0)
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        self.end(0)
+        if status:
+            raise PermissionError("no process may be moved to a control group")
+
+    def open(self, number: int) -> None:
+        """Have an empty group for the cell `number`, which then joins it."""
+        if self._idle:
+            group = self._idle.pop()
+            _write(self._top, f"{group}/{self._files.peak}", "0")
+        else:
+            group = str(self._num_made)
+            self._num_made += 1
+            os.mkdir(group, dir_fd=self._top)
+            self._bounds[group] = 0
+        self._groups[number] = group
+        self.bound(number, self.default_mb)
+
+    def join(self, number: int) -> None:
+        """Move the calling process, a new cell, to its group."""
+        _write(self._top, f"{self._groups[number]}/{self._files.join}", "0")
+
+    def bound(self, number: int, memory_mb: int) -> None:
+        """Set what all processes of a cell may hold together.
+
+        Raises:
+            OSError: they hold more already.
+        """
+        group = self._groups[number]
+        if self._bounds[group] == memory_mb:
+            return
+        limit = str((memory_mb << 20) + _SLACK_BYTES)
+        path = f"{group}/{self._files.swap_limit}"
+        swap = "0" if self._kind == "cgroup2" else limit
+        # The limit with swap is never under the one without; not every kernel has it.
+        if self._bounds[group] < memory_mb:
+            with contextlib.suppress(OSError):
+                _write(self._top, path, swap)
+        _write(self._top, f"{group}/{self._files.limit}", limit)
+        with contextlib.suppress(OSError):
+            _write(self._top, path, swap)
+        self._bounds[group] = memory_mb
+
+    def end(self, number: int) -> tuple[int, bool]:
+        """Take back the group of a cell that has ended.
+
+        Returns:
+            The most memory in KB that its processes held together, and whether the kernel ended
+            one of them for want of memory.
+        """
+        group = self._groups.pop(number)
+        peak_kb, num_kills = 0, self._num_kills(group)
+        with contextlib.suppress(OSError, ValueError):  # before Linux 5.19 there is no peak
+            peak_kb = int(_read(self._top, f"{group}/{self._files.peak}")) >> 10
+        # A kill stays in the record of a group, and the peak of the second version does, too.
+        if self._kind == "cgroup" and not num_kills:
+            self._idle.append(group)
+        else:
+            self._remove(group)
+        return peak_kb, num_kills > 0
+
+    def was_killed(self, number: int) -> bool:
+        """Whether the kernel ended a process of a living cell for want of memory."""
+        return self._num_kills(self._groups[number]) > 0
+
+    def _num_kills(self, group: str) -> int:
+        text = ""
+        with contextlib.suppress(OSError):
+            text = _read(self._top, f"{group}/{self._files.kills}")
+        counts = dict(line.split() for line in text.splitlines())
+        return int(counts.get("oom_kill", 0))
+
+    def _remove(self, group: str) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(group, dir_fd=self._top)
+            del self._bounds[group]
+
+    def close(self) -> None:
+        """Remove all groups; no process is in them any more."""
+        for group in list(self._bounds):
+            self._remove(group)
+        with contextlib.suppress(OSError):
+            os.rmdir(self._name, dir_fd=self._parent)
+        os.close(self._top)
+        os.close(self._parent)
+
+
+def remove_groups(name: str) -> None:
+    """Remove what a killed fork server left of its groups `name`."""
+    with contextlib.suppress(OSError):
+        for place in _places()[1]:
+            _remove_top(f"{place}/{_PREFIX}{name}")
+
+
+def _places() -> tuple[str, list[str]]:
+    """The kind of the hierarchy that counts memory, and the directories where we might have groups.
+
+    Groups are made under our own one, so that what bounds us bounds them, too. In the second
+    version a group with processes has none under it: there it is the one above.
+    """
+    with open("/proc/self/cgroup") as groups, open("/proc/self/mountinfo") as mounts:
+        return find_places(groups.read(), mounts.read())
+
+
+def find_places(groups: str, mounts: str) -> tuple[str, list[str]]:
+    """As `Groups` does, from the texts of /proc/self/cgroup and /proc/self/mountinfo.
+
+    Raises:
+        FileNotFoundError: no hierarchy that counts memory is mounted.
+    """
+    own = {}
+    for row in groups.splitlines():
+        _, controllers, path = row.split(":", 2)
+        if "memory" in controllers.split(","):
+            own["cgroup"] = path
+        elif not controllers:
+            own["cgroup2"] = path
+    directories: dict[str, str] = {}
+    for row in mounts.splitlines():
+        first, _, second = row.partition(" - ")
+        root, point = first.split()[3:5]
+        kind, _, options = second.split(" ", 2)
+        if kind in own and (kind == "cgroup2" or "memory" in options.split(",")):
+            inside = os.path.relpath(own[kind], root)
+            if not inside.startswith(".."):
+                directories.setdefault(kind, os.path.normpath(f"{point}/{inside}"))
+    if "cgroup" in directories:
+        return "cgroup", [directories["cgroup"]]
+    if "cgroup2" in directories:
+        own_group = directories["cgroup2"]
+        return "cgroup2", [own_group, os.path.dirname(own_group)]
+    raise FileNotFoundError("no hierarchy of control groups is mounted")
+
+
+def _remove_abandoned(place: str) -> None:
+    """Remove groups whose owner, the process that they are named after, is gone."""
+    for name in os.listdir(place):
+        owner = name[len(_PREFIX) :].partition("-")[0]
+        if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+            _remove_top(f"{place}/{name}")
+
+
+def _remove_top(top: str) -> None:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(top):
+            if os.path.isdir(f"{top}/{name}"):
+                os.rmdir(f"{top}/{name}")
+        os.rmdir(top)
+
+
+def _write(directory: int, path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY, dir_fd=directory)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _read(directory: int, path: str) -> str:
+    fd = os.open(path, os.O_RDONLY, dir_fd=directory)
+    try:
+        return os.read(fd, 4096).decode()
+    finally:
+        os.close(fd)
