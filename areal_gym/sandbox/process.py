@@ -178,7 +178,7 @@ class _LocalServer:
     open or has in its environment is in it.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], scratch: str, group: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], scratch: str, group: str = "") -> None:
         self._process = process
         self.scratch = scratch
         self._group = group
@@ -200,7 +200,8 @@ class _LocalServer:
             self._process.stderr.close()
         # Only a server that was killed leaves these.
         remove_tree(self.scratch)
-        remove_groups(self._group)
+        if self._group:
+            remove_groups(self._group)
 
 
 def _launch(settings: dict[str, Any]) -> tuple[socket.socket, _LocalServer]:

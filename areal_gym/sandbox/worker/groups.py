@@ -152,7 +152,9 @@ class Groups:
             The most memory in KB that its processes held together, and whether the kernel ended
             one of them for want of memory.
         """
-        group = self._groups.pop(number)
+        group = self._groups.pop(number, None)
+        if group is None:
+            return 0, False  # none could be made
         peak_kb, num_kills = 0, self._num_kills(group)
         with contextlib.suppress(OSError, ValueError):  # before Linux 5.19 there is no peak
             peak_kb = int(_read(self._top, f"{group}/{self._files.peak}")) >> 10
