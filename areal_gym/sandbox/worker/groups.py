@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
 from typing import NamedTuple
 
 __all__ = ["Groups", "find_places", "remove_groups"]
@@ -192,10 +194,15 @@ class Groups:
 
 
 def remove_groups(name: str) -> None:
-    """Remove what a killed fork server left of its groups `name`."""
+    """End and remove what a killed fork server left in its groups; waits a second at most."""
     with contextlib.suppress(OSError):
         for place in _places()[1]:
-            _remove_top(f"{place}/{_PREFIX}{name}")
+            top = f"{place}/{_PREFIX}{name}"
+            deadline = time.monotonic() + 1.0
+            while os.path.isdir(top) and time.monotonic() < deadline:
+                _kill_all(top)
+                _remove_top(top)
+                time.sleep(0.001)
 
 
 def _places() -> tuple[str, list[str]]:
@@ -244,6 +251,15 @@ def _remove_abandoned(place: str) -> None:
         owner = name[len(_PREFIX) :].partition("-")[0]
         if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
             _remove_top(f"{place}/{name}")
+
+
+def _kill_all(top: str) -> None:
+    """Kill the processes of the groups in `top`, which are dying already or soon to be."""
+    for name in os.listdir(top):
+        with contextlib.suppress(OSError), open(f"{top}/{name}/cgroup.procs") as rows:
+            for pid in map(int, rows):
+                if pid:  # else it is of a pid namespace that we do not see
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _remove_top(top: str) -> None:
