@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import ProcessSandbox, SandboxLimits
+from areal_gym.sandbox.worker import seccomp, syscalls
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -263,3 +265,44 @@ def test_an_error_is_what_metadata_gives_without_namespaces(runner):
     except SandboxError as error:
         pytest.skip(str(error))
     assert result.stderr.splitlines()[-1].startswith("PermissionError")
+
+
+def decide(program, number):
+    """What the filter answers to a call whose arguments are all 0, step by step as the kernel."""
+    steps = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
+    at = value = 0
+    while True:
+        code, if_true, if_false, operand = steps[at]
+        at += 1
+        if code == 0x06:
+            return operand
+        if code == 0x20:
+            architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[platform.machine()]
+            value = {0: number, 4: architecture}.get(operand, 0)
+        elif code == 0x54:
+            value &= operand
+        else:
+            is_true = {
+                0x15: value == operand,
+                0x25: value > operand,
+                0x35: value >= operand,
+                0x45: bool(value & operand),
+            }[code]
+            at += if_true if is_true else if_false
+
+
+@pytest.mark.parametrize("allow_metadata", [False, True])
+def test_the_filter_allows_its_list_and_nothing_else(allow_metadata):
+    if platform.machine() not in syscalls.COLUMNS:
+        pytest.skip("no filter for this machine")
+    column = syscalls.COLUMNS[platform.machine()]
+    program = seccomp.build_filter(
+        allow_fork=True, allow_metadata=allow_metadata, allow_truncate=True, own_pid=None
+    )
+    listed = {**syscalls.FREE, **(syscalls.METADATA if allow_metadata else {})}
+    allowed = {numbers[column] for numbers in listed.values()}
+    guarded = {numbers[column] for numbers in syscalls.GUARDED.values()}
+    answers = {n: decide(program, n) for n in range(syscalls.LAST + 1) if n not in guarded}
+    assert {n for n, answer in answers.items() if answer == 0x7FFF0000} == allowed - {-1}
+    assert set(answers.values()) == {0x7FFF0000, 0x00050001}
+    assert decide(program, syscalls.LAST + 1) == decide(program, 0x40000001) == 0x00050026

@@ -67,6 +67,7 @@ class Jail:
         self.protections = ["limits", "empty environment", "closed descriptors", "new session"]
 
         self._kept_capabilities = 0
+        self._shared_filter = b""
         if os.geteuid() == 0:
             has_capability = self._take_root()
         else:
@@ -190,7 +191,7 @@ class Jail:
         self._landlock = landlock.version()
 
     def _build_filter(self) -> None:
-        self._filter(own_pid=None)
+        self._shared_filter = self._filter(own_pid=None)
 
     def _filter(self, *, own_pid: int | None) -> bytes:
         # With a root of our own, and in a container, files of the host are not there or read-only.
@@ -319,8 +320,8 @@ class Jail:
             landlock.restrict(self._landlock, readable=readable, writable=writable)
         if self.has_seccomp:
             is_alone = self._pid_namespace >= 0 or self._is_container
-            own_pid = None if is_alone else os.getpid()
-            seccomp.install(self._filter(own_pid=own_pid))
+            program = self._shared_filter if is_alone else self._filter(own_pid=os.getpid())
+            seccomp.install(program)
 
 
 def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:

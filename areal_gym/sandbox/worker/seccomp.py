@@ -175,14 +175,19 @@ def _signal_rules(own_pid: int | None, server_pid: int | None) -> dict[str, list
 
 def _ranges(numbers: Iterable[int]) -> list[_Step]:
     """Allow these calls and refuse all others."""
-    steps: list[_Step] = []
     ordered = sorted(number for number in numbers if number >= 0)
-    while ordered:
-        first = last = ordered.pop(0)
-        while ordered and ordered[0] == last + 1:
-            last = ordered.pop(0)
-        steps += [(_AT_LEAST, 1, 0, first), *_refused, (_ABOVE, 1, 0, last), *_allowed]
-    return [*steps, *_refused]
+    ends: list[tuple[int, int]] = []
+    for number in ordered:
+        if ends and ends[-1][1] == number - 1:
+            ends[-1] = (ends[-1][0], number)
+        else:
+            ends.append((number, number))
+    steps: list[_Step] = []
+    for at, (first, last) in enumerate(ends):
+        # How far behind the next two steps the refusal is; what is allowed comes behind that.
+        left = 2 * (len(ends) - at) - 1
+        steps += [(_AT_LEAST, 0, left, first), (_ABOVE, 0, left, last)]
+    return [*steps, *_refused, *_allowed]
 
 
 class _Program(ctypes.Structure):
