@@ -1,12 +1,17 @@
 """Correct programs do not depend on what runs beside them."""
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
+
+from areal_gym.sandbox import ProcessSandbox, SandboxLimits
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -32,3 +37,31 @@ def test_eight_programs_have_eight_threads_each_at_once(uid, without):
         ("error", "RuntimeError: can't start new thread"),
         ("killed", "Killed: more than 16 threads and processes"),
     ]
+
+
+MANY_FILES = """
+import os
+for i in range(40):
+    os.mkdir(f"d{i}")
+    for j in range(100): open(f"d{i}/{j}", "w").close()
+"""
+
+
+def test_a_large_tree_is_removed_beside_the_calls_of_others(monkeypatch):
+    async def go():
+        async with ProcessSandbox(num_workers=1, without=["namespaces"]) as sandbox:
+            assert (await sandbox.run(MANY_FILES, limits=SandboxLimits(wall_s=120))).is_ok
+            results = [await sandbox.run("1", limits=SandboxLimits(wall_s=120)) for _ in range(4)]
+            assert [result.value for result in results] == ["1"] * 4
+            scratch = Path(sandbox.zygotes()[0].server.scratch)
+            deadline = time.monotonic() + 120
+            while list(scratch.glob("*/d*")):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            assert (await sandbox.run(MANY_FILES, limits=SandboxLimits(wall_s=120))).is_ok
+        assert not scratch.exists()
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        os.chmod(home, 0o755)  # cells pass through it under a uid of their own
+        monkeypatch.setattr(tempfile, "tempdir", home)
+        asyncio.run(go())

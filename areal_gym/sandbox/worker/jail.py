@@ -35,6 +35,7 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternativ
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _TMP_OPTIONS = "size=64m,nr_inodes=4096,mode=1777"
+_FEW_FILES = 100
 _GVISOR_LACKS = (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)
 _CAP_DAC_READ_SEARCH, _CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN = 2, 6, 7, 21
 
@@ -253,6 +254,20 @@ class Jail:
         """Remove what child `number` wrote; a private mount went with its namespace."""
         if not self.has_mounts:
             remove_tree(self.directory(number))
+
+    def has_much_to_clean(self, number: int) -> bool:
+        """Whether `clean` may take long: child `number` left directories, or many files."""
+        if self._has_mounts:
+            return False
+        try:
+            with os.scandir(self.directory(number)) as entries:
+                first = [entry for entry, _ in zip(entries, range(_FEW_FILES + 1), strict=False)]
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # the child locked it
+        is_flat = not any(entry.is_dir(follow_symlinks=False) for entry in first)
+        return len(first) > _FEW_FILES or not is_flat
 
     def close(self) -> None:
         """Remove the place of the private directories; nothing is in it any more."""

@@ -99,6 +99,8 @@ class _Zygote:
         self._slots: dict[int, int] = {}
         """Which of the jail's users each of them is, by pid."""
         self._last_slot = 0
+        self._cleaners: set[int] = set()
+        """Pids of forks of ours that remove what a cell wrote."""
         self._base_memory = 0
         self._next_look = 0.0
         self._num_kills = memory.num_kills()
@@ -295,12 +297,13 @@ class _Zygote:
         """Clean up after a child that has ended; the end of a cell is told."""
         number = self._cells.pop(pid, None)
         if number is None:
+            self._cleaners.discard(pid)
             return
         self._slots.pop(pid, None)
         self._holding.forget(pid)
         if not self._jail.ends_trees:
             self._sweep(pid)
-        self._jail.clean(number)
+        self._clean(number)
         peak_kb, excess = self._excess(pid, number)
         self._tell(
             event="exit",
@@ -312,6 +315,25 @@ class _Zygote:
             is_overfull=excess == "files",
             is_crowded=excess == "processes",
         )
+
+    def _clean(self, number: int) -> None:
+        """Remove what a cell wrote; a large tree in a process of its own: others must not wait."""
+        if self._is_container or not self._jail.has_much_to_clean(number):
+            self._jail.clean(number)
+            return
+        try:
+            pid = os.fork()
+        except OSError:
+            self._jail.clean(number)
+            return
+        if pid == 0:
+            try:
+                os.closerange(3, 1 << 16)
+                kernel.prctl(1, 9)  # PR_SET_PDEATHSIG
+                self._jail.clean(number)
+            finally:
+                os._exit(0)
+        self._cleaners.add(pid)
 
     def _excess(self, pid: int, number: int) -> tuple[int, str]:
         """The most memory in KB of a cell that has ended, and what it had to be ended for."""
@@ -340,7 +362,8 @@ class _Zygote:
         for _ in range(100):
             try:
                 with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                    strays = {int(word) for word in file.read().split()} - set(self._cells)
+                    strays = {int(word) for word in file.read().split()}
+                    strays -= self._cells.keys() | self._cleaners
             except OSError:
                 return
             if not strays:
@@ -352,7 +375,9 @@ class _Zygote:
     def _stop(self) -> NoReturn:
         for pid in self._cells:
             _kill_cell(pid)
-        for pid in self._cells:
+        for pid in self._cleaners:
+            os.kill(pid, signal.SIGKILL)
+        for pid in (*self._cells, *self._cleaners):
             os.waitpid(pid, 0)
         if not self._jail.ends_trees:
             for pid in self._cells:
