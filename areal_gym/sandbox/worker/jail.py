@@ -257,7 +257,7 @@ class Jail:
 
     def has_much_to_clean(self, number: int) -> bool:
         """Whether `clean` may take long: child `number` left directories, or many files."""
-        if self._has_mounts:
+        if self.has_mounts:
             return False
         try:
             with os.scandir(self.directory(number)) as entries:
