@@ -71,6 +71,11 @@ class Cell:
         """Whether it can still be given a snippet."""
         return self._exit is None
 
+    @property
+    def was_lost(self) -> bool:
+        """Whether it went with its fork server: no program's doing."""
+        return self._exit is not None and self._exit.status < 0
+
     async def execute(self, code: str, limits: SandboxLimits, *, is_fresh: bool) -> SandboxResult:
         """Execute `code`; after it, a fresh cell has ended and one of a session waits for more.
 
@@ -98,7 +103,7 @@ class Cell:
             self._end_call(call)
         elapsed_s = time.monotonic() - started
         if self._exit is not None:
-            is_lost = self._exit.status < 0 and is_fresh
+            is_lost = self.was_lost and (is_fresh or call.answer is None)
             if call.stopped is None and (is_lost or not call.has_begun):
                 raise SandboxError("a sandbox process was lost through no fault of its snippet")
         return call.result(self._exit, elapsed_s)

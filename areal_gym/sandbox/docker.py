@@ -83,16 +83,24 @@ def connect() -> Any:
         ) from None
     host = os.environ.get("DOCKER_HOST") or _USUAL_HOST
     try:
-        if host.startswith("unix://"):
-            # The package itself would leave its socket open when nobody listens.
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.connect(host.removeprefix("unix://"))
+        _require_listener(host)
         return docker.from_env()
     except (docker.errors.DockerException, OSError) as error:
         raise SandboxUnreachableError(
             f"no Docker engine answers at {host}: {error}",
             hints=("start one: systemctl start docker", "or name another in DOCKER_HOST"),
         ) from error
+
+
+def _require_listener(host: str) -> None:
+    """Connects to the engine's socket: the package would leave its own open when nobody listens.
+
+    Raises:
+        OSError: nobody listens.
+    """
+    if host.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(host.removeprefix("unix://"))
 
 
 class DockerSandbox(ForkingSandbox):
@@ -138,6 +146,7 @@ class DockerSandbox(ForkingSandbox):
         self.runtime = runtime
         self._id = f"{os.getpid()}-{secrets.token_hex(6)}"
         self._client: Any = None
+        self._host = ""
         self._idle: dict[bool, deque[Zygote]] = {False: deque(), True: deque()}
         self._connecting = asyncio.Lock()
         self._containers: dict[Zygote, _Container] = {}
@@ -157,7 +166,8 @@ class DockerSandbox(ForkingSandbox):
         """
         zygote = await self._lease("")
         self._release(zygote)
-        protections = (*_PROTECTIONS, *zygote.protections)
+        runtime = (f"runtime {self.runtime}",) if self.runtime else ()
+        protections = (*_PROTECTIONS, *runtime, *zygote.protections)
         return SandboxReport(
             backend=self.backend, level=SandboxLevel.ISOLATED, protections=protections
         )
@@ -260,6 +270,7 @@ class DockerSandbox(ForkingSandbox):
     async def _start(self, has_modules: bool) -> Zygote:
         async with self._connecting:
             if self._client is None:
+                self._host = os.environ.get("DOCKER_HOST") or _USUAL_HOST
                 self._client = await asyncio.to_thread(connect)
                 await asyncio.to_thread(_remove_abandoned, self._client)
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -329,6 +340,7 @@ class DockerSandbox(ForkingSandbox):
         memory = f"{self.limits.memory_mb + _SERVER_MB}m"
         worker = Path(__file__).with_name("worker")
         try:
+            _require_listener(self._host)
             # Not `run`, which would download an image that is not there.
             container = self._client.containers.create(
                 self.image,
@@ -372,9 +384,11 @@ class DockerSandbox(ForkingSandbox):
                     "python -m areal_gym.sandbox.image --from-host",
                 ),
             ) from None
-        except (docker.errors.DockerException, requests.RequestException) as error:
-            self._require_runtime()
-            is_gone = isinstance(error, requests.ConnectionError)
+        except (docker.errors.DockerException, OSError) as error:
+            is_gone = isinstance(error, ConnectionError | FileNotFoundError)
+            is_gone |= isinstance(error, requests.ConnectionError)
+            if not is_gone:
+                self._require_runtime()
             raise (SandboxUnreachableError if is_gone else SandboxError)(
                 f"no container of {self.image!r} could be started"
                 + (f" by the runtime {self.runtime!r}" if self.runtime else "")

@@ -148,12 +148,15 @@ class ForkingSession:
     """A persistent interpreter of one sandbox. Its calls run one after another.
 
     Limits of memory and time hold for each call. After a time-out or a crash the next call starts
-    afresh: names defined before are gone.
+    afresh: names defined before are gone. When the fork server is lost, which is no snippet's
+    doing, the call or the next one raises SandboxError instead, and the one after it starts afresh.
     """
 
     def __init__(self, sandbox: ForkingSandbox) -> None:
         self._sandbox = sandbox
         self._held: tuple[Zygote, Cell] | None = None
+        self._has_names = False
+        """Whether a call has run in the interpreter that is held."""
         self._turn = asyncio.Lock()
 
     async def run(self, code: str, *, limits: SandboxLimits | None = None) -> SandboxResult:
@@ -170,7 +173,14 @@ class ForkingSession:
                 except SandboxError:
                     if sandbox._is_closed:
                         raise
+                    if self._has_lost_names():
+                        self._give_back()
+                        raise
                     return await self._run_once(code, sandbox._checked(limits), is_retry=True)
+
+    def _has_lost_names(self) -> bool:
+        """Whether a second try would find names of earlier calls gone, through no fault of them."""
+        return self._has_names and self._held is not None and self._held[1].was_lost
 
     async def _run_once(
         self, code: str, limits: SandboxLimits, *, is_retry: bool = False
@@ -180,12 +190,16 @@ class ForkingSession:
         zygote, cell = await self._cell(code, is_retry=is_retry)
         async with self._sandbox._slots:
             zygote.bound(cell, limits.memory_mb)
-            return await cell.execute(code, limits, is_fresh=False)
+            result = await cell.execute(code, limits, is_fresh=False)
+        self._has_names = True
+        return result
 
     async def _cell(self, code: str, *, is_retry: bool) -> tuple[Zygote, Cell]:
         if self._held is not None:
             if self._held[1].is_alive:
                 return self._held
+            if self._has_lost_names():
+                raise SandboxError("the session's interpreter was lost through no fault of its own")
             self._give_back()
         sandbox = self._sandbox
         await sandbox._places.acquire()
@@ -206,6 +220,7 @@ class ForkingSession:
 
     def _give_back(self) -> None:
         held, self._held = self._held, None
+        self._has_names = False
         if held is not None:
             self._sandbox._release(held[0])
             self._sandbox._places.release()

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -43,21 +44,25 @@ class OwnEngine:
             *("--pidfile", self.directory / "pid", *OPTIONS),
         ]
         (self.directory / "pid").unlink(missing_ok=True)
+        # An engine that was killed left its containerd's pid here, which may seem alive.
+        shutil.rmtree(self.directory / "exec", ignore_errors=True)
         with open(self.directory / "log", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + 120
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
+                reason = (self.directory / "log").read_text()[-500:]
                 self.end()
-                pytest.skip(f"no second engine: {(self.directory / 'log').read_text()[-500:]}")
+                pytest.skip(f"no second engine can be started here: {reason}")
             time.sleep(0.1)
 
     def _answers(self) -> bool:
         import docker
 
-        if not (self.directory / "engine.sock").exists():
-            return False
         try:
+            # The package would leave its socket open when nobody listens.
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(self.directory / "engine.sock"))
             with contextlib.closing(docker.DockerClient(base_url=self.host)) as client:
                 return bool(client.ping())
         except (docker.errors.DockerException, OSError):
