@@ -124,7 +124,7 @@ class DockerSandbox(ForkingSandbox):
         modules: imported ahead in containers for snippets that mention one of them.
         runtime: the container runtime, by the name that the engine knows it by: "runsc" (gVisor:
             a kernel of its own between snippets and this machine's), "crun", "kata", ... Default:
-            the engine's default.
+            the environment variable AREAL_GYM_DOCKER_RUNTIME, else the engine's default.
     """
 
     backend: ClassVar[str] = "docker"
@@ -143,7 +143,7 @@ class DockerSandbox(ForkingSandbox):
             num_workers=num_workers, limits=limits, modules=modules, max_sessions=max_sessions
         )
         self.image = image
-        self.runtime = runtime
+        self.runtime = runtime or os.environ.get("AREAL_GYM_DOCKER_RUNTIME") or None
         self._id = f"{os.getpid()}-{secrets.token_hex(6)}"
         self._client: Any = None
         self._host = ""

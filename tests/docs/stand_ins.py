@@ -17,7 +17,7 @@ MEANT = (
     (r"^areal-gym train --resume --out", "areal-gym train --resume steps=2 --out"),
     (r"--model URL$", "--model {chat}/v1 engine.kwargs.model=Ada --env math"),
     (r"--objective NAME", "--objective sft --env math"),
-    (r"--backend NAME", "{snippets}"),
+    (r"--sandbox NAME", "{snippets}"),
     (r"-c FILE key=value \.\.\.", "-c examples/recipes/math_tiny.yaml seed=1"),
     (r"--config my_run.yaml", "--config examples/recipes/tir_tiny.yaml engine.model={policy}"),
     (r" \.\.\. env", " --engine sglang --engine.url {sglang} engine.model={policy} env"),

@@ -106,6 +106,8 @@ def test_a_killed_cell_or_server_is_replaced():
             os.kill(lost[0], signal.SIGKILL)
             for pid in lost:
                 await asyncio.to_thread(wait_until_gone, pid)
+            with pytest.raises(SandboxError, match="lost"):
+                await session.run("x", limits=LIMITS)
             assert (await session.run("'x' in globals()", limits=LIMITS)).value == "False"
             await session.aclose()
             return [server, *cells]

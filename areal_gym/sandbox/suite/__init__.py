@@ -1,6 +1,6 @@
-"""Hostile code against a sandbox: does it hold on this machine?
+"""Hostile programs against a sandbox: does it hold on this machine?
 
-    python -m areal_gym.sandbox.suite [FILE...] [--backend process|docker|none] [--json]
+    python -m areal_gym.sandbox.suite [FILE...] [--sandbox process|docker|ID] [--json]
 
-Without a file, the snippets beside this module are run.
+Without a file, `hostile.json` and `programs/*.toml` beside this module are run.
 """
