@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.files import MAX_JSON_DEPTH, is_nested_deeper
 from areal_gym.types import Message
 
 __all__ = [
@@ -199,12 +200,14 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
+_MAX_DEPTH = MAX_JSON_DEPTH - 16
+"""Less than a request may have, which the call is a part of when it travels to a server."""
 _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _decode_json(text: str, start: int, what: str) -> tuple[Any, int]:
     try:
-        return _decoder.raw_decode(text, start)
+        value, end = _decoder.raw_decode(text, start)
     except json.JSONDecodeError as error:
         near = text[error.pos : error.pos + 20]
         raise ValueError(
@@ -214,6 +217,9 @@ def _decode_json(text: str, start: int, what: str) -> tuple[Any, int]:
         raise ValueError(f"{what} is nested too deeply") from None
     except ValueError as error:  # NaN, or an integer of thousands of digits
         raise ValueError(f"{what} is no JSON: {error}") from None
+    if is_nested_deeper(value, _MAX_DEPTH):
+        raise ValueError(f"{what} is nested too deeply")
+    return value, end
 
 
 def _skip_space(text: str, start: int) -> int:

@@ -19,10 +19,12 @@ from typing import Any, BinaryIO
 from areal_gym.errors import DataError, TrainError
 
 __all__ = [
+    "MAX_JSON_DEPTH",
     "MOST_BYTES",
     "append_bytes",
     "append_text",
     "cut_torn_end",
+    "is_nested_deeper",
     "open_data",
     "path_hints",
     "read_bytes",
@@ -35,12 +37,16 @@ __all__ = [
     "write_atomic",
 ]
 
+MAX_JSON_DEPTH = 300
+"""How deep JSON from outside may be nested; the stack of who walks through it bears 1,000."""
 _MOST_NEIGHBOURS = 1000
 """Names of a directory that a mistyped one is compared with."""
 MOST_BYTES = 2**28
 """Of a file that is read whole, and of a line of others: more is no record of a run."""
 MOST_VALUES = 2**18
 """Of a YAML file; the settings of a run are some hundred."""
+_MOST_MERGED = 16
+"""Aliases of a YAML file with merges: those of merges multiply."""
 _MOST_YAML = 2**24
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -228,7 +234,9 @@ def read_yaml(file: Path) -> Any:
     # Where libyaml is, a list of many runs takes a tenth of the time.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        found = yaml.load(read_bytes(file, most=_MOST_YAML), loader)
+        text = read_bytes(file, most=_MOST_YAML)
+        _require_bounded_yaml(text, loader)
+        found = yaml.load(text, loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(f"{file} is no YAML: {error}") from None
     # An alias is one value in memory, but many for whoever goes through them.
@@ -243,6 +251,26 @@ def read_yaml(file: Path) -> Any:
         elif isinstance(value, list | tuple | set):
             waiting += value
     return found
+
+
+def _require_bounded_yaml(text: bytes, loader: Any) -> None:
+    """Raises ValueError for what would crash the loader (nesting) or keep it busy (merges)."""
+    import yaml
+
+    depth, num_aliases, has_merge = 0, 0, False
+    for event in yaml.parse(text, loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent):
+            num_aliases += 1
+        elif isinstance(event, yaml.ScalarEvent) and event.value == "<<":
+            has_merge = True
+        if depth > MAX_JSON_DEPTH:
+            raise ValueError("it is nested too deeply")
+        if has_merge and num_aliases > _MOST_MERGED:
+            raise ValueError("it merges too many aliases")
 
 
 def read_lines(file: Path, *, skips_torn_end: bool = False) -> Iterator[dict[str, Any]]:
@@ -351,3 +379,18 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def is_nested_deeper(value: Any, depth: int) -> bool:
+    """Returns whether objects and lists in a value are nested more than `depth` levels deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True

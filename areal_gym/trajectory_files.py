@@ -74,6 +74,7 @@ class TrajectoryFile:
         self.path = path
         self.step = step_of(path)
         self._heads: list[Head] = []
+        self._failure: str | None = None
         self._rest = self._index()
         self._lock = Lock()
 
@@ -85,9 +86,15 @@ class TrajectoryFile:
         """
         end = None if limit is None else start + limit
         with self._lock:
-            self._heads += islice(
-                self._rest, None if end is None else max(0, end - len(self._heads))
-            )
+            if self._failure is not None:
+                raise DataError(self._failure)
+            try:
+                self._heads += islice(
+                    self._rest, None if end is None else max(0, end - len(self._heads))
+                )
+            except DataError as error:
+                self._failure = error.message  # half a file must not look like a whole one later
+                raise
             return self._heads[start:end]
 
     def read(self, place: int) -> dict[str, Any]:
@@ -133,7 +140,13 @@ class TrajectoryFile:
             for place, line in enumerate(stream):
                 if line.endswith(b"\n"):
                     num_head_bytes, row = _head_of(line, self.path, place)
-                    yield Head(offset, len(line), num_head_bytes, _summary(row, self.step))
+                    try:
+                        summary = _summary(row, self.step)
+                    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                        raise DataError(
+                            f"{self.path}, line {place + 1} is no trajectory: {error!r}"
+                        ) from None
+                    yield Head(offset, len(line), num_head_bytes, summary)
                 offset += len(line)
 
 

@@ -17,6 +17,7 @@ SETTINGS = {
     "dialects",
     "files",
     "run_status",
+    "http_servers",
     "rundir",
     "provenance",
     "learning_curve",

@@ -35,6 +35,7 @@ _VARIABLES = {
     "AREAL_GYM_API_KEY": "the key of `serve`'s APIs, instead of one that is made up",
     "AREAL_GYM_CONTROL_KEY": "the key of the gateway's control routes",
     "AREAL_GYM_ENV_TOKEN": "the token of `serve-env`, on both sides",
+    "AREAL_GYM_ENV_OWNER_KEY": "the key for gold actions of `serve-env`, on both sides",
     "OPENAI_API_KEY": "the key for a server that is named by its URL: `eval --model URL`",
     "TAU2_DATA_DIR": "the data of `tau2`, where it is not in the cache",
     "NO_COLOR": "plain output, as `--plain`",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 from importlib.util import find_spec
 
 import click
@@ -58,7 +59,9 @@ def serve_env_command(
 
     key=value are arguments of the environment. Prints one line of JSON with the `url`; there, it is
     the environment remote:URL of train, eval, play and check. Beyond this machine (--host 0.0.0.0)
-    a `token` is needed: AREAL_GYM_ENV_TOKEN on both sides, made up and printed without.
+    a `token` is needed: AREAL_GYM_ENV_TOKEN on both sides, made up and printed without. The
+    `owner_key` is for `areal-gym check remote:URL`, which asks for gold actions; players get none.
+    It is made up as well; AREAL_GYM_ENV_OWNER_KEY sets it, on both sides.
 
     With --mcp http, `url` is that of an MCP server (streamable HTTP); --mcp stdio talks to the
     client that has started it. Needs the extra: pip install 'areal-gym[mcp]'.
@@ -68,6 +71,7 @@ def serve_env_command(
     from areal_gym.serving.client import TOKEN_VARIABLE
     from areal_gym.serving.http import EnvServer, is_loopback, made_up_token
     from areal_gym.serving.sessions import Sessions
+    from areal_gym.serving.wire import OWNER_VARIABLE
 
     kwargs = dict(map(parse_override, settings))
 
@@ -76,10 +80,14 @@ def serve_env_command(
         return made
 
     token = os.environ.get(TOKEN_VARIABLE) or made_up_token(host)
+    owner_key = os.environ.get(OWNER_VARIABLE) or secrets.token_urlsafe(24)
     sessions = Sessions(make, max_sessions=max_sessions, idle_s=idle_s)
 
     def tell(url: str) -> None:
-        print_data(json.dumps({"env": env, "url": url, "token": token}))
+        facts = {"env": env, "url": url, "token": token}
+        if mcp is None:
+            facts["owner_key"] = owner_key
+        print_data(json.dumps(facts))
         if mcp is None:
             where = url if is_loopback(host) else f"http://THIS_MACHINE:{url.rpartition(':')[2]}"
             key = "" if token is None else f"{TOKEN_VARIABLE}={token} "
@@ -87,7 +95,7 @@ def serve_env_command(
         talk("Ctrl-C ends the server")
 
     async def serve() -> None:
-        server = EnvServer(sessions, env, host=host, port=port, token=token)
+        server = EnvServer(sessions, env, host=host, port=port, token=token, owner_key=owner_key)
         async with sessions, server:
             tell(server.url)
             await asyncio.Event().wait()

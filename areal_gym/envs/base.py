@@ -300,6 +300,23 @@ class TextEnv(gymnasium.Env[str, str]):
         return self._reset(seed, options)
 
     def _reset(self, seed: int | None, options: Mapping[str, Any]) -> tuple[str, Info]:
+        before = self._np_random, self._np_random_seed, self._task, self._messages
+        try:
+            self._begin(seed, options)
+        except BaseException:
+            # An episode that cannot begin does not disturb the one that goes on.
+            self._np_random, self._np_random_seed, self._task, self._messages = before
+            raise
+        self.num_turns = 0
+        self.num_tool_calls = 0
+        self._is_over = False
+        return self._messages[-1]["content"], {
+            "messages": tuple(self._messages),
+            "task_id": self.task.id,
+            "task": self.task.to_dict(),
+        }
+
+    def _begin(self, seed: int | None, options: Mapping[str, Any]) -> None:
         if isinstance(seed, int) and seed >= 0:
             self._np_random, self._np_random_seed = None, seed
         else:
@@ -318,14 +335,6 @@ class TextEnv(gymnasium.Env[str, str]):
         if not self._messages:
             raise EnvError(f"{type(self).__name__}.first_messages gave no message")
         _require_messages(self._messages, self, "first_messages")
-        self.num_turns = 0
-        self.num_tool_calls = 0
-        self._is_over = False
-        return self._messages[-1]["content"], {
-            "messages": tuple(self._messages),
-            "task_id": self._task.id,
-            "task": self._task.to_dict(),
-        }
 
     @final
     def step(self, action: str | Message) -> StepResult:

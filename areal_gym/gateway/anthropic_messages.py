@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal_gym.gateway.errors import ApiError
-from areal_gym.gateway.grammar import called_tools, refuse
+from areal_gym.gateway.grammar import called_tools, unsupported
 from areal_gym.gateway.openai_chat import MaxTokens, Stops, Text, may_call
 from areal_gym.gateway.reading import Delta
 from areal_gym.gateway.session import Answer, Ask
@@ -104,7 +104,7 @@ class MessagesRequest(BaseModel):
 
 def _schema(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        refuse("tools", tool.type, "tools of one's own are the only ones here")
+        raise unsupported("tools", tool.type, "tools of one's own are the only ones here")
     function = {
         "name": tool.name,
         "description": tool.description,

@@ -17,9 +17,10 @@ from areal_gym.dialects import write_call
 from areal_gym.engines.base import Engine, Grammar, GrammarEngine
 from areal_gym.errors import ConfigError
 from areal_gym.gateway.errors import ApiError
+from areal_gym.markup import short
 from areal_gym.rendering import Renderer
 
-__all__ = ["Form", "called_tools", "form_of", "refuse"]
+__all__ = ["Form", "called_tools", "form_of", "refuse", "unsupported"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +83,7 @@ def form_of(param: str, shape: Mapping[str, Any] | None) -> Form | None:
     if kind == "json_object":
         return Form(param=param, schema={"type": "object"})
     if kind != "json_schema":
-        refuse(param, kind, "text, json_object and json_schema are")
+        raise unsupported(param, kind, "text, json_object and json_schema are")
     described = shape.get("json_schema", shape)
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
@@ -109,12 +110,12 @@ def called_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> Form | N
     elif choice in ("required", "any"):
         names = list(schemas)
     else:
-        refuse("tool_choice", choice, "auto, none, required and one function are")
+        raise unsupported("tool_choice", choice, "auto, none, required and one function are")
     if not names or any(name not in schemas for name in names):
         known = ", ".join(schemas) or "none"
         raise ApiError(
             400,
-            f"tool_choice = {choice!r} asks for a tool that there is not; there is: {known}",
+            f"tool_choice = {short(choice)} asks for a tool that there is not; there is: {known}",
             param="tool_choice",
         )
     calls = {name: schemas[name] or {"type": "object"} for name in names}
@@ -122,14 +123,19 @@ def called_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> Form | N
 
 
 def refuse(field: str, value: object, why: str) -> None:
-    """Raise ApiError where a field asks for what cannot be done."""
+    """Raise ApiError where an optional field, unless empty, asks for what cannot be done."""
     if value:
-        raise ApiError(
-            400,
-            f"{field} = {value!r} is not supported: {why}",
-            code="unsupported_value",
-            param=field,
-        )
+        raise unsupported(field, value, why)
+
+
+def unsupported(field: str, value: object, why: str) -> ApiError:
+    """Returns the error of a field whose value cannot be served, whatever it is."""
+    return ApiError(
+        400,
+        f"{field} = {short(value)} is not supported: {why}",
+        code="unsupported_value",
+        param=field,
+    )
 
 
 def _call(name: str, schema: Mapping[str, Any], dialect: str) -> dict[str, Any]:

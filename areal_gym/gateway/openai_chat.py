@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from areal_gym.files import MAX_JSON_DEPTH, is_nested_deeper
 from areal_gym.gateway.errors import ApiError
 from areal_gym.gateway.grammar import called_tools, form_of, refuse
 from areal_gym.gateway.reading import Delta
@@ -186,7 +187,8 @@ def arguments_of(text: str) -> dict[str, Any]:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
         arguments = None
-    return arguments if isinstance(arguments, dict) else {"arguments": text}
+    is_usable = isinstance(arguments, dict) and not is_nested_deeper(arguments, MAX_JSON_DEPTH)
+    return arguments if is_usable else {"arguments": text}
 
 
 def _message(given: ChatMessage) -> Message:

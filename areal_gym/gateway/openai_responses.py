@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal_gym.gateway.errors import ApiError
-from areal_gym.gateway.grammar import called_tools, form_of, refuse
+from areal_gym.gateway.grammar import called_tools, form_of, refuse, unsupported
 from areal_gym.gateway.openai_chat import (
     MaxTokens,
     Part,
@@ -137,7 +137,7 @@ class ResponseRequest(BaseModel):
 
 def _schema(tool: Tool) -> dict[str, Any]:
     if tool.type != "function" or tool.name is None:
-        refuse("tools", tool.type, "functions are the only tools here")
+        raise unsupported("tools", tool.type, "functions with a name are the only tools here")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
 

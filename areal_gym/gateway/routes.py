@@ -17,6 +17,7 @@ from areal_gym.gateway.openai_completions import Completion, CompletionRequest
 from areal_gym.gateway.openai_responses import Response, ResponseRequest
 from areal_gym.gateway.server import MODEL, Gateway, json_response, parse
 from areal_gym.gateway.session import Host, Session
+from areal_gym.http_servers.aiohttp_site import read_body
 from areal_gym.version import __version__
 
 __all__ = ["Route", "openapi", "routes_of"]
@@ -96,21 +97,21 @@ def _table(gateway: Gateway) -> list[Route]:
 
     async def chat(request: web.Request) -> web.StreamResponse:
         session = gateway.session_of(request)
-        body = await request.read()
+        body = await read_body(request)
         asked = parse(ChatRequest, body)
         format = Chat(_id("chatcmpl-"), asked, session.recorder.renderer.tokenizer)
         return await gateway.call(request, session, body, asked.to_ask(), format)
 
     async def completions(request: web.Request) -> web.StreamResponse:
         session = gateway.session_of(request)
-        body = await request.read()
+        body = await read_body(request)
         asked = parse(CompletionRequest, body)
         format = Completion(_id("cmpl-"), asked, session.recorder.renderer.tokenizer)
         return await gateway.call(request, session, body, asked.to_ask(), format)
 
     async def responses(request: web.Request) -> web.StreamResponse:
         session = gateway.session_of(request)
-        body = await request.read()
+        body = await read_body(request)
         asked: ResponseRequest = parse(ResponseRequest, body)
         before = session.history(asked.previous_response_id)
         ask = asked.to_ask(before)
@@ -128,7 +129,7 @@ def _table(gateway: Gateway) -> list[Route]:
 
     async def messages(request: web.Request) -> web.StreamResponse:
         session = gateway.session_of(request)
-        body = await request.read()
+        body = await read_body(request)
         asked = parse(MessagesRequest, body)
         format = AnthropicMessage(_id("msg_"), asked)
         return await gateway.call(request, session, body, asked.to_ask(), format)
@@ -156,12 +157,12 @@ def _table(gateway: Gateway) -> list[Route]:
 
     async def tool(request: web.Request) -> web.Response:
         host = _host(gateway.session_of(request))
-        asked: RunTool = parse(RunTool, await request.read())
+        asked: RunTool = parse(RunTool, await read_body(request))
         return json_response({"content": await host.call_tool(asked.call_id)})
 
     async def answer(request: web.Request) -> web.Response:
         host = _host(gateway.session_of(request))
-        asked: GiveAnswer = parse(GiveAnswer, await request.read())
+        asked: GiveAnswer = parse(GiveAnswer, await read_body(request))
         messages = await host.reply(asked.content)
         return json_response({"messages": list(messages), "is_over": host.is_over})
 
@@ -169,7 +170,7 @@ def _table(gateway: Gateway) -> list[Route]:
 
     async def open_session(request: web.Request) -> web.Response:
         gateway.require_control(request)
-        asked: OpenSession = parse(OpenSession, await request.read())
+        asked: OpenSession = parse(OpenSession, await read_body(request))
         if gateway.is_paused:
             raise ApiError(429, "the gateway is paused; come back later", retry_after_s=1)
         session = gateway.lobby.claim(asked.task)
@@ -183,13 +184,13 @@ def _table(gateway: Gateway) -> list[Route]:
 
     async def reward(request: web.Request) -> web.Response:
         session = _named(gateway, request)
-        asked: GiveReward = parse(GiveReward, await request.read())
+        asked: GiveReward = parse(GiveReward, await read_body(request))
         session.give_reward(asked.reward, asked.answer_id)
         return json_response({"id": session.id})
 
     async def end(request: web.Request) -> web.Response:
         session = _named(gateway, request)
-        asked: EndSession = parse(EndSession, await request.read())
+        asked: EndSession = parse(EndSession, await read_body(request))
         if asked.reward is not None and asked.error is None:
             session.give_reward(asked.reward)
         num_calls = session.recorder.num_calls

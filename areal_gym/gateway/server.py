@@ -29,6 +29,8 @@ from areal_gym.gateway.errors import ApiError, as_api_error
 from areal_gym.gateway.lobby import Lobby
 from areal_gym.gateway.reading import Delta, deltas_of
 from areal_gym.gateway.session import Answer, Ask, Host, Session
+from areal_gym.http_servers.aiohttp_site import HttpSite, RequestBodyError
+from areal_gym.http_servers.connections import ConnectionLimits
 from areal_gym.rendering import Renderer
 
 __all__ = ["Format", "Gateway"]
@@ -71,6 +73,7 @@ class Gateway:
         control_key: for the control routes; made up by default.
         max_body_bytes: larger requests are refused.
         max_calls_at_once: more calls than these are told to come back later.
+        limits: what one client can hold, and for how long; by default `ConnectionLimits()`.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Gateway:
         control_key: str | None = None,
         max_body_bytes: int = 16 * 2**20,
         max_calls_at_once: int = 16_384,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self.control_key = control_key or f"agc-{secrets.token_urlsafe(24)}"
         self.is_paused = False
@@ -95,7 +99,8 @@ class Gateway:
         self._max_calls_at_once = max_calls_at_once
         self._sessions: dict[str, Session] = {}
         self._by_id: dict[str, Session] = {}
-        self._runner: web.AppRunner | None = None
+        self._limits = limits
+        self._site: HttpSite | None = None
 
     @property
     def url(self) -> str:
@@ -118,27 +123,23 @@ class Gateway:
 
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[_errors])
         app.add_routes(routes_of(self))
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-        )
-        await self._runner.setup()
+        site = HttpSite(app, limits=self._limits, handler_cancellation=True)
         try:
-            await web.TCPSite(self._runner, self._host, self._port, backlog=2048).start()
+            self._port = await site.start(self._host, self._port)
         except OSError as error:
-            await self._runner.cleanup()
             raise InfrastructureError(
                 f"the gateway cannot listen at {self._host}:{self._port}: {error.strerror}",
                 hints=["any free port: gateway=127.0.0.1:0"],
             ) from None
-        self._port = self._runner.addresses[0][1]
+        self._site = site
 
     async def aclose(self) -> None:
         """End all sessions and stop listening. Idempotent."""
         for session in list(self._by_id.values()):
             session.close()
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
+        site, self._site = self._site, None
+        if site is not None:
+            await site.aclose()
 
     def open_session(
         self,
@@ -365,12 +366,12 @@ async def _errors(
 ) -> web.StreamResponse:
     try:
         return await handler(request)
-    except web.HTTPRequestEntityTooLarge as error:
-        failed = ApiError(413, f"the request is too large: {error.text}")
+    except RequestBodyError as error:
+        failed = ApiError(error.status, error.message)
     except web.HTTPException as error:
         status = 404 if error.status == 404 else 405 if error.status == 405 else 400
         failed = ApiError(status, f"{request.method} {request.path}: {error.reason}")
-    except ConnectionResetError:
+    except ConnectionError:
         raise  # nobody is there to be told
     except Exception as error:
         failed = as_api_error(error)

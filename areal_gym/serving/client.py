@@ -17,7 +17,15 @@ import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import EnvError, EnvUnreachableError, UsageError
-from areal_gym.serving.wire import SPLITS, error_from, plain, tools_from
+from areal_gym.serving.wire import (
+    OWNER_HEADER,
+    OWNER_VARIABLE,
+    SPLITS,
+    error_from,
+    owner_keys,
+    plain,
+    tools_from,
+)
 from areal_gym.types import Message, Task
 
 if TYPE_CHECKING:
@@ -30,8 +38,8 @@ TOKEN_VARIABLE = "AREAL_GYM_ENV_TOKEN"
 _QUICK_S = 30.0
 """How long answers may take that run nothing of the environment's."""
 
-_cards: dict[str, dict[str, Any]] = {}
-"""What the servers of this process's environments have said that they serve, by URL."""
+_cards: dict[tuple[str, str | None], dict[str, Any]] = {}
+"""What the servers of this process's environments serve, by URL and owner key."""
 
 
 class RemoteEnv(TextEnv):
@@ -46,6 +54,8 @@ class RemoteEnv(TextEnv):
         url: `http://HOST:PORT`, as the server prints it.
         token: what the server prints when it listens to other machines; by default the variable
             AREAL_GYM_ENV_TOKEN, which unlike settings is not written into run directories.
+        owner_key: what the server prints besides; only the gold policy of checks needs it. By
+            default the variable AREAL_GYM_ENV_OWNER_KEY.
         timeout_s: how long one turn may take.
     """
 
@@ -56,6 +66,7 @@ class RemoteEnv(TextEnv):
         url: str,
         *,
         token: str | None = None,
+        owner_key: str | None = None,
         timeout_s: float = 300.0,
         render_mode: str | None = None,
     ) -> None:
@@ -70,12 +81,16 @@ class RemoteEnv(TextEnv):
         token = token or os.environ.get(TOKEN_VARIABLE)
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
+        owner_key = owner_key or owner_keys.get(self.url) or os.environ.get(OWNER_VARIABLE)
+        if owner_key is not None:
+            self._headers[OWNER_HEADER] = owner_key
         self._timeout_s = timeout_s
         self._session: str | None = None
         self._first: dict[str, Any] = {}
-        card = _cards.get(self.url)
+        self._card_key = self.url, owner_key
+        card = _cards.get(self._card_key)
         if card is None:
-            card = _cards[self.url] = self._ask_now("/v1/env")
+            card = _cards[self._card_key] = self._ask_now("/v1/env")
         self._card = card
         self.tools = tools_from(card["tools"])
         self.max_turns = card["max_turns"]
@@ -93,7 +108,7 @@ class RemoteEnv(TextEnv):
         self._first = await self._ask(path, body)
         self._session = self._first["session"]
         if self._first["hash"] != self._card["hash"]:
-            _cards.pop(self.url, None)
+            _cards.pop(self._card_key, None)
             raise EnvError(f"{self.url} serves another environment than it did before")
 
     def num_tasks(self, split: str) -> int | None:

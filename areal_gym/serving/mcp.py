@@ -23,6 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import EpisodeError, InfrastructureError, UsageError
+from areal_gym.http_servers.asgi_site import serve_asgi
+from areal_gym.http_servers.connections import ConnectionLimits
 from areal_gym.serving.sessions import FullError, GoneError, Session, Sessions
 from areal_gym.types import Message
 from areal_gym.version import __version__
@@ -202,6 +204,7 @@ async def serve_http(
     port: int,
     token: str | None,
     on_ready: Callable[[str], None],
+    limits: ConnectionLimits | None = None,
 ) -> None:
     """Serve any number of clients over streamable HTTP, until cancelled or interrupted.
 
@@ -211,12 +214,11 @@ async def serve_http(
         port: 0 is any that is free.
         token: what clients must send as a bearer token; None asks for none.
         on_ready: is given the address.
+        limits: what one client can hold; by default `ConnectionLimits()`.
 
     Raises:
         InfrastructureError: the port is taken.
     """
-    import uvicorn
-
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -229,12 +231,11 @@ async def serve_http(
             f"cannot listen at {host}:{port}: {error.strerror}", hints=["any free port: --port 0"]
         ) from None
     app: ASGIApp = server.streamable_http_app(host=host)
-    config = uvicorn.Config(
-        app if token is None else _Guarded(app, token), log_level="warning", lifespan="on"
-    )
+    if token is not None:
+        app = _Guarded(app, token)
     on_ready(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/mcp")
     try:
-        await uvicorn.Server(config).serve(sockets=[listener])
+        await serve_asgi(app, listener, limits=limits, has_lifespan=True)
     finally:
         listener.close()
 
@@ -248,7 +249,7 @@ class _Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            given = Request(scope).headers.get("authorization", "").encode()
+            given = Request(scope).headers.get("authorization", "").encode("utf-8", "replace")
             if not hmac.compare_digest(given, self._expected):
                 response = JSONResponse({"error": "the token is missing or wrong"}, 401)
                 await response(scope, receive, send)

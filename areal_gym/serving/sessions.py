@@ -37,6 +37,23 @@ class Session:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last: StepResult | None = None
     """What the last turn gave."""
+    has_options: bool = False
+    """Whether the client has chosen the episode's task, or made it up."""
+
+    def noop_action(self) -> str:
+        """Returns the text of a policy that does nothing.
+
+        Raises:
+            UsageError: there is none after the end of the episode.
+        """
+        try:
+            return self.env.noop_action()
+        except GymError:
+            raise
+        except Exception:
+            if not self.is_over:
+                raise
+            raise UsageError("the episode is over", hints=["reset the session"]) from None
 
     @property
     def is_over(self) -> bool:
@@ -46,8 +63,9 @@ class Session:
     async def reset(self, seed: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """Start an episode; Gymnasium's info."""
         async with self.lock:
-            self.last = None
             _, info = await self.env.areset(seed=seed, options=options)
+            self.last = None  # not before: what cannot begin ends nothing
+            self.has_options = bool(options)
             return info
 
     async def step(self, message: Message | str, *, turn: int | None = None) -> StepResult:
@@ -66,8 +84,13 @@ class Session:
                 return self.last
             if turn is not None and turn != self.env.num_turns + 1:
                 raise UsageError(f"turn {turn} cannot be played; {self.env.num_turns} were")
-            self.last = None
-            self.last = await self.env.astep(message)
+            num_turns = self.env.num_turns
+            try:
+                self.last = await self.env.astep(message)
+            except BaseException:
+                if self.env.num_turns != num_turns:
+                    self.last = None  # the turn was played, and has no result
+                raise
             return self.last
 
 

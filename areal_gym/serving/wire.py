@@ -4,7 +4,8 @@
     POST   /v1/sessions                     {seed, options} -> {session, task, messages}
     POST   /v1/sessions/{session}/reset     {seed, options} -> {session, task, messages}
     POST   /v1/sessions/{session}/step      {turn, message} -> {messages, reward, terminated, ...}
-    GET    /v1/sessions/{session}/gold      -> {action}, and so with noop
+    GET    /v1/sessions/{session}/noop      -> {action}
+    GET    /v1/sessions/{session}/gold      -> {action}, for who sends the server's owner key
     DELETE /v1/sessions/{session}
 
 What fails is `{"error": {"kind", "message", "hints"}}`; the kinds are in `ERRORS`.
@@ -31,16 +32,25 @@ from areal_gym.types import Task, content_hash, thaw
 
 __all__ = [
     "ERRORS",
+    "OWNER_HEADER",
+    "OWNER_VARIABLE",
     "SPLITS",
     "describe",
     "error_body",
     "error_from",
+    "owner_keys",
     "plain",
     "step_body",
     "tools_from",
 ]
 
 SPLITS = ("train", "test")
+
+OWNER_HEADER = "X-Areal-Gym-Owner-Key"
+OWNER_VARIABLE = "AREAL_GYM_ENV_OWNER_KEY"
+
+owner_keys: dict[str, str] = {}
+"""Owner keys of the servers of this process, by URL."""
 
 ERRORS: Mapping[str, tuple[int, type[GymError]]] = {
     "usage": (400, UsageError),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from areal_gym.errors import NothingToDoError, UnknownIdError
+from areal_gym.errors import DataError, NothingToDoError, UnknownIdError
 from areal_gym.files import path_hints
 from areal_gym.rundir import RunDir, error_of
 from areal_gym.trajectory_files import TrainedFile, TrajectoryFile
+from areal_gym.viewer.contained import (
+    GrowingFile,
+    contained,
+    finite,
+    read_object,
+    read_settings,
+)
 from areal_gym.viewer.vocabulary import Vocabulary
 
 __all__ = ["Catalog", "Run"]
@@ -70,51 +77,65 @@ class Catalog:
 class Run:
     """One run directory, and what was read of it so far."""
 
+    EMPTY_CARD: ClassVar[dict[str, Any]] = {
+        **dict.fromkeys(
+            ("error", "env", "objective", "algorithm", "seed", "steps", "reward", "train_s")
+        ),
+        "status": "stopped",
+        "model": "",
+        "step": 0,
+        "rewards": [],
+        "heldout": [],
+        "changed_s": 0.0,
+        "problems": [],
+    }
+    """A card that says nothing, of a run that cannot be read."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name
         self.directory = RunDir(path)
-        self._metrics = _GrowingFile(self.directory.metrics_file)
+        self._metrics = GrowingFile(path, self.directory.metrics_file, is_flat=True)
+        self._evaluations = GrowingFile(path, self.directory.evaluations_file, is_flat=False)
         self._files: dict[str, tuple[tuple[int, int], TrajectoryFile, TrainedFile]] = {}
         self._vocabulary: Vocabulary | None = None
         self._settings: tuple[int, dict[str, Any]] = (0, {})
 
     def card(self) -> dict[str, Any]:
         """What a list of runs shows of it."""
-        rows = self.metrics()
-        rewards = [row.get("reward/mean") for row in rows]
-        summary = self.directory.read_summary() or {}
-        evaluations = self.directory.read_evaluations()
-        settings = self.settings()
+        rewards = [_number(row.get("reward/mean")) for row in self.metrics()]
+        evaluations = self.evaluations()
+        settings, problems = self.settings(), self._problems()
+        try:
+            summary = self.summary() or {}
+        except DataError as error:
+            summary = {}
+            problems.append(error.message)
         return {
             "name": self.name,
-            "status": self.directory.status,
-            "error": error_of(self.directory),
-            "env": _at(settings, "env", "id"),
-            "objective": settings.get("objective"),
-            "algorithm": _at(settings, "trainer", "algorithm"),
+            "status": self._status(),
+            "error": self._error(),
+            "env": _scalar(_at(settings, "env", "id")),
+            "objective": _scalar(settings.get("objective")),
+            "algorithm": _scalar(_at(settings, "trainer", "algorithm")),
             "model": Path(str(_at(settings, "engine", "model") or "")).name,
-            "seed": settings.get("seed"),
+            "seed": _number(settings.get("seed")),
             "step": self.step,
-            "steps": settings.get("steps"),
+            "steps": _number(settings.get("steps")),
             "reward": next((r for r in reversed(rewards) if r is not None), None),
             "rewards": _thinned(rewards, _SPARKS),
-            "heldout": [
-                value
-                for row in evaluations
-                if (value := _at(row, "sampled", "pass@1") or _at(row, "heldout", "accuracy"))
-                is not None
-            ],
-            "train_s": summary.get("train_s"),
+            "heldout": [value for row in evaluations if (value := _heldout(row)) is not None],
+            "train_s": _number(summary.get("train_s")),
             "changed_s": self._changed_s(),
+            "problems": problems,
         }
 
     def pulse(self) -> dict[str, Any]:
         """What is asked again and again while somebody watches: has anything happened?"""
         return {
-            "status": self.directory.status,
+            "status": self._status(),
             "step": self.step,
-            "evaluations": len(self.directory.read_evaluations()),
+            "evaluations": len(self.evaluations()),
             "files": self.file_names(),
         }
 
@@ -124,9 +145,9 @@ class Run:
             "card": self.card(),
             "files": self.file_names(),
             "settings": self.settings(),
-            "provenance": self.directory.read_provenance(),
-            "evaluations": self.directory.read_evaluations(),
-            "summary": self.directory.read_summary(),
+            "provenance": read_object(self.path, self.directory.plugins_file),
+            "evaluations": self.evaluations(),
+            "summary": self.summary(),
         }
 
     @property
@@ -137,11 +158,24 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """The resolved settings, read when they have changed; empty when they cannot be read."""
-        file = self.directory.config_file
-        stamp = file.stat().st_mtime_ns if file.exists() else 0
+        file = contained(self.path, self.directory.config_file)
+        stamp = 0 if file is None else file.stat().st_mtime_ns
         if self._settings[0] != stamp:
-            self._settings = (stamp, self.directory.read_config())
+            settings = read_settings(self.path, self.directory.config_file)
+            self._settings = (stamp, settings)
         return self._settings[1]
+
+    def summary(self) -> dict[str, Any] | None:
+        """The run's outcome; None while it has none.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        return read_object(self.path, self.directory.summary_file) or None
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Rows of `evaluations.jsonl`."""
+        return self._evaluations.rows()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of `metrics.jsonl`; only what was appended since the last time is read."""
@@ -158,8 +192,8 @@ class Run:
 
     def file_names(self) -> list[str]:
         """Files of trajectories: evaluations first, then steps."""
-        names = [path.stem for path in self.directory.trajectories_dir.glob("*.jsonl")]
-        return sorted(names)
+        files = self.directory.trajectories_dir.glob("*.jsonl")
+        return sorted(path.stem for path in files if contained(self.path, path) is not None)
 
     def file(self, name: str) -> TrajectoryFile:
         """A file of trajectories, indexed once.
@@ -181,7 +215,10 @@ class Run:
         stat = path.stat()
         stamp = (stat.st_mtime_ns, stat.st_size)
         if name not in self._files or self._files[name][0] != stamp:
-            trained = TrainedFile(self.directory.trained_dir / path.name)
+            trained_path = self.directory.trained_dir / path.name
+            if trained_path.exists() and contained(self.path, trained_path) is None:
+                raise DataError(f"{trained_path} is not a plain file of this run")
+            trained = TrainedFile(trained_path)
             self._files[name] = (stamp, TrajectoryFile(path), trained)
         return self._files[name]
 
@@ -189,59 +226,82 @@ class Run:
     def vocabulary(self) -> Vocabulary:
         """Texts of token ids; empty ones when there is no tokenizer."""
         if self._vocabulary is None or not self._vocabulary.is_known:
-            model = Path(str(_at(self.settings(), "engine", "model")))
-            self._vocabulary = Vocabulary.find(self.directory, model)
+            self._vocabulary = Vocabulary.find(self.directory)
         return self._vocabulary
 
     def _changed_s(self) -> float:
         files = (self.directory.metrics_file, self.directory.config_file)
-        return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+        places = [contained(self.path, file) for file in files]
+        return max((place.stat().st_mtime for place in places if place is not None), default=0.0)
 
-
-class _GrowingFile:
-    """JSON lines of a file that grows, or is replaced by a shorter one when a run is resumed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._key: tuple[int, int] = (0, 0)
-        self._rows: list[dict[str, Any]] = []
-
-    def rows(self) -> list[dict[str, Any]]:
+    def _status(self) -> str:
         try:
-            stat = self._path.stat()
-        except FileNotFoundError:
-            return []
-        inode, read = self._key
-        if stat.st_ino != inode or stat.st_size < read:
-            read, self._rows = 0, []
-        if stat.st_size > read:
-            with self._path.open("rb") as stream:
-                stream.seek(read)
-                new = stream.read()
-            new = new[: new.rfind(b"\n") + 1]
-            self._rows += [json.loads(line.decode("utf-8", "replace")) for line in new.splitlines()]
-            read += len(new)
-        self._key = (stat.st_ino, read)
-        return self._rows
+            return self.directory.status if self._has_own_status else "stopped"
+        except OSError:
+            return "stopped"
+
+    def _error(self) -> str | None:
+        try:
+            return error_of(self.directory) if self._has_own_status else None
+        except OSError:
+            return None
+
+    @property
+    def _has_own_status(self) -> bool:
+        """Whether `status.json` is a file of this directory, or is not there."""
+        file = self.directory.status_file
+        return contained(self.path, file) is not None or not os.path.lexists(file)
+
+    def _problems(self) -> list[str]:
+        """What of the run could not be read."""
+        counts = {"metrics.jsonl": self._metrics, "evaluations.jsonl": self._evaluations}
+        problems = [
+            f"{name}: {file.num_damaged} damaged lines were passed over"
+            for name, file in counts.items()
+            if file.num_damaged
+        ]
+        if self.directory.config_file.exists() and not self.settings():
+            problems.append("config.yaml: these settings cannot be read")
+        return problems
 
 
 def _run_directories(paths: Iterable[Path]) -> list[Path]:
     found = []
     for path in paths:
-        inside = sorted(path.iterdir()) if path.is_dir() else []
+        try:
+            inside = sorted(path.iterdir()) if path.is_dir() else []
+        except OSError:
+            inside = []
         found += [p for p in (path, *inside) if _is_run(RunDir(p))]
     return list(dict.fromkeys(found))
 
 
 def _is_run(run: RunDir) -> bool:
     # An evaluation on its own keeps nothing but trajectories.
-    return run.config_file.is_file() or run.trajectories_dir.is_dir()
+    try:
+        return run.config_file.is_file() or run.trajectories_dir.is_dir()
+    except OSError:  # a directory that is closed to us
+        return False
 
 
 def _at(value: Any, *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+def _number(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return finite(value) if is_number else None
+
+
+def _scalar(value: Any) -> Any:
+    return value if isinstance(value, str) else finite(value)
+
+
+def _heldout(row: dict[str, Any]) -> Any:
+    value = _at(row, "sampled", "pass@1")
+    return _number(value or _at(row, "heldout", "accuracy"))
 
 
 def _short(value: Any) -> Any:

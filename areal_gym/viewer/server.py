@@ -20,10 +20,13 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import math
+import re
 import socket
 from collections.abc import Callable
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -31,7 +34,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal_gym.errors import GymError, InfrastructureError, UnknownIdError
+from areal_gym.errors import DataError, GymError, InfrastructureError, UnknownIdError
+from areal_gym.http_servers.asgi_site import serve_asgi
+from areal_gym.http_servers.connections import ConnectionLimits
 from areal_gym.viewer.catalog import Catalog, Run
 from areal_gym.viewer.details import detail, rows
 
@@ -52,6 +57,8 @@ HEADERS = {
 }
 _KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _COOKIE = "areal-gym-viewer"
+_MAX_BODY_BYTES = 2**16
+"""Of requests, which need no body at all."""
 
 
 def make_app(catalog: Catalog, *, token: str | None = None) -> ASGIApp:
@@ -74,20 +81,19 @@ def make_app(catalog: Catalog, *, token: str | None = None) -> ASGIApp:
             Route(f"{run}/curves", api.curves),
             Route(f"{run}/{{file}}", api.rows),
             Route(f"{run}/{{file}}/search", api.search),
-            Route(f"{run}/{{file}}/{{place:int}}", api.detail),
+            Route(f"{run}/{{file}}/{{place}}", api.detail),
         ],
         exception_handlers={GymError: _refuse},
     )
     return _Door(app, token)
 
 
-async def serve(app: ASGIApp, listener: socket.socket) -> None:
+async def serve(
+    app: ASGIApp, listener: socket.socket, *, limits: ConnectionLimits | None = None
+) -> None:
     """Answer requests until cancelled."""
-    import uvicorn
-
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     with contextlib.suppress(asyncio.CancelledError):
-        await server.serve(sockets=[listener])
+        await serve_asgi(app, listener, limits=limits, max_body_bytes=_MAX_BODY_BYTES)
 
 
 def is_loopback(host: str) -> bool:
@@ -128,7 +134,7 @@ class _Api:
         self._catalog = catalog
 
     async def runs(self, request: Request) -> Response:
-        return await _answer(lambda: [run.card() for run in self._catalog.runs()])
+        return await _answer(lambda: [_card(run) for run in self._catalog.runs()])
 
     async def about(self, request: Request) -> Response:
         return await _answer(lambda: self._run(request).about())
@@ -153,7 +159,9 @@ class _Api:
         )
 
     async def detail(self, request: Request) -> Response:
-        file, place = request.path_params["file"], request.path_params["place"]
+        file, place = request.path_params["file"], _number(request.path_params["place"])
+        if place is None:
+            raise UnknownIdError(f"{file} holds no trajectory {request.path_params['place']!r}")
         return await _answer(lambda: detail(self._run(request), file, place))
 
     def _run(self, request: Request) -> Run:
@@ -167,9 +175,6 @@ class _Door:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = [(k.encode(), v.encode()) for k, v in HEADERS.items()]
@@ -181,7 +186,7 @@ class _Door:
 
     def _turned_away(self, request: Request) -> Response | None:
         if self._token is None:
-            if is_loopback(request.url.hostname or ""):
+            if is_loopback(_host_name(request)):
                 return None
             return Response("this viewer answers to its machine's own names only", 403)
         given = request.query_params.get("token")
@@ -195,7 +200,14 @@ class _Door:
 
 
 def _is_same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(), token.encode())
+    return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+
+
+def _host_name(request: Request) -> str:
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return ""
 
 
 async def _page(request: Request) -> Response:
@@ -212,21 +224,62 @@ async def _static(request: Request) -> Response:
 
 
 async def _answer(make: Callable[[], Any]) -> Response:
-    return _json(await asyncio.to_thread(make))
+    return _json(await asyncio.to_thread(_made, make))
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def _made(make: Callable[[], Any]) -> bytes:
+    try:
+        return _encoded(make())
+    except GymError:
+        raise
+    except Exception as error:
+        # Files of a run may hold anything; whatever fails while one is read is their fault.
+        raise DataError(f"a file of this run does not hold what runs write: {error!r}") from error
+
+
+def _card(run: Run) -> dict[str, Any]:
+    """Returns the card of a run, or one that says why it cannot be read."""
+    try:
+        card = run.card()
+        _encoded(card)
+    except Exception as error:
+        return {**Run.EMPTY_CARD, "name": run.name, "problems": [f"{error}"]}
+    return card
+
+
+def _encoded(value: Any) -> bytes:
+    options: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":"), "default": str}
+    try:
+        text = json.dumps(value, allow_nan=False, **options)
+    except ValueError:  # browsers read no NaN
+        text = json.dumps(_finite(value), **options)
     # Half a surrogate pair, which a policy may well sample, is no UTF-8.
-    return Response(text.encode("utf-8", "replace"), status, media_type="application/json")
+    return text.encode("utf-8", "replace")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _json(text: bytes, status: int = 200) -> Response:
+    return Response(text, status, media_type="application/json")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, GymError)
-    status = 404 if isinstance(error, UnknownIdError) else 500
-    return _json({"error": error.message, "hints": list(error.hints)}, status)
+    status = 404 if isinstance(error, UnknownIdError) else 422
+    return _json(_encoded({"error": error.message, "hints": list(error.hints)}), status)
 
 
 def _whole(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, "")
-    return int(text) if text.isdigit() else default
+    number = _number(request.query_params.get(name, ""))
+    return default if number is None else number
+
+
+def _number(text: str) -> int | None:
+    """Returns a whole number that could count something; None for any other text."""
+    return int(text) if re.fullmatch("[0-9]{1,15}", text) else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Self
 
+from areal_gym.errors import DataError
 from areal_gym.rundir import RunDir
+from areal_gym.viewer.contained import contained
 
 __all__ = ["Vocabulary"]
 
@@ -26,17 +27,28 @@ class Vocabulary:
         self._texts: dict[int, str] = {}
 
     @classmethod
-    def find(cls, run: RunDir, model: Path) -> Self:
-        """That of the run itself, else of one of its checkpoints, else of the model's directory."""
+    def find(cls, run: RunDir) -> Self:
+        """That of the run itself, else of one of its checkpoints.
+
+        Raises:
+            DataError: the tokenizer's file is damaged.
+        """
         from tokenizers import Tokenizer
 
         checkpoints = sorted(run.checkpoints_dir.glob("step-*"), reverse=True)
         for file in (
             run.tokenizer_file,
-            *(path / "tokenizer.json" for path in (*checkpoints, model)),
+            *(path / "tokenizer.json" for path in checkpoints),
         ):
-            if file.is_file():
-                return cls(Tokenizer.from_file(str(file)))
+            place = contained(run.path, file)
+            if place is None:
+                continue
+            try:
+                return cls(Tokenizer.from_file(str(place)))
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of its Rust code is no Exception
+                raise DataError(f"{file} is no tokenizer: {error}") from None
         return cls()
 
     @property

@@ -31,9 +31,16 @@ from aiohttp import web
 
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.engines.sglang.answers import INITIAL_WEIGHTS
+from areal_gym.engines.sglang.fake_requests import (
+    AbortRequest,
+    GenerateRequest,
+    PauseGeneration,
+    errors_as_json,
+    read_request,
+)
 from areal_gym.engines.sglang.fake_weights import WeightRoutes, add_weight_routes
 from areal_gym.engines.sglang.server import vocab_size_of
-from areal_gym.errors import EngineError
+from areal_gym.http_servers.aiohttp_site import HttpSite, RequestBodyError
 from areal_gym.types import FinishReason
 
 __all__ = ["FakeSGLangServer"]
@@ -103,7 +110,7 @@ class FakeSGLangServer:
         self._running: set[_Running] = set()
         self._pause: str | None = None
         self._changed = asyncio.Condition()
-        self._runner: web.AppRunner | None = None
+        self._site: HttpSite | None = None
         self._weights: WeightRoutes
 
     @property
@@ -133,7 +140,7 @@ class FakeSGLangServer:
         """
         if not self._is_shared:
             await self.engine.start()
-        app = web.Application(client_max_size=1 << 30)
+        app = web.Application(client_max_size=1 << 30, middlewares=[errors_as_json])
         for route, handler in (
             ("/health", self._health),
             ("/health_generate", self._health),
@@ -154,12 +161,9 @@ class FakeSGLangServer:
         ):
             app.router.add_post(route, handler)
         self._weights = add_weight_routes(app, self)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-        )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
-        self._port = self._runner.addresses[0][1]
+        site = HttpSite(app, handler_cancellation=True)
+        self._port = await site.start(self._host, self._port)
+        self._site = site
 
     async def aclose(self) -> None:
         """Stop answering, end the engine. Idempotent."""
@@ -169,15 +173,10 @@ class FakeSGLangServer:
 
     async def die(self) -> None:
         """Hang up on everybody, in the middle of whatever it is, as kill -9 would."""
-        runner, self._runner = self._runner, None
-        if runner is None:
-            return
-        server = runner.server
-        assert server is not None
-        for connection in server.connections:
-            if connection.transport is not None:
-                connection.transport.abort()
-        await runner.cleanup()
+        site, self._site = self._site, None
+        if site is not None:
+            site.abort_connections()
+            await site.aclose()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -240,40 +239,37 @@ class FakeSGLangServer:
     # ---- generation ---------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.Response:
+        body = await read_request(GenerateRequest, request)
         try:
-            body = await request.json()
             sequences = self._read(body)
             self.num_requests += 1
-            await self._weights.use_adapter(body.get("lora_path"))
+            await self._weights.use_adapter(body.lora_path)
             answers = await asyncio.gather(*(self._sample(sequence) for sequence in sequences))
             shown = [self._show(sequence, kind, body) for sequence, kind in answers]
-            if body.get("logprob_start_len") == 0:
+            if body.logprob_start_len == 0:
                 for answer, sequence in zip(shown, sequences, strict=True):
                     scores = [None, *await self._weights.score(sequence.prompt_ids)]
                     answer["meta_info"]["input_token_logprobs"] = [
                         [score, token, None]
                         for score, token in zip(scores, sequence.prompt_ids, strict=True)
                     ]
-        except (_BadRequestError, EngineError, ValueError) as error:
-            status = 500 if isinstance(error, EngineError) else 400
-            return web.json_response({"error": {"message": str(error)}}, status=status)
-        is_batch = isinstance(body["input_ids"][0], list)
+        except (_BadRequestError, ValueError) as error:
+            raise RequestBodyError(str(error)) from None
+        is_batch = bool(body.input_ids) and isinstance((body.input_ids or [0])[0], list)
         return web.json_response(shown if is_batch else shown[0])
 
-    def _read(self, body: dict[str, Any]) -> list[_Running]:
-        prompts = body.get("input_ids")
-        if body.get("logprob_start_len", -1) > 0:
+    def _read(self, body: GenerateRequest) -> list[_Running]:
+        if (body.logprob_start_len or -1) > 0:
             raise _BadRequestError("the fake server scores whole prompts: logprob_start_len is 0")
-        if body.get("stream") or not isinstance(prompts, list):
+        if body.stream or body.input_ids is None:
             raise _BadRequestError("the fake server takes input_ids, and does not stream")
-        if not prompts:
-            raise _BadRequestError("input_ids cannot be empty.")
-        if not isinstance(prompts[0], list):
-            prompts = [prompts]
-        rids = body.get("rid") or [uuid.uuid4().hex for _ in prompts]
-        if isinstance(rids, str):
-            rids = [rids]
-        sampling = body.get("sampling_params") or {}
+        prompts = _prompts(body.input_ids)
+        rids = [body.rid] if isinstance(body.rid, str) else body.rid
+        if not rids:
+            rids = [uuid.uuid4().hex for _ in prompts]
+        if len(rids) != len(prompts):
+            raise _BadRequestError("as many rids are needed as there are prompts")
+        sampling = {} if body.sampling_params is None else body.sampling_params.given()
         if sampling.get("logit_bias"):
             vocab_size = vocab_size_of(Path(self.model_path))
             raise _BadRequestError(
@@ -363,7 +359,7 @@ class FakeSGLangServer:
             running.is_parked = False
 
     def _show(
-        self, running: _Running, finish_reason: dict[str, Any], body: dict[str, Any]
+        self, running: _Running, finish_reason: dict[str, Any], body: GenerateRequest
     ) -> dict[str, Any]:
         num_tokens = len(running.token_ids)
         meta: dict[str, Any] = {
@@ -377,7 +373,7 @@ class FakeSGLangServer:
         }
         if self._has_spans:
             meta["weight_versions"] = _spans(running.names)
-        if body.get("return_logprob"):
+        if body.return_logprob:
             rows = zip(running.logprobs, running.token_ids, strict=True)
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
@@ -387,8 +383,8 @@ class FakeSGLangServer:
     # ---- interruptions ------------------------------------------------------------------------
 
     async def _abort_request(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self._abort(None if body.get("abort_all") else body.get("rid", ""))
+        body = await read_request(AbortRequest, request)
+        self._abort(None if body.abort_all else body.rid or "")
         await self._tell()
         return web.Response()
 
@@ -398,11 +394,7 @@ class FakeSGLangServer:
                 running.is_aborted = True
 
     async def _pause_generation(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        mode = body.get("mode", "abort")
-        if mode not in ("abort", "in_place", "retract"):
-            message = "mode: input should be 'abort', 'in_place' or 'retract'"
-            return web.json_response({"object": "error", "message": message}, status=400)
+        mode = (await read_request(PauseGeneration, request)).mode
         self._pause = mode
         if mode == "abort":
             self._abort(None)
@@ -426,6 +418,16 @@ class FakeSGLangServer:
 
 class _BadRequestError(Exception):
     """Answered with HTTP 400."""
+
+
+def _prompts(input_ids: Sequence[Any]) -> list[list[int]]:
+    """Returns one prompt, or a batch of them, as a batch."""
+    prompts = list(input_ids)
+    if prompts and not isinstance(prompts[0], list):
+        prompts = [prompts]
+    if not prompts or not all(prompts):
+        raise _BadRequestError("input_ids cannot be empty.")
+    return prompts
 
 
 def _spans(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -18,6 +18,17 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from areal_gym.engines.base import LocalEngine
+from areal_gym.engines.sglang.fake_requests import (
+    DestroyGroup,
+    DistributedTensors,
+    InitGroup,
+    LoadAdapter,
+    NewVersion,
+    SerializedTensors,
+    UnloadAdapter,
+    WeightsOnDisk,
+    read_request,
+)
 from areal_gym.errors import EngineError
 
 if TYPE_CHECKING:
@@ -68,62 +79,72 @@ class WeightRoutes:
 
     async def from_disk(self, request: web.Request) -> web.Response:
         """Load a checkpoint directory."""
-        body = await request.json()
-        tensors = await asyncio.to_thread(_read_weights, Path(body["model_path"]))
+        body = await read_request(WeightsOnDisk, request)
+        from safetensors import SafetensorError
+
+        try:
+            tensors = await asyncio.to_thread(_read_weights, Path(body.model_path))
+        except (OSError, SafetensorError) as error:
+            return _said(f"Failed to get weights iterator: {error}.", success=False)
         if not tensors:
-            reason = f"no weights in {body['model_path']!r}"
+            reason = f"no weights in {body.model_path!r}"
             return _said(f"Failed to get weights iterator: {reason}.", success=False)
-        return await self._load(tensors, body, "Succeeded to update model weights.")
+        return await self._load(tensors, body.weight_version, "Succeeded to update model weights.")
 
     async def from_tensor(self, request: web.Request) -> web.Response:
         """Load tensors that the body holds."""
-        body = await request.json()
+        body = await read_request(SerializedTensors, request)
         if refusal := self._out_of_session("update_weights_from_tensor"):
             return refusal
-        raw = base64.b64decode(body["serialized_named_tensors"][0])
-        found = _Unpickler(io.BytesIO(raw)).load()
-        if body.get("load_format") == "flattened_bucket":
-            found = _unflatten(found["flattened_tensor"], found["metadata"])
-        return await self._load(dict(found), body, "Success")
+        try:
+            tensors = _unpacked(body)
+        except Exception as error:  # bytes of anybody: whatever unpickling them raises
+            return _said(f"Failed to read the tensors: {error!r}.", success=False)
+        return await self._load(tensors, body.weight_version, "Success")
 
     async def init_group(self, request: web.Request) -> web.Response:
         """Join a process group."""
         from areal_gym.modeling.groups import join_group
 
-        body = await request.json()
+        body = await read_request(InitGroup, request)
         try:
             group = await asyncio.to_thread(
                 join_group,
-                body["master_address"],
-                body["master_port"],
-                rank=body["rank_offset"],
-                world_size=body["world_size"],
-                name=body["group_name"],
-                backend=body["backend"],
+                body.master_address,
+                body.master_port,
+                rank=body.rank_offset,
+                world_size=body.world_size,
+                name=body.group_name,
+                backend=body.backend,
                 timeout_s=60,
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError, ValueError) as error:
             return _said(f"Failed to initialize custom process group: {error}.", success=False)
-        self._groups[body["group_name"]] = group
+        self._groups[body.group_name] = group
         return _said("Succeeded to initialize custom process group.")
 
     async def from_distributed(self, request: web.Request) -> web.Response:
         """Load what rank 0 of the group broadcasts."""
-        body = await request.json()
+        body = await read_request(DistributedTensors, request)
         if refusal := self._out_of_session("update_weights_from_distributed"):
             return refusal
-        group = self._groups.get(body["group_name"])
+        group = self._groups.get(body.group_name)
         if group is None:
-            return _said(f"Group {body['group_name']} not in {list(self._groups)}.", success=False)
-        tensors = await asyncio.to_thread(_receive, group, body)
-        return await self._load(tensors, body, "Succeeded to update parameter online.")
+            return _said(f"Group {body.group_name} not in {list(self._groups)}.", success=False)
+        try:
+            tensors = await asyncio.to_thread(_receive, group, body)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            return _said(f"Failed to receive the tensors: {error}.", success=False)
+        return await self._load(
+            tensors, body.weight_version, "Succeeded to update parameter online."
+        )
 
     async def destroy_group(self, request: web.Request) -> web.Response:
         """Leave the group."""
         import torch.distributed as dist
 
-        body = await request.json()
-        group = self._groups.pop(body["group_name"], None)
+        body = await read_request(DestroyGroup, request)
+        group = self._groups.pop(body.group_name, None)
         if group is None:
             return _said("The group to be destroyed does not exist.", success=False)
         await asyncio.to_thread(dist.destroy_process_group, group)
@@ -143,13 +164,13 @@ class WeightRoutes:
 
     async def update_version(self, request: web.Request) -> web.Response:
         """Call the weights something else."""
-        body = await request.json()
-        self._server.version = body["new_version"]
+        body = await read_request(NewVersion, request)
+        self._server.version = body.new_version
         return web.json_response(
             {
                 "success": True,
-                "message": f"Weight version updated to {body['new_version']}",
-                "new_version": body["new_version"],
+                "message": f"Weight version updated to {body.new_version}",
+                "new_version": body.new_version,
             }
         )
 
@@ -165,18 +186,18 @@ class WeightRoutes:
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Remember an adapter's directory under a name."""
-        body = await request.json()
-        name, path = body["lora_name"], Path(body["lora_path"])
+        body = await read_request(LoadAdapter, request)
+        name, path = body.lora_name, Path(body.lora_path)
         if name in self._adapters:
             return self._adapters_now(f"LoRA adapter {name} is already loaded.")
-        if not (path / "adapter_config.json").is_file():
+        if not _is_file(path / "adapter_config.json"):
             return self._adapters_now(f"no adapter_config.json in {path}")
         self._adapters[name] = path
         return self._adapters_now()
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         """Forget it."""
-        name = (await request.json())["lora_name"]
+        name = (await read_request(UnloadAdapter, request)).lora_name
         if name not in self._adapters:
             return self._adapters_now(f"LoRA adapter {name} is not loaded.")
         del self._adapters[name]
@@ -201,7 +222,10 @@ class WeightRoutes:
             if name != self._adapter:
                 weights = self._base()
                 if name is not None:
-                    weights = _merged(weights, self._adapters[name])
+                    try:
+                        weights = _merged(weights, self._adapters[name])
+                    except Exception as error:  # files of anybody
+                        raise ValueError(f"the adapter {name} cannot be used: {error!r}") from None
                 await self._publish(weights)
                 self._adapter = name
 
@@ -237,16 +261,15 @@ class WeightRoutes:
         await engine.publish(tensors.items(), self._num_published)
 
     async def _load(
-        self, tensors: dict[str, Any], body: dict[str, Any], message: str
+        self, tensors: dict[str, Any], version: str | None, message: str
     ) -> web.Response:
         complete = {**self._weights, **tensors}
         async with self._server.quiet():
             try:
                 await self._publish(complete)
-            except EngineError as error:
+            except (EngineError, AttributeError, RuntimeError, TypeError, ValueError) as error:
                 return _said(f"Failed to update weights: {error}.", success=False)
             self._weights, self._adapter = complete, None
-            version = body.get("weight_version")
             if version is not None:
                 self._server.version = version
                 message += f" Weight version updated to {version}."
@@ -272,6 +295,13 @@ def _read_weights(directory: Path) -> dict[str, Any]:
     return tensors
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a directory that is closed to us
+        return False
+
+
 def _merged(weights: dict[str, Any], adapter: Path) -> dict[str, Any]:
     """W + alpha / r * B A of each adapted matrix (Hu et al. 2021, section 4.1)."""
     parts = _read_weights(adapter)
@@ -295,17 +325,34 @@ class _Unpickler(pickle.Unpickler):
         ("torch", "Size"),
         ("torch._utils", "_rebuild_tensor_v2"),
         ("torch.storage", "UntypedStorage"),
-        ("torch.storage", "_load_from_bytes"),
     )
 
     def find_class(self, module: str, name: str) -> Any:
         """Import what is allowed."""
         import torch
 
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _storage_from_bytes
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in self._ALLOWED:
             return super().find_class(module, name)
         raise ValueError(f"{module}.{name} is not allowed in serialized tensors")
+
+
+def _storage_from_bytes(raw: bytes) -> Any:
+    """Does what `torch.storage._load_from_bytes` does, which would unpickle anything."""
+    import torch
+
+    return torch.load(io.BytesIO(raw), weights_only=True)
+
+
+def _unpacked(body: SerializedTensors) -> dict[str, Any]:
+    """Returns tensors by name."""
+    raw = base64.b64decode(body.serialized_named_tensors[0])
+    content = _Unpickler(io.BytesIO(raw)).load()
+    if body.load_format == "flattened_bucket":
+        content = _unflatten(content["flattened_tensor"], content["metadata"])
+    return dict(content)
 
 
 def _unflatten(flat: Any, metadata: list[Any]) -> dict[str, Any]:
@@ -315,12 +362,12 @@ def _unflatten(flat: Any, metadata: list[Any]) -> dict[str, Any]:
     }
 
 
-def _receive(group: Any, body: dict[str, Any]) -> dict[str, Any]:
+def _receive(group: Any, body: DistributedTensors) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     tensors = {}
-    for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+    for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True):
         tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         dist.broadcast(tensors[name], src=0, group=group)
     return tensors

@@ -51,7 +51,8 @@ function runCard(card, isCurrent, chosen, redraw) {
   });
   return h(`div.run${isCurrent ? ".current" : ""}`, {},
     h("label.tick", {}, box),
-    h("a.name", { href: address(["run", card.name, "curves"]) }, h(`i.state.${card.status}`, { title: [card.status, card.error].filter(Boolean).join(": ") }), shown(card.name)),
+    h("a.name", { href: address(["run", card.name, "curves"]) }, h(`i.state.${card.status}`, { title: [card.status, card.error].filter(Boolean).join(": ") }), shown(card.name),
+      card.problems?.length ? h("small", { title: card.problems.join("\n") }, " ⚠ damaged") : null),
     h("span.what", {}, shown([card.env, card.objective === "rl" ? card.algorithm : card.objective, card.model].filter(Boolean).join(" · "))),
     h("span.num", {}, `step ${number(card.step)}`, h("small", {}, ` / ${number(card.steps)}`)),
     h("span.spark", { title: "mean reward" }, spark(card.rewards)),
