@@ -59,6 +59,7 @@ __all__ = [
     "NotFiniteError",
     "NothingToDoError",
     "PluginError",
+    "RewardError",
     "RunExistsError",
     "SandboxError",
     "SandboxUnreachableError",
@@ -180,6 +181,12 @@ class EnvUnreachableError(EnvError, ConnectionError):
     """The server of the environment is gone, or has forgotten the session."""
 
     is_outage = True
+
+
+class RewardError(EnvError):
+    """A reward is no finite number: the group of the episode is not trained on."""
+
+    boundary = "reward"
 
 
 class AgentError(EpisodeError):

@@ -168,6 +168,8 @@ class StopReason(StrEnum):
     TRUNCATED = "truncated"
     """Another limit of the environment's own."""
     ENV_ERROR = "env_error"
+    REWARD_ERROR = "reward_error"
+    """A reward was no finite number; not played again, for that would select by reward."""
     AGENT_ERROR = "agent_error"
     ENGINE_ERROR = "engine_error"
     SANDBOX_ERROR = "sandbox_error"

@@ -34,7 +34,7 @@ from areal_gym.envs.judging import JUDGE_ERRORS, JudgingBoundary, is_caused_by_o
 from areal_gym.envs.loops import KeptLoop
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import EnvError, EpisodeError, GymError, ToolError, UsageError
+from areal_gym.errors import EnvError, EpisodeError, GymError, RewardError, ToolError, UsageError
 from areal_gym.markup import block, dialogue, pairs, short
 from areal_gym.types import Message, Task
 
@@ -485,7 +485,7 @@ def _number(reward: object, env: TextEnv) -> float:
     if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
         return float(reward)
     who = type(env).__name__
-    raise EnvError(f"{who}.respond gave the reward {reward!r}; a finite number is needed")
+    raise RewardError(f"{who}.respond gave the reward {reward!r}; a finite number is needed")
 
 
 _loop = KeptLoop("areal-gym-env-loop")

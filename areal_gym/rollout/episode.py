@@ -38,6 +38,7 @@ from areal_gym.errors import (
     EnvError,
     EpisodeError,
     EpisodeTimeoutError,
+    RewardError,
     UsageError,
 )
 from areal_gym.rendering import Dialogue, Renderer
@@ -50,6 +51,7 @@ __all__ = ["InFlight", "derive_seed", "play_episode", "stop_reason_of"]
 
 _STOP_REASONS = {
     "env": StopReason.ENV_ERROR,
+    "reward": StopReason.REWARD_ERROR,
     "agent": StopReason.AGENT_ERROR,
     "engine": StopReason.ENGINE_ERROR,
     "sandbox": StopReason.SANDBOX_ERROR,
@@ -307,7 +309,9 @@ class _Played:
                 raise AgentError("a reward, and the policy has not been asked")
             (turn or self.recorder.turns[-1]).reward += reward
             return
-        raise AgentError(f"the agent gave the reward {reward!r}; a finite number is needed")
+        error = AgentError(f"the agent gave the reward {reward!r}; a finite number is needed")
+        error.boundary = RewardError.boundary
+        raise error
 
     @contextmanager
     def idle(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from areal_gym.rollout.eval_report import EvalReport, make_report
 from areal_gym.rollout.failures import FailureBudget
 from areal_gym.rollout.outages import Outage
 from areal_gym.rollout.pool import EnvPool
-from areal_gym.types import Task, Trajectory
+from areal_gym.types import StopReason, Task, Trajectory
 
 __all__ = ["Play", "evaluate", "first_tasks", "measure", "run_all"]
 
@@ -182,6 +182,8 @@ async def measure(
                 if not trajectory.stop_reason.is_failure:
                     scored[index].append(trajectory)
                     break
+                if trajectory.stop_reason is StopReason.REWARD_ERROR:
+                    attempt = max_retries + 1  # another try would select by reward
             else:
                 failed.append(trajectory)
             num_done += 1

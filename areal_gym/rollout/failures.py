@@ -27,6 +27,7 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 0.5, 10.0
 
 _HINTS = {
     StopReason.ENV_ERROR: "look for the cause with: areal-gym check ENV",
+    StopReason.REWARD_ERROR: "rewards are finite numbers: see what the environment divides by",
     StopReason.AGENT_ERROR: "play one episode by itself: areal-gym eval --env ENV eval.num_tasks=1",
     StopReason.ENGINE_ERROR: "is the engine alive, and the model the right one?",
     StopReason.SANDBOX_ERROR: "see which sandboxes there are: areal-gym list sandboxes",

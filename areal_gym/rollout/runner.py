@@ -407,6 +407,10 @@ class RolloutRunner:
                 self._num_came_through += 1
                 break
             self._count_failure(trajectory)
+            if trajectory.stop_reason is StopReason.REWARD_ERROR:
+                # Neither another try nor the siblings alone: both would select by reward.
+                group.is_void = True
+                break
             is_lost = trajectory.is_lost
             if is_infrastructure_failure(trajectory) and self._may_replay(group, is_lost=is_lost):
                 self._on_outage(group, is_lost=is_lost)
@@ -422,7 +426,7 @@ class RolloutRunner:
         del self._running[index]
         if self._suspects is not None and index in self._suspects.at_risk:
             self._suspects = None  # it came through: only a part was lost
-        if len(running.members) < self.config.min_group_size:
+        if running.is_void or len(running.members) < self.config.min_group_size:
             self._lose_group(index)
             return
         running.members.sort(key=itemgetter(0))

@@ -21,6 +21,7 @@ class RunningGroup:
 
     __slots__ = (
         "index",
+        "is_void",
         "members",
         "num_ended_before",
         "num_open",
@@ -35,6 +36,8 @@ class RunningGroup:
         self.index = index
         self.task = task
         self.size = size
+        self.is_void = False
+        """Whether none of its members may be trained on: a reward was no finite number."""
         self.num_open = size
         """Members that still play, or wait for a slot."""
         self.members: list[tuple[int, Trajectory]] = []
@@ -72,6 +75,7 @@ class RunningGroup:
     def begin_again(self) -> None:
         """Forget what came through, and end what plays."""
         self.round += 1
+        self.is_void = False
         self.num_open = self.size
         self.members.clear()
         current = asyncio.current_task()

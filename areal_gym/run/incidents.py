@@ -46,6 +46,12 @@ INCIDENTS = (
         counters=("rollout/retries",),
     ),
     Incident(
+        name="bad_rewards",
+        one="1 reward was not finite",
+        many="{n} rewards were not finite",
+        counters=("rollout/failures/reward_error",),
+    ),
+    Incident(
         name="lost_episodes",
         one="1 episode lost",
         many="{n} episodes lost",

@@ -24,6 +24,7 @@ from areal_gym.errors import (
     EnvUnreachableError,
     EpisodeError,
     GymError,
+    RewardError,
     SandboxError,
     UsageError,
 )
@@ -58,6 +59,7 @@ ERRORS: Mapping[str, tuple[int, type[GymError]]] = {
     "gone": (404, GoneError),
     "full": (503, FullError),
     "sandbox": (500, SandboxError),
+    "reward": (500, RewardError),
     "env": (500, EnvError),
 }
 """Kind -> HTTP status, and what it is in a process."""

@@ -35,6 +35,7 @@ __all__ = [
     "normalise",
     "reinforce",
     "reinforce_baseline",
+    "require_finite",
     "returns_to_go",
     "rloo",
 ]
@@ -134,7 +135,7 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
     Raises:
         ConfigError: a setting that it does not have, or an input that this batch does not hold.
         TrainError: it gave numbers of another shape.
-        NotFiniteError: it gave such as are not finite.
+        NotFiniteError: rewards or other inputs are not finite, or what it gave is not.
     """
     name = _name(estimator)
     keywords = _keywords(estimator)
@@ -143,6 +144,7 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
     if inputs.penalties_T is not None:
         inputs = replace(inputs, rewards_T=inputs.rewards_T - inputs.penalties_T)
     given = {key: value for key in further if (value := getattr(inputs, key)) is not None}
+    require_finite(name, rewards_G=inputs.rewards_G, **given)
     for key in sorted(further - given.keys()):
         if keywords[key].default is inspect.Parameter.empty:
             who = "trainer has no critic" if "values" in key else "batch has no teacher"
@@ -172,6 +174,24 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
         to_go_T = _sums_to_go(inputs.penalties_T, inputs.trajectory_ids_T)
         result = result._replace(advantages_T=result.advantages_T - to_go_T)
     return result
+
+
+def require_finite(name: str, **inputs: Tensor | None) -> None:
+    """Refuse inputs of an estimator that are not finite: nothing may be learned from them.
+
+    A comparison with NaN is false, so that a group with one would pass for a group of equals.
+
+    Raises:
+        NotFiniteError: which input, and how many of its numbers.
+    """
+    for key, values in inputs.items():
+        if values is not None and not bool((is_finite := values.isfinite()).all()):
+            num = int((~is_finite).sum())
+            raise NotFiniteError(
+                f"the advantage estimator {name} was given {key} of which {num} of "
+                f"{values.numel()} are not finite",
+                hints=["a reward model or a reward function that divides by 0 gives such numbers"],
+            )
 
 
 def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -> None:
@@ -261,6 +281,7 @@ def lite_ppo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
 
 def reinforce(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
     """The reward itself (Williams 1992), without a baseline; groups do not matter."""
+    require_finite("reinforce", rewards_G=rewards_G)
     return rewards_G.to("cpu", torch.float64)
 
 
@@ -272,6 +293,7 @@ def reinforce_baseline(
     The baseline knows nothing of the batch, so the gradient stays unbiased; needs no groups. At the
     first step there is none.
     """
+    require_finite("reinforce_baseline", rewards_G=rewards_G, past_mean=past_mean)
     rewards_G = rewards_G.to("cpu", torch.float64)
     return rewards_G if past_mean is None else rewards_G - past_mean
 
@@ -289,6 +311,7 @@ def returns_to_go(turn_rewards: Sequence[float], discount: float = 1.0) -> list[
 
 def normalise(values_T: Tensor) -> Tensor:
     """(x - mean) / (std + 1e-6), the unbiased std; equal values give exactly 0."""
+    require_finite("normalise", values_T=values_T)
     values_T = values_T.to("cpu", torch.float64)
     if not len(values_T) or bool((values_T == values_T[0]).all()):
         return torch.zeros_like(values_T)
@@ -314,6 +337,7 @@ def _name(estimator: AdvantageEstimator) -> str:
 
 def _centred(rewards_G: Tensor, group_ids_G: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """r - group mean [G], the group's index of each member [G], the groups' sizes [groups]."""
+    require_finite(name, rewards_G=rewards_G)
     rewards_G = rewards_G.to("cpu", torch.float64)
     _, index_G, counts = torch.unique(
         group_ids_G.to("cpu"), return_inverse=True, return_counts=True

@@ -20,6 +20,7 @@ from areal_gym.trainer.advantages import (
     lite_ppo,
     normalise,
     reinforce,
+    require_finite,
     returns_to_go,
     rloo,
 )
@@ -68,6 +69,7 @@ def gae(
             all its tokens share its advantage and its return.
         is_normalised: advantages over the batch's tokens with mean 0 and deviation 1.
     """
+    require_finite("gae", rewards_T=rewards_T, values_T=values_T, final_values_G=final_values_G)
     rewards_T = rewards_T.to("cpu", torch.float64)
     values_T = values_T.to("cpu", torch.float64)
     if unit == "turn":
@@ -159,6 +161,7 @@ def distill(
         discount: what later tokens count for: 0 takes each token by itself, whatever it leads to
             (little variance); 1 is the KL of whole sequences.
     """
+    require_finite("distill", old_logprobs_T=old_logprobs_T, teacher_logprobs_T=teacher_logprobs_T)
     gained_T = (teacher_logprobs_T - old_logprobs_T).to("cpu", torch.float64)
     if discount == 0:
         return gained_T
@@ -202,6 +205,7 @@ def per_turn(
     Raises:
         ConfigError: an unknown baseline, or a group that it refuses.
     """
+    require_finite("per_turn", rewards_G=rewards_G, rewards_T=rewards_T)
     estimator = _baseline(baseline) if isinstance(baseline, str) else baseline
     turn_of_T, first_K = _turns(trajectory_ids_T, turn_ids_T)
     rewards_K = _sum_by(rewards_T.to("cpu", torch.float64), turn_of_T, len(first_K))

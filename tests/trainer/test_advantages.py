@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_gym.errors import ConfigError, TrainError
+from areal_gym.errors import ConfigError, NotFiniteError, TrainError
+from areal_gym.plugins import registry
 from areal_gym.trainer.advantages import (
     AdvantageInputs,
     dr_grpo,
@@ -250,3 +252,38 @@ def test_estimators_of_plugins_are_held_to_their_word():
         estimate(short, two_turns())
     with pytest.raises(TrainError, match="not finite"):
         estimate(endless, two_turns())
+
+
+def _registered():
+    return sorted(spec.id for spec in registry().entries("advantages"))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", _registered())
+def test_every_estimator_refuses_what_is_not_finite(name, bad):
+    estimator = registry().load("advantages", name)
+    keywords = inspect.signature(estimator).parameters
+    critic = {key: torch.zeros(6) for key in ("values_T", "old_logprobs_T", "teacher_logprobs_T")}
+
+    def inputs(reward, **further):
+        rewards = [[1.0, 2.0], [reward, 0.0], [3.0]]
+        return AdvantageInputs.from_turns(
+            rewards, [[1, 1], [1, 2], [1]], [0, 0, 0], **{**critic, **further}
+        )
+
+    estimate(estimator, inputs(1.0))
+    with pytest.raises(NotFiniteError, match="not finite"):
+        estimate(estimator, inputs(bad))
+    for key in set(critic) & set(keywords):
+        broken = critic[key].clone()
+        broken[3] = bad
+        with pytest.raises(NotFiniteError, match=key):
+            estimate(estimator, inputs(1.0, **{key: broken}))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo, lite_ppo, reinforce])
+def test_estimators_refuse_without_estimate_too(estimator, bad):
+    for rewards in ([bad, bad], [bad, 1.0], [0.0, bad]):
+        with pytest.raises(NotFiniteError, match=estimator.__name__):
+            estimator(torch.tensor(rewards), torch.tensor([0, 0]))
