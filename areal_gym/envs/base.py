@@ -205,6 +205,11 @@ class TextEnv(gymnasium.Env[str, str]):
         return self._task
 
     @property
+    def sandboxes(self) -> Sequence[Any]:
+        """Where it runs code that the policy writes: ids or objects of sandboxes."""
+        return ()
+
+    @property
     def played_id(self) -> str | None:
         """Whose task the running episode has, where an environment plays for several (`mix`)."""
         return None

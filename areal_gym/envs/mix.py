@@ -63,6 +63,11 @@ class MixedEnv(TextEnv):
         """The name of the environment of the running episode."""
         return self._name
 
+    @property
+    def sandboxes(self) -> Sequence[Any]:
+        """Those of all environments."""
+        return [sandbox for env in self._envs.values() for sandbox in env.sandboxes]
+
     def num_tasks(self, split: str) -> int | None:
         """All tasks together; None when one of the environments has no end of them."""
         counts = [env.num_tasks(split) for env in self._envs.values()]

@@ -168,6 +168,11 @@ class TirEnv(AnswerEnv):
         self._num_failed_runs = 0
         self.tools = self._chosen_tools(tools)
 
+    @property
+    def sandboxes(self) -> Sequence[Any]:
+        """Where the tool `python` runs; nowhere without it."""
+        return (self._sandbox,) if any(tool.name == "python" for tool in self.tools) else ()
+
     async def respond(self, message: Message) -> Response:
         """Run the calls, or grade the answer."""
         if message.get("tool_calls") or message.get("parse_error"):

@@ -154,13 +154,24 @@ def _absent(subject: str, detail: str, advice: str = "") -> Finding:
     return Finding(subject=subject, is_ok=False, detail=detail, advice=advice, is_required=False)
 
 
+_NOT_PROMISED = {
+    "isolated": "",
+    "filtered": "; not promised: a root directory, processes and a network of a snippet's own "
+    "(it reads the system's files, may not fork, and only two filters keep it from the rest), and "
+    "a bound on the sum of its files",
+    "none": "; nothing is promised: snippets are this user, with its files, network and processes",
+}
+
+
 def _sandbox() -> Finding:
     from areal_gym.sandbox import ProcessSandbox, SandboxLevel
+    from areal_gym.sandbox.levels import write_level
 
     async def look() -> Finding:
         async with ProcessSandbox(num_workers=1, min_level=SandboxLevel.NONE) as sandbox:
             report = await sandbox.report()
             result = await sandbox.run("print(6 * 7)")
+        write_level(report.level)
         advice = {
             SandboxLevel.ISOLATED: "",
             SandboxLevel.FILTERED: "as root, or where user namespaces are allowed, it isolates: "
@@ -170,7 +181,8 @@ def _sandbox() -> Finding:
         return Finding(
             subject="sandbox",
             is_ok=result.stdout == "42\n" and report.level is not SandboxLevel.NONE,
-            detail=f"level {report.level}: {', '.join(report.protections)}",
+            detail=f"level {report.level}: {', '.join(report.protections)}"
+            + _NOT_PROMISED[report.level],
             advice=advice,
         )
 

@@ -22,6 +22,7 @@ from areal_gym.rollout.evaluate import measure as measure_play
 from areal_gym.run.blocking import run_to_end
 from areal_gym.run.display import Display, SilentDisplay
 from areal_gym.run.parts import Parts, open_engine, policy_directory
+from areal_gym.run.sandboxes import announce_sandboxes
 from areal_gym.rundir import RunDir
 from areal_gym.types import Trajectory
 
@@ -71,6 +72,7 @@ def evaluate(
         kept: list[Trajectory] = []
         label = f"evaluate ({'greedy' if greedy else 'sampled'})"
         total = config.eval.num_tasks * (1 if greedy else config.eval.num_samples)
+        await announce_sandboxes(parts, shown.say)
         if checkpoint is None and "://" in config.engine.model:
             shown.phase(label, total)
             report = await _measure_words(config, parts, greedy, kept, shown.advance)

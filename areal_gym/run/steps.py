@@ -87,7 +87,8 @@ async def take_steps(
         if step == first_step:
             # By now the episodes have used whatever sandboxes they use.
             reports = [asdict(report) for report in await shared_reports()]
-            at.directory.add_provenance(sandboxes=reports)
+            if reports:
+                at.directory.add_provenance(sandboxes=reports)
         stats = runner.stats()
         row = {
             "step": step,

@@ -47,6 +47,7 @@ from areal_gym.run.probe import (
 )
 from areal_gym.run.restarts import play_on
 from areal_gym.run.resume import require_resumable
+from areal_gym.run.sandboxes import announce_sandboxes
 from areal_gym.run.steps import Started, take_steps
 from areal_gym.run.supervised import train_supervised
 from areal_gym.run.teacher import open_teacher
@@ -227,6 +228,9 @@ class _Training:
             if not directory.has_begun or is_resumed:
                 self._settle(directory, start, step=done, is_resumed=is_resumed)
             directory.add_provenance(engine_gap=asdict(gap))
+            reports = await announce_sandboxes(parts, display.say)
+            if reports:
+                directory.add_provenance(sandboxes=[asdict(report) for report in reports])
             if is_resumed:  # without a checkpoint, too: what was written is written anew
                 directory.rewind(done)
             if found is not None:

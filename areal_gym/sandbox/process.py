@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.sandbox.base import SandboxLevel, SandboxLimits, SandboxReport
 from areal_gym.sandbox.forking import ForkingSandbox
+from areal_gym.sandbox.levels import MIN_LEVEL_VARIABLE, default_min_level, note_level
 from areal_gym.sandbox.worker.cleaning import remove_tree
 from areal_gym.sandbox.worker.groups import remove_groups
 from areal_gym.sandbox.zygotes import Zygote
@@ -85,7 +86,8 @@ class ProcessSandbox(ForkingSandbox):
         limits: for calls that name none.
         modules: imported ahead for snippets that mention one of them; such snippets share a second
             fork server, started when the first of them comes.
-        min_level: less than this is refused.
+        min_level: less than this is refused; by default the strongest that was found on this
+            machine, or what AREAL_GYM_SANDBOX_MIN_LEVEL says (see `levels`).
         packages: packages or modules outside of the interpreter's own directories that snippets
             may read and import.
         without: names of protections to leave out ("namespaces" for all of those): for tests of
@@ -100,11 +102,14 @@ class ProcessSandbox(ForkingSandbox):
         num_workers: int | None = None,
         limits: SandboxLimits | None = None,
         modules: Sequence[str] = ("numpy", "sympy"),
-        min_level: SandboxLevel | str = SandboxLevel.FILTERED,
+        min_level: SandboxLevel | str | None = None,
         packages: Sequence[str] = (),
         without: Collection[str] = (),
     ) -> None:
         super().__init__(num_workers=num_workers, limits=limits, modules=modules)
+        if min_level is None:
+            # Who leaves protections out asks for less.
+            min_level = SandboxLevel.FILTERED if without else default_min_level()
         self.min_level = SandboxLevel(min_level)
         self._paths, self._readable = _search_paths(packages)
         self._without = tuple(without)
@@ -165,6 +170,7 @@ class ProcessSandbox(ForkingSandbox):
         zygote = await Zygote.start(control, server, num_warm=self.num_workers)
         try:
             _require_level(self.min_level, zygote.protections)
+            note_level(level_of(zygote.protections))
         except SandboxError:
             zygote.close()
             raise
@@ -251,7 +257,8 @@ def _require_level(wanted: SandboxLevel, protections: Collection[str]) -> None:
         + ", ".join(f"{what} (it takes {' or '.join(sorted(walls))})" for what, walls in missing),
         hints=(
             "what is active here: areal-gym doctor",
-            f"accept less: ProcessSandbox(min_level={active.value!r})"
+            f"accept less: export {MIN_LEVEL_VARIABLE}={active.value}, or in Python "
+            f"ProcessSandbox(min_level={active.value!r})"
             if active is not SandboxLevel.NONE
             else "Linux 5.13 gives any user Landlock and seccomp",
             "or run snippets in containers: areal_gym.sandbox.DockerSandbox",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, cast
 
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxReport
 from areal_gym.sandbox.forking import ForkingSandbox
 
-__all__ = ["shared_calls", "shared_reports", "shared_sandbox"]
+__all__ = ["reports_of", "shared_calls", "shared_reports", "shared_sandbox"]
 
 _Kept = tuple[Sandbox, AsyncGenerator[None, None]]
 _shared: dict[asyncio.AbstractEventLoop, dict[str, _Kept]] = {}
@@ -49,6 +49,16 @@ def shared_calls(loop: asyncio.AbstractEventLoop) -> int:
     """How many calls the shared sandboxes of a loop have not answered yet; from any thread."""
     kept = _shared.get(loop, {})
     return sum(s.num_calls for s, _ in tuple(kept.values()) if isinstance(s, ForkingSandbox))
+
+
+async def reports_of(sandboxes: Iterable[Any]) -> list[SandboxReport]:
+    """What is active in sandboxes, each given by its id (the running loop's) or as an object.
+
+    Raises:
+        SandboxError: one does not start, or protects less than it must.
+    """
+    made = [shared_sandbox(each) if isinstance(each, str) else each for each in sandboxes]
+    return [await sandbox.report() for sandbox in {id(one): one for one in made}.values()]
 
 
 async def shared_reports() -> list[SandboxReport]:

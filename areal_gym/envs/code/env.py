@@ -101,6 +101,11 @@ class CodeEnv(QuestionEnv):
         """The levels of generated tasks."""
         return CODE_LEVELS if self._levels is not None else ()
 
+    @property
+    def sandboxes(self) -> Sequence[Any]:
+        """Where the functions run."""
+        return (self._sandbox,)
+
     async def respond(self, message: Message) -> Response:
         """Run the hidden tests."""
         code = find_code(message["content"])
