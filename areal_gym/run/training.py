@@ -229,8 +229,7 @@ class _Training:
                 self._settle(directory, start, step=done, is_resumed=is_resumed)
             directory.add_provenance(engine_gap=asdict(gap))
             reports = await announce_sandboxes(parts, display.say)
-            if reports:
-                directory.add_provenance(sandboxes=[asdict(report) for report in reports])
+            directory.add_provenance(sandboxes=[asdict(report) for report in reports])
             if is_resumed:  # without a checkpoint, too: what was written is written anew
                 directory.rewind(done)
             if found is not None:
