@@ -144,7 +144,7 @@ def test_split_that_there_is_not_is_no_failed_reset(plugin):
 @pytest.mark.parametrize("where", ["made", "start", "sample", "gives nothing"])
 def test_failing_engine_of_a_plugin_is_named_with_its_cause(plugin, tiny_policy, where):
     overrides = ["engine.id=failing", f"engine.kwargs.where={where}"]
-    with pytest.raises(PluginError, match="the engine 'failing' of plugin .*test_doors") as caught:
+    with pytest.raises(PluginError, match=r"the engine 'failing' of plugin .*test_doors") as caught:
         probe(tiny_policy, *overrides)
     assert "TypeError" in str(caught.value)
 

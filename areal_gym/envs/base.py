@@ -335,7 +335,9 @@ class TextEnv(gymnasium.Env[str, str]):
             self._messages = list(self.first_messages(self._task))
         except GymError:  # raised on purpose: no such split, an empty file, a failed sandbox
             raise
-        except (Exception, SystemExit) as error:  # libraries that think they are a program
+        except BaseException as error:  # libraries that think they are a program
+            if isinstance(error, GeneratorExit) or type(error) is KeyboardInterrupt:
+                raise
             raise EnvError(f"{type(self).__name__}.reset failed: {error!r}") from error
         if not self._messages:
             raise EnvError(f"{type(self).__name__}.first_messages gave no message")

@@ -61,7 +61,20 @@ _STOP_REASONS = {
 }
 
 _T = TypeVar("_T")
-_FAILURES = (Exception, SystemExit)  # an agent's library may want to exit
+
+
+def _require_failure(error: BaseException) -> None:
+    """Raise what is no failure of the episode: the run's own cancellation, and Ctrl-C.
+
+    Libraries that think they are a program exit, or raise what is no Exception: those fail.
+    A cancellation that nobody asked this task for is the code's own.
+    """
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() == 0:
+        return
+    is_ours = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    if is_ours or type(error) is KeyboardInterrupt:
+        raise error
 
 
 def stop_reason_of(error: EpisodeError) -> StopReason:
@@ -119,7 +132,8 @@ async def play_episode(
             played.first_messages = info["messages"]
             try:
                 await agent.play(played)
-            except _FAILURES as error:
+            except BaseException as error:
+                _require_failure(error)
                 played.blame_agent(error)
                 raise
     except EpisodeError as error:
@@ -209,7 +223,8 @@ class _Played:
             self.stop_reason = StopReason.MAX_TOKENS
             self._is_full = True
             raise _EpisodeOver from None
-        except _FAILURES as error:
+        except BaseException as error:
+            _require_failure(error)
             self.blame(error, EngineError, "generate")
             raise
         self.unread = ()
@@ -224,7 +239,8 @@ class _Played:
         self.in_flight.env += 1
         try:
             result = await self.env.astep(message)
-        except _FAILURES as error:
+        except BaseException as error:
+            _require_failure(error)
             self.blame(error, EnvError, "step")
             raise
         finally:
@@ -399,7 +415,8 @@ class _Played:
         self.in_flight.env += 1
         try:
             return await ask()
-        except _FAILURES as error:
+        except BaseException as error:
+            _require_failure(error)
             self.blame(error, EnvError, what)
             raise
         finally:

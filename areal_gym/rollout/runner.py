@@ -396,7 +396,7 @@ class RolloutRunner:
             if group.round != round:  # it is played again already
                 return
             self._counts["episodes"] += 1
-            self._counts["retries"] += attempt > 0
+            self._counts["retries"] += attempt > 0 or round > 0
             self._counts["tokens"] += trajectory.num_policy_tokens
             if self._on_trajectory is not None:
                 self._on_trajectory(trajectory)
@@ -458,6 +458,7 @@ class RolloutRunner:
             self._record_failure(reason, error)
             return
         self._counts["lost"] += 1
+        self._failures[str(reason)] += 1
         self._outage.lost(error)
 
     def _may_replay(self, group: RunningGroup, *, is_lost: bool) -> bool:

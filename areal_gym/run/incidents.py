@@ -28,6 +28,8 @@ class Incident:
     many: str
     counters: tuple[str, ...]
     """Metrics of the step's row that add up to it; a name that ends with "/" takes all below it."""
+    less: tuple[str, ...] = ()
+    """Metrics that are subtracted, for another incident has them."""
     is_total: bool = True
     """The counters count since the start of the process, and not within the step."""
 
@@ -38,6 +40,7 @@ INCIDENTS = (
         one="1 episode failed",
         many="{n} episodes failed",
         counters=("rollout/failures/",),
+        less=("rollout/lost_episodes",),
     ),
     Incident(
         name="retried_episodes",
@@ -96,6 +99,7 @@ class IncidentCounter:
         counts = {}
         for incident in INCIDENTS:
             total = sum(_matching(row, counter) for counter in incident.counters)
+            total -= sum(_matching(row, counter) for counter in incident.less)
             before = self._before.get(incident.name, 0.0) if incident.is_total else 0.0
             self._before[incident.name] = total
             counts[PREFIX + incident.name] = max(0.0, total - before)
