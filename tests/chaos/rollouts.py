@@ -201,7 +201,7 @@ async def _until_served(engine, params):
 
 def run(small: bool, directory: Path) -> dict[str, object]:
     """Play, account for every group, kill engine threads, compare memory."""
-    sizes = (300, 2, 75) if small else (10_000, 4, 2500)
+    sizes = (300, 2, 75) if small else (10_000, 2, 1250)
     random.seed(7)
     leaked.clear()
     asyncio.run(_play(60, 1, 15))  # what is imported and cached once
@@ -209,7 +209,7 @@ def run(small: bool, directory: Path) -> dict[str, object]:
     gc.collect()
     before_mb, threads = rss_mb(), threading.active_count()
     engine, stats = asyncio.run(_play(*sizes))
-    ends = _kill_engine_threads(3 if small else 100)
+    ends = _kill_engine_threads(3 if small else 30)
     num_leaked = len(leaked)
     leaked.clear()
     gc.collect()

@@ -147,6 +147,31 @@ def test_failures_are_attributed_to_one_boundary(env, replies, reason):
     assert trajectory.stop_reason.is_failure
 
 
+class Leaving(BaseException):
+    """No Exception: what catches those lets it pass."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised by code that thinks it is a program."""
+
+
+@pytest.mark.parametrize(
+    "error", [Leaving("gone"), Interrupted(), SystemExit(3), asyncio.CancelledError()]
+)
+def test_environment_that_raises_no_exception_fails_its_episode_only(error):
+    trajectory = play(Once(raising(error)), ["x"])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert type(error).__name__ in trajectory.error
+    in_reset = Sums()
+    in_reset.first_messages = raising(error)
+    assert play(in_reset, ["x"]).stop_reason is StopReason.ENV_ERROR
+
+
+def test_interrupt_of_the_run_is_no_failure_of_the_environment():
+    with pytest.raises(KeyboardInterrupt):
+        play(Once(raising(KeyboardInterrupt())), ["x"])
+
+
 def test_a_failing_reset_is_the_environments():
     class Broken(Sums):
         def first_messages(self, task):
