@@ -27,6 +27,7 @@ Role = Literal["rank", "server", "worker"]
 
 _PLACE_S = 600.0
 """Clusters that grow on demand take minutes to do so."""
+_LOCAL_STARTS = 3
 _OBJECT_STORE_BYTES = 256 * 2**20
 """Of a Ray that is started here: trajectories and one set of weights are on their way at a time."""
 
@@ -107,6 +108,33 @@ async def open_cluster(
             await asyncio.to_thread(ray.shutdown)
 
 
+def _start_local(num_places: int, quiet: dict[str, Any]) -> None:
+    """Start Ray here; on a busy machine it takes longer than Ray waits, and is tried again.
+
+    Raises:
+        RuntimeError: it did not start, several times.
+    """
+    import ray
+
+    for attempt in range(_LOCAL_STARTS):
+        try:
+            ray.init(
+                address="local",
+                # One machine has to do, however many processes are wanted.
+                num_cpus=max(os.cpu_count() or 1, num_places),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                **quiet,
+            )
+            return
+        except Exception as error:  # a bare one says that its node timed out
+            if type(error) is not Exception:
+                raise
+            ray.shutdown()
+            if attempt + 1 == _LOCAL_STARTS:
+                raise RuntimeError(str(error)) from error
+
+
 def _connect(config: RunConfig) -> None:
     import ray
 
@@ -117,14 +145,7 @@ def _connect(config: RunConfig) -> None:
         if address == "local":
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             num_places = len(_bundles_of(config, "cpu"))
-            ray.init(
-                address="local",
-                # One machine has to do, however many processes are wanted.
-                num_cpus=max(os.cpu_count() or 1, num_places),
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                **quiet,
-            )
+            _start_local(num_places, quiet)
         else:
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -19,6 +19,7 @@ from areal_gym.config import load_config
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
+from areal_gym.errors import InfrastructureError
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import Task
 
@@ -100,7 +101,13 @@ def run(small: bool, directory: Path) -> dict[str, object]:
     """Play on two workers while they are killed, and account for every group."""
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'areal-gym[ray]'")
-    groups, kills, stats, num_lost = asyncio.run(_play(*((2, 1, 0.3) if small else (60, 12, 2.0))))
+    size = (2, 1, 0.3) if small else (60, 12, 2.0)
+    try:
+        groups, kills, stats, num_lost = asyncio.run(_play(*size))
+    except InfrastructureError as error:
+        if "no Ray at" in str(error):
+            pytest.skip(f"Ray does not start on this machine now: {error}")
+        raise
     sizes = Counter(len(group) for group in groups)
     assert set(sizes) == {4}, sizes
     ids = [group.id for group in groups]
