@@ -82,9 +82,9 @@ def test_any_number_is_a_reward(reward):  # trap 4
 
 
 @pytest.mark.parametrize("reward", [None, "1", math.nan, math.inf])
-def test_what_is_no_number_is_the_environments_failure(reward):
+def test_rewards_that_are_not_finite_numbers_are_reward_errors(reward):
     trajectory = play(Once(lambda m: Response(reward=reward, is_terminated=True)), ["x"])
-    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert trajectory.stop_reason is StopReason.REWARD_ERROR
     assert trajectory.reward == 0.0
 
 
