@@ -322,14 +322,19 @@ def test_an_openenv_server_is_played():
             rewards.append((step.reward, step.terminated))
         assert rewards == [(1.0, True)] * 3
         env.reset(seed=0)
-        with pytest.raises(EnvError, match="the OpenEnv server at"):
-            env.step("fail")
+        failed = env.step("fail")
+        assert (failed.reward, failed.terminated) == (0.0, True)
+        assert failed.info["metrics"]["judge_errors"] == 1
         env.close()
 
         plain = areal_gym.make(f"openenv:{url}")
         plain.reset(seed=0)
         assert plain.step("5").observation.startswith("An action is a JSON object")
         assert plain.step('{"text": "x"}').observation == "A number!"
+        for action in ('{"text": [1]}', '{"other": 1}', "{}"):
+            refused = plain.step(action)
+            assert refused.observation == "The environment takes no such action."
+            assert refused.info["metrics"]["invalid_actions"] == 1
         plain.close()
 
 

@@ -122,6 +122,20 @@ def test_memory_of_all_processes_together(execute):
     assert execute("1").value == "1"
 
 
+def test_processes_of_a_call_that_asks_for_less_are_bounded_together(execute):
+    code = (
+        "import os, time\n"
+        "for _ in range(4):\n"
+        "    if os.fork() == 0:\n"
+        "        block = b'x' * (50 << 20)\n"
+        "        time.sleep(60)\n"
+        "time.sleep(60)\n"
+    )
+    result = execute(code, memory_mb=100)
+    assert result.status == "memory"
+    assert execute("print(1)", memory_mb=100).stdout == "1\n"
+
+
 def test_limits_beyond_the_containers_are_refused(execute):
     with pytest.raises(UsageError, match=r"asks for memory_mb = 512.*made with 256"):
         execute("1", memory_mb=512)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ __all__ = ["OpenEnvEnv"]
 _UNSEEN = ("done", "reward", "metadata")
 """Fields of an observation that are not for the policy."""
 
+_INVALID_ACTION = ("VALIDATION_ERROR", "INVALID_JSON")
+_FAILED_ACTION = "EXECUTION_ERROR"
+"""Codes of OpenEnv's servers: an action has not its form; the environment raised in a step."""
+
 
 class OpenEnvEnv(TextEnv):
     """An environment behind an OpenEnv server, in a session for each episode.
@@ -32,8 +37,9 @@ class OpenEnvEnv(TextEnv):
     Reward: the server's own, turn by turn. No gold policy is known.
     Episode end: the server's own; truncated after `max_turns`.
     Splits: `train` and `test`, endless, of different seeds.
-    Failures: a server that is not reached, or fails, is an error of the environment.
-    Metrics: `invalid_actions`, messages that are no JSON object where one is needed.
+    Failures: a server that is not reached is an error of the environment. Where a step raises over
+        there, the action was wrong: the episode ends with reward 0, counted as `judge_errors`.
+    Metrics: `invalid_actions`, messages that the server does not take as an action.
 
     Args:
         url: of the server, such as http://127.0.0.1:8000.
@@ -45,6 +51,7 @@ class OpenEnvEnv(TextEnv):
 
     has_gold = False
     suspends = True
+    judges_all_output = True
 
     def __init__(
         self,
@@ -108,11 +115,17 @@ class OpenEnvEnv(TextEnv):
         """Take the step over there."""
         action = self._action(message["content"])
         if action is None:
-            told = "An action is a JSON object here; that was none."
-            return Response(
-                messages=[{"role": "user", "content": told}], metrics={"invalid_actions": 1}
-            )
-        result = await self._ask(self._client.step(action))
+            return _invalid("An action is a JSON object here; that was none.")
+        try:
+            result = await self._ask(self._client.step(action))
+        except EnvError as error:
+            code = _error_code(error)
+            if code in _INVALID_ACTION:
+                return _invalid("The environment takes no such action.")
+            if code == _FAILED_ACTION:
+                # The policy's action made it fail: a policy must not void what it loses.
+                raise RuntimeError(str(error.__cause__)) from error
+            raise
         return Response(
             messages=[{"role": "user", "content": self._seen(result.observation)}],
             reward=float(result.reward or 0.0),
@@ -155,3 +168,14 @@ class OpenEnvEnv(TextEnv):
                 f"the OpenEnv server at {self.url} failed: {error}",
                 hints=[f"is it running? curl {self.url}/health"],
             ) from error
+
+
+def _invalid(text: str) -> Response:
+    """Tells the policy that its action was not taken."""
+    return Response(messages=[{"role": "user", "content": text}], metrics={"invalid_actions": 1})
+
+
+def _error_code(error: EnvError) -> str:
+    """Returns the code that a server gave for an error, which the client quotes, or ""."""
+    quoted = re.search(r"\(code: (\w+)\)$", str(error.__cause__))
+    return quoted.group(1) if quoted else ""

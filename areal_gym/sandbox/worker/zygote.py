@@ -114,8 +114,10 @@ class _Zygote:
         self._peaks_kb: dict[int, int] = {}
         """Most memory that the processes of a cell were seen to hold together, by its pid."""
         # What one process holds is bounded by its own limits, and files by a private file system.
-        self._looks = not is_container and (
-            groups is not None or jail.can_fork or not jail.has_mounts or not jail.counts_processes
+        # A container bounds the sum, too, but only at what the largest call may hold.
+        self._looks = jail.can_fork or (
+            not is_container
+            and (groups is not None or not jail.has_mounts or not jail.counts_processes)
         )
 
     def serve(self) -> NoReturn:
@@ -270,6 +272,8 @@ class _Zygote:
         jail = self._jail
         if self._holds_much(pid, number):
             return "memory"
+        if self._is_container:
+            return ""  # its own limits bound processes and files
         if not jail.counts_processes and tasks.is_crowded(jail.proc, pid):
             return "processes"
         if not jail.has_mounts and memory.has_many_files(jail.proc, pid, jail.directory(number)):
