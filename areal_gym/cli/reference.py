@@ -36,6 +36,8 @@ _VARIABLES = {
     "AREAL_GYM_CONTROL_KEY": "the key of the gateway's control routes",
     "AREAL_GYM_ENV_TOKEN": "the token of `serve-env`, on both sides",
     "AREAL_GYM_ENV_OWNER_KEY": "the key for gold actions of `serve-env`, on both sides",
+    "AREAL_GYM_SANDBOX_MIN_LEVEL": "the weakest level of the sandbox that is accepted",
+    "AREAL_GYM_DOCKER_RUNTIME": "the runtime of the docker sandbox's containers, such as `runsc`",
     "OPENAI_API_KEY": "the key for a server that is named by its URL: `eval --model URL`",
     "TAU2_DATA_DIR": "the data of `tau2`, where it is not in the cache",
     "NO_COLOR": "plain output, as `--plain`",

@@ -60,7 +60,7 @@ def serve_env_command(
     key=value are arguments of the environment. Prints one line of JSON with the `url`; there, it is
     the environment remote:URL of train, eval, play and check. Beyond this machine (--host 0.0.0.0)
     a `token` is needed: AREAL_GYM_ENV_TOKEN on both sides, made up and printed without. The
-    `owner_key` is for `areal-gym check remote:URL`, which asks for gold actions; players get none.
+    `owner_key` is for `check remote:URL`, which asks for gold actions; players get none.
     It is made up as well; AREAL_GYM_ENV_OWNER_KEY sets it, on both sides.
 
     With --mcp http, `url` is that of an MCP server (streamable HTTP); --mcp stdio talks to the

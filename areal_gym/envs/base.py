@@ -96,7 +96,8 @@ class TextEnv(gymnasium.Env[str, str]):
     then runs on a kept event loop. Without it, `step` drives the coroutine directly (0.5 us)."""
     has_gold: bool = True
     """Set to False where nobody knows a perfect policy (somebody else's game, say)."""
-
+    process_variables: Mapping[str, str] = {}
+    """Environment variables that another process needs to make the same environment."""
     judges_all_output: bool = False
     """Set to True where whatever `respond` or a tool raises is the fault of what the policy wrote:
     the episode then ends with reward 0 and a count in the metric `judge_errors`, instead of as a

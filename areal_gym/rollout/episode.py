@@ -63,18 +63,16 @@ _STOP_REASONS = {
 _T = TypeVar("_T")
 
 
-def _require_failure(error: BaseException) -> None:
-    """Raise what is no failure of the episode: the run's own cancellation, and Ctrl-C.
+def _is_failure(error: BaseException) -> bool:
+    """Returns whether an exception fails the episode: not the run's own cancellation, nor Ctrl-C.
 
     Libraries that think they are a program exit, or raise what is no Exception: those fail.
     A cancellation that nobody asked this task for is the code's own.
     """
-    task = asyncio.current_task()
-    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() == 0:
-        return
-    is_ours = isinstance(error, asyncio.CancelledError | GeneratorExit)
-    if is_ours or type(error) is KeyboardInterrupt:
-        raise error
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() == 0
+    return not isinstance(error, GeneratorExit) and type(error) is not KeyboardInterrupt
 
 
 def stop_reason_of(error: EpisodeError) -> StopReason:
@@ -133,7 +131,8 @@ async def play_episode(
             try:
                 await agent.play(played)
             except BaseException as error:
-                _require_failure(error)
+                if not _is_failure(error):
+                    raise
                 played.blame_agent(error)
                 raise
     except EpisodeError as error:
@@ -169,6 +168,12 @@ def _overtime(timeout_s: float | None, engine: Engine, num_outages: int) -> Epis
     if engine.outage_s == 0 and engine.num_outages == num_outages:
         return EpisodeTimeoutError(took)
     return EngineUnreachableError(f"{took}, and no server was there for part of it")
+
+
+def _no_number(reward: object) -> AgentError:
+    error = AgentError(f"the agent gave the reward {reward!r}; a finite number is needed")
+    error.boundary = RewardError.boundary
+    return error
 
 
 class _EpisodeOver(Exception):
@@ -224,7 +229,8 @@ class _Played:
             self._is_full = True
             raise _EpisodeOver from None
         except BaseException as error:
-            _require_failure(error)
+            if not _is_failure(error):
+                raise
             self.blame(error, EngineError, "generate")
             raise
         self.unread = ()
@@ -240,7 +246,8 @@ class _Played:
         try:
             result = await self.env.astep(message)
         except BaseException as error:
-            _require_failure(error)
+            if not _is_failure(error):
+                raise
             self.blame(error, EnvError, "step")
             raise
         finally:
@@ -325,9 +332,7 @@ class _Played:
                 raise AgentError("a reward, and the policy has not been asked")
             (turn or self.recorder.turns[-1]).reward += reward
             return
-        error = AgentError(f"the agent gave the reward {reward!r}; a finite number is needed")
-        error.boundary = RewardError.boundary
-        raise error
+        raise _no_number(reward)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -416,7 +421,8 @@ class _Played:
         try:
             return await ask()
         except BaseException as error:
-            _require_failure(error)
+            if not _is_failure(error):
+                raise
             self.blame(error, EnvError, what)
             raise
         finally:

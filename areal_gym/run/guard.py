@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ has hundreds of windows, and one of them is compared with the best of all."""
 _MIN_GROUPS = 32
 """A mean reward is taken over at least so many groups, and more than `guard.window` steps if they
 are needed: tasks differ more than siblings."""
+_MOST_ROWS = 128
+"""Steps that are looked back at."""
 _METRICS = ("train/approx_kl", "train/ratio", "train/stale_ratio", "train/entropy")
 _REWARDS = ("reward/newest", "reward/newest_std", "reward/newest_min", "reward/newest_episodes")
 
@@ -91,8 +94,11 @@ class DivergenceGuard:
             and config.rollout.curriculum is None
             and config.env.id != ONLINE
         )
-        self._rows: list[dict[str, float]] = []
+        # Bounded, as runs have millions of steps: what is further back says nothing of today.
+        self._rows: deque[dict[str, float]] = deque(maxlen=max(_MOST_ROWS, config.guard.window))
         self._severities: dict[int, float] = {}
+        """Of the steps that were not calm; 0 elsewhere."""
+        self._newest_step, self._newest_severity = 0, 0.0
         self._best_reward, self._lowest_reward = -math.inf, math.inf
         self._usual_entropy: float | None = None
         self._last_wanted = 0
@@ -112,7 +118,7 @@ class DivergenceGuard:
         """Judges a step by its metrics and returns what the guard itself adds to them."""
         if self._config.guard.action == "ignore":
             return {}
-        was_calm = self._severity_of_last() < _CAUTION
+        was_calm = self._newest_severity < _CAUTION
         severity = self._judge(row)
         step = int(row["step"])
         self.wants_checkpoint = (was_calm and _CAUTION <= severity < 1) or (
@@ -170,11 +176,10 @@ class DivergenceGuard:
             if all(self._severities.get(step + i, 0.0) < 1 for i in range(window + 1))
         ]
         if calm:
-            newest = max(self._severities, default=0)
-            confirmed = [step for step in calm if step + window <= newest]
+            confirmed = [step for step in calm if step + window <= self._newest_step]
             return (confirmed or calm)[-1]
         before = [step for step in steps if self._severities.get(step, 0.0) < 1]
-        return min(before, key=lambda step: self._severities.get(step, 0.0), default=None)
+        return min(before, key=lambda step: (self._severities.get(step, 0.0), -step), default=None)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -193,9 +198,6 @@ class DivergenceGuard:
             newest = max(newest, step // regular * regular)
         return step - newest >= every
 
-    def _severity_of_last(self) -> float:
-        return next(reversed(self._severities.values()), 0.0)
-
     def _judge(self, row: Mapping[str, Any]) -> float:
         """The largest share of its limit that any signal has reached."""
         numbers = {name: row.get(name) for name in (*_METRICS, *_REWARDS)}
@@ -203,14 +205,16 @@ class DivergenceGuard:
         self._lowest_reward = min(
             self._lowest_reward, self._rows[-1].get("reward/newest_min", math.inf)
         )
-        window = self._rows[-self._config.guard.window :]
+        window = list(self._rows)[-self._config.guard.window :]
         severity, reason = 0.0, ""
         if len(window) == self._config.guard.window:
             signals = [self._kl(window), self._ratio(window), self._entropy(window)]
             if self._judges_reward:
                 signals.append(self._reward())
             severity, reason = max(signals)
-        self._severities[int(row["step"])] = severity
+        self._newest_step, self._newest_severity = int(row["step"]), severity
+        if severity >= _CALM:
+            self._severities[self._newest_step] = severity
         self._num_beyond = self._num_beyond + 1 if severity >= 1 else 0
         self._reason = reason
         return severity

@@ -13,7 +13,6 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-from areal_gym.cache import cache_directory
 from areal_gym.errors import ConfigError
 from areal_gym.sandbox.base import SandboxLevel
 
@@ -67,6 +66,9 @@ def _written() -> SandboxLevel:
 
 
 def _file() -> Path:
+    # On use: the sandbox also runs under interpreters that have nothing but the standard library.
+    from areal_gym.cache import cache_directory
+
     return cache_directory() / _FILE
 
 

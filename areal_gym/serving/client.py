@@ -84,6 +84,7 @@ class RemoteEnv(TextEnv):
         owner_key = owner_key or owner_keys.get(self.url) or os.environ.get(OWNER_VARIABLE)
         if owner_key is not None:
             self._headers[OWNER_HEADER] = owner_key
+            self.process_variables = {OWNER_VARIABLE: owner_key}
         self._timeout_s = timeout_s
         self._session: str | None = None
         self._first: dict[str, Any] = {}

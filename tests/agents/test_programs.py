@@ -187,7 +187,9 @@ def test_what_a_function_returns_is_text_reward_or_nothing():
     assert play(OpenAIFunctionAgent(nothing), ["10"]).reward == 1.0
     for function in (nonsense, not_a_number, silent):
         trajectory = play(OpenAIFunctionAgent(function), ["10"])
-        assert trajectory.stop_reason is StopReason.AGENT_ERROR
+        is_reward = function is not_a_number
+        reason = StopReason.REWARD_ERROR if is_reward else StopReason.AGENT_ERROR
+        assert trajectory.stop_reason is reason
 
 
 def test_an_agent_that_raises_is_an_agent_error_and_no_reward():

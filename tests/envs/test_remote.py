@@ -12,7 +12,7 @@ import pytest
 
 import areal_gym
 from areal_gym.envs.checker import check_env, play
-from areal_gym.errors import EnvError, InfrastructureError, SandboxError, UsageError
+from areal_gym.errors import EnvError, InfrastructureError, RewardError, SandboxError, UsageError
 from areal_gym.serving import client
 from areal_gym.serving.client import TOKEN_VARIABLE, RemoteEnv
 from areal_gym.serving.http import EnvServer, is_loopback, made_up_token
@@ -187,7 +187,7 @@ def test_failures_over_there_are_the_same_failures_here():
         for action, error, text in (
             ("sandbox", SandboxError, "no walls"),
             ("bug", EnvError, "ZeroDivisionError"),
-            ("bad reward", EnvError, "a finite number is needed"),
+            ("bad reward", RewardError, "a finite number is needed"),
         ):
             env.reset(seed=0)
             with pytest.raises(error, match=text) as caught:

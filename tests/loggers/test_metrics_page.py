@@ -45,7 +45,9 @@ RUNS = {
     "sapo": ["env.id=shaped", "steps=1", "trainer.algorithm=sapo"],
 }
 ELSEWHERE = {
-    # What none of these runs can show: no GPU, no rejected group; and SGLang's counters.
+    # What none of these runs can show: no GPU, no rejected group, no judging that raised; and
+    # SGLang's counters.
+    "env/judge_errors",
     "train/mfu",
     "memory/gpu_peak_mb",
     "memory/gpu_reserved_mb",

@@ -144,7 +144,7 @@ def test_a_run_without_a_step_has_a_report(tmp_path):
 
 
 def test_a_report_that_cannot_be_made_fails_nobody(run):
-    run.metrics_file.write_text("no JSON\n")
+    run.metrics_file.write_text('no JSON\n{"step": 1}\n')
     assert str(keep_report(run)).startswith("none: DataError")
     assert "report: none" in run.log_file.read_text()
     run.metrics_file.write_text("")

@@ -446,7 +446,7 @@ def test_loss_and_gradient_are_watched_apart(loss, what):
 def test_a_reward_that_is_not_finite_trains_nothing():
     bad = trajectory(random.Random(0), (1, 2), reward=float("inf"))
     trained = learner(advantage=reinforce)
-    with pytest.raises(TrainError, match="advantages that are not finite"):
+    with pytest.raises(TrainError, match="of which 1 of 1 are not finite"):
         trained.step([Group(id="g", task=bad.task, trajectories=(bad,))], version=0)
 
 

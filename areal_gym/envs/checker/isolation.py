@@ -57,6 +57,7 @@ def check_processes(subject: Subject) -> None:
             [sys.executable, "-c", code, argument],
             env={
                 **os.environ,
+                **subject.make().process_variables,
                 "PYTHONHASHSEED": hash_seed,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },

@@ -283,6 +283,8 @@ class _Zygote:
     def _holds_much(self, pid: int, number: int) -> bool:
         if self._groups is not None:
             return self._groups.was_killed(number)  # one of its processes
+        if self._is_container and memory.num_kills() > self._num_kills:
+            return True  # the kernel ended one of them; the others must not begin anew
         held_kb, is_over = memory.held_by_tree(self._jail.proc, pid, self._base_memory)
         self._peaks_kb[pid] = max(self._peaks_kb.get(pid, 0), held_kb)
         return is_over
