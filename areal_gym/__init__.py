@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from areal_gym import _gymnasium
+from areal_gym import _gymnasium, _moved
 from areal_gym.version import __version__
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
         UnknownIdError,
         UsageError,
     )
-    from areal_gym.learning import TrainingResult, train
-    from areal_gym.playing import Rollouts, evaluate, rollout
     from areal_gym.plugins import registry
     from areal_gym.rollout.eval_report import EvalReport
-    from areal_gym.run import Callback
-    from areal_gym.rundir import RunDir
+    from areal_gym.run_dir.run_dir import RunDir
+    from areal_gym.runs.callbacks import Callback
+    from areal_gym.runs.episodes import Rollouts, evaluate, rollout
+    from areal_gym.runs.interactive import TrainingResult, train
     from areal_gym.types import Group, Message, StopReason, Task, TokenSpan, Trajectory, Turn
 
 __all__ = [
@@ -99,12 +99,12 @@ _HOMES = {
         "UnknownIdError",
         "UsageError",
     ),
-    "areal_gym.learning": ("TrainingResult", "train"),
-    "areal_gym.playing": ("Rollouts", "evaluate"),
+    "areal_gym.runs.interactive": ("TrainingResult", "train"),
+    "areal_gym.runs.episodes": ("Rollouts", "evaluate"),
     "areal_gym.plugins": ("registry",),
     "areal_gym.rollout.eval_report": ("EvalReport",),
-    "areal_gym.run": ("Callback",),
-    "areal_gym.rundir": ("RunDir",),
+    "areal_gym.runs.callbacks": ("Callback",),
+    "areal_gym.run_dir.run_dir": ("RunDir",),
     "areal_gym.types": (
         "Group",
         "Message",
@@ -135,8 +135,8 @@ def make(id: str, **kwargs: Any) -> TextEnv:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("playing", "rollout"):  # packages; the second can be called
-        return import_module(f"areal_gym.{name}")
+    if name == "rollout":  # a package that can be called, see `runs.episodes`
+        return import_module("areal_gym.rollout")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'areal_gym' has no attribute {name!r}")
@@ -149,3 +149,4 @@ def __dir__() -> list[str]:
 
 
 _gymnasium.register_when_imported()
+_moved.install()

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["register_when_imported"]
-
 
 def register_when_imported() -> None:
     """Register the environments now, or when Gymnasium is imported."""

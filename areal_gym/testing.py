@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from areal_gym.trainer.advantages import AdvantageEstimator, AdvantageInputs
-    from areal_gym.trainer.losses import LossInputs, LossOutput, PolicyLoss
+    from areal_gym.trainer.algorithms.advantages import AdvantageEstimator, AdvantageInputs
+    from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput, PolicyLoss
 
 __all__ = ["check_advantage_estimator", "check_policy_loss"]
 
@@ -68,7 +68,7 @@ def check_advantage_estimator(
         AssertionError: it breaks a rule.
         ConfigError: what the estimator itself raises.
     """
-    from areal_gym.trainer.advantages import estimate
+    from areal_gym.trainer.algorithms.advantages import estimate
 
     def run(rewards: tuple[tuple[float, ...], ...], order: list[int] | None = None) -> Tensor:
         return estimate(estimator, _trajectories(rewards, order), **settings).advantages_T
@@ -190,7 +190,7 @@ def _tokens(
     """The same tokens every time (float64), or those of some sequences of them."""
     import torch
 
-    from areal_gym.trainer.losses import LossInputs
+    from areal_gym.trainer.algorithms.losses import LossInputs
 
     rng = random.Random(0)
     ids_T = torch.tensor([i for i, length in enumerate(_LENGTHS) for _ in range(length)])
@@ -235,7 +235,7 @@ def _trajectories(
     """One or two turns each, with the whole reward on the last; other orders rename the groups."""
     import torch
 
-    from areal_gym.trainer.advantages import AdvantageInputs
+    from areal_gym.trainer.algorithms.advantages import AdvantageInputs
 
     rng = random.Random(0)
     shapes = [

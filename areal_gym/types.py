@@ -21,8 +21,8 @@ from operator import attrgetter
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, NotRequired, TypedDict
 
-from areal_gym.markup import block, counted, dialogue, number, pairs, short, table
-from areal_gym.records import quickly_made
+from areal_gym.utils.markup import block, counted, dialogue, number, pairs, short, table
+from areal_gym.utils.records import quickly_made
 
 __all__ = [
     "FinishReason",

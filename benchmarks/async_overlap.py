@@ -28,19 +28,19 @@ from typing import Any
 import torch
 
 from areal_gym.agents.chat import ChatAgent
+from areal_gym.chat import Renderer
 from areal_gym.config import load_config
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.envs.base import Response
 from areal_gym.envs.tir import TirEnv
-from areal_gym.rendering import Renderer
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.run import relax_garbage_collection
-from areal_gym.run.display import SilentDisplay
-from areal_gym.run.parts import Parts, close_learner, make_learner, policy_directory
-from areal_gym.run.step_times import StepTimes
+from areal_gym.runs.components import Components, close_learner, make_learner, policy_directory
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.step_times import StepTimes
 from areal_gym.trainer.loop import train_loop
-from areal_gym.trainer.weight_syncs.in_process import InProcessWeightSync
+from areal_gym.trainer.weight_sync.in_process import InProcessWeightSync
 from areal_gym.types import Group, Message
+from areal_gym.utils.garbage import relax_garbage_collection
 
 SIGMA = 0.6
 WARM_UP = 5
@@ -134,7 +134,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = load_config()
-    policy, _ = policy_directory(config, Parts.of(config), SilentDisplay())
+    policy, _ = policy_directory(config, Components.of(config), SilentDisplay())
     relax_garbage_collection()
     rows = []
     for in_flight in options.in_flight:

@@ -3,7 +3,7 @@
     python benchmarks/checkpoint.py [--rounds 5] [--json]
 
 Two models on the CPU, one thread: of the starter policy's shape, and of 20M parameters. A step is
-`Learner.step` alone, without rollouts, on 8 groups of 8; both it and the pause (`Saver.save`) are
+`Trainer.step` alone, without rollouts, on 8 groups of 8; both it and the pause (`Saver.save`) are
 wall-clock time, medians over the rounds. A round is a step with the disk at rest, a save, a step
 while that is being written, and the wait for its end.
 """
@@ -22,15 +22,15 @@ from pathlib import Path
 import torch
 
 from areal_gym.config import TrainerConfig
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.decoder import build_decoder
-from areal_gym.run.saving import Saver
-from areal_gym.rundir import RunDir
-from areal_gym.starter.warm_start import Recipe
-from areal_gym.trainer.advantages import grpo
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import ppo_clip
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.saving import Saver
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import FinishReason, Group, Task, TokenSpan, Trajectory, Turn
+from areal_gym.warm_start.starter_policy import Recipe
 
 NUM_GROUPS, GROUP_SIZE, PROMPT, REPLY = 8, 8, 40, 40
 
@@ -102,7 +102,7 @@ def batch(rng: random.Random) -> list[Group]:
 
 async def measure(name: str, num_rounds: int, home: Path) -> dict[str, float | str]:
     decoder = build_decoder(MODELS[name](), seed=0)
-    learner = Learner(decoder, TrainerConfig(lr=1e-5), advantage=grpo, loss=ppo_clip)
+    learner = Trainer(decoder, TrainerConfig(lr=1e-5), advantage=grpo, loss=ppo_clip)
     rng = random.Random(0)
     learner.step(batch(rng), 0)
     saver = Saver(

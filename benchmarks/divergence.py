@@ -28,8 +28,8 @@ from typing import Any
 
 from areal_gym.config import RunConfig, load_config
 from areal_gym.errors import DivergedError
-from areal_gym.run import train
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.train import train
 
 _BATCH = ["rollout.batch_groups=8", "rollout.group_size=8", "engine.num_slots=64"]
 _BEHIND = [*_BATCH, "rollout.max_staleness=8", "rollout.max_in_flight=576", "trainer.minibatches=4"]

@@ -51,10 +51,10 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tir import TirEnv, python_call, tir_tasks
 from areal_gym.envs.tools import Tool, tool
-from areal_gym.metrics import rss_mb
 from areal_gym.rollout.episode import play_episode
-from areal_gym.run import relax_garbage_collection
 from areal_gym.types import FinishReason, Message, Task
+from areal_gym.utils.garbage import relax_garbage_collection
+from areal_gym.utils.statistics import rss_mb
 
 NUM_TURNS = 5
 RENDERER = byte_renderer()  # compiles a template: made once, as verifiers' environments are

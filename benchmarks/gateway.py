@@ -19,14 +19,14 @@ from typing import Any
 
 import aiohttp
 
-from areal_gym.capture import Recorder, TurnDraft
+from areal_gym.chat import Renderer
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.engines.scripted import ByteTokenizer, ScriptedEngine, byte_renderer
-from areal_gym.gateway.server import Gateway
+from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.gateway.session import Session
-from areal_gym.metrics import rss_mb
-from areal_gym.rendering import Renderer
+from areal_gym.recording import Recorder, TurnDraft
 from areal_gym.types import Message
+from areal_gym.utils.statistics import rss_mb
 
 ANSWER = "The answer is 42, and here are a few words more of it."
 
@@ -179,8 +179,8 @@ async def memory(
 async def streams(num_sessions: int = 256, num_turns: int = 2) -> dict[str, float]:
     """256 sessions stream from the embedded engine: tokens told, tokens sampled, CPU per token."""
     from areal_gym.engines.embedded import EmbeddedEngine
-    from areal_gym.modeling.config import DecoderConfig
-    from areal_gym.modeling.decoder import build_decoder
+    from areal_gym.models.tiny.decoder import build_decoder
+    from areal_gym.models.tiny.decoder_config import DecoderConfig
 
     config = DecoderConfig(
         vocab_size=ByteTokenizer.vocab_size,

@@ -23,10 +23,10 @@ import transformers
 
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
-from areal_gym.modeling.checkpoint import save_checkpoint
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.decoder import Decoder, build_decoder
-from areal_gym.run.bench import shape
+from areal_gym.models.tiny.checkpoint_files import save_checkpoint
+from areal_gym.models.tiny.decoder import Decoder, build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.runs.speed import shape
 
 MODELS = {
     "qwen3 0.4M (the starter policy's shape)": shape("0.4M"),

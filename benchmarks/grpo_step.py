@@ -24,11 +24,11 @@ import torch
 
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.embedded import EmbeddedEngine
-from areal_gym.modeling.decoder import build_decoder
-from areal_gym.run.bench import play_groups, shape
-from areal_gym.trainer.advantages import grpo
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import ppo_clip
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.runs.speed import play_groups, shape
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.trainer import Trainer
 
 CASES = {
     # name: (new tokens of each turn, tokens of a tool's reply, TRL's CPU-s, our aim)
@@ -46,7 +46,7 @@ def measure(name: str, num_steps: int) -> dict[str, object]:
 async def _measure(name: str, num_steps: int) -> dict[str, object]:
     turns_of, reply, trl, aim = CASES[name]
     decoder = build_decoder(shape("2M"), seed=0)
-    learner = Learner(decoder, TrainerConfig(lr=1e-5), advantage=grpo, loss=ppo_clip)
+    learner = Trainer(decoder, TrainerConfig(lr=1e-5), advantage=grpo, loss=ppo_clip)
     engine = EmbeddedEngine(decoder, num_slots=64, max_context=768)
     await engine.start()
     rng = random.Random(0)

@@ -24,8 +24,8 @@ from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ByteTokenizer, byte_renderer
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.run import relax_garbage_collection
-from areal_gym.run.bench import CALL, Sums
+from areal_gym.runs.speed import CALL, Sums
+from areal_gym.utils.garbage import relax_garbage_collection
 
 NUM_TURNS = 5
 IN_FLIGHT = (64, 1024)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.trainer.checkpoint import latest_checkpoint
 
 

@@ -18,8 +18,8 @@ import random
 import time
 from collections.abc import Callable, Iterable
 
-from areal_gym.trainer.bins import Row, split_by_tokens
-from areal_gym.trainer.packing import pack
+from areal_gym.trainer.batch.bins import Row, split_by_tokens
+from areal_gym.trainer.batch.packing import pack
 
 DISTRIBUTIONS: dict[str, Callable[[random.Random], float]] = {
     # a response, as a share of the longest that there can be

@@ -26,13 +26,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from areal_gym.algorithms import PRESETS
 from areal_gym.config import RunConfig, load_config
+from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.envs.arithmetic import PHRASINGS
-from areal_gym.run import train
-from areal_gym.run.display import SilentDisplay
-from areal_gym.run.parts import Parts, policy_directory
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.components import Components, policy_directory
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.train import train
 
 ENVS = ("tir", "math")
 SUMS = Path(tempfile.gettempdir()) / "areal-gym-sums.jsonl"
@@ -75,7 +75,7 @@ def settings(env: str, steps: int, staleness: int, *further: str) -> RunConfig:
 
 def warm_start(env: str) -> Path:
     config = settings(env, 0, 0)
-    return policy_directory(config, Parts.of(config), SilentDisplay())[0]
+    return policy_directory(config, Components.of(config), SilentDisplay())[0]
 
 
 def run(env: str, name: str, seed: int, steps: int, staleness: int, policy: Path) -> dict[str, Any]:

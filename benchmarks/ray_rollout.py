@@ -34,8 +34,8 @@ from areal_gym.distributed.rollout_workers import RolloutWorkers, WorkerSetup
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.rollout.player import LocalPlayer, Order, Player
-from areal_gym.rollout.pool import EnvPool
+from areal_gym.rollout.env_pool import EnvPool
+from areal_gym.rollout.episode_runners import EpisodeRequest, EpisodeRunner, LocalEpisodeRunner
 from areal_gym.types import Message, Task
 
 NUM_TURNS = 3
@@ -89,13 +89,13 @@ def plain_rate(num_processes: int) -> float:
     return num_processes / (time.perf_counter() - start_s)
 
 
-async def play(player: Player, num_episodes: int) -> tuple[float, float]:
+async def play(player: EpisodeRunner, num_episodes: int) -> tuple[float, float]:
     """Episodes per second, and ms of this process' processor time per episode."""
     start_s, cpu_s = time.perf_counter(), time.process_time()
     played = await asyncio.gather(
         *(
             player.play(
-                Order(
+                EpisodeRequest(
                     task=Task(id=str(i), data={}), seed=i, trajectory_id=f"t{i}", group_id="group"
                 )
             )
@@ -145,7 +145,9 @@ async def measure(
             open_renderer=byte_renderer,
             rollout=config.rollout,
         )
-        here = LocalPlayer(EnvPool(envs), ChatAgent(), engine, byte_renderer(), config.rollout)
+        here = LocalEpisodeRunner(
+            EnvPool(envs), ChatAgent(), engine, byte_renderer(), config.rollout
+        )
         for _ in range(ROUNDS):
             keep("here", *await play(here, num_episodes), plain_rate(1))
             for number in numbers:

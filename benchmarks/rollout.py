@@ -17,8 +17,8 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.run import relax_garbage_collection
-from areal_gym.run.bench import CALL, Sums
+from areal_gym.runs.speed import CALL, Sums
+from areal_gym.utils.garbage import relax_garbage_collection
 
 ROWS = (
     # name, turns, episodes in flight

@@ -38,8 +38,8 @@ from areal_gym.engines.scripted import Question, ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tools import tool
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.run import relax_garbage_collection
 from areal_gym.types import Message, Task, TokenSpan
+from areal_gym.utils.garbage import relax_garbage_collection
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
 NUM_TURNS = 5

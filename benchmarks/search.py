@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from areal_gym.dialects import write_call
-from areal_gym.envs.search.env import SearchEnv
-from areal_gym.envs.search.tantivy import open_index
-from areal_gym.metrics import rss_mb
+from areal_gym.chat.tool_call_formats import write_call
+from areal_gym.envs.search.search_env import SearchEnv
+from areal_gym.envs.search.tantivy_index import open_index
+from areal_gym.utils.statistics import rss_mb
 
 NUM_WORDS, WORDS_EACH, NUM_QUERIES, NUM_EPISODES = 50_000, 60, 2_000, 1_024
 

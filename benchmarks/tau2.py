@@ -22,7 +22,7 @@ from typing import Any
 import areal_gym
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import DataError
-from areal_gym.metrics import rss_mb
+from areal_gym.utils.statistics import rss_mb
 
 DOMAINS = ("mock", "retail", "airline", "telecom")
 AIM_MS = {"retail": 2.0, "airline": 2.0, "telecom": 5.0}

@@ -53,13 +53,13 @@ import torch
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.decoder import build_decoder
-from areal_gym.trainer.advantages import grpo
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import ppo_clip
-from areal_gym.trainer.sequences import sequences_of
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.batch.sequences import sequences_of
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import FinishReason, Group, Task, TokenSpan, Trajectory, Turn
 
 SMALL = DecoderConfig(
@@ -188,7 +188,7 @@ async def _steps(
     pipe: Connection, model: str, config: TrainerConfig, rows: list[Row], rewards: list[float]
 ) -> None:
     decoder = load_checkpoint(Path(model))
-    learner = Learner(decoder, config, advantage=grpo, loss=ppo_clip)
+    learner = Trainer(decoder, config, advantage=grpo, loss=ppo_clip)
     engine = EmbeddedEngine(decoder, num_slots=len(rows), max_context=512)
     await engine.start()
     version = 0

@@ -19,13 +19,13 @@ import time
 
 import torch
 
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.decoder import Decoder, build_decoder
-from areal_gym.trainer.advantages import grpo
-from areal_gym.trainer.bins import Row
-from areal_gym.trainer.losses import LossInputs, aggregate, aggregation_weights, ppo_clip
-from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import pack
+from areal_gym.models.tiny.decoder import Decoder, build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import LossInputs, aggregate, aggregation_weights, ppo_clip
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.packing import pack
+from areal_gym.trainer.chunked_logprobs import score_tokens
 
 NUM_DIGITS = 3
 ARROW = 10  # tokens 0 to 9 are the digits, 10 stands between question and answer

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from areal_gym.run import blocking
-from areal_gym.run.blocking import interruptible, run_to_end
+from areal_gym.utils import blocking
+from areal_gym.utils.blocking import interruptible, run_to_end
 
 
 @pytest.fixture(autouse=True)

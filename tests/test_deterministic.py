@@ -17,10 +17,10 @@ import torch
 from areal_gym.config import load_config
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import ConfigError
-from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.run import train
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.train import train
 
 SMALL = [
     "env.id=shaped",
@@ -85,7 +85,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from areal_gym.plugins import PluginManager, Registry, set_registry
 set_registry(Registry(PluginManager.installed(modules=["shaped_env"])))
-from areal_gym.run import train
+from areal_gym.runs.train import train
 from test_deterministic import config_of
 train(config_of({policy!r}, steps=6), run_dir=Path({run!r}), mode=sys.argv[1])
 """

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from areal_gym.chat import Renderer
 from areal_gym.config import load_config
 from areal_gym.engines.base import Generation
 from areal_gym.engines.scripted import ScriptedEngine
@@ -14,10 +15,9 @@ from areal_gym.engines.sglang.launch import LaunchedServer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import ConfigError, EnvError, PluginError, UsageError
 from areal_gym.plugins import EngineSpec, EnvSpec, PluginManager, Registry, hookimpl, set_registry
-from areal_gym.rendering import Renderer
-from areal_gym.run.arguments import check_arguments, make_with
-from areal_gym.run.parts import Parts, open_engine, open_renderer
-from areal_gym.run.probe import first_messages, measure_gap
+from areal_gym.runs.arguments import check_arguments, make_with
+from areal_gym.runs.components import Components, open_engine, open_renderer
+from areal_gym.runs.probe import first_messages, measure_gap
 from areal_gym.types import Task
 
 
@@ -105,7 +105,7 @@ def probe(policy, *overrides, say=None):
     config = load_config(overrides=[f"engine.model={policy}", "env.id=moody", *overrides])
 
     async def measure():
-        parts = Parts.of(config)
+        parts = Components.of(config)
         if config.engine.id == "failing":
             async with open_engine(config, policy) as (engine, renderer):
                 return await measure_gap(config, parts, engine, renderer, EvenLearner(), say)
@@ -136,7 +136,7 @@ def test_split_that_there_is_not_is_no_failed_reset(plugin):
         def sample_task(self, rng, options):
             raise UsageError("no split")
 
-    parts = Parts(env_class=Splitless, env_kwargs={}, agent=None)
+    parts = Components(env_class=Splitless, env_kwargs={}, agent=None)
     with pytest.raises(UsageError, match="no split"):
         asyncio.run(first_messages(parts, 0, []))
 
@@ -175,7 +175,7 @@ def test_tokenizer_larger_than_the_model_is_refused(tiny_policy, tmp_path):
 )
 def test_arguments_that_do_not_fit_name_their_setting(plugin, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        Parts.of(load_config(overrides=overrides))
+        Components.of(load_config(overrides=overrides))
     assert ".kwargs" in str(caught.value)
 
 

@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from areal_gym.run.garbage import next_look, relax_garbage_collection
+from areal_gym.utils.garbage import next_look, relax_garbage_collection
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, DivergedError
 from areal_gym.plugins import PluginManager, Registry, set_registry
-from areal_gym.run import train
-from areal_gym.run.display import SilentDisplay
-from areal_gym.run.guard import DivergenceGuard, NewestRewards
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.divergence_guard import DivergenceGuard, NewestRewards
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.train import train
 from areal_gym.types import FinishReason, StopReason, Task, TokenSpan, Trajectory, Turn
 
 

@@ -7,84 +7,59 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "areal_gym"
 
-GROUND = {"errors", "types", "metrics", "version", "markup", "records"}
-SETTINGS = {
-    "cache",
-    "settings",
-    "algorithms",
-    "config",
-    "rendering",
-    "dialects",
-    "files",
-    "run_status",
-    "http_servers",
-    "rundir",
-    "provenance",
-    "learning_curve",
-    "objectives",
-    "online",
-    "progress",
-    "report",
-    "trajectory_files",
-}
-LOW = GROUND | SETTINGS | {"plugins"}
-BASES = {"envs.base", "envs.tools", "engines.base", "sandbox.base"}
-BELOW_RUN = LOW | {
-    "loggers",
-    "modeling",
-    "sandbox",
-    "envs",
-    "engines",
-    "agents",
-    "capture",
-    "gateway",
-    "rollout",
-    "trainer",
-    "starter",
-}
+BASE = {"errors", "types", "version", "utils"}
+COMMON = BASE | {"plugins", "config", "chat"}
 
+# Room -> what it may import besides itself, in the order of the floors. A dotted name allows only
+# that module and what is below it; a trailing "=" only the package itself (its lazy names).
 MAY_IMPORT = {
+    # 0: records, errors, helpers without words of reinforcement learning
     "errors": set(),
-    "markup": set(),
-    "records": set(),
-    "types": {"markup", "records"},
-    "metrics": set(),
     "version": set(),
-    "plugins": GROUND,
-    **{name: LOW for name in SETTINGS},
-    "modeling": LOW,
+    "types": {"utils.markup", "utils.records"},
+    "utils": {"errors"},
+    "_moved": set(),
+    # 1: what can be plugged in
+    "plugins": {"errors", "version"},
+    # 2: settings; messages and tokens
+    "config": {"errors", "utils"},
+    "chat": BASE,
     "scaffold": {"errors"},
-    "serving": LOW | {"envs.base", "envs.tools"},
-    "loggers": LOW,
-    "sandbox": LOW,
-    # The sandbox package itself: its shared pool, looked up on first use.
-    "envs": LOW | {"sandbox.base", "sandbox="},
-    "engines": LOW | {"modeling"},
-    "agents": LOW | BASES,
-    "capture": LOW | {"engines.base"},
-    # The server is before the policy, not before environments.
-    "gateway": LOW | {"engines.base", "capture"},
-    "rollout": LOW | BASES | {"agents.base", "capture", "gateway.shared", "gateway.session"},
-    "trainer": LOW | {"modeling", "engines.base"},
-    "starter": BELOW_RUN,
-    "distributed": BELOW_RUN,
-    "run": BELOW_RUN | {"distributed", "playing"},
-    # `play` and `check` are about environments: their contract and its checker, no live engine;
-    # tau2 has a benchmark to agree with, and data to fetch.
-    "cli": LOW
-    | {"run", "scaffold", "serving", "envs.base", "envs.checker", "envs.registration", "envs.tau2"}
-    | {"envs.contamination", "viewer"},
-    "viewer": LOW,
-    # Episodes outside of training, by whatever policy.
-    "playing": BELOW_RUN,
-    # Runs for scripts and notebooks: what the command line does and shows.
-    "learning": LOW | {"run", "cli.display"},
-    # The public API names everything, and imports it on first use.
-    "": BELOW_RUN | {"_gymnasium", "playing", "learning", "run"},
-    # Contracts that plugin authors run in their tests.
-    "testing": LOW | {"trainer"},
+    # 3: each needs nothing but the floors below
+    "models": COMMON,
+    "sandbox": COMMON,
+    "loggers": COMMON,
+    "report": COMMON | {"run_dir"},
+    "run_dir": COMMON | {"report"},
+    # 4: environments know sandboxes by their contract and the shared pool, engines know models
+    "envs": COMMON | {"sandbox.base", "sandbox="},
+    "engines": COMMON | {"models"},
+    # 5: around an episode
+    "agents": COMMON | {"envs.base", "envs.tools", "engines.base", "sandbox.base"},
+    "recording": COMMON | {"engines.base"},
+    "gateway": COMMON | {"engines.base", "recording"},
+    "viewer": COMMON | {"run_dir", "report"},
+    # 6: the two halves of training, which do not know each other
+    "rollout": COMMON
+    | {"envs.base", "envs.tools", "engines.base", "agents.base", "recording"}
+    | {"gateway.shared_gateway", "gateway.session", "runs.episodes"},
+    "trainer": COMMON | {"models", "engines.base"},
+    # 7: a policy for the first minute; processes on other machines
+    "warm_start": COMMON | {"envs", "engines", "models", "trainer"},
+    "distributed": COMMON | {"envs", "engines", "models", "agents", "rollout", "trainer"},
+    # 8: the composition root knows everything below
+    "runs": COMMON
+    | {"agents", "distributed", "engines", "envs", "gateway", "loggers", "models", "recording"}
+    | {"report", "rollout", "run_dir", "sandbox", "trainer", "warm_start"},
+    # 9: the doors
+    "cli": COMMON
+    | {"runs", "run_dir", "report", "scaffold", "viewer", "envs.server", "envs.base"}
+    | {"envs.checker", "envs.registration", "envs.tau2", "envs.contamination"},
+    "testing": COMMON | {"trainer"},
     "_gymnasium": {"envs.registration"},
     "__main__": {"cli"},
+    "": {"_gymnasium", "_moved", "agents", "engines", "envs", "rollout", "run_dir", "runs"}
+    | COMMON,
 }
 
 HEAVY = {"torch", "transformers", "datasets", "ray", "docker", "matplotlib", "sympy"} | {
@@ -93,7 +68,7 @@ HEAVY = {"torch", "transformers", "datasets", "ray", "docker", "matplotlib", "sy
     "trackio",
     "wandb",
 }
-MAY_BE_HEAVY = ("modeling", "trainer", "engines.embedded", "starter")
+MAY_BE_HEAVY = ("models", "trainer", "engines.embedded", "warm_start")
 
 MODULES = sorted(ROOT.rglob("*.py"))
 

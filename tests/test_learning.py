@@ -11,8 +11,8 @@ import pytest
 
 import areal_gym
 from areal_gym.errors import ConfigError, NothingToDoError, UnknownIdError, UsageError
-from areal_gym.learning import _resolve
-from areal_gym.learning.display import NotebookDisplay
+from areal_gym.runs.interactive import _resolve
+from areal_gym.runs.interactive.notebook_display import NotebookDisplay
 
 SMALL = {
     "rollout": {

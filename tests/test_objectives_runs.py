@@ -16,12 +16,14 @@ import transformers
 
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, DataError, NothingToDoError, UsageError
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
-from areal_gym.modeling.decoder import build_decoder
-from areal_gym.run import SilentDisplay, replay, train
-from areal_gym.rundir import RunDir
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.replay import replay
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.train import train
 from areal_gym.trainer.objectives import reward_model
-from areal_gym.trainer.ranks import ALONE
+from areal_gym.trainer.parallel.rank_group import ALONE
 from areal_gym.trainer.states import StateFiles, saved_tensors
 
 TEXTS = ["red", "blue", "green", "white"]

@@ -16,7 +16,7 @@ from served import served
 
 import areal_gym
 import areal_gym.rollout.runner
-from areal_gym.dialects import write_call
+from areal_gym.chat.tool_call_formats import write_call
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.math import MathEnv
 from areal_gym.envs.tir import TirEnv
@@ -27,7 +27,7 @@ from areal_gym.errors import (
     NothingToDoError,
     UsageError,
 )
-from areal_gym.playing import Rollouts
+from areal_gym.runs.episodes import Rollouts
 
 WRONG = r"\boxed{-77777}"
 

@@ -6,9 +6,10 @@ import pytest
 
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.run import replay, train
-from areal_gym.rundir import RunDir
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.replay import replay
+from areal_gym.runs.train import train
 
 SMALL = [
     "env.id=shaped",

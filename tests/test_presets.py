@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_gym.algorithms import PRESETS
 from areal_gym.config import RolloutConfig, RunConfig, TrainerConfig, load_config
+from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
 

@@ -8,13 +8,13 @@ import re
 import pytest
 import torch
 
+from areal_gym.chat import Renderer
 from areal_gym.config import load_config
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.errors import ConfigError
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
-from areal_gym.rendering import Renderer
-from areal_gym.run.parts import Parts, make_learner
-from areal_gym.run.probe import measure_gap, require_agreement
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
+from areal_gym.runs.components import Components, make_learner
+from areal_gym.runs.probe import measure_gap, require_agreement
 
 SMALL = ["env.id=countdown", "engine.max_context=256", "rollout.max_new_tokens=16"]
 
@@ -33,7 +33,7 @@ def gap_between(served, trained, *overrides, served_at=1.0, max_context=256):
             )
             learner = make_learner(config, trained)
             renderer = Renderer.from_checkpoint(trained)
-            return await measure_gap(asked, Parts.of(config), engine, renderer, learner)
+            return await measure_gap(asked, Components.of(config), engine, renderer, learner)
         finally:
             await engine.aclose()
 

@@ -9,8 +9,8 @@ from qwen3_shapes import QWEN3, config_json
 
 from areal_gym.cli.app import run
 from areal_gym.config import load_config
-from areal_gym.modeling.hf_config import config_from_hf
-from areal_gym.run.memory import memory_of
+from areal_gym.models.tiny.hf_config import config_from_hf
+from areal_gym.runs.memory_plan import memory_of
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("**/*.yaml"))

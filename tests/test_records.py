@@ -6,8 +6,8 @@ from dataclasses import FrozenInstanceError, dataclass, field, replace
 import pytest
 
 from areal_gym.engines.base import SamplingParams
-from areal_gym.records import quickly_made
 from areal_gym.types import FinishReason, StopReason, Task, TokenSpan, Trajectory, Turn
+from areal_gym.utils.records import quickly_made
 
 
 @quickly_made

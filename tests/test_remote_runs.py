@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from areal_gym.cli.app import run
-from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 
 SMALL = [
     *("--steps", "2", "--plain", "deterministic=true", "engine.max_context=256"),

@@ -26,12 +26,12 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.rollout.journal import Journal
-from areal_gym.run import train
-from areal_gym.run.display import SilentDisplay
-from areal_gym.run.resume import NEVER, SILENT, changed_settings, require_resumable
-from areal_gym.run_status import StatusFile, StatusRecord
-from areal_gym.rundir import RunDir
-from areal_gym.trainer.worker import memory_directory
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.run_dir.run_status import StatusFile, StatusRecord
+from areal_gym.runs.resume import NEVER, SILENT, changed_settings, require_resumable
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.train import train
+from areal_gym.trainer.parallel.worker import memory_directory
 
 
 class Heard(SilentDisplay):
@@ -253,7 +253,7 @@ def test_a_finished_run_says_so(run):
 
 
 def failing(error):
-    from areal_gym.run import Callback
+    from areal_gym.runs.callbacks import Callback
 
     class Failing(Callback):
         def on_step(self, step, metrics, groups):
@@ -290,7 +290,7 @@ def test_a_run_that_ends_early_says_why(tiny_policy, tmp_path, error, state, cap
 
 _KILLED = """
 import os, signal, sys
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
 from pathlib import Path
 with RunDir.open(Path(sys.argv[1])) as run:
     run.save_config("env: {id: tir}")

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from areal_gym.config import load_config
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
-from areal_gym.run import replay, train
-from areal_gym.run.display import SilentDisplay
-from areal_gym.rundir import RunDir
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.replay import replay
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.train import train
 
 SMALL = [
     "env.id=shaped",

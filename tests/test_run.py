@@ -15,13 +15,14 @@ import transformers
 
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, NothingToDoError, RunExistsError, UsageError
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.decoder import build_decoder
-from areal_gym.run import evaluate, train
-from areal_gym.rundir import RunDir
-from areal_gym.starter.tokenizer import build_tokenizer, save_tokenizer
-from areal_gym.trajectory_files import TrainedFile
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.run_dir.trajectory_files import TrainedFile
+from areal_gym.runs.evaluation import evaluate
+from areal_gym.runs.train import train
+from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
 SMALL = [
     "rollout.group_size=4",

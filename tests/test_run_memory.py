@@ -8,11 +8,11 @@ from qwen3_shapes import config_json
 from tiny_models import SHAPES, tiny_model
 
 from areal_gym.config import RunConfig
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.cpu.library import is_there
-from areal_gym.modeling.decoder import build_decoder
-from areal_gym.modeling.hf_config import config_from_hf
-from areal_gym.run.memory import describe_memory, memory_of
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.models.tiny.hf_config import config_from_hf
+from areal_gym.models.tiny.kernels.kernel_library import is_there
+from areal_gym.runs.memory_plan import describe_memory, memory_of
 from areal_gym.trainer.lora import add_adapter
 from areal_gym.trainer.optimizer import Optimizer
 
@@ -68,7 +68,7 @@ def test_activations_are_what_the_backward_pass_keeps(recompute, monkeypatch):
     def gated(gate, up, activation):
         return torch.nn.functional.silu(gate) * up
 
-    monkeypatch.setattr("areal_gym.modeling.decoder.gated", gated)  # as on a GPU
+    monkeypatch.setattr("areal_gym.models.tiny.decoder.gated", gated)  # as on a GPU
     num_tokens = 256
     decoder = build_decoder(SHAPE, seed=0)
     decoder.recomputes_layers = recompute

@@ -24,9 +24,9 @@ from areal_gym.errors import (
     TrainError,
     UsageError,
 )
-from areal_gym.files import write_atomic
-from areal_gym.rundir import RunDir, list_runs, new_run_path
+from areal_gym.run_dir.run_dir import RunDir, list_runs, new_run_path
 from areal_gym.types import FinishReason, Task, TokenSpan, Trajectory, Turn
+from areal_gym.utils.files import write_atomic
 
 CONFIG = "env:\n  id: tir\n"
 
@@ -171,7 +171,7 @@ def test_a_request_that_cannot_be_served_leaves_no_run_behind(tmp_path):
 
 def test_two_writers_are_refused(run):
     code = (
-        "import sys; from pathlib import Path; from areal_gym.rundir import RunDir\n"
+        "import sys; from pathlib import Path; from areal_gym.run_dir.run_dir import RunDir\n"
         "RunDir.open(Path(sys.argv[1]), 'resume')"
     )
     done = subprocess.run(
@@ -299,7 +299,7 @@ def test_kill_at_any_moment_leaves_one_whole_content(tmp_path):
         """
         import sys
         from pathlib import Path
-        from areal_gym.files import write_atomic
+        from areal_gym.utils.files import write_atomic
         number = 0
         while True:
             write_atomic(Path(sys.argv[1]) / "file", f"{number} " * 20_000)

@@ -19,20 +19,20 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig, TrainerConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import TrainError
-from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.run.saving import Saver
-from areal_gym.rundir import RunDir
-from areal_gym.trainer.advantages import grpo
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.saving import Saver
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.checkpoint import (
     latest_checkpoint,
     require_whole,
     restore_learner,
 )
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import ppo_clip
-from areal_gym.trainer.ranks import ALONE
+from areal_gym.trainer.parallel.rank_group import ALONE
 from areal_gym.trainer.states import StateFiles
+from areal_gym.trainer.trainer import Trainer
 
 sys.path += [str(Path(__file__).parent / folder) for folder in ("rollout", "trainer")]
 
@@ -58,8 +58,8 @@ class FullDisk(StateFiles):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def learner_on(files: StateFiles, policy: Path) -> Learner:
-    learner = Learner(load_checkpoint(policy), TrainerConfig(), advantage=grpo, loss=ppo_clip)
+def learner_on(files: StateFiles, policy: Path) -> Trainer:
+    learner = Trainer(load_checkpoint(policy), TrainerConfig(), advantage=grpo, loss=ppo_clip)
     learner._files = files
     return learner
 

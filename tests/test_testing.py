@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_gym.testing import check_advantage_estimator, check_policy_loss
-from areal_gym.trainer.advantages import (
+from areal_gym.trainer.algorithms.advantages import (
     dr_grpo,
     grpo,
     lite_ppo,
@@ -14,9 +14,14 @@ from areal_gym.trainer.advantages import (
     reinforce_baseline,
     rloo,
 )
-from areal_gym.trainer.losses import LossOutput, cispo, gspo, ppo_clip, sapo
-from areal_gym.trainer.ratios import sequence_mean
-from areal_gym.trainer.token_advantages import gae, per_turn, reinforce_pp, reinforce_pp_baseline
+from areal_gym.trainer.algorithms.losses import LossOutput, cispo, gspo, ppo_clip, sapo
+from areal_gym.trainer.algorithms.ratios import sequence_mean
+from areal_gym.trainer.algorithms.token_advantages import (
+    gae,
+    per_turn,
+    reinforce_pp,
+    reinforce_pp_baseline,
+)
 
 
 @pytest.mark.parametrize(

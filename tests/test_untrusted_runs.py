@@ -14,21 +14,21 @@ import pytest
 import torch
 import yaml
 
+from areal_gym.chat import Renderer
+from areal_gym.chat.template import ChatTemplate
 from areal_gym.cli.app import run as command_line
 from areal_gym.config import load_config
 from areal_gym.config.trust import powerful_settings, remember_settings
 from areal_gym.errors import ConfigError, GymError
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.rendering import Renderer
-from areal_gym.rendering.template import ChatTemplate
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.report import keep_report
 from areal_gym.rollout.journal import Journal
-from areal_gym.run import train
-from areal_gym.rundir import RunDir
-from areal_gym.trainer.ranks import Ranks
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
+from areal_gym.runs.train import train
+from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.state_index import read_index
 from areal_gym.trainer.states import StateFiles, require_whole_states, saved_tensors
-from areal_gym.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.viewer.catalog import Catalog
 
 SMALL = (
@@ -268,7 +268,7 @@ def test_settings_of_a_foreign_run_start_no_program(
 
 
 def test_an_own_run_needs_no_trust_and_said_settings_are_chosen(tmp_path, monkeypatch):
-    from areal_gym.cli.settings import resolve
+    from areal_gym.cli.setting_flags import resolve
 
     monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "config.yaml"
@@ -422,7 +422,7 @@ def test_a_hostile_chat_template_is_refused(source):
 
 
 def test_a_chat_template_that_does_not_end_is_stopped(monkeypatch):
-    monkeypatch.setattr("areal_gym.rendering.jinja_limits.MOST_SECONDS", 0.2)
+    monkeypatch.setattr("areal_gym.chat.jinja_limits.MOST_SECONDS", 0.2)
     for source in (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}",

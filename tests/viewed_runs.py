@@ -5,7 +5,7 @@ import random
 import yaml
 
 from areal_gym.config import RunConfig
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import StopReason, Task, TokenSpan, Trajectory, Turn
 
 WORDS = "the sum of two numbers is easy to see"

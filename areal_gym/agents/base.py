@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from areal_gym.envs.base import StepResult
     from areal_gym.envs.tools import Tool
 
-__all__ = ["Access", "Agent", "Episode"]
+__all__ = ["Agent", "Episode", "PolicyEndpoint"]
 
 
-class Access(Protocol):
+class PolicyEndpoint(Protocol):
     """How a program reaches the policy of one episode: as it would reach OpenAI."""
 
     @property
@@ -82,7 +82,7 @@ class Episode(Protocol):
 
     # ---- for agents that are programs and ask over HTTP ----------------------------------------
 
-    async def access(self, *, max_calls: int) -> Access:
+    async def access(self, *, max_calls: int) -> PolicyEndpoint:
         """Where programs reach the policy; what they ask there is recorded as what `ask` asks.
 
         Args:

@@ -15,13 +15,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from areal_gym.agents.base import Access, Episode
+from areal_gym.agents.base import Episode, PolicyEndpoint
 from areal_gym.agents.clients import OnePerLoop
-from areal_gym.agents.loading import Named
+from areal_gym.agents.function_loading import Named
 from areal_gym.errors import AgentError
 from areal_gym.types import Message
-
-__all__ = ["AgentTask", "AnthropicFunctionAgent", "OpenAIFunctionAgent"]
 
 
 class AgentTask:
@@ -99,14 +97,14 @@ class _FunctionAgent:
                 f"the function returned {answer!r}; a text, a number or None is an answer"
             )
 
-    def _client(self, access: Access) -> Any:
+    def _client(self, access: PolicyEndpoint) -> Any:
         client = self._clients.get(lambda: self._make_client(access))
         return client.with_options(api_key=access.api_key)
 
-    def _make_client(self, access: Access) -> Any:
+    def _make_client(self, access: PolicyEndpoint) -> Any:
         raise NotImplementedError
 
-    def _blocking_client(self, access: Access) -> Any:
+    def _blocking_client(self, access: PolicyEndpoint) -> Any:
         raise NotImplementedError
 
 
@@ -120,7 +118,7 @@ class OpenAIFunctionAgent(_FunctionAgent):
         max_retries: how often the client asks again after 429, 503 and the like.
     """
 
-    def _make_client(self, access: Access) -> Any:
+    def _make_client(self, access: PolicyEndpoint) -> Any:
         import openai
 
         return openai.AsyncOpenAI(
@@ -130,7 +128,7 @@ class OpenAIFunctionAgent(_FunctionAgent):
             timeout=None,
         )
 
-    def _blocking_client(self, access: Access) -> Any:
+    def _blocking_client(self, access: PolicyEndpoint) -> Any:
         import openai
 
         return openai.OpenAI(
@@ -150,7 +148,7 @@ class AnthropicFunctionAgent(_FunctionAgent):
         max_retries: how often the client asks again after 429, 503 and the like.
     """
 
-    def _make_client(self, access: Access) -> Any:
+    def _make_client(self, access: PolicyEndpoint) -> Any:
         import anthropic
 
         return anthropic.AsyncAnthropic(
@@ -160,7 +158,7 @@ class AnthropicFunctionAgent(_FunctionAgent):
             timeout=None,
         )
 
-    def _blocking_client(self, access: Access) -> Any:
+    def _blocking_client(self, access: PolicyEndpoint) -> Any:
         import anthropic
 
         return anthropic.Anthropic(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from areal_gym.agents.base import Episode
 
-__all__ = ["ChatAgent"]
-
 
 class ChatAgent:
     """A plain dialogue."""

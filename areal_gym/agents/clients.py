@@ -11,8 +11,6 @@ import weakref
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-__all__ = ["OnePerLoop"]
-
 
 class OnePerLoop:
     """One client for each loop, closed when the loop shuts down its asynchronous generators."""

@@ -7,8 +7,6 @@ import sys
 
 from areal_gym.agents.base import Episode
 
-__all__ = ["HumanAgent"]
-
 
 class HumanAgent:
     """Shows each answer of the policy. Enter hands it to the environment; a text is a remark that

@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 from areal_gym.agents.base import Episode
 from areal_gym.agents.clients import OnePerLoop
-from areal_gym.agents.loading import Named
+from areal_gym.agents.function_loading import Named
 from areal_gym.envs.tools import Tool
-
-__all__ = ["OpenAIAgentsAgent", "sdk_tools"]
 
 
 class OpenAIAgentsAgent:

@@ -29,7 +29,7 @@ def register_agents() -> Iterable[AgentSpec]:
     )
     yield AgentSpec(
         id="online",
-        entry_point="areal_gym.agents.online:OnlineAgent",
+        entry_point="areal_gym.agents.online_agent:OnlineAgent",
         summary="programs outside open episodes at the gateway (with --env online)",
     )
     yield AgentSpec(

@@ -13,8 +13,6 @@ from contextlib import suppress
 from areal_gym.agents.base import Episode
 from areal_gym.errors import AgentError
 
-__all__ = ["ProgramAgent"]
-
 _MAX_OUTPUT = 2**20
 
 

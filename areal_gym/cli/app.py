@@ -27,40 +27,38 @@ from areal_gym.errors import InfrastructureError
 from areal_gym.plugins import PluginManager, Registry, registry, set_registry
 from areal_gym.version import __version__
 
-__all__ = ["VARIABLE", "GymGroup", "app", "run"]
-
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
-        "list": ("list:list_command", "What is there: environments, losses, engines, runs, ..."),
-        "show": ("show:show_command", "One thing in full: an environment, a loss, a run."),
-        "plugins": ("plugins:plugins_command", "What is installed, whose it is, what failed."),
-        "view": ("view:view_command", "Look at runs in a browser: curves, trajectories, tokens."),
-        "compare": ("compare:compare_command", "Runs side by side: what differs, beyond noise?"),
-        "report": ("report:report_command", "A run on one page, to be given away."),
-        "completion": ("completion:completion_command", "Teach your shell to complete with TAB."),
-        "doctor": ("doctor:doctor_command", "What of this machine can be used, what is missing."),
-        "bench": ("bench:bench_command", "How fast this machine is at each part of a run."),
+        "list": ("list_command", "What is there: environments, losses, engines, runs, ..."),
+        "show": ("show_command", "One thing in full: an environment, a loss, a run."),
+        "plugins": ("plugins_command", "What is installed, whose it is, what failed."),
+        "view": ("view_command", "Look at runs in a browser: curves, trajectories, tokens."),
+        "compare": ("compare_command", "Runs side by side: what differs, beyond noise?"),
+        "report": ("report_command", "A run on one page, to be given away."),
+        "completion": ("completion_command", "Teach your shell to complete with TAB."),
+        "doctor": ("doctor_command", "What of this machine can be used, what is missing."),
+        "bench": ("bench_command", "How fast this machine is at each part of a run."),
     },
     "Get": {
         "data": (
-            "data:data_command",
+            "data_command",
             "Tasks of an environment: show, check for contamination, pull.",
         ),
     },
     "Try": {
-        "play": ("play:play_command", "You are the policy."),
-        "check": ("check:check_command", "Does an environment keep the contract?"),
-        "new": ("new:new_command", "A package of your own: an environment, an agent, a loss, ..."),
+        "play": ("play_command", "You are the policy."),
+        "check": ("check_command", "Does an environment keep the contract?"),
+        "new": ("new_command", "A package of your own: an environment, an agent, a loss, ..."),
     },
     "Run": {
-        "train": ("train:train_command", "Improve a policy in an environment."),
-        "eval": ("eval:eval_command", "Measure a policy on held-out tasks."),
-        "serve": ("serve:serve_command", "Put a policy behind OpenAI's and Anthropic's APIs."),
-        "serve-env": ("serve_env:serve_env_command", "Let other machines play in an environment."),
-        "replay": ("replay:replay_command", "Train again from a run's record, without any engine."),
+        "train": ("train_command", "Improve a policy in an environment."),
+        "eval": ("eval_command", "Measure a policy on held-out tasks."),
+        "serve": ("serve_command", "Put a policy behind OpenAI's and Anthropic's APIs."),
+        "serve-env": ("serve_env_command", "Let other machines play in an environment."),
+        "replay": ("replay_command", "Train again from a run's record, without any engine."),
     },
 }
-"""Section -> name -> (where under `areal_gym.cli`, one line). Help imports none of them."""
+"""Section -> name -> (module and function under `areal_gym.cli`, summary). Help imports none."""
 
 
 class GymGroup(Group):
@@ -75,10 +73,8 @@ class GymGroup(Group):
         """Import the command; None when there is none of that name."""
         for section in COMMANDS.values():
             if cmd_name in section:
-                module, _, attribute = section[cmd_name][0].partition(":")
-                command: click.Command = getattr(
-                    import_module(f"areal_gym.cli.{module}"), attribute
-                )
+                module = section[cmd_name][0]
+                command: click.Command = getattr(import_module(f"areal_gym.cli.{module}"), module)
                 return command
         if any(entry.id == cmd_name for entry in registry().entries("commands")):
             loaded: click.Command = registry().load("commands", cmd_name)

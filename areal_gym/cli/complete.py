@@ -15,8 +15,6 @@ from click.shell_completion import CompletionItem
 
 from areal_gym.plugins import KINDS, Kind, registry
 
-__all__ = ["any_id", "env_arguments", "ids", "one_of", "runs", "settings"]
-
 _Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem[str]]]
 
 _KINDS_OF_SETTINGS: Mapping[str, Kind] = {
@@ -114,7 +112,7 @@ def _ids(kind: Kind) -> Iterator[tuple[str, str]]:
 
 
 def _runs(incomplete: str) -> list[CompletionItem[str]]:
-    from areal_gym.rundir import run_paths
+    from areal_gym.run_dir.run_dir import run_paths
 
     typed = Path(incomplete)
     folders = [Path("runs")]
@@ -139,8 +137,8 @@ def _setting_keys() -> Iterator[tuple[str, str]]:
 
 
 def _choices(key: str) -> Iterator[tuple[str, str]]:
-    from areal_gym.algorithms import PRESETS
     from areal_gym.config import setting_fields
+    from areal_gym.config.algorithm_settings import PRESETS
 
     if key in _KINDS_OF_SETTINGS:
         yield from _ids(_KINDS_OF_SETTINGS[key])

@@ -18,25 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from areal_gym.errors import GymError, UsageError, did_you_mean
-from areal_gym.markup import visible
-
-__all__ = [
-    "EXIT_BUG",
-    "EXIT_CODES",
-    "EXIT_INTERRUPTED",
-    "Group",
-    "Options",
-    "ReaderLeftError",
-    "common_options",
-    "harmless",
-    "has_reader_left",
-    "print_columns",
-    "print_data",
-    "print_json",
-    "render_error",
-    "talk",
-    "warn",
-]
+from areal_gym.utils.markup import visible
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130

@@ -4,7 +4,7 @@ A run's resolved settings are written to its directory and run again as they are
 """
 
 from areal_gym.config.loading import field_names, load_config, parse_override, setting_fields
-from areal_gym.config.run import STARTER_DEFAULTS, RunConfig, require_plain_sampling
+from areal_gym.config.run_config import STARTER_DEFAULTS, RunConfig, require_plain_sampling
 from areal_gym.config.sections import (
     AgentConfig,
     ClusterConfig,

@@ -12,22 +12,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from areal_gym.algorithms import (
+from areal_gym.config.algorithm_settings import (
     PRESETS,
     left_open,
 )
-from areal_gym.config.run import STARTER_DEFAULTS, RunConfig
+from areal_gym.config.run_config import STARTER_DEFAULTS, RunConfig
 from areal_gym.config.sections import RolloutConfig, TrainerConfig
+from areal_gym.config.settings_model import merge
 from areal_gym.errors import ConfigError, DataError, did_you_mean
-from areal_gym.files import path_hints, read_yaml
-from areal_gym.settings import merge
-
-__all__ = [
-    "field_names",
-    "load_config",
-    "parse_override",
-    "setting_fields",
-]
+from areal_gym.utils.files import path_hints, read_yaml
 
 
 def load_config(

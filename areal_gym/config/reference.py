@@ -12,9 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from areal_gym.config.run import RunConfig
-
-__all__ = ["settings_page"]
+from areal_gym.config.run_config import RunConfig
 
 _HEAD = """# Settings
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from areal_gym.algorithms import (
+from areal_gym.config.algorithm_settings import (
     CorrectionConfig,
     CriticConfig,
     KlConfig,
@@ -14,21 +14,7 @@ from areal_gym.algorithms import (
     check_estimator,
     fill_in,
 )
-from areal_gym.settings import Settings
-
-__all__ = [
-    "AgentConfig",
-    "ClusterConfig",
-    "EngineConfig",
-    "EnvConfig",
-    "EvalConfig",
-    "GuardConfig",
-    "LoraConfig",
-    "PluginConfig",
-    "RolloutConfig",
-    "TrainerConfig",
-    "WeightSyncConfig",
-]
+from areal_gym.config.settings_model import Settings
 
 
 class EnvConfig(Settings):
@@ -166,8 +152,8 @@ class TrainerConfig(Settings):
     id: str = "single"
     """`areal-gym list trainers`."""
     algorithm: str = "grpo"
-    """A name for the settings below, from `advantage` to `critic` (`areal_gym.algorithms`): what
-    is not given is the algorithm's."""
+    """A preset for the settings below, from `advantage` to `critic`
+    (`areal_gym.config.algorithm_settings`): it fills in what is not given."""
     advantage: str = "grpo"
     """What an action was worth: `areal-gym list advantages`."""
     advantage_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -176,7 +162,7 @@ class TrainerConfig(Settings):
     """How that moves the policy: `areal-gym list losses`."""
     aggregation: Literal["token_mean", "seq_mean", "constant_length"] = "token_mean"
     """What tokens' losses are averaged over: all tokens, each sequence first, or a constant length
-    (`areal_gym.trainer.losses`)."""
+    (`areal_gym.trainer.algorithms.losses`)."""
     clip_low: float | Literal["default"] | None = "default"
     """Ratio below 1 - clip_low is clipped; null is off, "default" is the loss's own."""
     clip_high: float | Literal["default"] | None = "default"

@@ -19,13 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_gym.cache import cache_directory
-from areal_gym.config.run import RunConfig
+from areal_gym.config.run_config import RunConfig
+from areal_gym.config.settings_model import flat
 from areal_gym.errors import UsageError
-from areal_gym.markup import short
-from areal_gym.settings import flat
-
-__all__ = ["powerful_settings", "remember_settings", "require_chosen"]
+from areal_gym.utils.cache import cache_directory
+from areal_gym.utils.markup import short
 
 _WORD = re.compile(r"[\w+-]{0,64}")
 """A text that names no file, module or address."""

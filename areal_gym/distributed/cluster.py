@@ -21,8 +21,6 @@ from typing import Any, Literal
 from areal_gym.config import RunConfig
 from areal_gym.errors import ConfigError, InfrastructureError
 
-__all__ = ["Cluster", "Role", "open_cluster"]
-
 Role = Literal["rank", "server", "worker"]
 
 _PLACE_S = 600.0

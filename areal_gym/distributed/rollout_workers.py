@@ -18,20 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_gym.agents.base import Agent
+from areal_gym.chat import Renderer
 from areal_gym.config import RolloutConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, GymError, InfrastructureError, WorkerError
-from areal_gym.rendering import Renderer
+from areal_gym.rollout.env_pool import EnvPool
 from areal_gym.rollout.episode import stop_reason_of
-from areal_gym.rollout.packed import dump_row, pack_trajectory, unpack_trajectory
-from areal_gym.rollout.player import LocalPlayer, Order
-from areal_gym.rollout.pool import EnvPool
+from areal_gym.rollout.episode_runners import EpisodeRequest, LocalEpisodeRunner
+from areal_gym.rollout.group_json import dump_row, pack_trajectory, unpack_trajectory
 from areal_gym.rollout.stats import Occupancy
 from areal_gym.types import Trajectory
-
-__all__ = ["RolloutWorkers", "WorkerSetup"]
 
 _LOOK_S = 0.5
 """Between two looks at a worker: is it there, and what do its episodes wait for?"""
@@ -58,7 +56,7 @@ class WorkerSetup:
 
 
 class RolloutWorkers:
-    """A player (`areal_gym.rollout.player`) of several processes. Start it, and close it.
+    """A player (`areal_gym.rollout.episode_runners`) of several processes. Start it, and close it.
 
     Args:
         cluster: has the places of the role "worker".
@@ -107,8 +105,8 @@ class RolloutWorkers:
         while len(self._workers) < self._num_workers:
             await self._change()
 
-    async def play(self, order: Order) -> Trajectory:
-        """Let the least busy worker play; see `Player.play`.
+    async def play(self, order: EpisodeRequest) -> Trajectory:
+        """Let the least busy worker play; see `EpisodeRunner.play`.
 
         Raises:
             UsageError: the order is wrong.
@@ -128,7 +126,7 @@ class RolloutWorkers:
             task.cancel()
         await asyncio.gather(*self._tending, return_exceptions=True)
 
-    async def _send(self, order: Order) -> Trajectory:
+    async def _send(self, order: EpisodeRequest) -> Trajectory:
         import ray
 
         while not self._workers:
@@ -150,7 +148,7 @@ class RolloutWorkers:
             raise answer
         return unpack_trajectory(json.loads(answer), order.task)
 
-    def _lost(self, order: Order, worker: _Worker) -> Trajectory:
+    def _lost(self, order: EpisodeRequest, worker: _Worker) -> Trajectory:
         error = WorkerError(f"the rollout worker that played it died (process {worker.pid})")
         return Trajectory(
             id=order.trajectory_id,
@@ -284,7 +282,7 @@ class _Playing:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._engine: Engine | None = None
-        self._player: LocalPlayer | None = None
+        self._player: LocalEpisodeRunner | None = None
         self._episodes: set[asyncio.Task[Trajectory]] = set()
 
     async def start(self) -> int | GymError:
@@ -297,7 +295,7 @@ class _Playing:
             await self._engine.start()
             envs = EnvPool(setup.env_factory)
             envs.give_back(envs.take())  # what is wrong with it is found now
-            self._player = LocalPlayer(
+            self._player = LocalEpisodeRunner(
                 envs,
                 setup.agent,
                 self._engine,
@@ -310,7 +308,7 @@ class _Playing:
             return error
         return os.getpid()
 
-    async def play(self, order: Order) -> str | GymError:
+    async def play(self, order: EpisodeRequest) -> str | GymError:
         """A trajectory, packed."""
         assert self._player is not None
         episode = asyncio.create_task(self._player.play(order))

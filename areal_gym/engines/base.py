@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from areal_gym.records import quickly_made
 from areal_gym.types import FinishReason
+from areal_gym.utils.records import quickly_made
 
 if TYPE_CHECKING:  # the protocol names tensors, but importing torch is the engine's business
     import torch

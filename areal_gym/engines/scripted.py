@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from areal_gym.chat import Renderer, Tokenizer
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.errors import EngineError
-from areal_gym.rendering import Renderer, Tokenizer
 from areal_gym.types import FinishReason
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["ByteTokenizer", "Question", "ScriptedEngine", "byte_renderer"]
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n"

@@ -15,17 +15,6 @@ from fractions import Fraction
 
 from areal_gym.errors import UsageError
 
-__all__ = [
-    "LEVELS",
-    "PHRASINGS",
-    "Level",
-    "canonical",
-    "evaluate",
-    "level_named",
-    "sample_expression",
-    "sample_question",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:

@@ -29,14 +29,14 @@ import gymnasium
 import numpy as np
 from gymnasium.utils import seeding
 
-from areal_gym.dialects import DEFAULT_DIALECT, parse_assistant
+from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, parse_assistant
 from areal_gym.envs.judging import JUDGE_ERRORS, JudgingBoundary, is_caused_by_output
 from areal_gym.envs.loops import KeptLoop
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EpisodeError, GymError, RewardError, ToolError, UsageError
-from areal_gym.markup import block, dialogue, pairs, short
 from areal_gym.types import Message, Task
+from areal_gym.utils.markup import block, dialogue, pairs, short
 
 __all__ = ["Response", "StepResult", "TextEnv", "ToolResults", "run_on_kept_loop"]
 
@@ -85,8 +85,8 @@ class TextEnv(gymnasium.Env[str, str]):
     max_turns: int = 8
     """Assistant messages after which an episode that has not terminated is truncated."""
     tool_dialect: str | None = None
-    """How tool calls are written in an assistant's text (see `areal_gym.dialects`); None: as the
-    model's own chat template writes them."""
+    """How tool calls are written in an assistant's text (see `chat.tool_call_formats`); None: as
+    the model's own chat template writes them."""
     max_calls: int = 16
     """Tool calls of one message that are run; the policy is told that the others were not."""
     max_tool_calls: int | None = None

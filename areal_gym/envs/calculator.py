@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 
 from areal_gym.errors import ToolError
 
-__all__ = ["calculate"]
-
 _MAX_EXPRESSION = 500
 _MAX_DIGITS = 1_000
 _MAX_POWER_BITS = 4_000

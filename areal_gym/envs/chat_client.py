@@ -10,8 +10,6 @@ from typing import Any
 
 from areal_gym.errors import EnvError
 
-__all__ = ["FIRST_WAIT_S", "ChatClient"]
-
 FIRST_WAIT_S = 0.5
 """Before the second try; doubled for each one after it."""
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from areal_gym.envs.base import TextEnv
 from areal_gym.envs.tasks import key_of_text
 
-__all__ = ["Contamination", "Overlap", "find_contamination"]
-
 _SHINGLE = 8
 """Words in a row that two different questions seldom share."""
 _MIN_SHINGLES = 8

@@ -14,8 +14,6 @@ from typing import Self
 
 from areal_gym.errors import GymError
 
-__all__ = ["JUDGE_ERRORS", "JudgingBoundary", "is_caused_by_output"]
-
 JUDGE_ERRORS = "judge_errors"
 """The metric: exceptions of an episode that judging its output raised."""
 

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["KeptLoop"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.errors import UsageError
 from areal_gym.types import Message
 
-__all__ = ["MathEnv", "math_tasks"]
-
 _NAMES = ("Ada", "Ben", "Chen", "Dora", "Emil", "Fatima", "Goran", "Hana", "Ivo", "Jun")
 _THINGS = ("apples", "books", "coins", "eggs", "marbles", "pencils", "shells", "stamps")
 

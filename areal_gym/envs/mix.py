@@ -14,8 +14,6 @@ from areal_gym.errors import UsageError, did_you_mean
 from areal_gym.plugins import registry
 from areal_gym.types import Message, Task
 
-__all__ = ["MixedEnv"]
-
 _KEYS = ("id", "weight", "kwargs", "name")
 
 

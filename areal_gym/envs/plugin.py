@@ -6,15 +6,13 @@ from collections.abc import Iterable
 
 from areal_gym.plugins import EnvSpec, RetrieverSpec, hookimpl
 
-__all__ = ["register_envs", "register_retrievers"]
-
 
 @hookimpl
 def register_envs() -> Iterable[EnvSpec]:
     """Offer the environments that come with areal-gym."""
     yield EnvSpec(
         id="code",
-        entry_point="areal_gym.envs.code.env:CodeEnv",
+        entry_point="areal_gym.envs.code.code_env:CodeEnv",
         summary="write a function, which hidden tests call in a sandbox",
         tags=("code", "single-turn", "generated", "jsonl"),
     )
@@ -39,7 +37,7 @@ def register_envs() -> Iterable[EnvSpec]:
     ):
         yield EnvSpec(
             id=id,
-            entry_point="areal_gym.envs.tau2.env:Tau2Env",
+            entry_point="areal_gym.envs.tau2.tau2_env:Tau2Env",
             summary=summary,
             kwargs={"domain": domain},
             tags=("tools", "multi-turn", "user", "generated" if domain == "mock" else "benchmark"),
@@ -74,13 +72,13 @@ def register_envs() -> Iterable[EnvSpec]:
     )
     yield EnvSpec(
         id="online",
-        entry_point="areal_gym.envs.online:OnlineEnv",
+        entry_point="areal_gym.envs.online_env:OnlineEnv",
         summary="no environment: programs outside ask the policy and post rewards",
         tags=("gateway",),
     )
     yield EnvSpec(
         id="search",
-        entry_point="areal_gym.envs.search.env:SearchEnv",
+        entry_point="areal_gym.envs.search.search_env:SearchEnv",
         summary="multi-hop questions with a search engine",
         tags=("tools", "multi-turn", "generated", "jsonl"),
     )
@@ -151,7 +149,7 @@ def _adapters() -> Iterable[EnvSpec]:
         )
     yield EnvSpec(
         id="remote",
-        entry_point="areal_gym.serving.client:RemoteEnv",
+        entry_point="areal_gym.envs.server.remote_env:RemoteEnv",
         summary="an environment that areal-gym serve-env serves there",
         tags=("adapter",),
         argument="url",

@@ -19,13 +19,11 @@ import numpy as np
 
 from areal_gym.envs.arithmetic import LEVELS
 from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.data_files import SourceRow, read_file, read_hub, row_filter, text_field
 from areal_gym.envs.grading import decide, extract_answer, is_same_number
-from areal_gym.envs.rows import SourceRow, read_file, read_hub, row_filter, text_field
 from areal_gym.envs.tasks import Draft, RowTasks, TaskSource, choose_task, key_of_text
 from areal_gym.errors import DataError, UsageError
 from areal_gym.types import Message, Task
-
-__all__ = ["DATA_DIR_VARIABLE", "AnswerEnv", "QuestionEnv", "file_tasks", "hub_tasks"]
 
 DATA_DIR_VARIABLE = "AREAL_GYM_DATA"
 """The environment variable that names a directory of data sets (`gsm8k/test.jsonl.gz`, ...)."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from areal_gym.plugins import EnvSpec, registry
 
-__all__ = ["gymnasium_id", "register_envs"]
-
 
 def gymnasium_id(spec: EnvSpec) -> str:
     """`math/multi-turn` -> `areal_gym/math-multi-turn-v0`: Gymnasium allows one namespace only."""

@@ -14,8 +14,6 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.vector import utils as vector_utils
 
-__all__ = ["TextSpace"]
-
 _SAMPLE_ALPHABET = string.ascii_letters + string.digits + " .,!?+-*/()\n"
 
 

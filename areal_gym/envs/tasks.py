@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from areal_gym.envs.rows import SourceRow
+from areal_gym.envs.data_files import SourceRow
 from areal_gym.errors import DataError, NothingToDoError, UsageError, did_you_mean
 from areal_gym.types import Task, content_hash
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from areal_gym.dialects import DEFAULT_DIALECT, require_dialect, write_call
+from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, write_call
 from areal_gym.envs.arithmetic import (
     canonical,
     evaluate,
@@ -26,8 +26,6 @@ from areal_gym.errors import SandboxError, ToolError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
 from areal_gym.types import Message
-
-__all__ = ["TirEnv", "python_call", "tir_tasks"]
 
 _DESCRIPTIONS: Mapping[str, Mapping[str, Any]] = {
     "python": {

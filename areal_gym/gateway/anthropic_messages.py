@@ -8,14 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from areal_gym.gateway.errors import ApiError
+from areal_gym.gateway.error_replies import ApiError
 from areal_gym.gateway.grammar import called_tools, unsupported
 from areal_gym.gateway.openai_chat import MaxTokens, Stops, Text, may_call
-from areal_gym.gateway.reading import Delta
-from areal_gym.gateway.session import Answer, Ask
+from areal_gym.gateway.request_parsing import Delta
+from areal_gym.gateway.session import Completion, CompletionRequest
 from areal_gym.types import Message, ToolCall
-
-__all__ = ["AnthropicMessage", "MessagesRequest"]
 
 
 class Block(BaseModel):
@@ -72,7 +70,7 @@ class MessagesRequest(BaseModel):
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
     stream: bool | None = None
 
-    def to_ask(self) -> Ask:
+    def to_request(self) -> CompletionRequest:
         """What the policy is asked.
 
         Raises:
@@ -89,7 +87,7 @@ class MessagesRequest(BaseModel):
         kind: object = choice and choice.type
         if choice is not None and kind == "tool":
             kind = {"type": "tool", "name": choice.name}
-        return Ask(
+        return CompletionRequest(
             messages=messages,
             tools=tools,
             has_calls=may_call(kind, False if is_single else None),
@@ -169,7 +167,7 @@ class AnthropicMessage:
         self._kind = ""
         """Of the block that is open in a stream."""
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         """The body."""
         (answer,) = answers
         message = answer.message
@@ -195,7 +193,7 @@ class AnthropicMessage:
                 yield from self._open("thinking", _thinking(""))
                 yield self._delta({"type": "thinking_delta", "thinking": text})
 
-    def end(self, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
+    def end(self, answers: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Calls, and why it ended."""
         (answer,) = answers
         for call in _calls(answer):
@@ -223,7 +221,7 @@ class AnthropicMessage:
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._block, "delta": delta}
 
-    def _body(self, blocks: list[dict[str, Any]], answer: Answer | None) -> dict[str, Any]:
+    def _body(self, blocks: list[dict[str, Any]], answer: Completion | None) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "message",
@@ -240,7 +238,7 @@ def _thinking(text: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _calls(answer: Answer) -> Sequence[ToolCall]:
+def _calls(answer: Completion) -> Sequence[ToolCall]:
     return answer.message.get("tool_calls", ())
 
 
@@ -249,7 +247,7 @@ def _use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
 
-def _stop_reason(answer: Answer) -> str:
+def _stop_reason(answer: Completion) -> str:
     if answer.stop is not None:
         return "stop_sequence"
     if answer.is_cut:
@@ -257,7 +255,7 @@ def _stop_reason(answer: Answer) -> str:
     return "tool_use" if _calls(answer) else "end_turn"
 
 
-def _usage(answer: Answer | None) -> dict[str, Any]:
+def _usage(answer: Completion | None) -> dict[str, Any]:
     if answer is None:
         return {"input_tokens": 0, "output_tokens": 0}
     return {

@@ -13,14 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_gym.dialects import write_call
+from areal_gym.chat import Renderer
+from areal_gym.chat.tool_call_formats import write_call
 from areal_gym.engines.base import Engine, Grammar, GrammarEngine
 from areal_gym.errors import ConfigError
-from areal_gym.gateway.errors import ApiError
-from areal_gym.markup import short
-from areal_gym.rendering import Renderer
-
-__all__ = ["Form", "called_tools", "form_of", "refuse", "unsupported"]
+from areal_gym.gateway.error_replies import ApiError
+from areal_gym.utils.markup import short
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,30 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from areal_gym.files import MAX_JSON_DEPTH, is_nested_deeper
-from areal_gym.gateway.errors import ApiError
+from areal_gym.chat import Tokenizer
+from areal_gym.gateway.error_replies import ApiError
 from areal_gym.gateway.grammar import called_tools, form_of, refuse
-from areal_gym.gateway.reading import Delta
-from areal_gym.gateway.session import Answer, Ask
-from areal_gym.rendering import Tokenizer
+from areal_gym.gateway.request_parsing import Delta
+from areal_gym.gateway.session import Completion, CompletionRequest
 from areal_gym.types import Message, ToolCall
-
-__all__ = [
-    "Chat",
-    "ChatRequest",
-    "MaxTokens",
-    "Part",
-    "Seed",
-    "Shape",
-    "Stops",
-    "Text",
-    "arguments_of",
-    "may_call",
-    "refuse_shaped",
-    "text_of",
-    "token_logprobs",
-    "usage_of",
-]
+from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper
 
 Text = Annotated[str, Field(max_length=8_000_000)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -121,7 +104,7 @@ class ChatRequest(BaseModel):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    def to_ask(self) -> Ask:
+    def to_request(self) -> CompletionRequest:
         """What the policy is asked.
 
         Raises:
@@ -132,7 +115,7 @@ class ChatRequest(BaseModel):
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         call = called_tools(self.tool_choice, tools)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        return Ask(
+        return CompletionRequest(
             messages=[_message(message) for message in self.messages],
             tools=tools,
             has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
@@ -236,7 +219,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._created = int(time.time())
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         """The body."""
         return {
             **self._head("chat.completion"),
@@ -262,7 +245,7 @@ class Chat:
         for kind, text in deltas:
             yield self._chunk(index, {kind: text})
 
-    def end(self, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
+    def end(self, answers: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Calls, which are known at the end, and why each choice ended."""
         for index, answer in enumerate(answers):
             for place, call in enumerate(answer.message.get("tool_calls", ())):
@@ -295,13 +278,13 @@ class Chat:
         }
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+    def _logprobs(self, answer: Completion) -> dict[str, Any] | None:
         if not self.request.logprobs:
             return None
         return {"content": token_logprobs(answer, self._tokenizer), "refusal": None}
 
 
-def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
+def usage_of(answers: Sequence[Completion]) -> dict[str, Any]:
     """How many tokens it took."""
     prompt = answers[0].num_prompt_tokens
     sampled = sum(len(answer.generation.token_ids) for answer in answers)
@@ -313,7 +296,7 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def token_logprobs(answer: Answer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def token_logprobs(answer: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The sampled tokens, spelled, each with its log-probability."""
     generation = answer.generation
     spelled = [tokenizer.decode([token_id]) for token_id in generation.token_ids]
@@ -346,7 +329,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: Completion) -> str:
     if answer.is_cut:
         return "length"
     return "tool_calls" if answer.message.get("tool_calls") else "stop"

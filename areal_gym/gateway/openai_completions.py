@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from areal_gym.chat import Tokenizer
 from areal_gym.gateway.grammar import refuse
 from areal_gym.gateway.openai_chat import (
     MaxTokens,
@@ -19,14 +20,11 @@ from areal_gym.gateway.openai_chat import (
     token_logprobs,
     usage_of,
 )
-from areal_gym.gateway.reading import Delta
-from areal_gym.gateway.session import Answer, Ask
-from areal_gym.rendering import Tokenizer
-
-__all__ = ["Completion", "CompletionRequest"]
+from areal_gym.gateway.request_parsing import Delta
+from areal_gym.gateway.session import Completion, CompletionRequest
 
 
-class CompletionRequest(BaseModel):
+class TextCompletionRequest(BaseModel):
     """The body of a request. Fields that are not here change nothing."""
 
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
@@ -47,7 +45,7 @@ class CompletionRequest(BaseModel):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    def to_ask(self) -> Ask:
+    def to_request(self) -> CompletionRequest:
         """What the policy is asked.
 
         Raises:
@@ -58,7 +56,7 @@ class CompletionRequest(BaseModel):
         refuse("suffix", self.suffix, "the policy goes on with a text")
         refuse("best_of", (self.best_of or 1) > (self.n or 1), "ask for n, and choose")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        return Ask(
+        return CompletionRequest(
             prompt=self.prompt if isinstance(self.prompt, str) else self.prompt[0],
             n=self.n or 1,
             max_new_tokens=self.max_tokens,
@@ -69,19 +67,19 @@ class CompletionRequest(BaseModel):
         )
 
 
-class Completion:
+class TextCompletion:
     """Answers in OpenAI's shape; see `server.Format`."""
 
     last = b"data: [DONE]\n\n"
 
-    def __init__(self, id: str, request: CompletionRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, id: str, request: TextCompletionRequest, tokenizer: Tokenizer) -> None:
         self.id = id
         self.request = request
         self.is_stream = bool(request.stream)
         self._tokenizer = tokenizer
         self._created = int(time.time())
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         """The body."""
         choices = [
             self._choice(index, answer.message["content"], answer)
@@ -98,7 +96,7 @@ class Completion:
         for _, text in deltas:
             yield {**self._head(), "choices": [self._choice(index, text)]}
 
-    def end(self, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
+    def end(self, answers: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Why each choice ended."""
         for index, answer in enumerate(answers):
             yield {**self._head(), "choices": [self._choice(index, "", answer)]}
@@ -114,7 +112,7 @@ class Completion:
             "model": self.request.model,
         }
 
-    def _choice(self, index: int, text: str, answer: Answer | None = None) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, answer: Completion | None = None) -> dict[str, Any]:
         finish_reason = None if answer is None else "length" if answer.is_cut else "stop"
         logprobs = None
         if answer is not None and self.request.logprobs is not None:

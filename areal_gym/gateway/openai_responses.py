@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from areal_gym.gateway.errors import ApiError
+from areal_gym.gateway.error_replies import ApiError
 from areal_gym.gateway.grammar import called_tools, form_of, refuse, unsupported
 from areal_gym.gateway.openai_chat import (
     MaxTokens,
@@ -20,11 +20,9 @@ from areal_gym.gateway.openai_chat import (
     may_call,
     text_of,
 )
-from areal_gym.gateway.reading import Delta
-from areal_gym.gateway.session import Answer, Ask
+from areal_gym.gateway.request_parsing import Delta
+from areal_gym.gateway.session import Completion, CompletionRequest
 from areal_gym.types import Message
-
-__all__ = ["Response", "ResponseRequest"]
 
 
 class Item(BaseModel):
@@ -72,7 +70,7 @@ class ResponseRequest(BaseModel):
     text: TextOptions | None = None
     stream: bool | None = None
 
-    def to_ask(self, before: Sequence[Message]) -> Ask:
+    def to_request(self, before: Sequence[Message]) -> CompletionRequest:
         """What the policy is asked, after the messages `before`.
 
         Raises:
@@ -85,7 +83,7 @@ class ResponseRequest(BaseModel):
         system: list[Message] = []
         if self.instructions:
             system = [{"role": "system", "content": self.instructions}]
-        return Ask(
+        return CompletionRequest(
             messages=[*system, *before, *self.messages()],
             tools=tools,
             has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
@@ -156,7 +154,7 @@ class Response:
         self._output: list[dict[str, Any]] = []
         """Items so far, while a stream goes on."""
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         """The body."""
         (answer,) = answers
         self._output = []
@@ -184,7 +182,7 @@ class Response:
             more: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
             yield self._event(f"response.{part['type']}.delta", **self._here(), delta=text, **more)
 
-    def end(self, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
+    def end(self, answers: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Calls, and the whole response."""
         (answer,) = answers
         yield from self._close()
@@ -259,7 +257,7 @@ class Response:
             "content": [part],
         }
 
-    def _calls(self, answer: Answer) -> list[dict[str, Any]]:
+    def _calls(self, answer: Completion) -> list[dict[str, Any]]:
         return [
             {
                 "id": f"fc_{self.id.removeprefix('resp_')}_{call['id']}",
@@ -272,7 +270,7 @@ class Response:
             for call in answer.message.get("tool_calls", ())
         ]
 
-    def _body(self, answer: Answer | None) -> dict[str, Any]:
+    def _body(self, answer: Completion | None) -> dict[str, Any]:
         status, usage = "in_progress", None
         if answer is not None:
             status = "incomplete" if answer.is_cut else "completed"

@@ -11,16 +11,14 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from areal_gym.gateway.anthropic_messages import AnthropicMessage, MessagesRequest
-from areal_gym.gateway.errors import ApiError
+from areal_gym.gateway.error_replies import ApiError
+from areal_gym.gateway.gateway_server import MODEL, Gateway, json_response, parse
 from areal_gym.gateway.openai_chat import Chat, ChatRequest, Text
-from areal_gym.gateway.openai_completions import Completion, CompletionRequest
+from areal_gym.gateway.openai_completions import TextCompletion, TextCompletionRequest
 from areal_gym.gateway.openai_responses import Response, ResponseRequest
-from areal_gym.gateway.server import MODEL, Gateway, json_response, parse
-from areal_gym.gateway.session import Host, Session
-from areal_gym.http_servers.aiohttp_site import read_body
+from areal_gym.gateway.session import EpisodeHandle, Session
+from areal_gym.utils.http_servers.aiohttp_site import read_body
 from areal_gym.version import __version__
-
-__all__ = ["Route", "openapi", "routes_of"]
 
 Reward = Annotated[float, Field(allow_inf_nan=False)]
 Key = Literal["session", "control", "none"]
@@ -100,21 +98,21 @@ def _table(gateway: Gateway) -> list[Route]:
         body = await read_body(request)
         asked = parse(ChatRequest, body)
         format = Chat(_id("chatcmpl-"), asked, session.recorder.renderer.tokenizer)
-        return await gateway.call(request, session, body, asked.to_ask(), format)
+        return await gateway.call(request, session, body, asked.to_request(), format)
 
     async def completions(request: web.Request) -> web.StreamResponse:
         session = gateway.session_of(request)
         body = await read_body(request)
-        asked = parse(CompletionRequest, body)
-        format = Completion(_id("cmpl-"), asked, session.recorder.renderer.tokenizer)
-        return await gateway.call(request, session, body, asked.to_ask(), format)
+        asked = parse(TextCompletionRequest, body)
+        format = TextCompletion(_id("cmpl-"), asked, session.recorder.renderer.tokenizer)
+        return await gateway.call(request, session, body, asked.to_request(), format)
 
     async def responses(request: web.Request) -> web.StreamResponse:
         session = gateway.session_of(request)
         body = await read_body(request)
         asked: ResponseRequest = parse(ResponseRequest, body)
         before = session.history(asked.previous_response_id)
-        ask = asked.to_ask(before)
+        ask = asked.to_request(before)
         format = Response(_id("resp_"), asked)
         return await gateway.call(
             request,
@@ -132,7 +130,7 @@ def _table(gateway: Gateway) -> list[Route]:
         body = await read_body(request)
         asked = parse(MessagesRequest, body)
         format = AnthropicMessage(_id("msg_"), asked)
-        return await gateway.call(request, session, body, asked.to_ask(), format)
+        return await gateway.call(request, session, body, asked.to_request(), format)
 
     async def models(request: web.Request) -> web.Response:
         gateway.session_of(request)
@@ -222,7 +220,7 @@ def _table(gateway: Gateway) -> list[Route]:
             "go on with a text",
             "session",
             completions,
-            CompletionRequest,
+            TextCompletionRequest,
         ),
         Route("POST", "/v1/responses", "OpenAI's responses", "session", responses, ResponseRequest),
         Route("POST", "/v1/messages", "Anthropic's messages", "session", messages, MessagesRequest),
@@ -243,7 +241,7 @@ def _table(gateway: Gateway) -> list[Route]:
     ]
 
 
-def _host(session: Session) -> Host:
+def _host(session: Session) -> EpisodeHandle:
     if session.host is None:
         raise ApiError(404, "this session plays no episode: there is no task, only the policy")
     return session.host

@@ -9,15 +9,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from areal_gym.capture import ContextFullError, Conversations, Recorder, TurnDraft, derive_seed
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.errors import AgentError, EngineError
-from areal_gym.gateway.errors import ApiError
+from areal_gym.gateway.error_replies import ApiError
 from areal_gym.gateway.grammar import Form
-from areal_gym.gateway.reading import Delta, Reader
+from areal_gym.gateway.request_parsing import Delta, Reader
+from areal_gym.recording import ContextFullError, Conversations, Recorder, TurnDraft, derive_seed
 from areal_gym.types import Message, StopReason
-
-__all__ = ["Answer", "Ask", "Host", "Session"]
 
 _MAX_REMEMBERED = 256
 """Calls whose answers are kept for retries."""
@@ -25,7 +23,7 @@ _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class CompletionRequest:
     """One call, whichever API it came through."""
 
     messages: Sequence[Message] = ()
@@ -46,7 +44,7 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Completion:
     """One choice."""
 
     message: Message
@@ -63,7 +61,7 @@ class Answer:
         return self.generation.finish_reason == "length"
 
 
-class Host(Protocol):
+class EpisodeHandle(Protocol):
     """The episode that a session belongs to."""
 
     @property
@@ -98,7 +96,7 @@ class Host(Protocol):
 class _Call:
     """One request and who waits for it."""
 
-    task: asyncio.Task[list[Answer]]
+    task: asyncio.Task[list[Completion]]
     num_waiting: int = 0
     is_delivered: bool = False
 
@@ -112,7 +110,7 @@ class _Call:
 
 @dataclass(eq=False)
 class Session:
-    """Calls of one episode, and what has become of them; an `Access` for its agent.
+    """Calls of one episode, and what has become of them; an `PolicyEndpoint` for its agent.
 
     A call whose client goes away is aborted, and leaves nothing behind: nobody has acted on it. One
     that was answered stays, and is answered again, from memory, when the client asks again.
@@ -126,7 +124,7 @@ class Session:
     max_calls: int | None = None
     is_training: bool = True
     """The run says how to sample; else the client does."""
-    host: Host | None = None
+    host: EpisodeHandle | None = None
     max_points: int | None = None
     id: str = field(default_factory=lambda: f"session-{secrets.token_hex(8)}")
     api_key: str = field(default_factory=lambda: f"ag-{secrets.token_urlsafe(24)}")
@@ -153,8 +151,12 @@ class Session:
     # ---- asking -------------------------------------------------------------------------------
 
     async def once(
-        self, key: bytes, *, is_retry: bool, work: Callable[[], Coroutine[Any, Any, list[Answer]]]
-    ) -> list[Answer]:
+        self,
+        key: bytes,
+        *,
+        is_retry: bool,
+        work: Callable[[], Coroutine[Any, Any, list[Completion]]],
+    ) -> list[Completion]:
         """The answer to a request; the same request, sent again, gets the same answer.
 
         Sent again is what says so, or what repeats a request whose answer never arrived. Who asks
@@ -181,8 +183,8 @@ class Session:
             self._calls[key].is_delivered = True
 
     async def answer(
-        self, ask: Ask, show: Callable[[int, list[Delta]], None] | None = None
-    ) -> list[Answer]:
+        self, ask: CompletionRequest, show: Callable[[int, list[Delta]], None] | None = None
+    ) -> list[Completion]:
         """Ask the policy, `n` times at once.
 
         Args:
@@ -231,8 +233,8 @@ class Session:
         return answers
 
     async def _answer(
-        self, ask: Ask, index: int, show: Callable[[int, list[Delta]], None] | None
-    ) -> Answer:
+        self, ask: CompletionRequest, index: int, show: Callable[[int, list[Delta]], None] | None
+    ) -> Completion:
         renderer = self.recorder.renderer
         dialect = renderer.tool_dialect if ask.tools and ask.has_calls else "plain"
         reader = Reader(renderer, dialect if ask.prompt is None else None, ask.stops)
@@ -264,7 +266,7 @@ class Session:
                 self._by_call_id[call["id"]] = message
         if show is not None and (rest := reader.rest(message)):
             show(index, rest)
-        return Answer(
+        return Completion(
             message=message,
             generation=generation,
             num_prompt_tokens=len(prompt.token_ids),
@@ -272,7 +274,7 @@ class Session:
             stop=reader.stop,
         )
 
-    def _params(self, ask: Ask, dialect: str) -> SamplingParams:
+    def _params(self, ask: CompletionRequest, dialect: str) -> SamplingParams:
         own = self.recorder.params
         limit = own.max_new_tokens
         if ask.max_new_tokens is not None:
@@ -318,7 +320,7 @@ class Session:
         """The policy's message with this tool call."""
         return self._by_call_id.get(call_id)
 
-    def name(self, answer_id: str, answers: Sequence[Answer]) -> None:
+    def name(self, answer_id: str, answers: Sequence[Completion]) -> None:
         """Rewards for `answer_id` go to the first of these."""
         if self.host is not None:
             self._turns[answer_id] = self.recorder.turn_of(answers[0].message)
@@ -342,13 +344,13 @@ class Session:
             raise ApiError(400, str(error)) from None
 
     async def claimed(self) -> None:
-        """See `Access.claimed`."""
+        """See `PolicyEndpoint.claimed`."""
         assert self.offer is not None
         self.offer(self)
         await self._claimed.wait()
 
     async def ended(self) -> None:
-        """See `Access.ended`."""
+        """See `PolicyEndpoint.ended`."""
         await self._ended.wait()
         if self._failure is not None:
             raise AgentError(f"the program says that it has failed: {self._failure}")

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TensorBoardLogger"]
-
 
 class TensorBoardLogger:
     """Scalars in `loggers/tensorboard` of the run directory; `tensorboard --logdir runs` shows all.

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TrackioLogger"]
-
 
 class TrackioLogger:
     """A run of Trackio, in Trackio's own directory, where its dashboard looks; a resumed run goes

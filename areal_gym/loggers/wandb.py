@@ -10,8 +10,6 @@ from typing import Any
 
 from areal_gym.errors import ConfigError
 
-__all__ = ["WandbLogger"]
-
 _MODES = ("online", "offline", "disabled")
 
 

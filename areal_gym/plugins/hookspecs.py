@@ -40,8 +40,6 @@ from areal_gym.plugins.specs import (
     WeightSyncSpec,
 )
 
-__all__ = ["GROUP", "HookSpecs", "hookimpl"]
-
 GROUP = "areal_gym"
 """The entry-point group, and pluggy's project name."""
 

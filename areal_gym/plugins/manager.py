@@ -21,8 +21,6 @@ from areal_gym.plugins.hookspecs import GROUP, HookSpecs
 from areal_gym.plugins.specs import Spec
 from areal_gym.version import __version__
 
-__all__ = ["BUILT_IN", "Candidate", "Plugin", "PluginManager", "discover"]
-
 DISTRIBUTION = "areal-gym"
 
 BUILT_IN: Mapping[str, str] = {

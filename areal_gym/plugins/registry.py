@@ -37,8 +37,6 @@ from areal_gym.plugins.specs import (
     WeightSyncSpec,
 )
 
-__all__ = ["KINDS", "Entry", "Kind", "Registry", "as_kind", "registry", "set_registry"]
-
 Kind = Literal[
     "envs",
     "agents",

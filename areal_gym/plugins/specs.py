@@ -6,24 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-__all__ = [
-    "AdvantageSpec",
-    "AgentSpec",
-    "CommandSpec",
-    "CurriculumSpec",
-    "EngineSpec",
-    "EnvSpec",
-    "FilterSpec",
-    "LoggerSpec",
-    "PolicyLossSpec",
-    "RetrieverSpec",
-    "SandboxSpec",
-    "Spec",
-    "ToolSpec",
-    "TrainerSpec",
-    "WeightSyncSpec",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:

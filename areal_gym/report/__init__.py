@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_gym.files import write_atomic
-from areal_gym.markup import block, escaped, pairs, short
 from areal_gym.report.charts import draw
 from areal_gym.report.comparison import Comparison, compare
 from areal_gym.report.content import Report, collect
 from areal_gym.report.html import as_html
 from areal_gym.report.markdown import as_markdown, sheet
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.utils.files import write_atomic
+from areal_gym.utils.markup import block, escaped, pairs, short
 
 __all__ = [
     "Comparison",

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import TypeGuard
 
-from areal_gym.markup import number
 from areal_gym.report.content import Chart, Line
-
-__all__ = ["COLORS", "HEIGHT", "WIDTH", "draw"]
+from areal_gym.utils.markup import number
 
 WIDTH, HEIGHT = 340, 190
 COLORS = ("#4a80d6", "#d2742c", "#3b9c68", "#b85aa0", "#9a8722", "#2b9aa3")

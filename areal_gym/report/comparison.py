@@ -19,14 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from areal_gym.config.settings_model import flat
 from areal_gym.errors import NothingToDoError
-from areal_gym.metrics import Interval, difference_interval, mean, mean_interval
 from areal_gym.report.content import evaluation_of
-from areal_gym.rundir import RunDir, no_run_hints
-from areal_gym.settings import flat
-from areal_gym.trajectory_files import TrajectoryFile
-
-__all__ = ["WINDOW", "Comparison", "Row", "compare"]
+from areal_gym.run_dir.run_dir import RunDir, no_run_hints
+from areal_gym.run_dir.trajectory_files import TrajectoryFile
+from areal_gym.utils.statistics import Interval, difference_interval, mean, mean_interval
 
 WINDOW = 10
 

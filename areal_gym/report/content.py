@@ -8,22 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_gym.config.settings_model import flat
 from areal_gym.errors import NothingToDoError
-from areal_gym.markup import number
-from areal_gym.rundir import RunDir, no_run_hints
-from areal_gym.settings import flat
-from areal_gym.trajectory_files import TrajectoryFile, step_of
-
-__all__ = [
-    "Chart",
-    "Line",
-    "Report",
-    "best_and_worst",
-    "charts_of",
-    "collect",
-    "evaluation_of",
-    "evaluation_table",
-]
+from areal_gym.run_dir.run_dir import RunDir, no_run_hints
+from areal_gym.run_dir.trajectory_files import TrajectoryFile, step_of
+from areal_gym.utils.markup import number
 
 _NOISE = 1e-7
 """What is nowhere larger is 0, but for rounding, and no chart."""

@@ -7,11 +7,9 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from areal_gym.markup import escaped, message, number, pairs
 from areal_gym.report.charts import draw
 from areal_gym.report.content import Report, evaluation_table
-
-__all__ = ["as_html"]
+from areal_gym.utils.markup import escaped, message, number, pairs
 
 _FOLD = 1_500
 """Characters of a message that are seen at first; of those beyond 20 times as many none are."""

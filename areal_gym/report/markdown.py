@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_gym.markup import number, visible
 from areal_gym.report.charts import HEIGHT, WIDTH, draw
 from areal_gym.report.content import Report, evaluation_table
-
-__all__ = ["as_markdown", "sheet"]
+from areal_gym.utils.markup import number, visible
 
 _COLUMNS = 3
 _GAP = 16

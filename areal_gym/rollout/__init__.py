@@ -1,7 +1,7 @@
 """How episodes are played and recorded. See the modules.
 
 The package can be called as well: `areal_gym.rollout(policy, env, n)` plays episodes outside of
-training (`areal_gym.playing`).
+training (`areal_gym.runs.episodes`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 class _Callable(ModuleType):
     # One name for the verb and for the package: importing the package would hide a function.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        import areal_gym
+        from areal_gym.runs.episodes import rollout
 
-        return areal_gym.playing.rollout(*args, **kwargs)
+        return rollout(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from areal_gym.metrics import mean, merge_means, pass_at_k
 from areal_gym.types import Group, Trajectory
-
-__all__ = ["batch_metrics"]
+from areal_gym.utils.statistics import mean, merge_means, pass_at_k
 
 _SUCCESS = 1.0 - 1e-9
 

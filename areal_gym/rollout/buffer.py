@@ -9,8 +9,6 @@ from operator import itemgetter
 from areal_gym.rollout.staleness import is_fresh
 from areal_gym.types import Group
 
-__all__ = ["GroupBuffer"]
-
 
 class GroupBuffer:
     """First started, first out.

@@ -18,8 +18,6 @@ from typing import Any, Protocol
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError
 
-__all__ = ["Curriculum", "SuccessRateCurriculum"]
-
 _TOLERANCE = 1e-9
 
 

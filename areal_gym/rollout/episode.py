@@ -7,7 +7,7 @@
 The transcript is append-only: first prompt, sampled ids, bridge, sampled ids, ... The engine is
 always given the whole of it, so a training row made of the spans is exactly what the engine saw
 and sampled. Where history is rewritten, by the agent or by the chat template, a new branch begins
-with a prompt of its own (see `areal_gym.rendering.Dialogue`); the old one is kept and trained on.
+with a prompt of its own (see `areal_gym.chat.Dialogue`); the old one is kept and trained on.
 
 Limits. A turn that `max_new_tokens` cuts is still handed to the environment, which grades what
 was written as it grades anything; but the episode ends there, with `MAX_TOKENS`: the policy has
@@ -26,8 +26,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from areal_gym.agents.base import Access, Agent
-from areal_gym.capture import ContextFullError, InFlight, Recorder, TurnDraft, derive_seed
+from areal_gym.agents.base import Agent, PolicyEndpoint
+from areal_gym.chat import Dialogue, Renderer
 from areal_gym.engines.base import Engine, InterruptedEngine, SamplingParams
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.tools import Tool
@@ -41,13 +41,11 @@ from areal_gym.errors import (
     RewardError,
     UsageError,
 )
-from areal_gym.rendering import Dialogue, Renderer
+from areal_gym.recording import ContextFullError, InFlight, Recorder, TurnDraft
 from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from areal_gym.gateway.session import Session
-
-__all__ = ["InFlight", "derive_seed", "play_episode", "stop_reason_of"]
 
 _STOP_REASONS = {
     "env": StopReason.ENV_ERROR,
@@ -273,9 +271,9 @@ class _Played:
             self.stop_reason = StopReason.MAX_TURNS if by_turns else StopReason.TRUNCATED
         return result
 
-    async def access(self, *, max_calls: int) -> Access:
+    async def access(self, *, max_calls: int) -> PolicyEndpoint:
         if self._session is None:
-            from areal_gym.gateway.shared import shared_gateway
+            from areal_gym.gateway.shared_gateway import shared_gateway
 
             gateway = await shared_gateway()
             self._session = gateway.open_session(

@@ -8,11 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_gym.markup import block, number, pairs, short, table
-from areal_gym.metrics import Interval, mean, merge_means, pass_at_k, pass_hat_k, wilson_interval
 from areal_gym.types import StopReason, Trajectory
-
-__all__ = ["EnvScore", "EvalReport", "make_report", "pass_at_k_interval"]
+from areal_gym.utils.markup import block, number, pairs, short, table
+from areal_gym.utils.statistics import (
+    Interval,
+    mean,
+    merge_means,
+    pass_at_k,
+    pass_hat_k,
+    wilson_interval,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,18 +8,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from areal_gym.agents.base import Agent
+from areal_gym.chat import Renderer
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import EpisodeError, FailureBudgetError, NothingToDoError
-from areal_gym.rendering import Renderer
-from areal_gym.rollout.episode import derive_seed, play_episode
+from areal_gym.recording import derive_seed
+from areal_gym.rollout.env_pool import EnvPool
+from areal_gym.rollout.episode import play_episode
 from areal_gym.rollout.eval_report import EvalReport, make_report
 from areal_gym.rollout.failures import FailureBudget
 from areal_gym.rollout.outages import Outage
-from areal_gym.rollout.pool import EnvPool
 from areal_gym.types import StopReason, Task, Trajectory
-
-__all__ = ["Play", "evaluate", "first_tasks", "measure", "run_all"]
 
 _TASK, _EPISODE = 2, 3
 """Streams of seeds; 0 and 1 are the training runner's."""

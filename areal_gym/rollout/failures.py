@@ -19,8 +19,6 @@ from collections.abc import Callable
 from areal_gym.errors import FailureBudgetError
 from areal_gym.types import StopReason
 
-__all__ = ["FailureBudget"]
-
 PATIENCE_S = 60.0
 """How long an outage may last. Servers load a model in less; people notice about then."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.5, 10.0

@@ -20,8 +20,6 @@ from typing import Protocol
 from areal_gym.errors import ConfigError
 from areal_gym.types import Group
 
-__all__ = ["GroupFilter", "SuccessRateFilter", "ZeroVarianceFilter", "rejection", "success_rate"]
-
 _TOLERANCE = 1e-9
 
 

@@ -29,11 +29,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from areal_gym.errors import TrainError
-from areal_gym.files import MOST_BYTES, append_bytes, readable_disk_errors
-from areal_gym.rollout.packed import dump_row, pack_group, unpack_group
+from areal_gym.rollout.group_json import dump_row, pack_group, unpack_group
 from areal_gym.types import Group
-
-__all__ = ["Journal", "KnownGroup"]
+from areal_gym.utils.files import MOST_BYTES, append_bytes, readable_disk_errors
 
 
 @dataclass(slots=True)

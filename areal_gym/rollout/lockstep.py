@@ -18,8 +18,6 @@ from typing import Protocol, runtime_checkable
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.errors import EngineError
 
-__all__ = ["Lockstep", "TogetherEngine"]
-
 _POLL_S = 0.0005
 
 

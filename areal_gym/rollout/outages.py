@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from areal_gym.errors import FailureBudgetError
 from areal_gym.types import StopReason, Trajectory
 
-__all__ = ["Outage", "Suspects", "is_infrastructure_failure"]
-
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.5, 10.0
 _INFRASTRUCTURE = frozenset(
     {StopReason.ENGINE_ERROR, StopReason.SANDBOX_ERROR, StopReason.WORKER_ERROR}

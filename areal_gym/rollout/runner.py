@@ -6,7 +6,7 @@
                |<------------ another starts in its place <----+----------------------+      trainer
                +------------ version + 1, published to the engine -------------------------------+
 
-    admit     waits for  a free slot, and room under the staleness limit (`Admission`)
+    admit     waits for  a free slot, and room under the staleness limit (`AdmissionControl`)
               unblocked  by an episode that ends, by a new version
     batch     waits for  `batch_groups` complete groups
               unblocked  by a group that completes
@@ -26,6 +26,7 @@ from operator import itemgetter
 from typing import Any, Self
 
 from areal_gym.agents.base import Agent
+from areal_gym.chat import Renderer
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
@@ -35,23 +36,21 @@ from areal_gym.errors import (
     FailureBudgetError,
     InfrastructureError,
 )
-from areal_gym.rendering import Renderer
+from areal_gym.recording import derive_seed
 from areal_gym.rollout.curriculum import Curriculum
-from areal_gym.rollout.episode import derive_seed, stop_reason_of
+from areal_gym.rollout.env_pool import EnvPool
+from areal_gym.rollout.episode import stop_reason_of
+from areal_gym.rollout.episode_runners import EpisodeRequest, EpisodeRunner, LocalEpisodeRunner
 from areal_gym.rollout.failures import FailureBudget
 from areal_gym.rollout.filters import GroupFilter
-from areal_gym.rollout.issue import Issuer
+from areal_gym.rollout.group_tracker import GroupTracker
 from areal_gym.rollout.journal import Journal
-from areal_gym.rollout.ledger import Ledger
 from areal_gym.rollout.lockstep import Lockstep, TogetherEngine
 from areal_gym.rollout.outages import Outage, Suspects, is_infrastructure_failure
-from areal_gym.rollout.player import LocalPlayer, Order, Player
-from areal_gym.rollout.pool import EnvPool
 from areal_gym.rollout.running import RunningGroup
 from areal_gym.rollout.stats import RolloutStats
+from areal_gym.rollout.task_scheduler import TaskScheduler
 from areal_gym.types import Group, StopReason, Task, Trajectory
-
-__all__ = ["RolloutRunner", "RolloutStats"]
 
 _TASK, _EPISODE = 0, 1
 """Streams of seeds."""
@@ -92,7 +91,7 @@ class RolloutRunner:
         on_trajectory: Callable[[Trajectory], None] | None = None,
         state: Mapping[str, Any] | None = None,
         is_deterministic: bool = False,
-        player: Player | None = None,
+        player: EpisodeRunner | None = None,
     ) -> None:
         """Nothing runs until the first `next_batch`.
 
@@ -129,7 +128,7 @@ class RolloutRunner:
         if is_deterministic:
             self._engine = self._lockstep = _lockstep(engine, lambda: len(self._tasks))
         self._envs = EnvPool(env_factory)
-        self._player = player or LocalPlayer(
+        self._player = player or LocalEpisodeRunner(
             self._envs, agent, self._engine, renderer, config, env_id=env_id, agent_id=agent_id
         )
         self.in_flight = self._player.in_flight
@@ -141,14 +140,14 @@ class RolloutRunner:
             curriculum.prepare(env, split)
             self._envs.give_back(env)
         version = engine.policy_version
-        issuer = Issuer(
+        issuer = TaskScheduler(
             seed,
             curriculum,
             lookback=config.batch_groups if config.max_staleness == 0 else None,
             first=version * config.batch_groups,
             state=state or {},
         )
-        self._ledger = Ledger(config, issuer, version, filters or {}, journal)
+        self._ledger = GroupTracker(config, issuer, version, filters or {}, journal)
         self._budget = FailureBudget(
             config.max_failure_rate,
             window=max(64, _WAVES * config.max_in_flight),
@@ -386,7 +385,7 @@ class RolloutRunner:
     async def _play_member(self, group: RunningGroup, member: int) -> None:
         config, round = self.config, group.round
         for attempt in range(1 + config.max_retries):
-            order = Order(
+            order = EpisodeRequest(
                 task=group.task,
                 seed=derive_seed(self._seed, _EPISODE, group.index, member, attempt),
                 trajectory_id=group.trajectory_id(member, attempt),

@@ -7,8 +7,6 @@ from typing import Any
 
 from areal_gym.types import Task, Trajectory
 
-__all__ = ["RunningGroup"]
-
 
 class RunningGroup:
     """One group between its start and its end; the runner keeps it up to date.

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Admission", "is_fresh"]
-
 
 def is_fresh(oldest: int | None, version: int, max_staleness: int) -> bool:
     """Whether a group may be trained on whose oldest token `oldest` sampled; None: it has none."""
@@ -22,10 +20,10 @@ def is_fresh(oldest: int | None, version: int, max_staleness: int) -> bool:
 
 
 @dataclass(slots=True)
-class Admission:
+class AdmissionControl:
     """Accounts for groups: running, then accepted or not.
 
-    Example: `Admission(batch_groups=16, max_staleness=0)` starts 16 groups per version.
+    Example: `AdmissionControl(batch_groups=16, max_staleness=0)` starts 16 groups per version.
     """
 
     batch_groups: int

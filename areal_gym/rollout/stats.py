@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
-from areal_gym.rollout.episode import InFlight
-
-__all__ = ["Occupancy", "RolloutStats"]
+from areal_gym.recording import InFlight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from areal_gym.sandbox.grader import Grader
     from areal_gym.sandbox.none import NoSandbox
     from areal_gym.sandbox.process import ProcessSandbox
-    from areal_gym.sandbox.shared import shared_calls, shared_reports, shared_sandbox
+    from areal_gym.sandbox.shared_pool import shared_calls, shared_reports, shared_sandbox
 
 __all__ = [
     "DockerSandbox",
@@ -46,9 +46,9 @@ _MODULES = {
     "Grader": "grader",
     "NoSandbox": "none",
     "ProcessSandbox": "process",
-    "shared_calls": "shared",
-    "shared_reports": "shared",
-    "shared_sandbox": "shared",
+    "shared_calls": "shared_pool",
+    "shared_reports": "shared_pool",
+    "shared_sandbox": "shared_pool",
 }
 
 

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from areal_gym.sandbox import messages
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
 
-__all__ = ["Call", "Capture", "Exit", "request"]
-
 FLOOD_BYTES = 16 << 20
 """Beyond its limit, a snippet may write this much that is thrown away before it is ended."""
 _CHUNK_BYTES = 32 * 1024

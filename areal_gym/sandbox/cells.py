@@ -25,8 +25,6 @@ from areal_gym.sandbox import messages
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
 from areal_gym.sandbox.calls import FLOOD_BYTES, Call, Capture, Exit, request
 
-__all__ = ["Cell", "CellControl", "Exit"]
-
 _MESSAGES_PER_TURN = 16
 """Read at a time, before the event loop serves others."""
 _START_S = 60.0

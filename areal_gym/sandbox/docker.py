@@ -29,8 +29,6 @@ from areal_gym.sandbox.forking import ForkingSandbox
 from areal_gym.sandbox.process import ENVIRONMENT
 from areal_gym.sandbox.zygotes import Zygote
 
-__all__ = ["DEFAULT_IMAGE", "LABEL", "DockerSandbox", "connect"]
-
 T = TypeVar("T")
 
 DEFAULT_IMAGE = "areal-gym-sandbox"

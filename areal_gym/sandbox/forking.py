@@ -16,8 +16,6 @@ from areal_gym.sandbox.base import SandboxLimits, SandboxReport, SandboxResult
 from areal_gym.sandbox.cells import Cell
 from areal_gym.sandbox.zygotes import Zygote
 
-__all__ = ["ForkingSandbox", "ForkingSession"]
-
 
 class ForkingSandbox(ABC):
     """Runs snippets in cells of fork servers. A backend says where the servers run.

@@ -9,9 +9,7 @@ from typing import Any, Final
 
 from areal_gym.errors import EnvError, SandboxError, UsageError
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
-from areal_gym.sandbox.shared import shared_sandbox
-
-__all__ = ["Grader"]
+from areal_gym.sandbox.shared_pool import shared_sandbox
 
 _RAISE: Final = object()
 _LIMITS = SandboxLimits(wall_s=60.0, cpu_s=5.0, memory_mb=1024)

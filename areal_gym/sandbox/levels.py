@@ -16,8 +16,6 @@ from pathlib import Path
 from areal_gym.errors import ConfigError
 from areal_gym.sandbox.base import SandboxLevel
 
-__all__ = ["MIN_LEVEL_VARIABLE", "default_min_level", "note_level", "write_level"]
-
 MIN_LEVEL_VARIABLE = "AREAL_GYM_SANDBOX_MIN_LEVEL"
 """The environment variable that asks for a level, weaker or stronger than the default."""
 _FILE = "sandbox-level.json"
@@ -67,7 +65,7 @@ def _written() -> SandboxLevel:
 
 def _file() -> Path:
     # On use: the sandbox also runs under interpreters that have nothing but the standard library.
-    from areal_gym.cache import cache_directory
+    from areal_gym.utils.cache import cache_directory
 
     return cache_directory() / _FILE
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["CellMessage", "parse_cell_message"]
-
 READY = b"ready"
 MESSAGE_BYTES = 128 * 1024
 """Longer messages are cut, which makes at most their text shorter."""

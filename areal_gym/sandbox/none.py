@@ -9,8 +9,6 @@ from typing import ClassVar
 from areal_gym.sandbox.base import SandboxLevel, SandboxLimits
 from areal_gym.sandbox.process import ProcessSandbox
 
-__all__ = ["NoSandbox"]
-
 _WALLS = ("namespaces", "private uid", "private root", "landlock", "seccomp")
 
 

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any, Protocol, Self
 
 from areal_gym.errors import SandboxError
-from areal_gym.sandbox.cells import Cell, CellControl, Exit
-
-__all__ = ["Server", "Zygote"]
+from areal_gym.sandbox.calls import Exit
+from areal_gym.sandbox.cells import Cell, CellControl
 
 _START_S = 60.0
 _HOLD_AFTER_S = 0.05

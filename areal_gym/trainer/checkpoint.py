@@ -20,26 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import ConfigError, DataError, GymError, TrainError, UsageError
-from areal_gym.files import read_json
-from areal_gym.modeling.checkpoint import (
+from areal_gym.models.tiny.checkpoint_files import (
     fresh_directory,
     require_whole_weights,
     write_checkpoint,
     write_file,
 )
-from areal_gym.trainer.learner import Learner
 from areal_gym.trainer.states import require_whole_states
-
-__all__ = [
-    "checkpoint_name",
-    "checkpoint_of",
-    "keep_checkpoints",
-    "latest_checkpoint",
-    "require_space",
-    "require_whole",
-    "restore_learner",
-    "save_learner",
-]
+from areal_gym.trainer.trainer import Trainer
+from areal_gym.utils.files import read_json
 
 _NAME = re.compile(r"step-(\d{6,})")
 _STATES, _FACTS = "trainer", "trainer.json"
@@ -51,7 +40,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def save_learner(
-    learner: Learner,
+    learner: Trainer,
     directory: Path,
     step: int,
     tokenizer_dir: Path,
@@ -121,7 +110,7 @@ def keep_checkpoints(
     return None if best is None else best.name
 
 
-def require_space(learner: Learner, directory: Path, num_kept: int) -> None:
+def require_space(learner: Trainer, directory: Path, num_kept: int) -> None:
     """Refuse to begin what could not be saved.
 
     Room is needed for the checkpoints that are kept, the best one and the one being written.
@@ -182,7 +171,7 @@ def require_whole(path: Path) -> None:
         raise _unusable(path, error) from error
 
 
-def restore_learner(learner: Learner, path: Path) -> dict[str, Any] | None:
+def restore_learner(learner: Trainer, path: Path) -> dict[str, Any] | None:
     """Bring states and counters back; the weights were loaded with the decoder.
 
     Args:

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
-from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.fsdp import prepare_decoder, shard_head
-from areal_gym.trainer.objective import places_before
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.trainer.batch.packing import PackedBatch
+from areal_gym.trainer.chunked_logprobs import places_before
 from areal_gym.trainer.optimizer import Optimizer
-from areal_gym.trainer.packing import PackedBatch
-from areal_gym.trainer.ranks import ALONE, Ranks
+from areal_gym.trainer.parallel.fsdp import prepare_decoder, shard_head
+from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.states import below, prefixed
-
-__all__ = ["Critic"]
 
 
 class Critic(nn.Module):

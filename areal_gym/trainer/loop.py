@@ -21,11 +21,9 @@ import torch
 
 from areal_gym.engines.base import Engine
 from areal_gym.errors import EngineError, InfrastructureError, NotFiniteError
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.weight_syncs import WeightSync, weights_for
+from areal_gym.trainer.trainer import Trainer
+from areal_gym.trainer.weight_sync import WeightSync, weights_for
 from areal_gym.types import Group
-
-__all__ = ["BatchSource", "Explain", "OnStep", "train_loop"]
 
 
 class BatchSource(Protocol):
@@ -52,7 +50,7 @@ _LOOK_S = 1.0
 
 async def train_loop(
     source: BatchSource,
-    learner: Learner,
+    learner: Trainer,
     weight_sync: WeightSync,
     *,
     num_steps: int,

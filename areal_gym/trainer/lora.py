@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from areal_gym.config import LoraConfig
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.fsdp import full
-
-__all__ = ["adapter_weights", "add_adapter", "is_adapter", "merged_weights"]
+from areal_gym.trainer.parallel.fsdp import full
 
 _NAME = "default"
 _DOWN, _UP, _BASE = f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight", ".base_layer"

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
-from areal_gym.trainer.fsdp import full
-
-__all__ = ["Optimizer"]
+from areal_gym.trainer.parallel.fsdp import full
 
 
 class Optimizer:

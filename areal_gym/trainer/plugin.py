@@ -14,7 +14,7 @@ def register_trainers() -> Iterable[TrainerSpec]:
     """One process."""
     yield TrainerSpec(
         id="single",
-        entry_point="areal_gym.trainer.learner:Learner",
+        entry_point="areal_gym.trainer.trainer:Trainer",
         summary="one process, float32 master weights, packed micro-batches",
         requires=(*_REQUIRES, "matplotlib"),  # the picture at the end of a run
         extra="train",
@@ -50,7 +50,7 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
         for name, summary in estimators.items():
             yield AdvantageSpec(
                 id=name,
-                entry_point=f"areal_gym.trainer.{module}:{name}",
+                entry_point=f"areal_gym.trainer.algorithms.{module}:{name}",
                 summary=summary,
                 requires=_REQUIRES,
                 extra="train",
@@ -68,7 +68,7 @@ def register_policy_losses() -> Iterable[PolicyLossSpec]:
     ):
         yield PolicyLossSpec(
             id=name,
-            entry_point=f"areal_gym.trainer.losses:{name}",
+            entry_point=f"areal_gym.trainer.algorithms.losses:{name}",
             summary=summary,
             requires=_REQUIRES,
             extra="train",
@@ -83,11 +83,11 @@ def register_weight_syncs() -> Iterable[WeightSyncSpec]:
         ("disk", "disk:DiskWeightSync", "safetensors in a directory that servers share"),
         ("tensor", "tensor:TensorWeightSync", "in the body of requests, in flat buckets"),
         ("distributed", "distributed:DistributedWeightSync", "broadcast over NCCL or gloo"),
-        ("lora", "lora:LoraWeightSync", "adapters under versioned names, the base stays"),
+        ("lora", "adapters:LoraWeightSync", "adapters under versioned names, the base stays"),
     ):
         yield WeightSyncSpec(
             id=name,
-            entry_point=f"areal_gym.trainer.weight_syncs.{cls}",
+            entry_point=f"areal_gym.trainer.weight_sync.{cls}",
             summary=summary,
             requires=_REQUIRES,
             extra="train",

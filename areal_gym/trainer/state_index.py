@@ -28,9 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from areal_gym.errors import ConfigError
-from areal_gym.files import read_bytes
-
-__all__ = ["INDEX_NAME", "StateReader", "read_index"]
+from areal_gym.utils.files import read_bytes
 
 INDEX_NAME = ".metadata"
 _MOST_BYTES = 2**28

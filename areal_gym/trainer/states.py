@@ -27,17 +27,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from areal_gym.errors import ConfigError, TrainError
-from areal_gym.trainer.ranks import Ranks
+from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.state_index import StateReader, read_index
-
-__all__ = [
-    "StateFiles",
-    "below",
-    "prefixed",
-    "require_whole_states",
-    "room_for",
-    "saved_tensors",
-]
 
 # It is said even to those who have asked for just that.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areal_gym.errors import DataError, NothingToDoError, UnknownIdError
-from areal_gym.files import path_hints
-from areal_gym.rundir import RunDir, error_of
-from areal_gym.trajectory_files import TrainedFile, TrajectoryFile
-from areal_gym.viewer.contained import (
+from areal_gym.run_dir.run_dir import RunDir, error_of
+from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
+from areal_gym.utils.files import path_hints
+from areal_gym.viewer.safe_paths import (
     GrowingFile,
     contained,
     finite,
@@ -20,8 +20,6 @@ from areal_gym.viewer.contained import (
     read_settings,
 )
 from areal_gym.viewer.vocabulary import Vocabulary
-
-__all__ = ["Catalog", "Run"]
 
 _SPARKS = 60
 """Points of the small curve in the list of runs."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from areal_gym.viewer.catalog import Run
 
-__all__ = ["detail", "rows", "token_ids"]
-
 
 def rows(run: Run, file: str, start: int = 0, limit: int | None = None) -> dict[str, Any]:
     """A page of a file's trajectories, as columns: a list of ten thousand rows is small then.

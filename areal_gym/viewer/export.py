@@ -11,11 +11,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from areal_gym.files import write_atomic
+from areal_gym.utils.files import write_atomic
 from areal_gym.viewer.catalog import Catalog, Run
 from areal_gym.viewer.details import detail, rows, token_ids
-
-__all__ = ["export"]
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 

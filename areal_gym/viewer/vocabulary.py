@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from areal_gym.errors import DataError
-from areal_gym.rundir import RunDir
-from areal_gym.viewer.contained import contained
-
-__all__ = ["Vocabulary"]
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.viewer.safe_paths import contained
 
 _WORD = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's mark of a space."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from http_servers.raw_http import exchange, request, statuses
 
 from areal_gym.engines.scripted import ScriptedEngine
-from areal_gym.metrics import rss_mb
+from areal_gym.utils.statistics import rss_mb
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "gateway"))
 from gates import gate, recorded

@@ -21,9 +21,9 @@ from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import EngineError, EngineUnreachableError, GymError
-from areal_gym.metrics import rss_mb
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import Task
+from areal_gym.utils.statistics import rss_mb
 
 TRICKS = (
     *("blocks", "leaks", "raises", "exits", "base exception", "keyboard interrupt"),
@@ -142,8 +142,8 @@ def _kill_engine_threads(num_kills):
 
     from areal_gym.engines.base import SamplingParams
     from areal_gym.engines.embedded import EmbeddedEngine
-    from areal_gym.modeling.config import DecoderConfig
-    from areal_gym.modeling.decoder import build_decoder
+    from areal_gym.models.tiny.decoder import build_decoder
+    from areal_gym.models.tiny.decoder_config import DecoderConfig
 
     torch.set_num_threads(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from areal_gym.config import load_config
 from areal_gym.plugins import PluginManager, Registry, set_registry
-from areal_gym.run import Callback, train
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.callbacks import Callback
+from areal_gym.runs.train import train
 
 _PATIENCE_S = 300.0
 

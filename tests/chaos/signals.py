@@ -15,8 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from areal_gym.run import train
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.train import train
 from chaos.support_runs import config_of, fingerprint, make_policy, overrides_of
 from chaos.support_signalled import PHASES
 

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.config import RunConfig, load_config
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
 
 STEPS = 3
 
 
 def make_policy(directory: Path) -> Path:
     """Returns a checkpoint of a tiny policy with random weights."""
-    from areal_gym.modeling.checkpoint import save_checkpoint
-    from areal_gym.modeling.config import DecoderConfig
-    from areal_gym.modeling.decoder import build_decoder
-    from areal_gym.starter.tokenizer import build_tokenizer, save_tokenizer
+    from areal_gym.models.tiny.checkpoint_files import save_checkpoint
+    from areal_gym.models.tiny.decoder import build_decoder
+    from areal_gym.models.tiny.decoder_config import DecoderConfig
+    from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
-    template = resources.files("areal_gym.starter").joinpath("chat_template.jinja").read_text()
+    template = resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()
     tokenizer = build_tokenizer(["Make 17 from 3, 4 and 5.", template], vocab_size=320)
     draft = directory / "tokenizer"
     draft.mkdir(parents=True)

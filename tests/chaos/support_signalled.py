@@ -14,16 +14,16 @@ from areal_gym.cli.app import run as command_line
 from chaos.support_runs import before_call
 
 PHASES = {
-    "start": ("areal_gym.run.parts", "Parts", "make_env"),
-    "warm start": ("areal_gym.starter.warm_start", None, "_imitate"),
-    "probe": ("areal_gym.run.training", None, "measure_gap"),
+    "start": ("areal_gym.runs.components", "Components", "make_env"),
+    "warm start": ("areal_gym.warm_start.starter_policy", None, "_imitate"),
+    "probe": ("areal_gym.runs.train", None, "measure_gap"),
     "rollout": ("areal_gym.rollout.runner", "RolloutRunner", "next_batch"),
-    "training": ("areal_gym.trainer.learner", "Learner", "step"),
-    "publication": ("areal_gym.trainer.weight_syncs.in_process", "InProcessWeightSync", "publish"),
-    "metrics": ("areal_gym.rundir", "RunDir", "append_metrics"),
+    "training": ("areal_gym.trainer.trainer", "Trainer", "step"),
+    "publication": ("areal_gym.trainer.weight_sync.in_process", "InProcessWeightSync", "publish"),
+    "metrics": ("areal_gym.run_dir.run_dir", "RunDir", "append_metrics"),
     "checkpoint": ("areal_gym.trainer.checkpoint", None, "save_learner"),
-    "evaluation": ("areal_gym.run.evaluation", "Evaluations", "at"),
-    "end": ("areal_gym.rundir", "RunDir", "save_summary"),
+    "evaluation": ("areal_gym.runs.evaluation", "Evaluations", "at"),
+    "end": ("areal_gym.run_dir.run_dir", "RunDir", "save_summary"),
 }
 """Where each phase begins: module, class and function."""
 

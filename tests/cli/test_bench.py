@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_gym.cli import bench as command
+from areal_gym.cli import bench_command as command
 from areal_gym.cli.app import run
-from areal_gym.cli.reference import JSON_KEYS
-from areal_gym.run import bench as benches
+from areal_gym.cli.command_reference import JSON_KEYS
+from areal_gym.runs import speed as benches
 
 registry_module = importlib.import_module("areal_gym.plugins.registry")
 README = (Path(__file__).parents[2] / "README.md").read_text()

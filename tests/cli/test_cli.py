@@ -22,7 +22,7 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.plugins import KINDS
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.version import __version__
 
 HEAVY = {"torch", "transformers", "datasets", "gymnasium", "pydantic", "numpy", "rich", "sympy"}

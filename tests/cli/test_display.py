@@ -14,8 +14,11 @@ import pytest
 from rich.console import Console
 from viewed_runs import make_run, metrics, trajectory
 
-from areal_gym.cli import train as train_command
-from areal_gym.cli.display import (
+from areal_gym.cli import train_command
+from areal_gym.rollout.stats import RolloutStats
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.incidents import INCIDENTS, IncidentCounter
+from areal_gym.runs.live_display import (
     LiveDisplay,
     PlainDisplay,
     duration,
@@ -24,10 +27,7 @@ from areal_gym.cli.display import (
     sparkline,
     step_line,
 )
-from areal_gym.rollout.stats import RolloutStats
-from areal_gym.run.incidents import INCIDENTS, IncidentCounter
-from areal_gym.run.waiting import Waiting
-from areal_gym.rundir import RunDir
+from areal_gym.runs.waiting import ProgressLine
 from areal_gym.sandbox import shared_calls, shared_sandbox
 
 WIDTH = 100
@@ -163,7 +163,7 @@ def test_what_episodes_wait_for():
             ),
         ]
     )
-    waiting = Waiting(lambda: next(snapshots), 16, lambda: 3)
+    waiting = ProgressLine(lambda: next(snapshots), 16, lambda: 3)
     assert waiting() == "9 in flight: engine 4, sandbox 3, environment 2; 0 of 16 groups ready"
     assert waiting() == (
         "9 in flight: agent 9; 2 of 16 groups ready; 200 tok/s sampled; "
@@ -201,7 +201,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, "tests")
 from viewed_runs import metrics
-from areal_gym.cli.display import make_display
+from areal_gym.runs.live_display import make_display
 display = make_display()
 print(type(display).__name__)
 display.phase("train", 4)

@@ -7,7 +7,7 @@ from collections import namedtuple
 import pytest
 
 from areal_gym.cli.app import run
-from areal_gym.run import doctor
+from areal_gym.runs import machine_report as doctor
 
 SUBJECTS = [
     *("python", "packages", "packages train", "engines", "C compiler", "gpu", "sandbox", "docker"),

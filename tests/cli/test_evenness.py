@@ -12,8 +12,8 @@ from viewed_runs import make_run
 
 import areal_gym.errors
 from areal_gym.cli.app import COMMANDS, run
+from areal_gym.cli.command_reference import _VARIABLES, JSON_KEYS, commands_page, every_command
 from areal_gym.cli.output import EXIT_CODES, print_columns
-from areal_gym.cli.reference import _VARIABLES, JSON_KEYS, commands_page, every_command
 
 ROOT = Path(__file__).parents[2]
 ESCAPE = re.compile(r"\x1b")
@@ -46,7 +46,7 @@ def call(home, monkeypatch, capsys):
 
 def test_the_page_of_commands_is_the_commands():
     page = (ROOT / "docs" / "cli.md").read_text()
-    assert page == commands_page(), "python -m areal_gym.cli.reference > docs/cli.md"
+    assert page == commands_page(), "python -m areal_gym.cli.command_reference > docs/cli.md"
 
 
 def test_everything_says_what_it_is_for():

@@ -15,7 +15,7 @@ import urllib.request
 import pytest
 import torch
 
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from areal_gym.cli.reference import JSON_KEYS
+from areal_gym.cli.command_reference import JSON_KEYS
 
 pytestmark = pytest.mark.slow
 

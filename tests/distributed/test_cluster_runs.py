@@ -13,9 +13,10 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'areal-gym[ray]'")
 
 from areal_gym.config import load_config
-from areal_gym.run import replay, train
-from areal_gym.run.display import SilentDisplay
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.replay import replay
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.train import train
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'areal-gym[
 
 from areal_gym.config import load_config
 from areal_gym.distributed.cluster import open_cluster
-from areal_gym.distributed.servers import place_servers
+from areal_gym.distributed.ray_servers import place_servers
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.errors import EngineError

@@ -23,8 +23,8 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import ConfigError, InfrastructureError, UsageError
-from areal_gym.rollout.player import LocalPlayer, Order
-from areal_gym.rollout.pool import EnvPool
+from areal_gym.rollout.env_pool import EnvPool
+from areal_gym.rollout.episode_runners import EpisodeRequest, LocalEpisodeRunner
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import StopReason, Task
 
@@ -110,7 +110,7 @@ async def workers_of(config, env=Where, latency_s=0.01):
 
 def order(index, **options):
     task = Task(id=str(index), data={"number": index, "row": [1]})
-    return Order(task=task, seed=index, trajectory_id=f"t{index}", group_id="g", **options)
+    return EpisodeRequest(task=task, seed=index, trajectory_id=f"t{index}", group_id="g", **options)
 
 
 def told(trajectory):
@@ -127,7 +127,7 @@ def test_an_episode_is_the_same_there_and_here(ray_here):
         config = config_of()
         async with workers_of(config) as (workers, server):
             theirs = await asyncio.gather(*(workers.play(order(i)) for i in range(8)))
-            here = LocalPlayer(
+            here = LocalEpisodeRunner(
                 EnvPool(Where),
                 ChatAgent(),
                 server.engine,

@@ -67,8 +67,8 @@ async def sglang(policy: Path) -> AsyncIterator[str]:
 async def env() -> AsyncIterator[str]:
     """What `areal-gym serve-env math` serves."""
     import areal_gym
-    from areal_gym.serving.http import EnvServer
-    from areal_gym.serving.sessions import Sessions
+    from areal_gym.envs.server.env_sessions import Sessions
+    from areal_gym.envs.server.http_server import EnvServer
 
     sessions = Sessions(lambda: areal_gym.make("math"))
     async with sessions, EnvServer(sessions, "math") as server:
@@ -100,7 +100,7 @@ async def website(path: str, answer: Any) -> AsyncIterator[str]:
 
 def _published_at() -> str:
     """Where a server has the benchmark's data."""
-    from areal_gym.envs.tau2.data import manifest
+    from areal_gym.envs.tau2.benchmark_data import manifest
 
     return "/{repository}/{commit}/data".format(**manifest())
 

@@ -20,9 +20,9 @@ from typed import SERVERS, Said, call, is_alike, shell, talk_to_mcp
 import areal_gym
 from areal_gym.cli.app import app
 from areal_gym.cli.output import Options
-from areal_gym.trainer.advantages import grpo
-from areal_gym.trainer.dialogue_files import read_file
-from areal_gym.trainer.losses import ppo_clip
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.batch.dialogue_files import read_file
 
 ONES_OWN = {"answer": "4", "gold": "4", "my_loss": ppo_clip, "my_estimator": grpo}
 """What Python in the docs takes for given."""

@@ -83,7 +83,7 @@ WARM_START = {
     **{"ffn_size": 64, "num_tokenizer_texts": 60, "batch_size": 4, "num_probes": 2},
     **{"warmup_steps": 1, "min_hold_steps": 5, "max_hold_steps": 5, "decay_steps": 5},
 }
-"""Of `areal_gym.starter.warm_start.Recipe`: a policy that has seen 10 batches of 4."""
+"""Of `areal_gym.warm_start.starter_policy.Recipe`: a policy that has seen 10 batches of 4."""
 
 FURNISHING = (
     (("--env", "tir", *SMALL, "--out", "runs/ended"), 0),

@@ -30,14 +30,14 @@ from stand_ins import FURNISHING, MEANT, MEANT_IN_PYTHON, WARM_START
 from typed import SERVERS, call
 
 from areal_gym.errors import GymError
-from areal_gym.run import bench
+from areal_gym.runs import speed as bench
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 
 
 def settle(directory, patch):
     """Sit down in a directory; what takes a minute takes a second there."""
-    from areal_gym.starter import warm_start
+    from areal_gym.warm_start import starter_policy as warm_start
 
     patch.chdir(directory)
     patch.syspath_prepend(directory)

@@ -16,7 +16,7 @@ import areal_gym
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.engines.base import SamplingParams
 from areal_gym.envs.checker import check_env
-from areal_gym.modeling.checkpoint import load_checkpoint
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.plugins import KINDS, HookSpecs, PluginManager, Registry, registry, set_registry
 from areal_gym.testing import check_advantage_estimator, check_policy_loss
 from areal_gym.types import Group
@@ -131,7 +131,7 @@ def test_its_estimator_and_its_loss_keep_their_contracts():
 
 
 def test_its_trainer_is_made_of_the_settings(tiny_policy):
-    from areal_gym.run.parts import make_learner
+    from areal_gym.runs.components import make_learner
 
     config = RunConfig.model_validate({"trainer": {"id": "patient", "advantage": "half"}})
     learner = make_learner(config, tiny_policy)

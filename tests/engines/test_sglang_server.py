@@ -8,8 +8,8 @@ from sglang_servers import count, fake, until, website
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.sglang import FakeSGLangServer
-from areal_gym.engines.sglang.answers import read_answer
-from areal_gym.engines.sglang.server import RefusedError, SGLangServer
+from areal_gym.engines.sglang.replies import read_answer
+from areal_gym.engines.sglang.server_client import RefusedError, SGLangServer
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
 

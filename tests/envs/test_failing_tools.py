@@ -9,7 +9,7 @@ import pytest
 
 import areal_gym
 from areal_gym import Response, StopReason, Task, TextEnv, ToolError, tool
-from areal_gym.dialects import write_call
+from areal_gym.chat.tool_call_formats import write_call
 
 
 @tool

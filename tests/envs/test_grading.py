@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from areal_gym.envs.base import run_on_kept_loop
 from areal_gym.envs.grading import agrees, extract_answer, is_equal, is_same_number, parse_number
+from areal_gym.envs.grading.answer_cleaning import tidy
 from areal_gym.envs.grading.extraction import final_answer
-from areal_gym.envs.grading.tidy import tidy
 
 balanced = st.recursive(
     st.text(alphabet="abc 0123+-^_", max_size=5),

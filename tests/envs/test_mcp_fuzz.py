@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import areal_gym
-from areal_gym.serving.sessions import Sessions
+from areal_gym.envs.server.env_sessions import Sessions
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
-from areal_gym.http_servers.connections import ConnectionLimits
-from areal_gym.serving.mcp import make_mcp_server, serve_http
+from areal_gym.envs.server.mcp_server import make_mcp_server, serve_http
+from areal_gym.utils.http_servers.connections import ConnectionLimits
 
 VERSION = "2026-07-28"
 META = {

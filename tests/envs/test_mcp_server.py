@@ -13,15 +13,15 @@ import pytest
 
 import areal_gym
 from areal_gym.envs.checker import play
+from areal_gym.envs.server.env_sessions import Sessions
 from areal_gym.errors import UsageError
-from areal_gym.serving.sessions import Sessions
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
-from areal_gym.serving.mcp import make_mcp_server
+from areal_gym.envs.server.mcp_server import make_mcp_server
 
 
 def text_of(result):

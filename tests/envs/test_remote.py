@@ -12,11 +12,11 @@ import pytest
 
 import areal_gym
 from areal_gym.envs.checker import check_env, play
+from areal_gym.envs.server import remote_env as client
+from areal_gym.envs.server.env_sessions import FullError, GoneError, Sessions
+from areal_gym.envs.server.http_server import EnvServer, is_loopback, made_up_token
+from areal_gym.envs.server.remote_env import TOKEN_VARIABLE, RemoteEnv
 from areal_gym.errors import EnvError, InfrastructureError, RewardError, SandboxError, UsageError
-from areal_gym.serving import client
-from areal_gym.serving.client import TOKEN_VARIABLE, RemoteEnv
-from areal_gym.serving.http import EnvServer, is_loopback, made_up_token
-from areal_gym.serving.sessions import FullError, GoneError, Sessions
 
 
 @contextmanager

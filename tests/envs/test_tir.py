@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from areal_gym.dialects import DIALECTS, parse_assistant, write_call
+from areal_gym.chat.tool_call_formats import DIALECTS, parse_assistant, write_call
 from areal_gym.envs.base import run_on_kept_loop
 from areal_gym.envs.tir import TirEnv, python_call
 from areal_gym.errors import ConfigError, SandboxError, UnknownIdError, UsageError

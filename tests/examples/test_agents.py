@@ -21,8 +21,8 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.math import MathEnv
 from areal_gym.envs.tir import TirEnv
 from areal_gym.rollout.episode import play_episode
-from areal_gym.run import train
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.train import train
 from areal_gym.types import StopReason, Task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,11 +7,11 @@ import json
 
 import aiohttp
 
-from areal_gym.capture import Recorder
 from areal_gym.engines.base import Piece, SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import AgentError
-from areal_gym.gateway.server import Gateway
+from areal_gym.gateway.gateway_server import Gateway
+from areal_gym.recording import Recorder
 
 ADD = {
     "type": "function",

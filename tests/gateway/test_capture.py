@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import RecordingEngine
 
-from areal_gym.capture import Conversations, Recorder
 from areal_gym.config import TrainerConfig
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import EngineError
-from areal_gym.trainer.experience import advantage_inputs
-from areal_gym.trainer.sequences import make_sequences, sequences_of
-from areal_gym.trainer.token_advantages import gae
+from areal_gym.recording import Conversations, Recorder
+from areal_gym.trainer.algorithms.token_advantages import gae
+from areal_gym.trainer.batch.experience import advantage_inputs
+from areal_gym.trainer.batch.sequences import make_sequences, sequences_of
 from areal_gym.types import Group, StopReason, Task, Trajectory
 
 HI = {"role": "user", "content": "Hi."}

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.gateway.routes import _table, openapi
-from areal_gym.gateway.server import Gateway
-from areal_gym.http_servers.connections import ConnectionLimits
+from areal_gym.utils.http_servers.connections import ConnectionLimits
 
 HI = [{"role": "user", "content": "Hi."}]
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.errors import EngineError, InfrastructureError
+from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.gateway.routes import _table, openapi
-from areal_gym.gateway.server import Gateway
 
 HI = {"messages": [{"role": "user", "content": "Hi."}]}
 DESCRIPTION = openapi(_table(Gateway()))

@@ -8,12 +8,12 @@ import pytest
 import torch
 from gates import Told, post
 
-from areal_gym.capture import Recorder
+from areal_gym.chat import Renderer
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
-from areal_gym.gateway.server import Gateway
-from areal_gym.rendering import Renderer
+from areal_gym.gateway.gateway_server import Gateway
+from areal_gym.recording import Recorder
 
 NUM = 256
 

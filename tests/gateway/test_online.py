@@ -16,8 +16,9 @@ import torch
 
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, UsageError
-from areal_gym.run import evaluate, train
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.evaluation import evaluate
+from areal_gym.runs.train import train
 
 SMALL = [
     "env.id=online",

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from areal_gym.dialects import DIALECTS
+from areal_gym.chat.tool_call_formats import DIALECTS
 from areal_gym.engines.scripted import ByteTokenizer, byte_renderer
-from areal_gym.gateway.reading import Reader, deltas_of
+from areal_gym.gateway.request_parsing import Reader, deltas_of
 
 RENDERER = byte_renderer()
 PIECES = st.sampled_from(

@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 from http_servers.raw_http import PATIENCE_S, exchange, request, statuses
 
-from areal_gym.http_servers.aiohttp_site import HttpSite, read_body
-from areal_gym.http_servers.asgi_site import serve_asgi
-from areal_gym.http_servers.connections import ConnectionLimits, stop_listening
+from areal_gym.utils.http_servers.aiohttp_site import HttpSite, read_body
+from areal_gym.utils.http_servers.asgi_site import serve_asgi
+from areal_gym.utils.http_servers.connections import ConnectionLimits, stop_listening
 
 pytest.importorskip("uvicorn", reason="needs the extra viewer")
 

@@ -29,10 +29,10 @@ sys.meta_path[:] = [WithoutHidden if finder is PathFinder else finder for finder
 
 from aiohttp import web  # noqa: E402
 
+from areal_gym.chat import Renderer  # noqa: E402
 from areal_gym.cli.app import run  # noqa: E402
 from areal_gym.engines.scripted import ScriptedEngine  # noqa: E402
 from areal_gym.engines.sglang.fake import FakeSGLangServer  # noqa: E402
-from areal_gym.rendering import Renderer  # noqa: E402
 
 
 async def complete(request):

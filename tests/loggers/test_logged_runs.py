@@ -11,9 +11,10 @@ import pytest
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import Entry, PluginManager, Registry, registry, set_registry
-from areal_gym.run import SilentDisplay, train
-from areal_gym.run.loggers import Loggers
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.logger_threads import Loggers
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.train import train
 
 SMALL = [
     "env.id=shaped",

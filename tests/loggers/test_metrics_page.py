@@ -9,10 +9,10 @@ import pytest
 
 from areal_gym.config import load_config
 from areal_gym.engines.embedded.scheduler import EngineStats
-from areal_gym.engines.sglang.engine import SGLangStats
+from areal_gym.engines.sglang.sglang_engine import SGLangStats
 from areal_gym.plugins import PluginManager, Registry, set_registry
-from areal_gym.run import train
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.train import train
 
 ROOT = Path(__file__).parents[2]
 DESIGN = ROOT.parent / "shared" / "design" / "algorithms.md"

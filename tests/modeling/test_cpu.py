@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from areal_gym.engines.embedded import sampling
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.cpu import library, pointwise, products
-from areal_gym.modeling.cpu.attention import BLOCK, attend, attend_cached, has_kernel
-from areal_gym.modeling.decoder import build_decoder, gated
-from areal_gym.modeling.rope import apply_rope, rope_frequencies, rope_tables
-from areal_gym.trainer.bins import Row
-from areal_gym.trainer.packing import pack
+from areal_gym.models.tiny.decoder import build_decoder, gated
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.models.tiny.kernels import kernel_library as library
+from areal_gym.models.tiny.kernels import pointwise_kernels as pointwise
+from areal_gym.models.tiny.kernels import product_kernels as products
+from areal_gym.models.tiny.kernels.attention_kernels import BLOCK, attend, attend_cached, has_kernel
+from areal_gym.models.tiny.rope import apply_rope, rope_frequencies, rope_tables
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.packing import pack
 
 needs_compiler = pytest.mark.skipif(not library.is_there(), reason="needs a C compiler")
 needs_products = pytest.mark.skipif(

@@ -12,9 +12,9 @@ import transformers
 from tiny_models import tiny_model
 
 from areal_gym.errors import ConfigError, TrainError
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.decoder import Decoder, build_decoder, causal_attend
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
+from areal_gym.models.tiny.decoder import Decoder, build_decoder, causal_attend
+from areal_gym.models.tiny.decoder_config import DecoderConfig
 
 
 @pytest.fixture(params=["gemma2", "qwen3"])
@@ -98,7 +98,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monk
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("areal_gym.modeling.checkpoint._sync", full)
+    monkeypatch.setattr("areal_gym.models.tiny.checkpoint_files._sync", full)
     with pytest.raises(TrainError, match="No space left"):
         save_checkpoint(tiny(1), path)
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
@@ -123,7 +123,7 @@ import sys, threading, time
 import torch
 import transformers
 from areal_gym.engines.embedded import EmbeddedEngine
-from areal_gym.modeling import load_checkpoint, save_checkpoint
+from areal_gym.models.tiny import load_checkpoint, save_checkpoint
 
 def anonymous():
     with open("/proc/self/status") as status:

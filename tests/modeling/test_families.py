@@ -14,9 +14,9 @@ import transformers
 from tiny_models import SHAPES, VOCAB_SIZE, WINDOW, their_logits, tiny_model
 
 from areal_gym.errors import ConfigError
-from areal_gym.modeling import Decoder, causal_attend, load_checkpoint, save_checkpoint
-from areal_gym.trainer.bins import Row
-from areal_gym.trainer.packing import pack
+from areal_gym.models.tiny import Decoder, causal_attend, load_checkpoint, save_checkpoint
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.packing import pack
 
 LENGTH = 3 * WINDOW + 5
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from areal_gym.rendering import Renderer
+from areal_gym.chat import Renderer
 
 CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 CONTROL = {
@@ -68,7 +68,7 @@ class Bytes:
 
 def template_of(family: str) -> str:
     if family == "starter":
-        return resources.files("areal_gym.starter").joinpath("chat_template.jinja").read_text()
+        return resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()
     return (Path(__file__).parent / "templates" / f"{family}.jinja").read_text()
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_gym.dialects import DIALECTS, parse_assistant
+from areal_gym.chat.tool_call_formats import DIALECTS, parse_assistant
 from areal_gym.errors import ConfigError
 
 ANY_TEXT = st.text(st.characters(), max_size=200)  # surrogates too

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
+from areal_gym.chat import Renderer
+from areal_gym.chat.template import BREAK
 from areal_gym.engines.scripted import CHATML, ByteTokenizer, byte_renderer
 from areal_gym.errors import ConfigError
-from areal_gym.rendering import Renderer
-from areal_gym.rendering.template import BREAK
 
 QWEN_LIKE = """
 {%- if tools %}
@@ -261,7 +261,7 @@ def test_caches_stay_small():
 
 def test_loading_needs_neither_torch_nor_transformers(checkpoint):
     code = (
-        "import sys; from areal_gym.rendering import Renderer;"
+        "import sys; from areal_gym.chat import Renderer;"
         f"Renderer.from_checkpoint({str(checkpoint)!r});"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

@@ -5,8 +5,8 @@ from families import CONTROL, TOOLS, renderer_of, template_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_gym.chat import Dialogue
 from areal_gym.errors import ConfigError
-from areal_gym.rendering import Dialogue
 
 QUESTION = {"role": "user", "content": "What is 3 + 4?"}
 SYSTEM = {"role": "system", "content": "Be exact."}

@@ -3,9 +3,9 @@
 import pytest
 from families import TOOLS, renderer_of
 
+from areal_gym.chat import Dialogue
+from areal_gym.chat.transcript import closing_ids, said_text, transcribe
 from areal_gym.errors import DataError
-from areal_gym.rendering import Dialogue
-from areal_gym.rendering.transcript import closing_ids, said_text, transcribe
 
 SYSTEM = {"role": "system", "content": "Be exact."}
 ASKED = {"role": "user", "content": "What is 3 + 4?"}

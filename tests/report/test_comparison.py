@@ -9,10 +9,10 @@ from viewed_runs import make_run, trajectory
 
 from areal_gym.cli.app import run as areal_gym
 from areal_gym.errors import NothingToDoError
-from areal_gym.metrics import difference_interval, mean_interval
 from areal_gym.report import compare
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import Task, Turn
+from areal_gym.utils.statistics import difference_interval, mean_interval
 
 
 @pytest.mark.parametrize(("num", "quantile"), [(5, 2.776), (10, 2.262), (31, 2.042), (500, 1.965)])

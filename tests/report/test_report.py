@@ -10,11 +10,11 @@ from viewed_runs import add_step, make_run, trajectory
 
 from areal_gym.cli.app import run as run_program
 from areal_gym.errors import NothingToDoError
-from areal_gym.markup import number, visible
 from areal_gym.report import collect, keep_report, write_report
 from areal_gym.report.charts import draw
 from areal_gym.report.content import Chart, Line
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.utils.markup import number, visible
 
 VOID = {"meta", "link", "img", "br", "input"}
 HOSTILE = "<script>alert(1)</script>| a | `x` \u202e [y](z) ```"

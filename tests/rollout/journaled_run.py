@@ -21,12 +21,12 @@ from small import RecordingEngine, Sums
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import byte_renderer
-from areal_gym.files import write_atomic
 from areal_gym.rollout.curriculum import SuccessRateCurriculum
 from areal_gym.rollout.filters import ZeroVarianceFilter
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import content_hash
+from areal_gym.utils.files import write_atomic
 
 SAVE_EVERY = 3
 

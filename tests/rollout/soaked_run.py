@@ -18,7 +18,8 @@ from shaped_env import Shaped
 
 from areal_gym.config import load_config
 from areal_gym.plugins import EnvSpec, PluginManager, Registry, hookimpl, set_registry
-from areal_gym.run import SilentDisplay, train
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.train import train
 from areal_gym.types import Task
 
 

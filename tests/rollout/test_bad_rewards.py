@@ -15,7 +15,7 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import FailureBudgetError, RewardError
 from areal_gym.rollout.evaluate import evaluate
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.run.incidents import IncidentCounter, describe_incidents
+from areal_gym.runs.incidents import IncidentCounter, describe_incidents
 from areal_gym.types import StopReason
 
 RENDERER = byte_renderer()

@@ -15,8 +15,8 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import TrainError
+from areal_gym.rollout.group_json import pack_group, unpack_group
 from areal_gym.rollout.journal import Journal
-from areal_gym.rollout.packed import pack_group, unpack_group
 from areal_gym.rollout.runner import RolloutRunner
 
 SCRIPT = Path(__file__).parent / "journaled_run.py"

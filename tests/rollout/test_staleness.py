@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_gym.rollout.buffer import GroupBuffer
-from areal_gym.rollout.staleness import Admission, is_fresh
+from areal_gym.rollout.staleness import AdmissionControl, is_fresh
 from areal_gym.types import Group, Task, TokenSpan, Trajectory
 
 TASK = Task(id="t", data={})
@@ -26,7 +26,7 @@ def test_one_old_token_makes_a_group_old():
 
 
 def test_synchronous_admission_is_one_batch_per_version():
-    admission = Admission(batch_groups=3, max_staleness=0)
+    admission = AdmissionControl(batch_groups=3, max_staleness=0)
     for version in range(4):
         assert admission.capacity(version) == 3
         for left in (2, 1, 0):
@@ -45,7 +45,7 @@ def test_in_order_of_starting_no_group_is_ever_too_old(seed, batch_groups, max_s
     """Random schedules of starting, finishing, failing and training."""
     rng = random.Random(seed)
     version = start
-    admission = Admission(batch_groups, max_staleness, num_accepted=start * batch_groups)
+    admission = AdmissionControl(batch_groups, max_staleness, num_accepted=start * batch_groups)
     running, ready = [], []  # versions at the start, in order
     for _ in range(300):
         move = rng.random()

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from areal_gym.agents.chat import ChatAgent
+from areal_gym.chat import Renderer
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.rendering import Renderer
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.rollout.episode import derive_seed
 from areal_gym.rollout.filters import ZeroVarianceFilter
 from areal_gym.rollout.runner import RolloutRunner

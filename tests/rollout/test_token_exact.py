@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from small import RecordingEngine, Sums
 
 from areal_gym.agents.chat import ChatAgent
+from areal_gym.chat import Renderer
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ByteTokenizer, ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.rendering import Renderer
 from areal_gym.rollout.episode import play_episode
-from areal_gym.rollout.packed import pack_group, unpack_group
-from areal_gym.trainer.sequences import make_sequences
+from areal_gym.rollout.group_json import pack_group, unpack_group
+from areal_gym.trainer.batch.sequences import make_sequences
 from areal_gym.types import FinishReason, Group, StopReason, Task, Trajectory
 
 RENDERER = byte_renderer()

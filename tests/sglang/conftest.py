@@ -80,13 +80,13 @@ def policies(tmp_path_factory):
     """Two checkpoints of the same shape and different weights."""
     from importlib import resources
 
-    from areal_gym.modeling.checkpoint import save_checkpoint
-    from areal_gym.modeling.config import DecoderConfig
-    from areal_gym.modeling.decoder import build_decoder
-    from areal_gym.starter.tokenizer import build_tokenizer, save_tokenizer
+    from areal_gym.models.tiny.checkpoint_files import save_checkpoint
+    from areal_gym.models.tiny.decoder import build_decoder
+    from areal_gym.models.tiny.decoder_config import DecoderConfig
+    from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
 
     home = tmp_path_factory.mktemp("served")
-    template = resources.files("areal_gym.starter").joinpath("chat_template.jinja").read_text()
+    template = resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()
     tokenizer = build_tokenizer([template, "Make 17 from 3, 4 and 5."], vocab_size=320)
     (home / "tokenizer").mkdir()
     save_tokenizer(tokenizer, home / "tokenizer", max_context=CONTEXT)

@@ -10,9 +10,9 @@ import torch
 
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.sglang import SGLangEngine
-from areal_gym.trainer.bins import Row
-from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import pack
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.packing import pack
+from areal_gym.trainer.chunked_logprobs import score_tokens
 
 PROMPT = list(range(20, 60))
 TOLERANCE = 2e-5

@@ -8,8 +8,9 @@ from conftest import command_of, require_retract
 from test_runs import config_of
 
 from areal_gym.config import load_config
-from areal_gym.run import replay, train
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.replay import replay
+from areal_gym.runs.train import train
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from suite import PROMPT, TOLERANCE, ask, engine_over, gap, ours, turns_in_fligh
 
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.errors import EngineError
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.trainer.weight_syncs.disk import DiskWeightSync
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.trainer.weight_sync.disk import DiskWeightSync
 from areal_gym.types import FinishReason
 
 

@@ -14,12 +14,13 @@ from conftest import CONTEXT, running_server
 from suite import PROMPT, ours
 
 from areal_gym.config import load_config
-from areal_gym.modeling.checkpoint import save_checkpoint
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.decoder import build_decoder
+from areal_gym.models.tiny.checkpoint_files import save_checkpoint
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.plugins import PluginManager, Registry, set_registry
-from areal_gym.run import SilentDisplay, train
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.train import train
 
 BATCH, SIZE, STEPS, HIT = 8, 4, 5, 3
 SHORT = 10

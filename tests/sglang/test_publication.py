@@ -8,14 +8,14 @@ from conftest import require_retract, running_server
 from suite import PROMPT, TOLERANCE, ask, busy, engine_over, gap, is_ascending, turns_in_flight
 
 from areal_gym.config import LoraConfig, PluginConfig
-from areal_gym.engines.sglang.server import RefusedError, SGLangServer
+from areal_gym.engines.sglang.server_client import RefusedError, SGLangServer
 from areal_gym.errors import EngineError
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.decoder import build_decoder
-from areal_gym.trainer.weight_syncs import make_weight_sync
-from areal_gym.trainer.weight_syncs.session import update_session
-from areal_gym.trainer.weight_syncs.tensor import buckets, encode_bucket
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.trainer.weight_sync import make_weight_sync
+from areal_gym.trainer.weight_sync.tensor import buckets, encode_bucket
+from areal_gym.trainer.weight_sync.update_session import update_session
 
 CHANNELS = [
     ("disk", {}),

@@ -13,10 +13,11 @@ from suite import TOLERANCE, ask, engine_over, gap, turns_in_flight
 
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.run import replay, train
-from areal_gym.rundir import RunDir
-from areal_gym.trainer.weight_syncs.disk import DiskWeightSync
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.replay import replay
+from areal_gym.runs.train import train
+from areal_gym.trainer.weight_sync.disk import DiskWeightSync
 
 SMALL = [
     "env.id=shaped",

@@ -6,11 +6,11 @@ import json
 import pytest
 from suite import PROMPT, engine_over, gap
 
+from areal_gym.chat import Renderer
 from areal_gym.engines.base import SamplingParams
 from areal_gym.errors import GrammarError
-from areal_gym.gateway.server import Gateway
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.rendering import Renderer
+from areal_gym.gateway.gateway_server import Gateway
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 
 openai = pytest.importorskip("openai", reason="pip install 'areal-gym[agents]'")
 

@@ -10,13 +10,13 @@ import areal_gym
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tasks import split_of
 from areal_gym.errors import UsageError
-from areal_gym.starter.demonstrations import (
+from areal_gym.types import Task
+from areal_gym.warm_start.demonstrations import (
     TIR,
     demonstrate,
     demonstrators_for,
     perfect_demonstration,
 )
-from areal_gym.types import Task
 
 
 def test_the_shares_add_up():

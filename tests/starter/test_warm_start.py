@@ -7,10 +7,10 @@ import torch
 import transformers
 
 import areal_gym
+from areal_gym.chat import Renderer
 from areal_gym.errors import TrainError
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.rendering import Renderer
-from areal_gym.starter.warm_start import Recipe, prepare_starter
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.warm_start.starter_policy import Recipe, prepare_starter
 
 SMALL = Recipe(
     hidden_size=32,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError
 from areal_gym.plugins import registry
-from areal_gym.trainer.advantages import (
+from areal_gym.trainer.algorithms.advantages import (
     AdvantageInputs,
     dr_grpo,
     estimate,
@@ -21,7 +21,12 @@ from areal_gym.trainer.advantages import (
     returns_to_go,
     rloo,
 )
-from areal_gym.trainer.token_advantages import gae, per_turn, reinforce_pp, reinforce_pp_baseline
+from areal_gym.trainer.algorithms.token_advantages import (
+    gae,
+    per_turn,
+    reinforce_pp,
+    reinforce_pp_baseline,
+)
 
 
 def test_advantages_by_hand():

@@ -10,21 +10,21 @@ import pytest
 import torch
 from helpers import batch, honest_logprobs, tiny_decoder, trajectory
 
-from areal_gym.algorithms import PRESETS
 from areal_gym.config import TrainerConfig
+from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.errors import ConfigError
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
 from areal_gym.plugins import registry
-from areal_gym.trainer.advantages import estimate, grpo
-from areal_gym.trainer.bins import Row
+from areal_gym.trainer.algorithms.advantages import estimate, grpo
+from areal_gym.trainer.algorithms.losses import LossOutput, ppo_clip
+from areal_gym.trainer.algorithms.token_advantages import gae
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.experience import advantage_inputs
+from areal_gym.trainer.batch.packing import pack
+from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.checkpoint import restore_learner, save_learner
 from areal_gym.trainer.critic import Critic
-from areal_gym.trainer.experience import advantage_inputs
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import LossOutput, ppo_clip
-from areal_gym.trainer.packing import pack
-from areal_gym.trainer.sequences import sequences_of
-from areal_gym.trainer.token_advantages import gae
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, StopReason
 
 NAMES = sorted(PRESETS)
@@ -37,9 +37,9 @@ def initial(tmp_path_factory):
     return save_checkpoint(tiny_decoder(), home / "policy", tokenizer_dir=home)
 
 
-def learner(initial, decoder=None, **config) -> Learner:
+def learner(initial, decoder=None, **config) -> Trainer:
     settings = TrainerConfig(**config)
-    return Learner(
+    return Trainer(
         decoder or tiny_decoder(),
         settings,
         advantage=registry().load("advantages", settings.advantage),
@@ -49,18 +49,18 @@ def learner(initial, decoder=None, **config) -> Learner:
     )
 
 
-def flat(trained: Learner) -> torch.Tensor:
+def flat(trained: Trainer) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in trained.weights()]).clone()
 
 
-def gradient(trained: Learner, groups: list[Group], version: int = 0) -> torch.Tensor:
+def gradient(trained: Trainer, groups: list[Group], version: int = 0) -> torch.Tensor:
     """What a step's clipped gradient was: after one step, Adam's mean is 0.1 times it."""
     trained.step(groups, version)
     means = [tensor for name, tensor in trained.states().items() if name.endswith(".exp_avg")]
     return 10 * torch.cat([mean.flatten() for mean in means])
 
 
-def mean_logprob(trained: Learner, groups: list[Group], reward: float) -> float:
+def mean_logprob(trained: Trainer, groups: list[Group], reward: float) -> float:
     rows = [row for row in sequences_of(groups) if row.reward == reward]
     return float(torch.cat(trained.score(rows)).mean())
 
@@ -98,7 +98,7 @@ def test_micro_batches_and_the_order_of_groups_do_not_change_the_gradient(initia
 def test_a_kl_without_a_reference_is_refused():
     settings = TrainerConfig(kl={"coefficient": 0.1})
     with pytest.raises(ConfigError, match="needs a reference policy"):
-        Learner(tiny_decoder(), settings, advantage=grpo, loss=ppo_clip)
+        Trainer(tiny_decoder(), settings, advantage=grpo, loss=ppo_clip)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -129,7 +129,7 @@ def test_the_kl_in_the_reward_is_taken_off_the_advantages(initial):
     trained = learner(initial, far, kl={"coefficient": 0.1, "estimator": "k1", "place": "reward"})
     rows = sequences_of(groups)
     columns = trained._columns(rows, "recorded")
-    trained._judge(rows, rows, columns)
+    trained._compute_advantages(rows, rows, columns)
     plain = estimate(grpo, advantage_inputs(rows, trained.config, 9)).advantages_T
     kl_T = columns.all("old") - columns.all("reference")
     assert float(kl_T.abs().max()) > 0.1
@@ -199,7 +199,7 @@ def test_rewards_of_turns_reach_their_own_tokens(initial):
         initial, advantage="per_turn", advantage_kwargs={"baseline": "reinforce", "discount": 0.5}
     )
     columns = trained._columns(rows, "recorded")
-    trained._judge(rows, rows, columns)
+    trained._compute_advantages(rows, rows, columns)
     returns = ((1.0, 0.0), (0.5, 1.0), (0.0, 0.0))
     for i, row in enumerate(rows):
         turns = [t for t, is_trained in zip(row.turn_ids, row.loss_mask, strict=True) if is_trained]
@@ -297,7 +297,7 @@ def test_what_the_critics_gradient_reaches(trunk):
         return LossOutput(loss=inputs.logprobs * 0)
 
     settings = TrainerConfig(algorithm="ppo", critic={"trunk": trunk})
-    trained = Learner(tiny_decoder(), settings, advantage=gae, loss=silent)
+    trained = Trainer(tiny_decoder(), settings, advantage=gae, loss=silent)
     trained.step(batch(), 0)  # the head is 0 at first: nothing passes it
     before = flat(trained)
     trained.step(batch(), 0)

@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.corrections import correct, interpolate_proximal, second_moment_mask
+from areal_gym.trainer.algorithms.corrections import (
+    correct,
+    interpolate_proximal,
+    second_moment_mask,
+)
 
 # Weights 2 and 8 in one sequence (geometric mean 4), and 0.25 alone.
 LOG_WEIGHTS = torch.tensor([2.0, 8.0, 0.25], dtype=torch.float64).log()

@@ -9,15 +9,15 @@ from helpers import batch, tiny_decoder
 from areal_gym.config import TrainerConfig, load_config
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
-from areal_gym.run.parts import make_learner
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import LossInputs, LossOutput
-from areal_gym.trainer.ratios import sequence_mean
+from areal_gym.runs.components import make_learner
+from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput
+from areal_gym.trainer.algorithms.ratios import sequence_mean
+from areal_gym.trainer.trainer import Trainer
 
 
-def learner(own_loss=None, **config) -> Learner:
+def learner(own_loss=None, **config) -> Trainer:
     settings = TrainerConfig.model_validate(config)
-    return Learner(
+    return Trainer(
         tiny_decoder(),
         settings,
         advantage=registry().load("advantages", settings.advantage),

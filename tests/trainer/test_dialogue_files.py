@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from areal_gym.chat import Renderer
 from areal_gym.errors import DataError, NothingToDoError
-from areal_gym.rendering import Renderer
-from areal_gym.trainer.dialogue_files import encode, read_file
+from areal_gym.trainer.batch.dialogue_files import encode, read_file
 
 ASKED = {"role": "user", "content": "2+2?"}
 SAID = {"role": "assistant", "content": "4"}

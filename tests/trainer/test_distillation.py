@@ -11,12 +11,12 @@ from helpers import batch, honest_logprobs, tiny_decoder
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, EngineError, TrainError
-from areal_gym.modeling.decoder import causal_attend
-from areal_gym.trainer.advantages import AdvantageInputs, estimate
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import ppo_clip
+from areal_gym.models.tiny.decoder import causal_attend
+from areal_gym.trainer.algorithms.advantages import AdvantageInputs, estimate
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.algorithms.token_advantages import distill
 from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher, annotate
-from areal_gym.trainer.token_advantages import distill
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import TokenSpan, Trajectory
 
 
@@ -171,7 +171,7 @@ def sample_all(student, groups, generator, num_tokens=5):
 def test_a_student_comes_to_its_teacher():
     student, teacher = tiny_decoder(1), tiny_decoder(2)
     config = TrainerConfig(advantage="distill", clip_low=None, clip_high=None, lr=3e-3)
-    learner = Learner(student, config, advantage=distill, loss=ppo_clip)
+    learner = Trainer(student, config, advantage=distill, loss=ppo_clip)
     local = LocalTeacher(teacher)
     generator = torch.Generator().manual_seed(0)
     prompts = batch(num_groups=6)
@@ -195,6 +195,6 @@ def test_of_two_equals_nothing_is_to_be_learned():
     groups = taught(groups, local)
     local.close()
     config = TrainerConfig(advantage="distill", clip_low=None, clip_high=None)
-    metrics = Learner(decoder, config, advantage=distill, loss=ppo_clip).step(groups, 0)
+    metrics = Trainer(decoder, config, advantage=distill, loss=ppo_clip).step(groups, 0)
     assert metrics["train/kl_teacher"] == pytest.approx(0, abs=1e-5)
     assert metrics["train/grad_norm"] < 1e-4

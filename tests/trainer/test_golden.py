@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal_gym.trainer.advantages import (
+from areal_gym.trainer.algorithms.advantages import (
     AdvantageInputs,
     dr_grpo,
     estimate,
@@ -19,8 +19,12 @@ from areal_gym.trainer.advantages import (
     normalise,
     rloo,
 )
-from areal_gym.trainer.corrections import correct, interpolate_proximal, second_moment_mask
-from areal_gym.trainer.losses import (
+from areal_gym.trainer.algorithms.corrections import (
+    correct,
+    interpolate_proximal,
+    second_moment_mask,
+)
+from areal_gym.trainer.algorithms.losses import (
     LossInputs,
     aggregate,
     aggregation_weights,
@@ -30,9 +34,9 @@ from areal_gym.trainer.losses import (
     sapo,
     value_loss,
 )
-from areal_gym.trainer.ratios import KL_ESTIMATORS
-from areal_gym.trainer.shaping import overlong_penalty
-from areal_gym.trainer.token_advantages import gae
+from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS
+from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty
+from areal_gym.trainer.algorithms.token_advantages import gae
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "losses.json"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="no ../shared/golden/losses.json")

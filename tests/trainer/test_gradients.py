@@ -20,10 +20,10 @@ from helpers import batch, honest_logprobs, tiny_decoder
 from torch import Tensor
 
 from areal_gym.config import TrainerConfig
-from areal_gym.modeling.checkpoint import save_checkpoint
+from areal_gym.models.tiny.checkpoint_files import save_checkpoint
 from areal_gym.plugins import registry
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.worker import ProcessLearner
+from areal_gym.trainer.parallel.worker import ProcessTrainer
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, TokenSpan, Trajectory
 
 MAX_NEW = 8
@@ -363,7 +363,7 @@ def make(settings: dict[str, Any], directory) -> Any:
     config = TrainerConfig.model_validate(
         {"lr": 1e-12, "max_grad_norm": 1e9, "betas": (0.9, 0.98), **settings}
     )
-    start = partial(ProcessLearner, Learner) if config.num_ranks > 1 else Learner
+    start = partial(ProcessTrainer, Trainer) if config.num_ranks > 1 else Trainer
     return start(
         tiny_decoder(),
         config,

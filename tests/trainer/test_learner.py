@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError
-from areal_gym.modeling.decoder import causal_attend
-from areal_gym.trainer.advantages import grpo, reinforce, reinforce_baseline
-from areal_gym.trainer.bins import Row, split_by_tokens
+from areal_gym.models.tiny.decoder import causal_attend
+from areal_gym.trainer.algorithms.advantages import grpo, reinforce, reinforce_baseline
+from areal_gym.trainer.algorithms.losses import LossOutput, cispo, gspo, ppo_clip
+from areal_gym.trainer.algorithms.token_advantages import gae
+from areal_gym.trainer.batch.bins import Row, split_by_tokens
+from areal_gym.trainer.batch.experience import MeansByLag
+from areal_gym.trainer.batch.packing import pack
+from areal_gym.trainer.batch.sequences import make_sequences, sequences_of
 from areal_gym.trainer.checkpoint import (
     keep_checkpoints,
     latest_checkpoint,
@@ -24,22 +29,17 @@ from areal_gym.trainer.checkpoint import (
     restore_learner,
     save_learner,
 )
-from areal_gym.trainer.experience import MeansByLag
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import LossOutput, cispo, gspo, ppo_clip
-from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import pack
-from areal_gym.trainer.sequences import make_sequences, sequences_of
+from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.states import prefixed
-from areal_gym.trainer.token_advantages import gae
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, TokenSpan, Trajectory
 
 
-def learner(seed: int = 0, *, advantage=grpo, loss=ppo_clip, **config) -> Learner:
-    return Learner(tiny_decoder(seed), TrainerConfig(**config), advantage=advantage, loss=loss)
+def learner(seed: int = 0, *, advantage=grpo, loss=ppo_clip, **config) -> Trainer:
+    return Trainer(tiny_decoder(seed), TrainerConfig(**config), advantage=advantage, loss=loss)
 
 
-def flat_weights(trained: Learner) -> torch.Tensor:
+def flat_weights(trained: Trainer) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in trained.weights()]).clone()
 
 
@@ -244,7 +244,7 @@ def test_scores_do_not_depend_on_the_chunk(monkeypatch):
         return scores.logprobs.detach(), decoder.lm_head_weight.grad
 
     whole = run()
-    monkeypatch.setattr("areal_gym.trainer.objective._CHUNK_LOGITS", 150)
+    monkeypatch.setattr("areal_gym.trainer.chunked_logprobs._CHUNK_LOGITS", 150)
     for found, expected in zip(run(), whole, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
@@ -252,7 +252,7 @@ def test_scores_do_not_depend_on_the_chunk(monkeypatch):
 # ---- the learner -----------------------------------------------------------------------------
 
 
-def gradient(trained: Learner, groups: list[Group]) -> torch.Tensor:
+def gradient(trained: Trainer, groups: list[Group]) -> torch.Tensor:
     """What a step's clipped gradient was: after one step, Adam's mean is 0.1 times it."""
     trained.step(groups, version=0)
     means = [tensor for name, tensor in trained.states().items() if name.endswith(".exp_avg")]
@@ -324,13 +324,13 @@ def test_compiled_layers_train_the_same():
 
 def test_bfloat16_master_weights_are_refused():
     with pytest.raises(ConfigError, match="float32"):
-        Learner(tiny_decoder().bfloat16(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
+        Trainer(tiny_decoder().bfloat16(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
 
 
 def test_reinforcement_makes_rewarded_tokens_likelier():
     decoder = tiny_decoder()
     groups = honest_logprobs(decoder, batch(seed=5, num_groups=4))
-    trained = Learner(decoder, TrainerConfig(lr=3e-3), advantage=grpo, loss=ppo_clip)
+    trained = Trainer(decoder, TrainerConfig(lr=3e-3), advantage=grpo, loss=ppo_clip)
 
     def gap() -> float:
         rows = [r for r in sequences_of(tuple(groups)) if r.num_trainable]
@@ -470,7 +470,7 @@ def test_training_is_reproducible():
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
-    from areal_gym.modeling.checkpoint import load_checkpoint
+    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 
     whole = learner()
     for seed in range(4):
@@ -481,7 +481,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path)
     assert found is not None
     step, path = found
     assert step == 2
-    resumed = Learner(load_checkpoint(path), TrainerConfig(), advantage=grpo, loss=ppo_clip)
+    resumed = Trainer(load_checkpoint(path), TrainerConfig(), advantage=grpo, loss=ppo_clip)
     restore_learner(resumed, path)
     for seed in (2, 3):
         resumed.step(batch(seed=seed), version=0)

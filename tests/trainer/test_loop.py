@@ -10,10 +10,10 @@ from helpers import batch, tiny_decoder
 from torch import Tensor
 
 from areal_gym.config import TrainerConfig
-from areal_gym.trainer.advantages import grpo
-from areal_gym.trainer.learner import Learner
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput, ppo_clip
 from areal_gym.trainer.loop import train_loop
-from areal_gym.trainer.losses import LossInputs, LossOutput, ppo_clip
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group
 
 
@@ -34,14 +34,14 @@ class Versions:
         self.published.append(version)
 
 
-def learner(in_update: Callable[[int], None] = lambda step: None) -> Learner:
+def learner(in_update: Callable[[int], None] = lambda step: None) -> Trainer:
     """`in_update(step)` is called in the trainer's thread, in the middle of update `step`."""
 
     def loss(inputs: LossInputs) -> LossOutput:
         in_update(made.num_steps + 1)
         return ppo_clip(inputs)
 
-    made = Learner(tiny_decoder(), TrainerConfig(), advantage=grpo, loss=loss)
+    made = Trainer(tiny_decoder(), TrainerConfig(), advantage=grpo, loss=loss)
     return made
 
 
@@ -93,7 +93,7 @@ def test_a_cancelled_update_is_finished_published_and_recorded(times):
     async def on_step(step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         recorded.append(step)
 
-    async def play() -> Learner:
+    async def play() -> Trainer:
         loop = asyncio.get_running_loop()
 
         def cancel(step: int) -> None:

@@ -12,23 +12,23 @@ from safetensors.torch import save_file
 
 from areal_gym.config import LoraConfig, TrainerConfig, load_config
 from areal_gym.errors import ConfigError
-from areal_gym.modeling.checkpoint import save_checkpoint
-from areal_gym.modeling.decoder import Decoder, causal_attend
-from areal_gym.trainer.advantages import grpo
-from areal_gym.trainer.bins import Row
-from areal_gym.trainer.learner import Learner
+from areal_gym.models.tiny.checkpoint_files import save_checkpoint
+from areal_gym.models.tiny.decoder import Decoder, causal_attend
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.packing import pack
+from areal_gym.trainer.batch.sequences import sequences_of
+from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.lora import (
     adapter_weights,
     add_adapter,
     is_adapter,
     merged_weights,
 )
-from areal_gym.trainer.losses import ppo_clip
-from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import pack
-from areal_gym.trainer.sequences import sequences_of
-from areal_gym.trainer.weight_syncs.lora import adapter_config
-from areal_gym.trainer.worker import ProcessLearner
+from areal_gym.trainer.parallel.worker import ProcessTrainer
+from areal_gym.trainer.trainer import Trainer
+from areal_gym.trainer.weight_sync.adapters import adapter_config
 
 SETTINGS = LoraConfig(rank=4, alpha=8.0)
 pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")
@@ -125,7 +125,7 @@ def distance(a, b):
 
 def test_a_learner_trains_the_adapter_and_publishes_either(tmp_path):
     base = dict(tiny_decoder().state_dict())
-    one = Learner(tiny_decoder(), TrainerConfig(**TRAINING), advantage=grpo, loss=ppo_clip)
+    one = Trainer(tiny_decoder(), TrainerConfig(**TRAINING), advantage=grpo, loss=ppo_clip)
     assert distance(weights_of(one), base) == 0
     for step in range(2):
         one.step(batch(step), step)
@@ -135,7 +135,7 @@ def test_a_learner_trains_the_adapter_and_publishes_either(tmp_path):
     assert all(name.endswith("_proj.weight") for name in changed)
     assert all("lora" in name for name in one.adapter())
     one.save(tmp_path / "states").result()
-    other = Learner(tiny_decoder(), TrainerConfig(**TRAINING), advantage=grpo, loss=ppo_clip)
+    other = Trainer(tiny_decoder(), TrainerConfig(**TRAINING), advantage=grpo, loss=ppo_clip)
     other.load(tmp_path / "states")
     assert distance(weights_of(other), merged) == 0
     one.step(batch(5), 2)
@@ -147,8 +147,8 @@ def test_a_learner_trains_the_adapter_and_publishes_either(tmp_path):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_workers_train_adapters_too(num_ranks, tmp_path):
     config = TrainerConfig(**TRAINING, num_ranks=num_ranks)
-    theirs = ProcessLearner(Learner, tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
-    ours = Learner(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    theirs = ProcessTrainer(Trainer, tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    ours = Trainer(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
     try:
         theirs.step(batch(), 0)
         ours.step(batch(), 0)
@@ -165,7 +165,7 @@ def test_workers_train_adapters_too(num_ranks, tmp_path):
 
 
 def test_without_an_adapter_there_is_none_to_publish():
-    plain = Learner(tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
+    plain = Trainer(tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
     with pytest.raises(ConfigError, match="no adapter to publish"):
         plain.adapter()
     with pytest.raises(ConfigError, match="two thin ones"):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.losses import (
+from areal_gym.trainer.algorithms.losses import (
     LossInputs,
     aggregate,
     aggregation_weights,
@@ -18,7 +18,7 @@ from areal_gym.trainer.losses import (
     sapo,
     value_loss,
 )
-from areal_gym.trainer.ratios import ratio
+from areal_gym.trainer.algorithms.ratios import ratio
 
 EXTREME = st.floats(-30, 30)
 

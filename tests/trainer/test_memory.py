@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_gym.errors import TrainError
-from areal_gym.trainer.memory import out_of_memory, readable_memory_errors
+from areal_gym.trainer.out_of_memory import out_of_memory, readable_memory_errors
 
 PROGRAM = """
 import os, resource, sys
@@ -19,18 +19,18 @@ from pathlib import Path
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import TrainError
-from areal_gym.trainer.advantages import grpo
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import ppo_clip
-from areal_gym.trainer.worker import ProcessLearner
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.trainer import Trainer
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.parallel.worker import ProcessTrainer
 from helpers import batch, tiny_decoder
 
 config = TrainerConfig(tokens_per_microbatch=1_000_000)
 arguments = {"advantage": grpo, "loss": ppo_clip}
 if sys.argv[1] == "here":
-    learner, pid = Learner(tiny_decoder(), config, **arguments), os.getpid()
+    learner, pid = Trainer(tiny_decoder(), config, **arguments), os.getpid()
 else:
-    learner = ProcessLearner(Learner, tiny_decoder(), config, **arguments)
+    learner = ProcessTrainer(Trainer, tiny_decoder(), config, **arguments)
     pid = learner._workers[0].process.pid
 learner.step(batch(), 0)  # what the first step loads and keeps is not what is missing later
 groups = batch(num_groups=1500)

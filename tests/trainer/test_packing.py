@@ -12,10 +12,10 @@ from helpers import random_ids, tiny_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_gym.modeling.cpu.library import is_there
-from areal_gym.trainer.bins import Row, best_fit, split_by_tokens
-from areal_gym.trainer.packing import attend_blocks, pack
-from areal_gym.trainer.varlen import fits_kernel
+from areal_gym.models.tiny.kernels.kernel_library import is_there
+from areal_gym.trainer.batch.bins import Row, best_fit, split_by_tokens
+from areal_gym.trainer.batch.packing import attend_blocks, pack
+from areal_gym.trainer.batch.varlen import fits_kernel
 
 # ---- bins ------------------------------------------------------------------------------------
 

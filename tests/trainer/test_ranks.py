@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from areal_gym.config import TrainerConfig, load_config
 from areal_gym.errors import ConfigError, TrainError
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.trainer.advantages import grpo
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import ppo_clip
-from areal_gym.trainer.ranks import Ranks
-from areal_gym.trainer.sequences import sequences_of
-from areal_gym.trainer.token_advantages import gae
-from areal_gym.trainer.worker import ProcessLearner
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.algorithms.token_advantages import gae
+from areal_gym.trainer.batch.sequences import sequences_of
+from areal_gym.trainer.parallel.rank_group import Ranks
+from areal_gym.trainer.parallel.worker import ProcessTrainer
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group
 
 
@@ -48,7 +48,7 @@ def assert_same_training(theirs, ours, *, steps=2, tolerance=1e-5):
 
 def ranked(settings, *, decoder=None, **arguments):
     arguments = {"advantage": grpo, "loss": ppo_clip, **arguments}
-    return ProcessLearner(Learner, decoder or tiny_decoder(), settings, **arguments)
+    return ProcessTrainer(Trainer, decoder or tiny_decoder(), settings, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def ranked(settings, *, decoder=None, **arguments):
 def test_ranks_train_what_one_rank_trains(num_ranks, settings, tolerance):
     config = TrainerConfig(lr=1e-2, num_ranks=num_ranks, **settings)
     theirs = ranked(config)
-    ours = Learner(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    ours = Trainer(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
     try:
         assert_same_training(theirs, ours, tolerance=tolerance)
         rows = sequences_of(tuple(batch(7)))
@@ -84,7 +84,7 @@ def test_ranks_train_what_one_rank_trains(num_ranks, settings, tolerance):
 def test_ranks_on_gpus_train_what_one_rank_trains(settings):
     config = TrainerConfig(lr=1e-2, num_ranks=2, minibatches=2, **settings)
     theirs = ranked(config, device="cuda")
-    ours = Learner(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
+    ours = Trainer(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
     try:
         assert_same_training(theirs, ours, tolerance=1e-3)
     finally:
@@ -97,7 +97,7 @@ def test_a_critic_and_a_reference_are_sharded_too(tiny_policy):
     )
     arguments = {"advantage": gae, "loss": ppo_clip, "reference": tiny_policy}
     theirs = ranked(config, decoder=load_checkpoint(tiny_policy), **arguments)
-    ours = Learner(load_checkpoint(tiny_policy), config, **arguments)
+    ours = Trainer(load_checkpoint(tiny_policy), config, **arguments)
     try:
         assert_same_training(theirs, ours)
     finally:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.ratios import binary_kl, k1, k2, k3, ratio, sequence_mean
-from areal_gym.trainer.shaping import overlong_penalty, shape_rewards, subtract_kl
+from areal_gym.trainer.algorithms.ratios import binary_kl, k1, k2, k3, ratio, sequence_mean
+from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty, shape_rewards, subtract_kl
 
 LOGPROB = st.floats(-12, -1e-3)
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from areal_gym.errors import ConfigError
-from areal_gym.modeling.checkpoint import load_checkpoint, save_checkpoint
-from areal_gym.modeling.reward_model import load_reward_model
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
+from areal_gym.models.tiny.scored_decoder import load_reward_model
 from areal_gym.trainer.objectives import reward_model
 
 DIALOGUES = [

@@ -10,16 +10,16 @@ from helpers import batch, honest_logprobs, tiny_decoder
 
 from areal_gym.config import TrainerConfig
 from areal_gym.plugins import registry
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.token_loss import narrowest_clip
+from areal_gym.trainer.algorithms.token_loss import narrowest_clip
+from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, Trajectory
 
 PRESETS = ["grpo", "dapo", "gspo", "sapo", "cispo", "ppo", "dr_grpo", "m2po"]
 
 
-def learner(**config) -> Learner:
+def learner(**config) -> Trainer:
     settings = TrainerConfig.model_validate(config)
-    return Learner(
+    return Trainer(
         tiny_decoder(),
         settings,
         advantage=registry().load("advantages", settings.advantage),
@@ -42,7 +42,7 @@ def rounded(groups: list[Group]) -> list[Group]:
     return [replace(g, trajectories=tuple(of(t) for t in g)) for g in groups]
 
 
-def gradient(trained: Learner, groups: list[Group]) -> tuple[torch.Tensor, dict[str, float]]:
+def gradient(trained: Trainer, groups: list[Group]) -> tuple[torch.Tensor, dict[str, float]]:
     metrics = trained.step(groups, version=0)
     means = [tensor for name, tensor in trained.states().items() if name.endswith(".exp_avg")]
     return 10 * torch.cat([mean.flatten() for mean in means]), metrics

@@ -12,14 +12,14 @@ from helpers import CONFIG, random_ids, tiny_decoder
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, TrainError
-from areal_gym.modeling.checkpoint import save_checkpoint
-from areal_gym.modeling.decoder import causal_attend
-from areal_gym.modeling.reward_model import RewardModel, load_reward_model
-from areal_gym.trainer.examples import TokenRow, batch_of_step
+from areal_gym.models.tiny.checkpoint_files import save_checkpoint
+from areal_gym.models.tiny.decoder import causal_attend
+from areal_gym.models.tiny.scored_decoder import RewardModel, load_reward_model
+from areal_gym.trainer.batch.examples import TokenRow, batch_of_step
 from areal_gym.trainer.objectives.dpo import Dpo, is_preferred, preference_loss
 from areal_gym.trainer.objectives.reward_model import BradleyTerry
 from areal_gym.trainer.objectives.sft import Sft
-from areal_gym.trainer.supervised import Supervised
+from areal_gym.trainer.objectives.supervised import Supervised
 
 
 def row(rng, prompt=()):
@@ -108,7 +108,7 @@ def gradients(decoder, objective, examples, budget):
     """Loss and gradients of one packed, micro-batched step that changes nothing."""
     config = TrainerConfig(**SETTINGS, tokens_per_microbatch=budget)
     learner = Supervised(decoder, config, objective=objective)
-    found = learner._judge(examples, learns=True)
+    found = learner._measure_examples(examples, learns=True)
     grads = {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
     decoder.zero_grad()
     return found, grads

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.decoder import build_decoder
-from areal_gym.modeling.flops import forward_flops, peak_flops, training_flops
-from areal_gym.trainer.bins import Row
-from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import pack
-from areal_gym.trainer.work import Work
+from areal_gym.models.flops import forward_flops, peak_flops, training_flops
+from areal_gym.models.tiny.decoder import build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.packing import pack
+from areal_gym.trainer.chunked_logprobs import score_tokens
+from areal_gym.trainer.step_stats import StepStats
 
 SHAPE = DecoderConfig(
     vocab_size=50,
@@ -49,7 +49,7 @@ def test_padding_and_sharing_of_a_batch():
         Row(token_ids=(1, 2, 3, 4, 20, 21, 22, 23, 24), num_shared=4),
         Row(token_ids=(5, 6, 7, 30, 31, 32, 33, 34), num_shared=3),
     ]
-    batch, work = pack(rows), Work(SHAPE, CPU, "float32")
+    batch, work = pack(rows), StepStats(SHAPE, CPU, "float32")
     work.add(batch, num_trained=14)
     metrics = work.metrics(2.0)
     assert metrics["train/padding_fraction"] == 0
@@ -63,7 +63,7 @@ def test_padding_and_sharing_of_a_batch():
     assert "train/mfu" not in metrics  # nobody knows what this CPU could do
     # Where masks are needed: prompts, 4 and 3 tokens, and continuations, 4, 5 and 5.
     assert batch.rectangles
-    again = Work(SHAPE, CPU, "float32")
+    again = StepStats(SHAPE, CPU, "float32")
     again.add(batch, num_trained=14)
     assert again.metrics(2.0)["train/padding_fraction"] == pytest.approx(1 - 21 / (2 * 4 + 3 * 5))
 
@@ -71,7 +71,7 @@ def test_padding_and_sharing_of_a_batch():
 def test_a_window_hides_pairs():
     kinds = ("sliding_attention", "full_attention", "sliding_attention")
     shape = dataclasses.replace(SHAPE, sliding_window=4, layer_types=kinds)
-    work = Work(shape, CPU, "float32")
+    work = StepStats(shape, CPU, "float32")
     work.add(pack([Row(token_ids=range(1, 7))]), num_trained=0)
     pairs = 2 * (1 + 2 + 3 + 4 + 4 + 4) + (1 + 2 + 3 + 4 + 5 + 6)
     flops = training_flops(shape, num_tokens=6, num_pairs=pairs, num_logits=0)
@@ -89,7 +89,7 @@ def test_peaks_are_of_known_devices_only():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_used_for_a_part_of_what_it_can_do():
     device = torch.device("cuda")
-    work = Work(SHAPE, device, "bfloat16")
+    work = StepStats(SHAPE, device, "bfloat16")
     numbers = torch.ones(1000, 1000, device=device)
     work.add(pack([Row(token_ids=range(1, 10))], device), num_trained=5)
     metrics = work.metrics(1e-3)

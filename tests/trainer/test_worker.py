@@ -18,29 +18,29 @@ from processes import is_running
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, TrainError
-from areal_gym.modeling.checkpoint import load_checkpoint
-from areal_gym.trainer.advantages import grpo
+from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.trainer.algorithms.advantages import grpo
+from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.algorithms.token_advantages import gae
+from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.checkpoint import restore_learner, save_learner
-from areal_gym.trainer.learner import Learner
-from areal_gym.trainer.losses import ppo_clip
-from areal_gym.trainer.sequences import sequences_of
-from areal_gym.trainer.token_advantages import gae
-from areal_gym.trainer.worker import ProcessLearner
+from areal_gym.trainer.parallel.worker import ProcessTrainer
+from areal_gym.trainer.trainer import Trainer
 
 SETTINGS = TrainerConfig(optimizer="muon", lr=1e-2, minibatches=2)
 
 
 @pytest.fixture
 def worker():
-    learner = ProcessLearner(
-        Learner, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip, temperature=1.0
+    learner = ProcessTrainer(
+        Trainer, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip, temperature=1.0
     )
     yield learner
     learner.close()
 
 
 def here():
-    return Learner(tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip, temperature=1.0)
+    return Trainer(tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip, temperature=1.0)
 
 
 def weights_of(learner):
@@ -69,15 +69,15 @@ def test_it_trains_bit_for_bit_what_a_learner_here_does(worker):
 def test_a_critic_and_a_reference_live_in_the_worker(tiny_policy, tmp_path):
     settings = TrainerConfig(algorithm="ppo", kl={"coefficient": 0.1}, minibatches=2)
     arguments = {"advantage": gae, "loss": ppo_clip, "reference": tiny_policy}
-    theirs = ProcessLearner(Learner, load_checkpoint(tiny_policy), settings, **arguments)
-    ours = Learner(load_checkpoint(tiny_policy), settings, **arguments)
+    theirs = ProcessTrainer(Trainer, load_checkpoint(tiny_policy), settings, **arguments)
+    ours = Trainer(load_checkpoint(tiny_policy), settings, **arguments)
     try:
         for step in range(2):
             found, expected = theirs.step(batch(step), 1), ours.step(batch(step), 1)
             assert without_costs(found) == without_costs(expected)
         theirs.save(tmp_path / "states").result()
         theirs.load(tmp_path / "states")
-        saved = Learner(load_checkpoint(tiny_policy), settings, **arguments)
+        saved = Trainer(load_checkpoint(tiny_policy), settings, **arguments)
         saved.load(tmp_path / "states")
         assert equal(saved.states(), ours.states())
     finally:
@@ -105,7 +105,7 @@ def test_what_a_learner_refuses_is_raised_here(worker):
 def test_what_its_making_refuses_is_raised_here():
     settings = TrainerConfig(loss_kwargs={"colour": "red"})
     with pytest.raises(ConfigError, match="colour"):
-        ProcessLearner(Learner, tiny_decoder(), settings, advantage=grpo, loss=ppo_clip)
+        ProcessTrainer(Trainer, tiny_decoder(), settings, advantage=grpo, loss=ppo_clip)
 
 
 def test_its_death_is_an_error_that_says_how_to_go_on(worker):
@@ -115,7 +115,7 @@ def test_its_death_is_an_error_that_says_how_to_go_on(worker):
     assert any("--resume" in hint for hint in caught.value.hints)
 
 
-class NeverSaved(Learner):
+class NeverSaved(Trainer):
     """A disk that never answers."""
 
     def save(self, directory):
@@ -123,7 +123,7 @@ class NeverSaved(Learner):
 
 
 def test_its_death_ends_the_wait_for_a_checkpoint(tmp_path):
-    learner = ProcessLearner(NeverSaved, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
+    learner = ProcessTrainer(NeverSaved, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
     try:
         written = learner.save(tmp_path / "states")
         assert learner.step(batch(0), 0)["train/grad_norm"] > 0  # beside it
@@ -135,7 +135,7 @@ def test_its_death_ends_the_wait_for_a_checkpoint(tmp_path):
         learner.close()
 
 
-class FullDisk(Learner):
+class FullDisk(Trainer):
     def save(self, directory):
         written = Future()
         written.set_exception(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
@@ -143,7 +143,7 @@ class FullDisk(Learner):
 
 
 def test_a_full_disk_is_told_and_it_goes_on(tiny_policy, tmp_path):
-    learner = ProcessLearner(FullDisk, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
+    learner = ProcessTrainer(FullDisk, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
     try:
         with pytest.raises(TrainError, match="step-000001: No space left on device"):
             save_learner(learner, tmp_path, 1, tiny_policy)
@@ -159,12 +159,12 @@ def test_it_does_not_outlive_us(tmp_path):
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         from helpers import tiny_decoder
         from areal_gym.config import TrainerConfig
-        from areal_gym.trainer.advantages import grpo
-        from areal_gym.trainer.learner import Learner
-        from areal_gym.trainer.losses import ppo_clip
-        from areal_gym.trainer.worker import ProcessLearner
-        learner = ProcessLearner(
-            Learner, tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip
+        from areal_gym.trainer.algorithms.advantages import grpo
+        from areal_gym.trainer.trainer import Trainer
+        from areal_gym.trainer.algorithms.losses import ppo_clip
+        from areal_gym.trainer.parallel.worker import ProcessTrainer
+        learner = ProcessTrainer(
+            Trainer, tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip
         )
         print(learner._workers[0].process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 from viewed_runs import add_step, make_run, sampled, trajectory
 
-from areal_gym.rundir import RunDir
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import StopReason, Task, TokenSpan
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from viewed_runs import make_run
 
-from areal_gym.http_servers.connections import ConnectionLimits
+from areal_gym.utils.http_servers.connections import ConnectionLimits
 from areal_gym.viewer import Catalog
 
-server = pytest.importorskip("areal_gym.viewer.server", reason="starlette is not installed")
+server = pytest.importorskip("areal_gym.viewer.viewer_server", reason="starlette is not installed")
 
 SECRET = "the-secret-of-another-directory"
 ROUTES = {

@@ -13,12 +13,12 @@ from viewed_runs import add_step, make_run, trajectory
 
 from areal_gym.cli.app import run as run_program
 from areal_gym.errors import DataError, InfrastructureError, NothingToDoError, UnknownIdError
-from areal_gym.rundir import RunDir
-from areal_gym.trajectory_files import TrainedFile, TrajectoryFile
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.viewer import Catalog
 from areal_gym.viewer.details import detail, rows
 
-server = pytest.importorskip("areal_gym.viewer.server", reason="starlette is not installed")
+server = pytest.importorskip("areal_gym.viewer.viewer_server", reason="starlette is not installed")
 
 
 @pytest.fixture(scope="module")

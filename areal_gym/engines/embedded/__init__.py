@@ -1,5 +1,5 @@
 """A policy sampled in this process: scheduler, network, sampler."""
 
-from areal_gym.engines.embedded.engine import EmbeddedEngine
+from areal_gym.engines.embedded.embedded_engine import EmbeddedEngine
 
 __all__ = ["EmbeddedEngine"]

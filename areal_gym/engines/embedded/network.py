@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_gym.engines.embedded.attention import (
+from areal_gym.engines.embedded.cache_attention import (
     Family,
     KernelAttention,
     MaskedAttention,
@@ -24,14 +24,12 @@ from areal_gym.engines.embedded.attention import (
     StepAttention,
 )
 from areal_gym.engines.embedded.weights import FusedWeights, LayerWeights
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.cpu import pointwise
-from areal_gym.modeling.cpu.attention import has_kernel
-from areal_gym.modeling.decoder import gated, softcapped
-from areal_gym.modeling.rms_norm import rms_norm
-from areal_gym.modeling.rope import RopeScaling, rope_amplitude, rope_frequencies
-
-__all__ = ["CachedDecoder"]
+from areal_gym.models.tiny.decoder import gated, softcapped
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.models.tiny.kernels import pointwise_kernels as pointwise
+from areal_gym.models.tiny.kernels.attention_kernels import has_kernel
+from areal_gym.models.tiny.rms_norm import rms_norm
+from areal_gym.models.tiny.rope import RopeScaling, rope_amplitude, rope_frequencies
 
 _CPU_BLOCK = 256
 """Tokens whose feed-forward activations stay in a core's cache."""

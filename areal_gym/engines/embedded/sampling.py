@@ -11,10 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_gym.modeling.cpu import pointwise
-from areal_gym.modeling.cpu.library import is_there
-
-__all__ = ["filter_logits", "sample", "uniforms"]
+from areal_gym.models.tiny.kernels import pointwise_kernels as pointwise
+from areal_gym.models.tiny.kernels.kernel_library import is_there
 
 _WORD = (1 << 64) - 1
 

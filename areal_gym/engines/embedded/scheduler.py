@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 
 from areal_gym.engines.base import Generation, Piece, SamplingParams
-from areal_gym.engines.embedded.attention import Family, Prompt
+from areal_gym.engines.embedded.cache_attention import Family, Prompt
 from areal_gym.engines.embedded.network import CachedDecoder
 from areal_gym.engines.embedded.sampling import filter_logits, sample, uniforms
 from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason
-
-__all__ = ["EngineStats", "Request", "Scheduler"]
 
 _MAX_SPREAD = 1.25
 """Rows decoded per working row; exchanging two rows costs about as much as one wasted row does

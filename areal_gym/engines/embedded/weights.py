@@ -10,11 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_gym.errors import EngineError
-from areal_gym.modeling.config import DecoderConfig
-from areal_gym.modeling.cpu import products
-from areal_gym.modeling.decoder import Decoder
-
-__all__ = ["FusedWeights", "LayerWeights", "Matrix"]
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.models.tiny.kernels import product_kernels as products
 
 
 class Matrix:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_gym.engines.sglang.engine import SGLangEngine
     from areal_gym.engines.sglang.fake import FakeSGLangServer
+    from areal_gym.engines.sglang.sglang_engine import SGLangEngine
 
 __all__ = ["FakeSGLangServer", "SGLangEngine"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "SGLangEngine":
-        from areal_gym.engines.sglang.engine import SGLangEngine
+        from areal_gym.engines.sglang.sglang_engine import SGLangEngine
 
         return SGLangEngine
     if name == "FakeSGLangServer":

@@ -30,7 +30,6 @@ from typing import Any, Self
 from aiohttp import web
 
 from areal_gym.engines.base import Engine, SamplingParams
-from areal_gym.engines.sglang.answers import INITIAL_WEIGHTS
 from areal_gym.engines.sglang.fake_requests import (
     AbortRequest,
     GenerateRequest,
@@ -39,11 +38,10 @@ from areal_gym.engines.sglang.fake_requests import (
     read_request,
 )
 from areal_gym.engines.sglang.fake_weights import WeightRoutes, add_weight_routes
-from areal_gym.engines.sglang.server import vocab_size_of
-from areal_gym.http_servers.aiohttp_site import HttpSite, RequestBodyError
+from areal_gym.engines.sglang.replies import INITIAL_WEIGHTS
+from areal_gym.engines.sglang.server_client import vocab_size_of
 from areal_gym.types import FinishReason
-
-__all__ = ["FakeSGLangServer"]
+from areal_gym.utils.http_servers.aiohttp_site import HttpSite, RequestBodyError
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _PROMPT_MARGIN = 6

@@ -9,23 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from areal_gym.errors import EngineError
-from areal_gym.http_servers.aiohttp_site import RequestBodyError, parse_json, read_body
-
-__all__ = [
-    "AbortRequest",
-    "DestroyGroup",
-    "DistributedTensors",
-    "GenerateRequest",
-    "InitGroup",
-    "LoadAdapter",
-    "NewVersion",
-    "PauseGeneration",
-    "SerializedTensors",
-    "UnloadAdapter",
-    "WeightsOnDisk",
-    "errors_as_json",
-    "read_request",
-]
+from areal_gym.utils.http_servers.aiohttp_site import RequestBodyError, parse_json, read_body
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Rid = Annotated[str, Field(max_length=1024)]

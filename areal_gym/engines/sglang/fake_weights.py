@@ -34,8 +34,6 @@ from areal_gym.errors import EngineError
 if TYPE_CHECKING:
     from areal_gym.engines.sglang.fake import FakeSGLangServer
 
-__all__ = ["WeightRoutes", "add_weight_routes"]
-
 _NO_SESSION = "must run between begin_weight_update() and end_weight_update()"
 
 
@@ -104,7 +102,7 @@ class WeightRoutes:
 
     async def init_group(self, request: web.Request) -> web.Response:
         """Join a process group."""
-        from areal_gym.modeling.groups import join_group
+        from areal_gym.models.process_groups import join_group
 
         body = await read_request(InitGroup, request)
         try:
@@ -236,7 +234,7 @@ class WeightRoutes:
     def _score(self, token_ids: list[int]) -> list[float]:
         import torch
 
-        from areal_gym.modeling import causal_attend, load_checkpoint
+        from areal_gym.models.tiny import causal_attend, load_checkpoint
 
         decoder = load_checkpoint(Path(self._server.model_path))
         decoder.load_state_dict(self._base())

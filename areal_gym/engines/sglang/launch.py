@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from areal_gym.engines.sglang import guard
-from areal_gym.engines.sglang.server import SGLangServer
+from areal_gym.engines.sglang import process_guard as guard
+from areal_gym.engines.sglang.server_client import SGLangServer
 from areal_gym.errors import ConfigError, EngineError
-
-__all__ = ["LaunchedServer", "ServerProcess"]
 
 _POLL_S = 0.25
 

@@ -17,8 +17,6 @@ from areal_gym.envs.tasks import choose_task
 from areal_gym.errors import UnknownIdError, UsageError, did_you_mean
 from areal_gym.types import Message, Task
 
-__all__ = ["GymnasiumEnv"]
-
 _ACTIONS: Mapping[str, tuple[str, ...]] = {
     "Blackjack": ("stick", "hit"),
     "CliffWalking": ("up", "right", "down", "left"),

@@ -17,8 +17,6 @@ from areal_gym.envs.tasks import choose_task
 from areal_gym.errors import EnvError, UsageError
 from areal_gym.types import Message, Task
 
-__all__ = ["OpenEnvEnv"]
-
 _UNSEEN = ("done", "reward", "metadata")
 """Fields of an observation that are not for the policy."""
 

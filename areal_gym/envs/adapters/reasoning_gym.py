@@ -18,8 +18,6 @@ from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task
 from areal_gym.errors import EnvError
 from areal_gym.types import Message, Task
 
-__all__ = ["ReasoningGymEnv"]
-
 _INSTRUCTION = "Solve the problem. Write the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MAX_ANSWER = 20_000

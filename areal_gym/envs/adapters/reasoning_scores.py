@@ -9,8 +9,6 @@ from typing import Any
 
 from areal_gym.errors import UnknownIdError, UsageError, did_you_mean
 
-__all__ = ["NUM_INDEXES", "is_plain", "open_dataset", "score"]
-
 NUM_INDEXES = 2**30
 """Problems are made from their index, so there is no end of them."""
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from areal_gym.types import Task
 
-__all__ = ["SeedTasks"]
-
 _MOST = 2**30
 
 

@@ -18,8 +18,6 @@ from areal_gym.envs.tasks import choose_task
 from areal_gym.errors import ConfigError, UnknownIdError, UsageError, did_you_mean
 from areal_gym.types import Message, Task
 
-__all__ = ["TextArenaEnv"]
-
 # Games draw from the process's global generators, which are everybody's.
 _generators = threading.Lock()
 

@@ -13,9 +13,16 @@ from typing import Any
 
 from areal_gym.envs.base import TextEnv
 from areal_gym.envs.checker import behaviour, isolation
-from areal_gym.envs.checker.hostile import HOSTILE_ACTIONS
-from areal_gym.envs.checker.playing import play
-from areal_gym.envs.checker.subject import Broken, Rule, RuleResult, Skipped, subject_of, told
+from areal_gym.envs.checker.adversarial import HOSTILE_ACTIONS
+from areal_gym.envs.checker.checked_episodes import play
+from areal_gym.envs.checker.env_under_test import (
+    Rule,
+    RuleResult,
+    RuleViolation,
+    Skipped,
+    subject_of,
+    told,
+)
 
 __all__ = ["HOSTILE_ACTIONS", "RuleResult", "check_env", "play"]
 
@@ -72,7 +79,7 @@ def check_env(
             measured = rule(subject) or ""
         except Skipped as skipped:
             reason = f"skipped: {skipped}"
-        except Broken as broken:
+        except RuleViolation as broken:
             is_ok, reason = False, str(broken)
         except Exception as error:  # whatever it raises, it is the environment's
             is_ok, reason = False, told(error)

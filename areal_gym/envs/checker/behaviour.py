@@ -12,30 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_gym.envs.base import StepResult, TextEnv
-from areal_gym.envs.checker.hostile import HOSTILE_ACTIONS, hostile_calls
-from areal_gym.envs.checker.playing import best, noop, play, total_reward
-from areal_gym.envs.checker.subject import Broken, Skipped, Subject, told
+from areal_gym.envs.checker.adversarial import HOSTILE_ACTIONS, hostile_calls
+from areal_gym.envs.checker.checked_episodes import best, noop, play, total_reward
+from areal_gym.envs.checker.env_under_test import EnvUnderTest, RuleViolation, Skipped, told
 from areal_gym.errors import UsageError
 from areal_gym.types import Message, content_hash
-
-__all__ = [
-    "check_documented",
-    "check_ends",
-    "check_gold",
-    "check_gymnasium",
-    "check_hostile",
-    "check_noop",
-    "check_options",
-    "check_splits",
-    "check_tasks",
-    "check_tools",
-]
 
 _PATIENCE_S = 60.0
 """Whoever needs longer for one answer hangs, even on a busy machine."""
 
 
-def check_gymnasium(subject: Subject) -> None:
+def check_gymnasium(subject: EnvUnderTest) -> None:
     """Gymnasium's own checker passes."""
     from gymnasium.utils.env_checker import check_env as check_gymnasium
 
@@ -46,62 +33,66 @@ def check_gymnasium(subject: Subject) -> None:
         # Its render check makes the environment anew by its Gymnasium id, which a class has not.
         check_gymnasium(env, skip_render_check=True)
     if not isinstance(env.render(), str):
-        raise Broken("render() gives no text")
+        raise RuleViolation("render() gives no text")
     if caught:
-        raise Broken("; ".join(str(warning.message) for warning in caught))
+        raise RuleViolation("; ".join(str(warning.message) for warning in caught))
 
 
-def check_documented(subject: Subject) -> None:
+def check_documented(subject: EnvUnderTest) -> None:
     """The class says in its docstring what it is about."""
     env = subject.make()
     if not (type(env).__doc__ or "").strip():
-        raise Broken(f"{type(env).__name__} has no docstring")
+        raise RuleViolation(f"{type(env).__name__} has no docstring")
 
 
-def check_tools(subject: Subject) -> str | None:
+def check_tools(subject: EnvUnderTest) -> str | None:
     """Tools have distinct names, descriptions and schemas of their arguments that are JSON."""
     env = subject.make()
     env.reset(seed=0)
     names = [tool.name for tool in env.tools]
     if len(set(names)) < len(names):
-        raise Broken(f"two tools have one name: {', '.join(names)}")
+        raise RuleViolation(f"two tools have one name: {', '.join(names)}")
     for tool in env.tools:
         if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", tool.name):
-            raise Broken(f"{tool.name!r} is no name that APIs take; letters, digits, _ and -")
+            raise RuleViolation(
+                f"{tool.name!r} is no name that APIs take; letters, digits, _ and -"
+            )
         if not tool.description.strip():
-            raise Broken(f"{tool.name} has no description; the policy reads it")
+            raise RuleViolation(f"{tool.name} has no description; the policy reads it")
         try:
             schema = json.loads(json.dumps(tool.schema()))["function"]["parameters"]
         except (TypeError, ValueError) as error:
-            raise Broken(f"the schema of {tool.name} is no JSON: {error}") from error
+            raise RuleViolation(f"the schema of {tool.name} is no JSON: {error}") from error
         properties = schema.get("properties", {})
         if schema.get("type") != "object" or not isinstance(properties, dict):
-            raise Broken(f"the schema of {tool.name} describes no object with properties")
+            raise RuleViolation(f"the schema of {tool.name} describes no object with properties")
         unknown = set(schema.get("required", ())) - set(properties)
         if unknown:
-            raise Broken(f"{tool.name} requires what it has no property for: {', '.join(unknown)}")
+            raise RuleViolation(
+                f"{tool.name} requires what it has no property for: {', '.join(unknown)}"
+            )
     return f"{len(names)} tools" if names else None
 
 
-def check_gold(subject: Subject) -> None:
+def check_gold(subject: EnvUnderTest) -> None:
     """The gold policy earns the full reward, 1."""
     if not subject.make().has_gold:
         raise Skipped("nobody knows a perfect policy (has_gold = False)")
     for env, options in subject.episodes():
         total = total_reward(play(env, best, options=options))
         if not math.isclose(total, 1.0):
-            raise Broken(f"task {env.task.id}: gold earns {total:g}")
+            raise RuleViolation(f"task {env.task.id}: gold earns {total:g}")
 
 
-def check_noop(subject: Subject) -> None:
+def check_noop(subject: EnvUnderTest) -> None:
     """The noop policy does not earn the full reward."""
     for env, options in subject.episodes():
         total = total_reward(play(env, noop, options=options))
         if total >= 1.0:
-            raise Broken(f"task {env.task.id}: doing nothing earns {total:g}")
+            raise RuleViolation(f"task {env.task.id}: doing nothing earns {total:g}")
 
 
-def check_hostile(subject: Subject) -> str:
+def check_hostile(subject: EnvUnderTest) -> str:
     """Hostile actions are answered, not rewarded, and crash nothing."""
     env = subject.make()
     env.reset(seed=0)
@@ -127,18 +118,18 @@ def _answer_s(env: TextEnv, name: str, action: str | Message) -> float:
     try:
         step = env.step(action)
     except Exception as error:
-        raise Broken(f"{name}: {told(error)}") from error
+        raise RuleViolation(f"{name}: {told(error)}") from error
     elapsed_s = time.perf_counter() - start_s
     if not math.isfinite(step.reward) or step.reward >= 1.0:
-        raise Broken(f"{name}: the reward is {step.reward}")
+        raise RuleViolation(f"{name}: the reward is {step.reward}")
     if not all(isinstance(message["content"], str) for message in step.info["messages"]):
-        raise Broken(f"{name}: a message's content is no text")
+        raise RuleViolation(f"{name}: a message's content is no text")
     if elapsed_s > _PATIENCE_S:
-        raise Broken(f"{name}: the answer took {elapsed_s:.0f} s")
+        raise RuleViolation(f"{name}: the answer took {elapsed_s:.0f} s")
     return elapsed_s
 
 
-def check_ends(subject: Subject) -> str:
+def check_ends(subject: EnvUnderTest) -> str:
     """Episodes end, and stay at their end; actions that are no actions are usage errors."""
     env = subject.make()
     lengths = []
@@ -148,7 +139,7 @@ def check_ends(subject: Subject) -> str:
             lengths.append(len(steps))
             last = steps[-1]
             if last.terminated and last.truncated:
-                raise Broken("an episode is both terminated and truncated")
+                raise RuleViolation("an episode is both terminated and truncated")
             _require_usage_error(lambda: env.step("again"), "a step after the end")
     env.reset(seed=0)
     for action in (None, 5, b"text", ["text"]):
@@ -157,7 +148,7 @@ def check_ends(subject: Subject) -> str:
     return f"{min(lengths)} to {max(lengths)} turns"
 
 
-def check_options(subject: Subject) -> None:
+def check_options(subject: EnvUnderTest) -> None:
     """Splits and indexes that do not exist are usage errors, and harm nothing."""
     env = subject.make()
     for options in (
@@ -182,11 +173,11 @@ def _require_usage_error(call: Any, what: str) -> None:
     except UsageError:
         return
     except Exception as error:
-        raise Broken(f"{what} raises {told(error)}") from error
-    raise Broken(f"{what} is accepted; a UsageError should say what exists")
+        raise RuleViolation(f"{what} raises {told(error)}") from error
+    raise RuleViolation(f"{what} is accepted; a UsageError should say what exists")
 
 
-def check_splits(subject: Subject) -> None:
+def check_splits(subject: EnvUnderTest) -> None:
     """Indexes name distinct tasks, and no test task occurs in training."""
     env = subject.make()
     asked: dict[str, list[Mapping[str, Any]]] = {}
@@ -196,7 +187,7 @@ def check_splits(subject: Subject) -> None:
             _, info = env.reset(options={"split": split, "index": index})
             asked[split].append(info)
             if info["task"]["split"] != split:
-                raise Broken(f"task {info['task_id']} says split {info['task']['split']!r}")
+                raise RuleViolation(f"task {info['task_id']} says split {info['task']['split']!r}")
     drawn = [
         env.reset(seed=seed, options={"split": "train"})[1] for seed in range(4 * subject.num_tasks)
     ]
@@ -204,10 +195,10 @@ def check_splits(subject: Subject) -> None:
     for split, infos in asked.items():
         ids = {info["task_id"] for info in infos}
         if len({_what(info) for info in infos}) < len(infos) or len(ids) < len(infos):
-            raise Broken(f"split {split!r}: two indexes name the same task")
+            raise RuleViolation(f"split {split!r}: two indexes name the same task")
     shared = {_what(info) for info in (*asked["train"], *drawn)} & {_what(i) for i in asked["test"]}
     if shared:
-        raise Broken(f"{len(shared)} tasks are in both splits, such as {min(shared)!r}")
+        raise RuleViolation(f"{len(shared)} tasks are in both splits, such as {min(shared)!r}")
 
 
 def _what(info: Mapping[str, Any]) -> str:
@@ -216,7 +207,7 @@ def _what(info: Mapping[str, Any]) -> str:
     return f"{asked}\n{content_hash(info['task']['data'])}"
 
 
-def check_tasks(subject: Subject) -> None:
+def check_tasks(subject: EnvUnderTest) -> None:
     """Tasks are played without being changed, and play the same after a trip as JSON or pickle."""
     env = subject.make()
     for seed in range(min(subject.num_tasks, 4)):
@@ -225,14 +216,16 @@ def check_tasks(subject: Subject) -> None:
         before = content_hash(given)
         steps = play(env, best, options={"task": given})
         if content_hash(given) != before or content_hash(env.task.to_dict()) != before:
-            raise Broken("the task is another one after it was played")
+            raise RuleViolation("the task is another one after it was played")
         for how, task in (
             ("JSON", json.loads(json.dumps(given))),
             ("pickle", pickle.loads(pickle.dumps(env.task))),
         ):
             _, again = env.reset(options={"task": task})
             if again["messages"] != info["messages"]:
-                raise Broken(f"the same task, after a trip as {how}, opens with other messages")
+                raise RuleViolation(
+                    f"the same task, after a trip as {how}, opens with other messages"
+                )
         _require_portable([info, *steps])
     env.close()
 
@@ -240,8 +233,8 @@ def check_tasks(subject: Subject) -> None:
 def _require_portable(seen: list[dict[str, Any] | StepResult]) -> None:
     # Workers hand them over as pickle, records keep them as JSON.
     if pickle.loads(pickle.dumps(seen)) != seen:
-        raise Broken("an observation is another one after pickling")
+        raise RuleViolation("an observation is another one after pickling")
     try:
         json.dumps(seen, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise Broken(f"an info is no JSON: {error}") from error
+        raise RuleViolation(f"an info is no JSON: {error}") from error

@@ -16,18 +16,9 @@ from typing import Any
 import numpy as np
 
 from areal_gym.envs.base import StepResult, run_on_kept_loop
-from areal_gym.envs.checker.playing import best, digest, noop, play, play_async
-from areal_gym.envs.checker.subject import Broken, Skipped, Subject
-from areal_gym.metrics import rss_mb
-
-__all__ = [
-    "check_concurrent",
-    "check_deterministic",
-    "check_globals",
-    "check_processes",
-    "check_reset",
-    "print_digest",
-]
+from areal_gym.envs.checker.checked_episodes import best, digest, noop, play, play_async
+from areal_gym.envs.checker.env_under_test import EnvUnderTest, RuleViolation, Skipped
+from areal_gym.utils.statistics import rss_mb
 
 _MOST_S = 300.0
 _MOST_MB = 2_000.0
@@ -35,14 +26,14 @@ _MOST_MB = 2_000.0
 seconds and less than 100 MB."""
 
 
-def check_deterministic(subject: Subject) -> None:
+def check_deterministic(subject: EnvUnderTest) -> None:
     """The same seed and actions give the same episode."""
     seeds = range(min(subject.num_tasks, 8))
     if digest(subject.make, seeds) != digest(subject.make, seeds):
-        raise Broken("two instances differ; draw from self.np_random and nowhere else")
+        raise RuleViolation("two instances differ; draw from self.np_random and nowhere else")
 
 
-def check_processes(subject: Subject) -> None:
+def check_processes(subject: EnvUnderTest) -> None:
     """Other processes, with other hash seeds, play the same episodes."""
     if subject.entry_point is None:
         raise Skipped("no other process can import it")
@@ -67,9 +58,11 @@ def check_processes(subject: Subject) -> None:
             check=False,
         )
         if process.returncode != 0:
-            raise Broken(f"another process fails: {process.stderr.strip()[-300:]}")
+            raise RuleViolation(f"another process fails: {process.stderr.strip()[-300:]}")
         if process.stdout.strip().splitlines()[-1:] != [here]:
-            raise Broken("another process plays other episodes; is a set or hash() involved?")
+            raise RuleViolation(
+                "another process plays other episodes; is a set or hash() involved?"
+            )
 
 
 def print_digest(argument: str) -> None:
@@ -82,7 +75,7 @@ def print_digest(argument: str) -> None:
     print(digest(lambda: found(**kwargs), range(num_seeds)))
 
 
-def check_reset(subject: Subject) -> None:
+def check_reset(subject: EnvUnderTest) -> None:
     """An instance that was used, left in the middle or closed plays as a new one."""
     used = subject.make()
     for seed in range(min(subject.num_tasks, 4)):
@@ -100,10 +93,10 @@ def check_reset(subject: Subject) -> None:
 
 def _require_same(steps: list[StepResult], expected: list[StepResult], what: str) -> None:
     if steps != expected:
-        raise Broken(f"an instance that {what} plays differently from a new one")
+        raise RuleViolation(f"an instance that {what} plays differently from a new one")
 
 
-def check_globals(subject: Subject) -> None:
+def check_globals(subject: EnvUnderTest) -> None:
     """Playing changes no global generator, environment variable or working directory."""
     env = subject.make()
     # What is imported on first use may seed itself; that is done once.
@@ -117,7 +110,7 @@ def check_globals(subject: Subject) -> None:
     env.close()
     changed = [what for what, value in _globals().items() if value != before[what]]
     if changed:
-        raise Broken(f"it changes {', '.join(changed)}")
+        raise RuleViolation(f"it changes {', '.join(changed)}")
 
 
 def _globals() -> dict[str, Any]:
@@ -129,7 +122,7 @@ def _globals() -> dict[str, Any]:
     }
 
 
-def check_concurrent(subject: Subject) -> str:
+def check_concurrent(subject: EnvUnderTest) -> str:
     """Many episodes at once play as each of them alone, and within 300 s and 2 GB."""
     seeds = range(subject.num_concurrent)
     memory_mb, cpu_s, start_s = rss_mb() or 0.0, time.process_time(), time.perf_counter()
@@ -143,7 +136,9 @@ def check_concurrent(subject: Subject) -> str:
     env = subject.make()
     for seed in range(min(subject.num_tasks, 8, len(seeds))):
         if play(env, best, seed=seed) != together[seed]:
-            raise Broken(f"seed {seed} plays differently; is state shared between instances?")
+            raise RuleViolation(
+                f"seed {seed} plays differently; is state shared between instances?"
+            )
     env.close()
     num_steps = sum(map(len, together))
     measured = (
@@ -151,5 +146,5 @@ def check_concurrent(subject: Subject) -> str:
         f"step, {max(0.0, grown_mb):.0f} MB"
     )
     if elapsed_s > _MOST_S or grown_mb > _MOST_MB:
-        raise Broken(measured)
+        raise RuleViolation(measured)
     return measured

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.errors import UsageError
 
-__all__ = ["CODE_LEVELS", "code_tasks"]
-
 CODE_LEVELS = (1, 2, 3)
 _NUM_TESTS = 8
 _NAMES = ("solve", "compute", "process", "run", "answer")

@@ -19,8 +19,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["MAX_TEXT", "NotPlainError", "decode", "encode", "parse"]
-
 MAX_TEXT = 1_000_000
 """Characters of one message."""
 _MAX_DEPTH = 60

@@ -17,17 +17,6 @@ from typing import Any, NamedTuple
 from areal_gym.envs.judging import JudgingBoundary
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult
 
-__all__ = [
-    "LIMITS",
-    "MAX_TESTS",
-    "STATEMENT_LIMITS",
-    "Outcome",
-    "as_call",
-    "find_code",
-    "judge",
-    "program",
-]
-
 LIMITS = SandboxLimits(cpu_s=2.0, memory_mb=256)
 STATEMENT_LIMITS = SandboxLimits(wall_s=20.0, cpu_s=2.0, memory_mb=256)
 """Of the code that statements test, for all its calls, each of which waits for its turn."""

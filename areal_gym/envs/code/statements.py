@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ["TestOrder", "order_of"]
-
 _ALIASES = {"np": "numpy"}
 _WELL_KNOWN = ("math", "cmath", "collections", "itertools", "functools", "operator", "string")
 _ALSO_KNOWN = ("copy", "random", "statistics", "fractions", "decimal", "heapq", "bisect", "typing")

@@ -29,8 +29,6 @@ from areal_gym.envs.code.statements import TestOrder
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
 
-__all__ = ["PASSED", "UNVERIFIABLE", "verify"]
-
 UNVERIFIABLE = "unverifiable"
 """How a test ends whose verdict only the policy's own code could give."""
 PASSED = "passed"

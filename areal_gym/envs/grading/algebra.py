@@ -8,8 +8,6 @@ import re
 import warnings
 from typing import Any
 
-__all__ = ["are_same_expressions"]
-
 _DIGITS = 30
 _TOLERANCE = 1e-12
 _NUM_POINTS = 4

@@ -8,6 +8,7 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
+from areal_gym.envs.grading.answer_cleaning import tidy
 from areal_gym.envs.grading.extraction import final_answer
 from areal_gym.envs.grading.numbers import (
     NAME,
@@ -23,12 +24,9 @@ from areal_gym.envs.grading.parts import (
     read_collection,
     read_matrix,
 )
-from areal_gym.envs.grading.tidy import tidy
 from areal_gym.envs.grading.times import are_same_times, read_time
 from areal_gym.envs.judging import JudgingBoundary
 from areal_gym.envs.loops import KeptLoop
-
-__all__ = ["agrees", "decide", "is_equal"]
 
 _MAX_ANSWER = 2_000
 _MAX_SYMBOLIC = 600

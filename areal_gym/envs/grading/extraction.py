@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["extract_answer", "final_answer"]
-
 _MAX_TEXT = 100_000
 """Characters, from the end, in which an answer is looked for."""
 

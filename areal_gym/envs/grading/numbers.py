@@ -6,18 +6,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from areal_gym.envs.grading.tidy import tidy
-
-__all__ = [
-    "NAME",
-    "Number",
-    "is_rounded",
-    "is_same_number",
-    "numbers_agree",
-    "parse_number",
-    "parse_tidy_number",
-    "without_unit",
-]
+from areal_gym.envs.grading.answer_cleaning import tidy
 
 _MAX_NUMBER = 200
 _MIN_DECIMALS = 4

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from areal_gym.envs.grading.numbers import parse_tidy_number
 
-__all__ = ["UNORDERED", "Parts", "has_list_words", "read_collection", "read_matrix"]
-
 
 class Parts(NamedTuple):
     """What an answer consists of."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["Time", "are_same_times", "read_time"]
-
 _CLOCK = re.compile(
     r"(?P<hour>[01]?\d|2[0-3])(?::(?P<minute>[0-5]\d)(?::(?P<second>[0-5]\d))?)?"
     r"(?: ?(?P<half>[ap])m|(?P<named> noon| midnight))?",

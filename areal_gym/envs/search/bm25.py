@@ -9,8 +9,6 @@ from collections.abc import Iterable
 
 from areal_gym.envs.search.corpus import Hit, Passage, terms, words
 
-__all__ = ["MemoryIndex"]
-
 _K1, _B = 1.2, 0.75
 """What Lucene and tantivy use."""
 

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_gym.envs.rows import SourceRow, read_file, text_field
+from areal_gym.envs.data_files import SourceRow, read_file, text_field
 from areal_gym.errors import DataError
-from areal_gym.files import path_hints
-
-__all__ = ["Hit", "Passage", "corpus_hash", "read_corpus", "terms", "words"]
+from areal_gym.utils.files import path_hints
 
 _MAX_QUERY, _MAX_TERMS = 2_000, 64
 

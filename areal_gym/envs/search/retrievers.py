@@ -16,8 +16,6 @@ from areal_gym.envs.search.bm25 import MemoryIndex
 from areal_gym.envs.search.corpus import Hit, Passage
 from areal_gym.errors import ConfigError, EnvError, ToolError
 
-__all__ = ["Bm25Retriever", "HttpRetriever", "Retriever"]
-
 _REFUSED_QUERY = (400, 413, 414, 422)
 """What servers answer to a query that they do not accept: its own fault."""
 
@@ -58,7 +56,7 @@ class Bm25Retriever:
         if corpus is None:
             self.index: Any = _world_index()
         else:
-            from areal_gym.envs.search.tantivy import open_index
+            from areal_gym.envs.search.tantivy_index import open_index
 
             self.index = open_index(corpus, None if index is None else Path(index))
 
@@ -74,7 +72,7 @@ class Bm25Retriever:
 
 @cache
 def _world_index() -> MemoryIndex:
-    from areal_gym.envs.search.world import world
+    from areal_gym.envs.search.generated_world import world
 
     return MemoryIndex(world().passages)
 

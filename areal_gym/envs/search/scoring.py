@@ -7,8 +7,6 @@ import string
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-__all__ = ["citation_score", "cited_ids", "exact_match", "f1_score", "normalize"]
-
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CITATION = re.compile(r"\[([^\[\]\s]{1,80})\]")

@@ -14,8 +14,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["ParsedAction", "parse_action", "to_functional"]
-
 _PARTIES = ("user", "assistant")
 _CALL = re.compile(r"^\w+\s*\(.*\)$")
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from areal_gym.envs.tau2.calculator import calculate
+from areal_gym.envs.tau2.benchmark_calculator import calculate
 from areal_gym.envs.tau2.database import Database, Record, Tables, copy_record
+from areal_gym.envs.tau2.domain_state import World
 from areal_gym.envs.tau2.values import as_choice, as_float, as_int, as_text
-from areal_gym.envs.tau2.world import World
-
-__all__ = ["AirlineWorld", "airline_tables"]
 
 _NOW = "2024-05-15T15:00:00"
 _NEW_RESERVATIONS = ("HATHAT", "HATHAU", "HATHAV")

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-__all__ = ["Database", "Record", "Tables", "copy_record", "sorted_text"]
-
 Record = dict[str, Any]
 
 

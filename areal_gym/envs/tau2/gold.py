@@ -6,10 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from areal_gym.envs.tau2.data import Action, Case
+from areal_gym.envs.tau2.benchmark_data import Action, Case
 from areal_gym.envs.tau2.users.phone_owner import REQUESTS
-
-__all__ = ["gold_text"]
 
 _REQUESTS = {**REQUESTS, "read_card": "What is your card number?"}
 _ASKING = "Is everything working now?"

@@ -12,8 +12,6 @@ from typing import Any
 
 from areal_gym.envs.tau2.database import Record, copy_record, sorted_text
 
-__all__ = ["APN_DEFAULTS", "Handset", "describe_speed"]
-
 _SIGNALS = {"2G": "poor", "3G": "fair", "4G": "good", "5G": "excellent"}
 _SPEEDS = {"2G": (0.1, 0.4), "3G": (1.0, 5.0), "4G": (10.0, 100.0), "5G": (50.0, 500.0)}
 """Mbps."""

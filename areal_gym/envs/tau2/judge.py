@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from areal_gym.envs.chat_client import ChatClient
 from areal_gym.errors import EnvError
 
-__all__ = ["Judge", "LLMJudge", "NoJudge"]
-
 _PROMPT = """\
 Below is a conversation between a customer-service agent and a user, then a numbered list of
 statements about it. Decide for each statement whether the conversation shows it to be true.

@@ -13,12 +13,10 @@ from functools import cache
 from typing import Any
 
 from areal_gym.envs.tasks import Draft, GeneratedTasks
-from areal_gym.envs.tau2.data import Action, Case, Domain
+from areal_gym.envs.tau2.benchmark_data import Action, Case, Domain
 from areal_gym.envs.tau2.database import Database, Record, Tables
+from areal_gym.envs.tau2.domain_state import CallResult, World, load_tools
 from areal_gym.envs.tau2.users.base import GIVE_UP, STOP, Scene, UserTurn
-from areal_gym.envs.tau2.world import CallResult, World, load_tools
-
-__all__ = ["Borrower", "LibraryWorld", "library_closing", "library_domain", "library_tasks"]
 
 _POLICY = (
     "You serve a library of tools. Ask for the card number, look it up, do what is asked and say "

@@ -13,8 +13,6 @@ from areal_gym.envs.tau2.database import Record
 from areal_gym.envs.tau2.handset import APN_DEFAULTS, Handset, describe_speed
 from areal_gym.envs.tau2.values import as_choice, as_int, as_text
 
-__all__ = ["Phone"]
-
 _MODES = ("4g_5g_preferred", "4g_only", "3g_only", "2g_only")
 _PERMISSIONS = ("sms", "storage", "phone", "network")
 _BARS = {

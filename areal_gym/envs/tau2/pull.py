@@ -9,13 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_gym.envs.tau2.data import manifest, pulled_data
+from areal_gym.envs.tau2.benchmark_data import manifest, pulled_data
 from areal_gym.errors import InfrastructureError
 
 if TYPE_CHECKING:
     import aiohttp
-
-__all__ = ["BASE_URL", "pull"]
 
 BASE_URL = "https://raw.githubusercontent.com"
 """Of files, as `BASE_URL/OWNER/REPOSITORY/COMMIT/data/PATH`."""

@@ -12,12 +12,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from areal_gym.envs.tau2.calculator import calculate
+from areal_gym.envs.tau2.benchmark_calculator import calculate
 from areal_gym.envs.tau2.database import Database, Record, Tables
+from areal_gym.envs.tau2.domain_state import World
 from areal_gym.envs.tau2.values import as_text
-from areal_gym.envs.tau2.world import World
-
-__all__ = ["RetailWorld", "retail_tables"]
 
 _LATER_FIELDS = (
     "cancel_reason",

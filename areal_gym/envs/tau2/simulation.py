@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_gym.envs.tau2.data import Case, Domain
-from areal_gym.envs.tau2.evaluation import Call, Verdict, evaluate
+from areal_gym.envs.tau2.benchmark_data import Case, Domain
+from areal_gym.envs.tau2.domain_state import CallResult, Requestor, load_tools
 from areal_gym.envs.tau2.judge import Judge
 from areal_gym.envs.tau2.users.base import GIVE_UP, STOP_TOKENS, Scene, User, UserFactory
-from areal_gym.envs.tau2.world import CallResult, Requestor, load_tools
-
-__all__ = ["GREETING", "Simulation"]
+from areal_gym.envs.tau2.verdicts import Call, Verdict, evaluate
 
 GREETING = "Hi! How can I help you today?"
 """What the assistant is taken to have said first."""

@@ -11,15 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from areal_gym.envs.tasks import choose_task
-from areal_gym.envs.tau2.data import DOMAINS, Case, Domain, find_data, load_domain
-from areal_gym.envs.tau2.evaluation import is_solved_by_inaction
+from areal_gym.envs.tau2.benchmark_data import DOMAINS, Case, Domain, find_data, load_domain
+from areal_gym.envs.tau2.domain_state import Tools, load_tools
 from areal_gym.envs.tau2.mock import library_domain, library_tasks
 from areal_gym.envs.tau2.tool_texts import find_tool_texts, read_tools
-from areal_gym.envs.tau2.world import Tools, load_tools
+from areal_gym.envs.tau2.verdicts import is_solved_by_inaction
 from areal_gym.errors import DataError, UsageError, did_you_mean
 from areal_gym.types import Task
-
-__all__ = ["Source", "source_of"]
 
 
 class Source(Protocol):

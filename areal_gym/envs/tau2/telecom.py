@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_gym.envs.tau2.database import Database, Record, Tables, copy_record
+from areal_gym.envs.tau2.domain_state import Requestor, World
 from areal_gym.envs.tau2.phone import Phone
-from areal_gym.envs.tau2.world import Requestor, World
-
-__all__ = ["Carrier", "TelecomTables", "TelecomWorld", "telecom_tables"]
 
 _TODAY = datetime.date(2025, 2, 25)
 _LAST_MONTH, _NEXT_MONTH = datetime.date(2025, 1, 1), datetime.date(2025, 3, 1)

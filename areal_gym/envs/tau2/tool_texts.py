@@ -10,10 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from areal_gym.envs.tau2.world import ToolInfo, Tools, load_tools
+from areal_gym.envs.tau2.domain_state import ToolInfo, Tools, load_tools
 from areal_gym.errors import DataError
-
-__all__ = ["find_tool_texts", "read_tools", "without_descriptions"]
 
 _WAYS = (
     "it should hold, as JSON: domain -> assistant, user -> tool -> openai_schema",

@@ -6,8 +6,6 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-__all__ = ["as_choice", "as_float", "as_int", "as_text"]
-
 
 def as_text(value: Any) -> str:
     """Text only; a number is refused."""

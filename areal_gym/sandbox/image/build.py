@@ -16,8 +16,6 @@ from typing import Any
 
 from areal_gym.errors import SandboxError
 
-__all__ = ["build_image", "import_host"]
-
 _PACKAGES = ("numpy", "sympy", "mpmath")
 _PROGRAMS = ("/bin/sh", "/usr/bin/env", "/bin/cat", "/bin/ls", "/bin/sleep")
 _LEFT_OUT = {

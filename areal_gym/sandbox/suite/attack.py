@@ -22,8 +22,6 @@ from areal_gym.sandbox.suite.checks import failed, implausible
 from areal_gym.sandbox.suite.programs import Program
 from areal_gym.sandbox.suite.watch import Watch, leftovers, resident_mb, wait_until_quiet
 
-__all__ = ["Outcome", "attack"]
-
 _WATCHED = ("max_procs", "peak_tree_rss_mb", "disk_mb", "not_reachable")
 _BATCH = 16
 _OVERDUE_S = 60.0

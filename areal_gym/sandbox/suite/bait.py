@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Bait"]
-
 
 class Bait:
     """Laid out on construction; `stack` takes it away again."""

@@ -13,8 +13,6 @@ from areal_gym.errors import DataError
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
 from areal_gym.sandbox.suite.watch import Watch
 
-__all__ = ["failed", "implausible"]
-
 _SETTLE_S = 5.0
 _MOST_MEMORY_MB = 64 * 1024
 # The shared file knows four names of outcomes.

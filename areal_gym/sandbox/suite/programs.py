@@ -16,8 +16,6 @@ from typing import Any
 from areal_gym.errors import DataError
 from areal_gym.sandbox.base import SandboxLimits
 
-__all__ = ["Program", "builtin_files", "read_programs"]
-
 HANG_S, WALL_S = 0.6, 30.0
 """Time for programs that are meant to hang, and for all others: only one that hangs takes it."""
 _HERE = Path(__file__).parent

@@ -12,8 +12,6 @@ from areal_gym.sandbox.base import Sandbox
 from areal_gym.sandbox.forking import ForkingSandbox
 from areal_gym.sandbox.zygotes import Zygote
 
-__all__ = ["Watch", "descendants", "leftovers", "resident_mb", "wait_until_quiet"]
-
 _QUIET_TICKS = 2
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 

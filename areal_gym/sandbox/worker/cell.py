@@ -29,8 +29,6 @@ from typing import Any, NoReturn
 from . import tasks
 from .jail import lower_limit
 
-__all__ = ["serve"]
-
 CHUNK_BYTES = 32 * 1024
 """Longest message on the socket."""
 _NAME = "<snippet>"

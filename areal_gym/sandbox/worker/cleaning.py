@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["remove_tree"]
-
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 

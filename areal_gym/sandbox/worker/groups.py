@@ -14,8 +14,6 @@ import signal
 import time
 from typing import NamedTuple
 
-__all__ = ["Groups", "find_places", "remove_groups"]
-
 _SLACK_BYTES = 32 << 20
 """Beside the snippet's own: what the kernel keeps for its processes, pages of the fork server that
 they write to, and room for a MemoryError to be told, which a process's own limit raises first."""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 
 from . import memory
 
-__all__ = ["PERIOD_S", "Holding"]
-
 PERIOD_S = 0.01
 """Between two looks at a session that has not come to rest."""
 _LOOKS = 2

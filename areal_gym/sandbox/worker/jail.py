@@ -28,8 +28,6 @@ from collections.abc import Callable
 from . import kernel, landlock, seccomp
 from .cleaning import remove_tree
 
-__all__ = ["Jail", "RefusedError"]
-
 _STAGE = "/sys"  # any directory that the jail does not show; mounted over in our own namespace only
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")

@@ -9,32 +9,6 @@ import ctypes
 import os
 import platform
 
-__all__ = [
-    "BIND",
-    "DETACH",
-    "NEWIPC",
-    "NEWNET",
-    "NEWNS",
-    "NEWPID",
-    "NEWUSER",
-    "NEWUTS",
-    "NODEV",
-    "NOSUID",
-    "PRIVATE",
-    "RDONLY",
-    "REC",
-    "capabilities",
-    "drop_capabilities",
-    "mount",
-    "pivot_root",
-    "prctl",
-    "restrict_mount",
-    "setns",
-    "syscall",
-    "umount",
-    "unshare",
-]
-
 NEWNS, NEWUTS, NEWIPC = 0x00020000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 RDONLY, NOSUID, NODEV, BIND, REC, PRIVATE, DETACH = 1, 2, 4, 4096, 16384, 1 << 18, 2

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 
 from . import kernel
 
-__all__ = ["TRUNCATE_VERSION", "restrict", "version"]
-
 TRUNCATE_VERSION = 3
 """From this ABI on, cutting a file by its path takes a right."""
 

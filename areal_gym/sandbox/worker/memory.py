@@ -13,8 +13,6 @@ import resource
 import stat
 from collections.abc import Iterator
 
-__all__ = ["PERIOD_S", "has_many_files", "held_by_tree", "num_kills", "read", "tree"]
-
 PERIOD_S = 0.1
 _PAGE = resource.getpagesize()
 _FILE_BYTES, _NUM_FILES = 64 << 20, 4096

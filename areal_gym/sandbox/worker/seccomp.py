@@ -17,8 +17,6 @@ from collections.abc import Iterable
 
 from . import kernel, syscalls
 
-__all__ = ["build_filter", "install", "is_supported"]
-
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 _NEW_NAMESPACE = 0x7E020000

@@ -6,8 +6,6 @@ number on x86_64 and on aarch64; a dash stands where the machine has no such cal
 
 from __future__ import annotations
 
-__all__ = ["COLUMNS", "FREE", "GUARDED", "LAST", "METADATA"]
-
 COLUMNS = {"x86_64": 0, "aarch64": 1}
 
 Numbers = tuple[int, int]

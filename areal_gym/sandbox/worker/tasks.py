@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from . import jail, memory
 
-__all__ = ["is_crowded", "note_limit"]
-
 _RLIMIT_LOCKS = 10
 """The kernel has not looked at it since Linux 2.4: a place for a number that /proc shows."""
 

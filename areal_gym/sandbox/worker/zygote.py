@@ -27,8 +27,6 @@ from .holding import PERIOD_S as HOLDING_PERIOD_S
 from .holding import Holding
 from .jail import Jail, RefusedError
 
-__all__ = ["main"]
-
 # Common in snippets: imported once here, shared by every cell.
 _PRELOADED = (
     *("math", "random", "re", "collections", "itertools", "functools", "fractions", "decimal"),

@@ -1,1 +1,1 @@
-"""What `areal_gym.trainer.supervised` learns, and a teacher's log-probabilities as an advantage."""
+"""Objectives on fixed data (sft, dpo, reward models), and distillation from a teacher."""

@@ -17,13 +17,11 @@ from typing import Protocol
 import torch
 
 from areal_gym.errors import EngineError, TrainError
-from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.examples import TokenRow, placed_micro_batches
-from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.sequences import make_sequences
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.trainer.batch.examples import TokenRow, placed_micro_batches
+from areal_gym.trainer.batch.sequences import make_sequences
+from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.types import Group, TokenSpan, Trajectory
-
-__all__ = ["LocalTeacher", "RemoteTeacher", "Scorer", "Teacher", "annotate"]
 
 _MAX_IN_FLIGHT = 64
 _MAX_TRIES = 3

@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
-from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.examples import Example
-from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import PackedBatch
-from areal_gym.trainer.supervised import Judgement, Objective
-
-__all__ = ["Dpo", "is_preferred", "preference_loss"]
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.trainer.batch.examples import Example
+from areal_gym.trainer.batch.packing import PackedBatch
+from areal_gym.trainer.chunked_logprobs import score_tokens
+from areal_gym.trainer.objectives.supervised import Judgement, Objective
 
 
 def preference_loss(

@@ -8,18 +8,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from areal_gym.modeling.decoder import Decoder
-from areal_gym.modeling.reward_model import RewardModel, load_reward_model
-from areal_gym.rendering import Renderer
-from areal_gym.rendering.template import ToolSchemas
-from areal_gym.rendering.transcript import closing_ids, transcribe
-from areal_gym.trainer.examples import Example, TokenRow, placed_micro_batches
+from areal_gym.chat import Renderer
+from areal_gym.chat.template import ToolSchemas
+from areal_gym.chat.transcript import closing_ids, transcribe
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.tiny.scored_decoder import RewardModel, load_reward_model
+from areal_gym.trainer.batch.examples import Example, TokenRow, placed_micro_batches
+from areal_gym.trainer.batch.packing import PackedBatch
 from areal_gym.trainer.objectives.dpo import is_preferred
-from areal_gym.trainer.packing import PackedBatch
-from areal_gym.trainer.supervised import Judgement, Objective
+from areal_gym.trainer.objectives.supervised import Judgement, Objective
 from areal_gym.types import Message
-
-__all__ = ["BradleyTerry", "Grader", "load"]
 
 _BUDGET = 8192
 """Tokens that are graded at once."""

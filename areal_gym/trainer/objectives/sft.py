@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from areal_gym.modeling.decoder import Decoder
-from areal_gym.trainer.examples import Example
-from areal_gym.trainer.objective import score_tokens
-from areal_gym.trainer.packing import PackedBatch
-from areal_gym.trainer.supervised import Judgement, Objective
-
-__all__ = ["Sft"]
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.trainer.batch.examples import Example
+from areal_gym.trainer.batch.packing import PackedBatch
+from areal_gym.trainer.chunked_logprobs import score_tokens
+from areal_gym.trainer.objectives.supervised import Judgement, Objective
 
 
 class Sft(Objective):

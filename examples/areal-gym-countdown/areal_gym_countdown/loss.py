@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_gym.trainer.losses import LossInputs, LossOutput
+from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput
 
 __all__ = ["vanilla"]
 

@@ -7,7 +7,7 @@ from areal_gym_countdown.env import NumbersEnv
 from areal_gym_countdown.loss import vanilla
 
 from areal_gym.envs.checker import check_env
-from areal_gym.trainer.losses import LossInputs
+from areal_gym.trainer.algorithms.losses import LossInputs
 
 
 def test_the_environment_keeps_the_contract():

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from served import served
 
 import areal_gym
-from areal_gym.dialects import write_call
+from areal_gym.chat.tool_call_formats import write_call
 from areal_gym.envs.search.bm25 import MemoryIndex
 from areal_gym.envs.search.corpus import Hit, Passage, read_corpus, terms, words
+from areal_gym.envs.search.generated_world import world
 from areal_gym.envs.search.retrievers import HttpRetriever
-from areal_gym.envs.search.world import world
 from areal_gym.errors import ConfigError, DataError, EnvError, UsageError
 from areal_gym.plugins import PluginManager, Registry, RetrieverSpec, hookimpl, set_registry
 
@@ -60,7 +60,7 @@ def corpus_file(path, passages):
 @pytest.fixture
 def open_index(monkeypatch, tmp_path):
     pytest.importorskip("tantivy", reason="the extra `search` is not installed")
-    from areal_gym.envs.search.tantivy import open_index
+    from areal_gym.envs.search.tantivy_index import open_index
 
     monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "cache"))
     open_index.cache_clear()

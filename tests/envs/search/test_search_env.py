@@ -6,8 +6,8 @@ import json
 import pytest
 
 import areal_gym
-from areal_gym.dialects import write_call
-from areal_gym.envs.search.world import world
+from areal_gym.chat.tool_call_formats import write_call
+from areal_gym.envs.search.generated_world import world
 from areal_gym.errors import DataError, UnknownIdError, UsageError
 
 

@@ -3,10 +3,10 @@
 import dataclasses
 
 from areal_gym.envs.tau2.airline import AirlineWorld, airline_tables
-from areal_gym.envs.tau2.data import Action, Case, Domain
+from areal_gym.envs.tau2.benchmark_data import Action, Case, Domain
+from areal_gym.envs.tau2.domain_state import load_tools
 from areal_gym.envs.tau2.retail import RetailWorld, retail_tables
 from areal_gym.envs.tau2.telecom import TelecomWorld, telecom_tables
-from areal_gym.envs.tau2.world import load_tools
 
 ADDRESS = {
     "address1": "1 Elm Row",

@@ -11,7 +11,7 @@ import areal_gym
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.checker import HOSTILE_ACTIONS, check_env, play
-from areal_gym.envs.tau2.data import load_domain
+from areal_gym.envs.tau2.benchmark_data import load_domain
 from areal_gym.envs.tau2.mock import library_closing, library_domain, library_tasks
 from areal_gym.errors import DataError, UsageError
 from areal_gym.rollout.evaluate import evaluate

@@ -8,7 +8,7 @@ import pytest
 from tau2_data import DATA, FIXTURES, needs_fixtures
 
 from areal_gym.cli.app import run
-from areal_gym.envs.tau2.replay import replay
+from areal_gym.envs.tau2.verdict_replay import replay
 from areal_gym.errors import DataError, NothingToDoError
 
 pytestmark = needs_fixtures

@@ -9,8 +9,9 @@ import pytest
 from aiohttp import web
 
 from areal_gym.cli.app import run
-from areal_gym.envs.tau2 import data, pull
-from areal_gym.envs.tau2.data import find_data, manifest, pulled_data
+from areal_gym.envs.tau2 import benchmark_data as data
+from areal_gym.envs.tau2 import pull
+from areal_gym.envs.tau2.benchmark_data import find_data, manifest, pulled_data
 from areal_gym.errors import DataError, InfrastructureError
 
 FILES = {

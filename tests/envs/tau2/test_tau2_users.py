@@ -12,6 +12,7 @@ from tau2_data import DATA, needs_data
 import areal_gym
 from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.checker import play
+from areal_gym.envs.tau2.domain_state import load_tools
 from areal_gym.envs.tau2.judge import LLMJudge
 from areal_gym.envs.tau2.users.base import (
     GIVE_UP,
@@ -21,9 +22,8 @@ from areal_gym.envs.tau2.users.base import (
     in_first_person,
 )
 from areal_gym.envs.tau2.users.customer import Customer
-from areal_gym.envs.tau2.users.llm import LLMUser
+from areal_gym.envs.tau2.users.llm_user import LLMUser
 from areal_gym.envs.tau2.users.phone_owner import REQUESTS, PhoneOwner
-from areal_gym.envs.tau2.world import load_tools
 from areal_gym.errors import EnvError
 
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_shop import ADDRESS, airline_world, shop_tables, telecom_world
 
-from areal_gym.envs.tau2.calculator import calculate
+from areal_gym.envs.tau2.benchmark_calculator import calculate
 from areal_gym.envs.tau2.database import Database, Tables, sorted_text
+from areal_gym.envs.tau2.domain_state import load_tools
 from areal_gym.envs.tau2.retail import RetailWorld
 from areal_gym.envs.tau2.values import as_choice, as_float, as_int, as_text
-from areal_gym.envs.tau2.world import load_tools
 from areal_gym.errors import DataError
 
 # ---- databases ----------------------------------------------------------------------------------

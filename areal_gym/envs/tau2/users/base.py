@@ -8,24 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from areal_gym.envs.tau2.world import CallResult, World
+from areal_gym.envs.tau2.domain_state import CallResult, World
 
 if TYPE_CHECKING:
-    from areal_gym.envs.tau2.data import Case, Domain
-
-__all__ = [
-    "GIVE_UP",
-    "OUT_OF_SCOPE",
-    "STOP",
-    "STOP_TOKENS",
-    "TRANSFER",
-    "Scene",
-    "User",
-    "UserFactory",
-    "UserTurn",
-    "in_first_person",
-    "opening_of",
-]
+    from areal_gym.envs.tau2.benchmark_data import Case, Domain
 
 STOP = "###STOP###"
 TRANSFER = "###TRANSFER###"

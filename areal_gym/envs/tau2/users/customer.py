@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from areal_gym.envs.tau2.domain_state import CallResult, load_tools
 from areal_gym.envs.tau2.users.base import (
     GIVE_UP,
     STOP,
@@ -21,9 +22,6 @@ from areal_gym.envs.tau2.users.base import (
     in_first_person,
     opening_of,
 )
-from areal_gym.envs.tau2.world import CallResult, load_tools
-
-__all__ = ["Customer"]
 
 _MAX_UNHEARD = 4
 """Texts of the assistant that lead nowhere, after which the customer hangs up."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from areal_gym.envs.tau2.domain_state import CallResult, load_tools
 from areal_gym.envs.tau2.users.base import (
     GIVE_UP,
     STOP,
@@ -20,9 +21,6 @@ from areal_gym.envs.tau2.users.base import (
     in_first_person,
     opening_of,
 )
-from areal_gym.envs.tau2.world import CallResult, load_tools
-
-__all__ = ["REQUESTS", "PhoneOwner"]
 
 _MAX_UNHEARD = 5
 

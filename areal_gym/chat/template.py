@@ -1,0 +1,132 @@
+"""A chat template: jinja in Hugging Face's dialect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_gym.errors import ConfigError
+from areal_gym.types import Message
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from areal_gym.chat.jinja_limits import BoundedEnvironment
+
+ToolSchemas = Sequence[Mapping[str, Any]]
+"""Tools as chat templates take them (`Tool.schema()`), in the environment's order."""
+
+BREAK = "\ufdd0"
+"""Stands in rendered text where encoding must begin anew: inside what only looks like a control
+token. No text holds it: Unicode sets this code point aside."""
+
+
+class ChatTemplate:
+    """Renders messages as text.
+
+    What users, tools and systems say never becomes a control token: a page that a tool has read
+    may hold `<|im_end|>`, and must not end a turn by it. Such texts are broken up by `BREAK`.
+
+    Raises:
+        ConfigError: the template is no template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        control_tokens: Iterable[str] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compile.
+
+        Args:
+            source: the template.
+            special_tokens: names that it may use, such as `bos_token`.
+            control_tokens: texts that the tokenizer takes for tokens of their own.
+            kwargs: its other variables, such as `enable_thinking`.
+        """
+        self.source = source
+        self._environment, self._template = _compile(source)
+        self._variables = {
+            **self._template.globals,
+            **(special_tokens or {}),
+            **(kwargs or {}),
+        }
+        # The longest first, so that a token which begins like another one is found whole.
+        tokens = sorted((t for t in control_tokens if len(t) > 1), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, tokens))) if tokens else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas = (),
+        *,
+        adds_prompt: bool = True,
+    ) -> str:
+        """The text of `messages`, with the header of the assistant's next turn at the end.
+
+        Raises:
+            ConfigError: the template refuses the messages.
+        """
+        # What Template.render does, without looking up all globals again: a quarter of its time.
+        context = self._template.new_context(
+            {
+                **self._variables,
+                "messages": [self._harmless(message) for message in messages],
+                "tools": list(tools) or None,
+                "add_generation_prompt": adds_prompt,
+            },
+            shared=True,
+        )
+        try:
+            with self._environment.limited():
+                return self._joined(self._template.root_render_func(context))
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever it is, the template has caused it
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigError(f"the chat template refuses the roles {roles}: {error}") from error
+
+    @staticmethod
+    def _joined(parts: Iterable[str]) -> str:
+        from areal_gym.chat.jinja_limits import MOST_CHARACTERS
+
+        pieces: list[str] = []
+        length = 0
+        for part in parts:
+            length += len(part)
+            if length > MOST_CHARACTERS:
+                raise ConfigError(
+                    f"the chat template makes more than {MOST_CHARACTERS} characters of a dialogue"
+                )
+            pieces.append(part)
+        return "".join(pieces)
+
+    def _harmless(self, message: Message) -> Message:
+        """The message with its control tokens broken up, unless the policy has sampled them."""
+        content = message["content"]
+        if message["role"] == "assistant" or self._control is None:
+            return message
+        if BREAK in content:
+            content = content.replace(BREAK, "\ufffd")
+        broken = self._control.sub(lambda found: found[0][0] + BREAK + found[0][1:], content)
+        return message if broken == message["content"] else {**message, "content": broken}
+
+
+def _compile(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
+    """Compile with the settings and helpers that Hugging Face's templates are written for."""
+    import jinja2
+
+    from areal_gym.chat.jinja_limits import BoundedEnvironment
+
+    environment = BoundedEnvironment()
+    try:
+        return environment, environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template is broken, line {error.lineno}: {error}") from None
+    # Python compiles what jinja makes of the template, which may nest deeper than Python can.
+    except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
+        raise ConfigError(f"the chat template is broken: {error}") from None

@@ -1,0 +1,217 @@
+"""What a chat template does, seen on generated dialogues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from areal_gym.chat.template import BREAK, ChatTemplate, ToolSchemas
+from areal_gym.chat.tool_call_formats import DIALECTS, END_THINK, THINK, parse_assistant
+from areal_gym.errors import ConfigError
+from areal_gym.types import Message, ToolCall
+
+if TYPE_CHECKING:
+    from areal_gym.chat.renderer import Renderer
+
+# Letters only, so that no template strips, splits or escapes it.
+SENTINEL = "ArealGymSentinel"
+_TEXTS = ("Seven.", "x = {1: '2'}\n\nNaïve 数学 🙂 end", "a  b\tc <b>&amp;</b>")
+
+
+def first_messages(has_system: bool, text: str = "Go on.") -> list[Message]:
+    """How a reference dialogue begins."""
+    system: list[Message] = [{"role": "system", "content": "Be exact."}] if has_system else []
+    return [*system, {"role": "user", "content": text}]
+
+
+def reference_answer(reply: Sequence[Message], *, has_call: bool) -> Message:
+    """An assistant's turn that `reply` answers; the sentinel is the last thing it says."""
+    if not has_call:
+        return {"role": "assistant", "content": SENTINEL}
+    asked = [message for message in reply if message["role"] == "tool"]
+    return {"role": "assistant", "content": "", "tool_calls": [_call_of(m) for m in asked]}
+
+
+def _call_of(answer: Message) -> ToolCall:
+    return {
+        "id": answer.get("tool_call_id", "call00000"),
+        "type": "function",
+        "function": {"name": answer.get("name", "python"), "arguments": {"code": SENTINEL}},
+    }
+
+
+def _tool_answer(text: str, index: int = 0) -> Message:
+    return {
+        "role": "tool",
+        "name": "python",
+        "tool_call_id": f"call{index:05d}",
+        "content": text,
+    }
+
+
+def accepts_calls(template: ChatTemplate, reply: Sequence[Message]) -> bool:
+    """Whether the template writes the calls that `reply` answers."""
+    answer = reference_answer(reply, has_call=True)
+    try:
+        text = template.render([*first_messages(False), answer, *reply])
+    except ConfigError:
+        return False
+    return SENTINEL in text
+
+
+def knows_tool_role(template: ChatTemplate) -> bool:
+    """Whether it renders what a tool answers to the assistant."""
+    answer = _tool_answer(SENTINEL + "A")
+    for has_call in (True, False):
+        asking = reference_answer([answer], has_call=has_call)
+        try:
+            text = template.render([*first_messages(True), asking, answer])
+        except ConfigError:
+            continue
+        if SENTINEL + "A" in text:
+            return True
+    return False
+
+
+def thinking_opening(template: ChatTemplate) -> str:
+    """What the header of the assistant's turn holds from `<think>` on; empty without it."""
+    asked = first_messages(False)
+    text, before = template.render(asked), template.render(asked, adds_prompt=False)
+    header = text[len(before) :] if text.startswith(before) else ""
+    return header[header.index(THINK) :] if THINK in header else ""
+
+
+def written_before_answers(renderer: Renderer) -> str:
+    """What the template writes in history between the header of a turn and what is said."""
+    asked = first_messages(False)
+    said: Message = {"role": "assistant", "content": SENTINEL}
+    header = renderer.template.render(asked).removesuffix(renderer.opening)
+    before = renderer.template.render([*asked, said, *asked]).partition(SENTINEL)[0]
+    return before.removeprefix(header) if before.startswith(header) else ""
+
+
+def drops_thinking(renderer: Renderer) -> bool:
+    """Whether it leaves out what an assistant has thought before its last turn, by design."""
+    if END_THINK not in renderer.template.source:
+        return False
+    said: Message = {"role": "assistant", "content": "Yes.", "reasoning_content": SENTINEL}
+    return SENTINEL not in renderer.render([*first_messages(False), said, *first_messages(False)])
+
+
+def find_dialect(renderer: Renderer) -> str | None:
+    """The dialect that reads back the calls which the template writes; None: it writes none."""
+    answer = _tool_answer("7")
+    if not accepts_calls(renderer.template, [answer]):
+        return None
+    asking = reference_answer([answer], has_call=True)
+    head = renderer.template.render(first_messages(False), adds_prompt=False)
+    text = renderer.template.render([*first_messages(False), asking, answer])
+    said = text[len(head) :].replace(BREAK, "").partition(renderer.end_of_turn)[0]
+    wanted = asking["tool_calls"][0]["function"]
+    # The header of the turn comes before the call. No dialect minds what comes before it but
+    # Llama's, whose calls are the whole text.
+    for start in (0, max(said.rfind('{"name"'), 0)):
+        for dialect in DIALECTS:
+            message = parse_assistant(said[start:], dialect)
+            if [call["function"] for call in message.get("tool_calls", [])] == [wanted]:
+                return dialect
+    return None
+
+
+def require_end_of_turn(renderer: Renderer) -> None:
+    """Check that a turn ends with one token, which nothing that is said can be.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    written = renderer.bridge_text([{"role": "user", "content": "x"}])
+    bridge = renderer.encode(written)
+    for text in _TEXTS:
+        answer = renderer.encode(text)
+        whole = renderer.encode(text + renderer.end_of_turn)
+        if (
+            not renderer.end_of_turn.strip()
+            or renderer.end_of_turn_id in answer
+            or whole != [*answer, renderer.end_of_turn_id]
+            or bridge[0] != renderer.end_of_turn_id
+        ):
+            raise ConfigError(
+                "the chat template does not end an assistant's turn with one token of its own: "
+                f"after the text comes {written[:40]!r}",
+                hints=["multi-turn training needs a template with an end-of-turn token"],
+            )
+
+
+def find_obstacle(
+    renderer: Renderer, has_system: bool, tools: ToolSchemas, shape: tuple[str, ...]
+) -> str | None:
+    """Where bridged turns are not what the whole dialogue gives; None: they are.
+
+    Args:
+        renderer: with the template in question.
+        has_system: whether the dialogue begins with a system message.
+        tools: what the policy may call.
+        shape: the roles of each reply.
+    """
+    for first in _TEXTS:
+        dialogue = first_messages(has_system, first)
+        try:
+            text = renderer.render(dialogue, tools).removesuffix(renderer.opening)
+            parts: list[tuple[str | None, str]] = []
+            for content in _TEXTS:
+                reply = _reply(shape, content)
+                has_call = "tool" in shape and accepts_calls(renderer.template, reply)
+                answer = reference_answer(reply, has_call=has_call)
+                if not has_call:
+                    answer["content"] = content
+                bridge = renderer.bridge_text(reply).removesuffix(renderer.opening)
+                parts.append((None if has_call else content, bridge))
+                dialogue += [answer, *reply]
+            whole = renderer.render(dialogue, tools).removesuffix(renderer.opening)
+        except ConfigError as error:
+            return str(error)
+        difference = _difference(renderer, whole, text, parts)
+        if difference is not None:
+            return difference
+    return None
+
+
+def _reply(shape: tuple[str, ...], content: str) -> list[Message]:
+    num_tools = 0
+    reply: list[Message] = []
+    for role in shape:
+        if role == "tool":
+            reply.append(_tool_answer(content, num_tools))
+            num_tools += 1
+        else:
+            reply.append({"role": role, "content": content})  # type: ignore[typeddict-item]
+    return reply
+
+
+def _difference(
+    renderer: Renderer, whole: str, text: str, parts: list[tuple[str | None, str]]
+) -> str | None:
+    """Follow the bridged turns through the whole dialogue.
+
+    A turn's text is the whole dialogue's: calls are in the template's own words (their content is
+    None), and some templates write a space before what is said.
+    """
+    for content, bridge in parts:
+        end = whole.find(renderer.end_of_turn, len(text))
+        said = whole[len(text) : end]
+        if end < 0 or not whole.startswith(text) or content not in (None, said.strip()):
+            said = content or ""
+        if renderer.encode(said + bridge) != renderer.encode(said) + renderer.encode(bridge):
+            return f"the end of a turn is not encoded apart from what comes before: {bridge[:40]!r}"
+        text += said + bridge
+    if whole == text:
+        return None
+    at = next(
+        (i for i, (a, b) in enumerate(zip(whole, text, strict=False)) if a != b),
+        min(len(whole), len(text)),
+    )
+    return (
+        "the chat template rewrites earlier turns: "
+        f"a whole dialogue has {whole[at : at + 30]!r} after {whole[max(0, at - 30) : at]!r}, "
+        f"bridged turns have {text[at : at + 30]!r}"
+    )

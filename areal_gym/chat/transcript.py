@@ -1,0 +1,125 @@
+"""A dialogue that somebody has written, as the token ids of a policy that had said it.
+
+The same path as in an episode (`Dialogue`): what the assistant says is encoded apart from what it
+reads, and ends with the end of turn, so that a policy which learns from transcripts is asked, in
+episodes, exactly what it has seen. Where the template rewrites its earlier text the dialogue forks,
+and there is one transcript for each branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_gym.chat import plain_tools
+from areal_gym.chat.dialogue import Dialogue
+from areal_gym.chat.renderer import Renderer
+from areal_gym.chat.template import BREAK, ToolSchemas
+from areal_gym.chat.tool_call_formats import END_THINK, THINK
+from areal_gym.errors import ConfigError, DataError
+from areal_gym.types import Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transcript:
+    """One branch of a dialogue; both tuples have its length T."""
+
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    """True on what the assistant says, ends of its turns included."""
+    num_prompt: int
+    """Tokens before the first thing that it says."""
+
+
+def transcribe(
+    renderer: Renderer,
+    messages: Sequence[Message],
+    tools: ToolSchemas = (),
+    *,
+    num_given: int = 0,
+) -> list[Transcript]:
+    """The branches of a dialogue, mostly one; what follows the last thing said is left out.
+
+    Args:
+        renderer: of the policy.
+        messages: the whole dialogue.
+        tools: what the assistant may call.
+        num_given: of the messages, how many belong to the prompt whoever said them.
+
+    Raises:
+        DataError: the assistant says nothing, or speaks first, or twice in a row.
+        ConfigError: the template refuses the messages.
+    """
+    dialogue = Dialogue(renderer, tools)
+    found: list[Transcript] = []
+    ids: list[int] = []
+    mask: list[bool] = []
+    num_prompt = 0
+    new: list[Message] = []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant" or place < num_given:
+            new.append(message)
+            continue
+        if not new:
+            raise DataError(
+                "the assistant speaks first"
+                if place == 0
+                else f"the assistant speaks twice in a row (message {place + 1})"
+            )
+        prompt = dialogue.prompt(new)
+        said = [*renderer.encode(said_text(renderer, message)), renderer.end_of_turn_id]
+        dialogue.answer(prompt, said)
+        if not prompt.num_kept:
+            if ids:
+                found.append(_transcript(ids, mask, num_prompt))
+            ids, mask, num_prompt = [], [], len(prompt.token_ids)
+        ids += (*prompt.added, *said)
+        mask += [False] * len(prompt.added) + [True] * len(said)
+        new = []
+    if not ids:
+        raise DataError("the assistant says nothing in it: there is nothing to learn")
+    return [*found, _transcript(ids, mask, num_prompt)]
+
+
+def said_text(renderer: Renderer, message: Message) -> str:
+    """What a policy would have sampled, but for the end of turn, to say this message.
+
+    Calls and thinking are in the template's own words where it has some.
+
+    Raises:
+        ConfigError: the template does not write the message after the header of a turn.
+    """
+    asked: list[Message] = [{"role": "user", "content": "x"}]
+    template = renderer.template
+    if "tool_calls" in message and renderer.written_dialect is None:
+        message = plain_tools.as_text(message)
+    header = template.render(asked).removesuffix(renderer.opening)
+    text = template.render([*asked, message], adds_prompt=False)
+    said, ended, _ = text.removeprefix(header).rpartition(renderer.end_of_turn)
+    if not text.startswith(header) or not ended:
+        raise ConfigError(
+            "the chat template writes an assistant's message in history otherwise than it is asked "
+            f"for: {text[:60]!r} does not begin with {header[:60]!r}"
+        )
+    said = said.replace(BREAK, "")
+    thought = message.get("reasoning_content", "")
+    if thought.strip() not in said:  # some templates never write thoughts in history
+        said = f"{THINK}\n{thought}\n{END_THINK}\n\n{said}"
+    if said.startswith(renderer.opening):
+        return said.removeprefix(renderer.opening)
+    # The header has opened a thought that this message does not have.
+    return said if END_THINK in renderer.opening else f"\n{END_THINK}\n\n{said.lstrip()}"
+
+
+def closing_ids(renderer: Renderer) -> tuple[int, ...]:
+    """What the template writes after the end of the last turn of a whole dialogue; often a line."""
+    dialogue: list[Message] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "x"},
+    ]
+    text = renderer.template.render(dialogue, adds_prompt=False)
+    return tuple(renderer.encode(text.rpartition(renderer.end_of_turn)[2]))
+
+
+def _transcript(ids: list[int], mask: list[bool], num_prompt: int) -> Transcript:
+    return Transcript(token_ids=tuple(ids), mask=tuple(mask), num_prompt=num_prompt)

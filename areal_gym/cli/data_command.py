@@ -1,0 +1,205 @@
+"""`areal-gym data`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from areal_gym.cli import complete
+from areal_gym.cli.output import (
+    Group,
+    Options,
+    common_options,
+    print_columns,
+    print_data,
+    print_json,
+    talk,
+)
+from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.utils.markup import visible
+
+if TYPE_CHECKING:
+    from areal_gym.envs.base import TextEnv
+
+SOURCES = ("tau2",)
+_MAX_SHOWN = 20
+
+
+@click.group("data", cls=Group)
+def data_command() -> None:
+    """Data of environments: look at it, check it, fetch it."""
+
+
+@data_command.command("pull")
+@click.argument("source", metavar="tau2", shell_complete=complete.one_of(*SOURCES))
+@click.option("--to", type=click.Path(path_type=Path), help="The folder [the user's cache].")
+@click.option("--base-url", help="Of the server [the one where the benchmark is published].")
+@click.option("--force", is_flag=True, help="Fetch everything anew.")
+@common_options
+@click.pass_obj
+def pull_command(
+    options: Options, source: str, to: Path | None, base_url: str | None, force: bool
+) -> None:
+    """Fetch the data of a benchmark: a pinned version, checked sums; it can be continued.
+
+    Prints the folder, which environments find by themselves if it is the default one.
+    """
+    if source not in SOURCES:
+        near = did_you_mean(source, SOURCES) or f"there is: {', '.join(SOURCES)}"
+        raise UsageError(f"no data {source!r} to fetch", hints=[near])
+    from areal_gym.envs.tau2.benchmark_data import manifest
+    from areal_gym.envs.tau2.pull import BASE_URL, pull
+
+    facts = manifest()
+    talk(f"{facts['repository']} at {facts['commit'][:12]} ({facts['licence']})")
+    url = base_url or BASE_URL
+    if options.is_plain or not sys.stderr.isatty():
+        folder = pull(to, base_url=url, force=force)
+    else:
+        folder = _pull_with_bar(to, url, force=force)
+    print_data(str(folder))
+    if to is not None:
+        talk(f"tell environments: export TAU2_DATA_DIR={folder}")
+
+
+@data_command.command("show")
+@click.argument("env", metavar="ENV", shell_complete=complete.ids("envs"))
+@click.argument(
+    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
+)
+@click.option("--split", default="train", show_default=True, help="Whose tasks.")
+@click.option(
+    "-n", "num_tasks", type=click.IntRange(min=1), default=10, show_default=True, help="Tasks."
+)
+@click.option("--first", type=click.IntRange(min=0), default=0, help="Index of the first one [0].")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all of each task.")
+@common_options
+def show_command(
+    env: str, settings: tuple[str, ...], split: str, num_tasks: int, first: int, as_json: bool
+) -> None:
+    """The tasks of an environment: how many there are, and the first of them.
+
+    key=value are arguments of the environment: areal-gym data show math path=questions.jsonl
+    """
+    made = _make(env, settings)
+    limit = made.num_tasks(split)
+    end = first + num_tasks if limit is None else min(first + num_tasks, limit)
+    rows = []
+    for index in range(first, end):
+        _, info = made.reset(seed=0, options={"split": split, "index": index})
+        rows.append({"index": index, **info["task"], "messages": list(info["messages"])})
+    source = getattr(made, "task_source", None)
+    counts = {name: made.num_tasks(name) for name in ("train", "test")}
+    facts: dict[str, Any] = {
+        "env": env,
+        "num_tasks": counts,
+        "num_skipped": getattr(source, "num_skipped", 0),
+        "num_filtered": getattr(source, "num_filtered", 0),
+        "num_contaminated": getattr(source, "num_contaminated", 0),
+    }
+    made.close()
+    if as_json:
+        print_json({**facts, "split": split, "tasks": rows})
+        return
+    if rows:
+        header = ("index", "task", "asked", "data")
+        print_columns([header, *map(_line, rows)])
+    for name, count in counts.items():
+        talk(f"{name}: {'generated without end' if count is None else f'{count:,} tasks'}")
+    for key, what in (
+        ("num_skipped", "broken rows were left out"),
+        ("num_filtered", "rows were filtered out"),
+        ("num_contaminated", "training rows were left out: the test split asks the same"),
+    ):
+        if facts[key]:
+            talk(f"{facts[key]:,} {what}")
+
+
+@data_command.command("check")
+@click.argument("env", metavar="ENV", shell_complete=complete.ids("envs"))
+@click.argument(
+    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
+)
+@click.option("--train", default="train", show_default=True, help="The split that is learned from.")
+@click.option("--heldout", default="test", show_default=True, help="The one that is measured on.")
+@click.option(
+    "--threshold",
+    type=click.FloatRange(0, 1),
+    default=0.8,
+    show_default=True,
+    help="Share of eight-word passages in common from which on questions are alike.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@common_options
+def check_command(
+    env: str, settings: tuple[str, ...], train: str, heldout: str, threshold: float, as_json: bool
+) -> int:
+    """Does the split that is learned from hold questions of the one that is measured on?
+
+    Exit code 1 when it does, or holds questions that are nearly the same.
+    """
+    from areal_gym.envs.contamination import find_contamination
+
+    found = find_contamination(
+        _make(env, settings), train=train, heldout=heldout, threshold=threshold
+    )
+    if as_json:
+        print_json(dataclasses.asdict(found))
+    else:
+        if found.overlaps:
+            likest = sorted(found.overlaps, key=lambda overlap: -overlap.similarity)[:_MAX_SHOWN]
+            rows = [
+                (f"{o.similarity:.2f}", o.heldout_id, o.train_id, _short(o.question, 80))
+                for o in likest
+            ]
+            print_columns([("alike", heldout, train, "asked"), *rows])
+            if len(found.overlaps) > _MAX_SHOWN:
+                talk(f"the {_MAX_SHOWN} that are most alike; --json prints all")
+        talk(
+            f"{len(found.overlaps)} of {found.num_heldout:,} questions in {heldout}, or ones like "
+            f"them, are in {train} ({found.num_train:,} tasks): {found.num_same} word for word"
+        )
+    return int(bool(found.overlaps))
+
+
+def _make(env: str, settings: tuple[str, ...]) -> TextEnv:
+    from areal_gym.config import parse_override
+    from areal_gym.plugins import registry
+
+    made: TextEnv = registry().make("envs", env, **dict(map(parse_override, settings)))
+    return made
+
+
+def _line(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    asked = row["messages"][-1]["content"]
+    rest = {key: value for key, value in row["data"].items() if value != asked}
+    data = "  ".join(f"{key}={_short(str(value), 30)}" for key, value in rest.items())
+    return str(row["index"]), row["id"], _short(asked, 70), _short(data, 90)
+
+
+def _short(text: str, limit: int) -> str:
+    text = visible(" ".join(text.split()))
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _pull_with_bar(to: Path | None, url: str, *, force: bool) -> Path:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from areal_gym.envs.tau2.pull import pull
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("")
+        return pull(
+            to,
+            base_url=url,
+            force=force,
+            on_progress=lambda path, here, total: bar.update(
+                task, description=path.rpartition("/")[2], completed=here, total=total
+            ),
+        )

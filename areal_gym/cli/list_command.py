@@ -1,0 +1,151 @@
+"""`areal-gym list`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from areal_gym.cli import complete
+from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk, warn
+from areal_gym.errors import DataError, NothingToDoError, UsageError, did_you_mean
+from areal_gym.plugins import KINDS, Entry, Kind, registry
+from areal_gym.plugins.registry import as_kind
+from areal_gym.utils.markup import counted, short
+
+WHAT = (*KINDS, "algorithms", "runs")
+
+
+@click.command("list")
+@click.argument(
+    "what",
+    required=False,
+    metavar=f"[{'|'.join(WHAT)}]",
+    shell_complete=complete.one_of(*WHAT),
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    help="Where runs are looked for.",
+)
+@common_options
+def list_command(what: str | None, as_json: bool, root: Path) -> None:
+    """What is there, and whose it is. Without an argument: everything that plugins offer."""
+    if what == "runs":
+        _list_runs(root, as_json)
+    elif what == "algorithms":
+        _list_algorithms(as_json)
+    elif what is None:
+        _list_everything(as_json)
+    elif what not in KINDS:
+        near = did_you_mean(what, WHAT)
+        raise UsageError(
+            f"no kind of things is called {what!r}",
+            hints=[*([near] if near else []), f"there are: {', '.join(WHAT)}"],
+        )
+    else:
+        kind = as_kind(what)
+        entries = registry().entries(kind)
+        if as_json:
+            print_json([entry.to_dict() for entry in entries])
+        else:
+            _print_entries(entries)
+            talk(_count(kind, entries))
+        registry().check_duplicates(kind)
+
+
+def _list_everything(as_json: bool) -> None:
+    tables = {kind: registry().entries(kind) for kind in KINDS}
+    if as_json:
+        print_json({kind: [e.to_dict() for e in entries] for kind, entries in tables.items()})
+    else:
+        for kind, entries in tables.items():
+            if entries:
+                print_data(f"{kind}:")
+                _print_entries(entries, indent="  ")
+    for kind in KINDS:
+        registry().check_duplicates(kind)
+
+
+def _print_entries(entries: Sequence[Entry], indent: str = "") -> None:
+    rows = []
+    for entry in entries:
+        needs = f"needs: {entry.install_command}" if entry.missing else ""
+        rows.append((entry.spec.shown_id, entry.spec.summary, needs or entry.plugin.source))
+    print_columns(rows, indent=indent)
+
+
+def _count(kind: Kind, entries: Sequence[Entry]) -> str:
+    plugins = {entry.plugin for entry in entries}
+    noun = KINDS[kind].kind
+    if len(entries) != 1:
+        noun += "es" if noun.endswith(("s", "x")) else "s"  # losses, sandboxes
+    things = f"{len(entries)} {noun}"
+    return f"{things} from {counted(len(plugins), 'plugin')}"
+
+
+def _list_algorithms(as_json: bool) -> None:
+    """Presets are settings, not plugins: what `trainer.algorithm` takes."""
+    from areal_gym.config.algorithm_settings import PRESETS
+
+    rows = [
+        {"id": name, "summary": preset.summary, **preset.trainer(), "filters": [*preset.filters]}
+        for name, preset in PRESETS.items()
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        print_columns([(row["id"], row["summary"]) for row in rows])
+
+
+def _list_runs(root: Path, as_json: bool) -> None:
+    from areal_gym.run_dir.run_dir import RunDir, error_of, run_info, run_paths
+
+    runs = []
+    for path in run_paths(root):
+        try:
+            runs.append(run_info(path))
+        except DataError as error:  # one damaged run does not hide the others
+            warn(f"{path} is left out: {error}")
+    if not runs:
+        raise NothingToDoError(f"no runs in {root}", hints=["make one: areal-gym train --env tir"])
+    rows: list[dict[str, Any]] = [
+        {
+            "path": str(run.path),
+            "env": run.env_id,
+            "steps": run.num_steps,
+            "is_finished": run.is_finished,
+            "status": (status := RunDir(run.path).status),
+            "error": error_of(RunDir(run.path)) if status == "failed" else None,
+            "reward": run.reward,
+            "heldout_before": run.summary.get("heldout_before"),
+            "heldout_after": run.summary.get("heldout_after"),
+        }
+        for run in runs
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    print_columns(
+        [
+            (
+                row["path"],
+                row["env"],
+                f"step {row['steps']}",
+                row["status"],
+                f"reward {_number(row['reward'])}",
+                f"held out {_number(row['heldout_before'])} -> {_number(row['heldout_after'])}",
+                short(row["error"] or "", 60),
+            )
+            for row in rows
+        ]
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

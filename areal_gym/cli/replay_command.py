@@ -1,0 +1,110 @@
+"""`areal-gym replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from areal_gym.cli import complete
+from areal_gym.cli.output import Options, common_options, print_data, print_json
+from areal_gym.config import RunConfig
+from areal_gym.errors import UsageError
+
+
+@click.command("replay")
+@click.argument("run", type=click.Path(path_type=Path), shell_complete=complete.runs)
+@click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
+@click.option(
+    "--refused", is_flag=True, help="Take the step again whose loss or gradient was not finite."
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Only the first steps.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Keep metrics and the policy in this directory."
+)
+@click.option(
+    "--trust", is_flag=True, help="Follow all settings of the run: its author may start programs."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@common_options
+@click.pass_obj
+def replay_command(
+    options: Options,
+    run: Path,
+    overrides: tuple[str, ...],
+    refused: bool,
+    steps: int | None,
+    out: Path | None,
+    trust: bool,
+    as_json: bool,
+) -> int:
+    """Train again from the trajectories that RUN recorded: no engine, no environment.
+
+    With RUN's own settings the weights must come out the same, bit for bit on a CPU; the exit code
+    is 1 when they do not. With other settings (key=value), it shows what these would have made of
+    the same experience.
+
+    --refused repeats the one step that ended RUN because its loss or gradient was not finite, from
+    the checkpoint before it; the exit code is 1 when it is not finite now, either.
+    """
+    from areal_gym.cli.setting_flags import resolve
+    from areal_gym.run_dir.run_dir import no_run_hints
+
+    recipe = run / "config.yaml"
+    if not recipe.is_file():
+        raise UsageError(f"{run} holds no run", hints=no_run_hints(run))
+    if refused:
+        config = resolve(file=recipe, overrides=overrides, is_chosen=trust)
+        return _replay_refused(options, config, run, as_json)
+    if overrides and out is None:
+        raise UsageError(
+            "other settings make another policy; where should it go?",
+            hints=["name a directory: --out runs/NAME"],
+        )
+    config = resolve(file=recipe, overrides=overrides, is_chosen=trust)
+
+    from areal_gym.runs.live_display import make_display
+    from areal_gym.runs.replay import replay
+
+    display = make_display(is_plain=options.is_plain)
+    try:
+        report = replay(config, run, out=out, num_steps=steps, display=display)
+    finally:
+        display.close()
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_data(f"{report.num_steps} steps replayed from {run}")
+        if report.first_difference is None:
+            print_data("loss, gradient norm and reward of every step are the recorded ones")
+        else:
+            print_data(f"the first step that differs from the record: {report.first_difference}")
+        if report.max_difference is None:
+            print_data("weights not compared: the run keeps no checkpoint of that step")
+        elif report.max_difference == 0:
+            print_data(f"weights: bit for bit those of {report.checkpoint}")
+        else:
+            print_data(f"weights differ from {report.checkpoint} by {report.max_difference:.3g}")
+    if out is not None:
+        print_data(f"policy: {out / 'checkpoints'}")
+    return 0 if overrides or report.is_identical else 1
+
+
+def _replay_refused(options: Options, config: RunConfig, run: Path, as_json: bool) -> int:
+    from areal_gym.runs.live_display import make_display
+    from areal_gym.runs.nonfinite_step import replay_refused
+
+    display = make_display(is_plain=options.is_plain)
+    try:
+        report = replay_refused(config, run, display=display)
+    finally:
+        display.close()
+    if as_json:
+        print_json(report.to_dict())
+    elif report.is_finite:
+        print_data(f"step {report.step}: loss {report.loss:g}, gradient norm {report.grad_norm:g}")
+    else:
+        print_data(f"step {report.step}: {report.reason}")
+        for trajectory in report.unscorable:
+            print_data(f"  the policy's log-probabilities are not finite: {trajectory}")
+    return 0 if report.is_finite else 1

@@ -1,0 +1,116 @@
+"""`areal-gym serve-env`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+from importlib.util import find_spec
+
+import click
+
+from areal_gym.cli import complete
+from areal_gym.cli.output import common_options, print_data, talk
+from areal_gym.errors import ConfigError
+from areal_gym.plugins import registry
+
+
+@click.command("serve-env")
+@click.argument("env", shell_complete=complete.ids("envs"))
+@click.argument(
+    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option("--port", type=int, default=0, help="Where to listen [any free port].")
+@click.option(
+    "--max-sessions",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="Episodes at once; more are refused.",
+)
+@click.option(
+    "--idle-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1800.0,
+    show_default=True,
+    help="Sessions that nobody uses for so long are ended.",
+)
+@click.option(
+    "--mcp",
+    type=click.Choice(["http", "stdio"]),
+    help="Serve as an MCP server instead: the environment's tools become MCP tools.",
+)
+@common_options
+def serve_env_command(
+    env: str,
+    settings: tuple[str, ...],
+    host: str,
+    port: int,
+    max_sessions: int,
+    idle_s: float,
+    mcp: str | None,
+) -> None:
+    """Let other processes and machines play in an environment, until interrupted.
+
+    key=value are arguments of the environment. Prints one line of JSON with the `url`; there, it is
+    the environment remote:URL of train, eval, play and check. Beyond this machine (--host 0.0.0.0)
+    a `token` is needed: AREAL_GYM_ENV_TOKEN on both sides, made up and printed without. The
+    `owner_key` is for `check remote:URL`, which asks for gold actions; players get none.
+    It is made up as well; AREAL_GYM_ENV_OWNER_KEY sets it, on both sides.
+
+    With --mcp http, `url` is that of an MCP server (streamable HTTP); --mcp stdio talks to the
+    client that has started it. Needs the extra: pip install 'areal-gym[mcp]'.
+    """
+    from areal_gym.config import parse_override
+    from areal_gym.envs.base import TextEnv
+    from areal_gym.envs.server.env_sessions import Sessions
+    from areal_gym.envs.server.http_server import EnvServer, is_loopback, made_up_token
+    from areal_gym.envs.server.remote_env import TOKEN_VARIABLE
+    from areal_gym.envs.server.wire_format import OWNER_VARIABLE
+
+    kwargs = dict(map(parse_override, settings))
+
+    def make() -> TextEnv:
+        made: TextEnv = registry().make("envs", env, **kwargs)
+        return made
+
+    token = os.environ.get(TOKEN_VARIABLE) or made_up_token(host)
+    owner_key = os.environ.get(OWNER_VARIABLE) or secrets.token_urlsafe(24)
+    sessions = Sessions(make, max_sessions=max_sessions, idle_s=idle_s)
+
+    def tell(url: str) -> None:
+        facts = {"env": env, "url": url, "token": token}
+        if mcp is None:
+            facts["owner_key"] = owner_key
+        print_data(json.dumps(facts))
+        if mcp is None:
+            where = url if is_loopback(host) else f"http://THIS_MACHINE:{url.rpartition(':')[2]}"
+            key = "" if token is None else f"{TOKEN_VARIABLE}={token} "
+            talk(f"play there:  {key}areal-gym train --env remote:{where}")
+        talk("Ctrl-C ends the server")
+
+    async def serve() -> None:
+        server = EnvServer(sessions, env, host=host, port=port, token=token, owner_key=owner_key)
+        async with sessions, server:
+            tell(server.url)
+            await asyncio.Event().wait()
+
+    async def serve_mcp() -> None:
+        from areal_gym.envs.server.mcp_server import make_mcp_server, serve_http, serve_stdio
+
+        server = make_mcp_server(sessions, env)
+        async with sessions:
+            if mcp == "stdio":
+                await serve_stdio(server)
+            else:
+                await serve_http(server, host=host, port=port, token=token, on_ready=tell)
+
+    if mcp is not None and find_spec("mcp") is None:
+        raise ConfigError(
+            "--mcp needs the package mcp", hints=["install it: pip install 'areal-gym[mcp]'"]
+        )
+    with contextlib.suppress(KeyboardInterrupt):  # a server's proper end
+        asyncio.run(serve() if mcp is None else serve_mcp())

@@ -1,0 +1,240 @@
+"""`areal-gym show`."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import click
+
+from areal_gym.cli import complete
+from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
+from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
+from areal_gym.plugins import KINDS, Entry, EnvSpec, registry
+from areal_gym.plugins.registry import as_kind
+from areal_gym.utils.markup import visible
+
+_SET_BY = {
+    "environment": "env.kwargs.NAME=VALUE",
+    "agent": "agent.kwargs.NAME=VALUE",
+    "engine": "engine.kwargs.NAME=VALUE",
+    "advantage estimator": "trainer.advantage_kwargs.NAME=VALUE",
+    "policy loss": "trainer.loss_kwargs.NAME=VALUE",
+    "weight sync": "trainer.weight_sync.kwargs.NAME=VALUE",
+    "filter": '"rollout.filters=[{{id: {id}, kwargs: {{NAME: VALUE}}}}]"',
+    "curriculum": '"rollout.curriculum={{id: {id}, kwargs: {{NAME: VALUE}}}}"',
+    "logger": '"loggers=[{{id: {id}, kwargs: {{NAME: VALUE}}}}]"',
+}
+_CALLED_BY_RUN = ("engine", "trainer", "advantage estimator", "policy loss", "weight sync")
+"""A run gives these what they cannot do without."""
+
+
+@click.command("show")
+@click.argument("id", shell_complete=complete.any_id)
+@click.option(
+    "--kind",
+    shell_complete=complete.one_of(*KINDS),
+    help="When several kinds of things have the id: envs, losses, ...",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@common_options
+def show_command(id: str, kind: str | None, as_json: bool) -> None:
+    """One thing in full: an environment, an agent, a loss, ..., or a run's directory."""
+    if kind is None and (Path(id) / "config.yaml").is_file():
+        card = _run_card(Path(id))
+        if as_json:
+            print_json(card)
+        else:
+            print_columns([(name, _in_words(value)) for name, value in card.items()])
+        return
+    entry = _find(id, kind)
+    card = _card(entry)
+    if as_json:
+        print_json(card)
+    else:
+        _print_card(card)
+
+
+def _find(id: str, kind: str | None) -> Entry:
+    if kind is not None:
+        return registry().get(as_kind(kind), id)
+    if ":" in id:  # what an adapter stands for is in no list
+        return registry().get("envs", id)
+    homes = [word for word in KINDS if any(e.id == id for e in registry().entries(word))]
+    if not homes:
+        _require_no_path(id)
+        known = {entry.id for word in KINDS for entry in registry().entries(word)}
+        near = did_you_mean(id, sorted(known))
+        raise UnknownIdError(
+            f"nothing has the id {id!r}",
+            hints=[
+                *([near] if near else []),
+                "all there is: areal-gym list",
+                *registry().absences(),
+            ],
+        )
+    if len(homes) > 1:
+        talk(f"{id!r} is also in: {', '.join(homes[1:])} (areal-gym show {id} --kind {homes[1]})")
+    return registry().get(homes[0], id)
+
+
+def _require_no_path(id: str) -> None:
+    """What looks like a run's directory is taken for one that is not there.
+
+    Raises:
+        UsageError: it looks like one.
+    """
+    from areal_gym.run_dir.run_dir import no_run_hints
+
+    path = Path(id)
+    if path.is_dir():
+        raise UsageError(f"{path} holds no run", hints=no_run_hints(path))
+    if path.parent != Path() and (path.parent.is_dir() or path.parts[0] == "runs"):
+        raise UsageError(f"there is no run {path}", hints=no_run_hints(path))
+
+
+def _card(entry: Entry) -> dict[str, Any]:
+    card = entry.to_dict()
+    if entry.missing:
+        return card
+    thing = entry.load()
+    card["description"] = inspect.getdoc(thing) or ""
+    card["arguments"] = _arguments(entry, thing)
+    if isinstance(entry.spec, EnvSpec):
+        from areal_gym.envs.registration import gymnasium_id
+
+        card["gymnasium_id"] = gymnasium_id(entry.spec)
+        card["tags"] = list(entry.spec.tags)
+        try:
+            card |= _sample(entry)
+        except GymError as error:
+            card["sample_error"] = str(error)
+    return card
+
+
+def _arguments(entry: Entry, thing: Any) -> list[dict[str, Any]]:
+    if not callable(thing):
+        return []
+    given = dict(getattr(entry.spec, "kwargs", {}))
+    rows = []
+    for name, parameter in inspect.signature(thing).parameters.items():
+        is_required = parameter.default is parameter.empty and name not in given
+        default = given.get(name, None if is_required else parameter.default)
+        annotation = "" if parameter.annotation is parameter.empty else parameter.annotation
+        rows.append(
+            {
+                "name": name,
+                "type": annotation
+                if isinstance(annotation, str)
+                else getattr(annotation, "__name__", str(annotation)),
+                "default": _shown(default),
+                "is_required": is_required,
+            }
+        )
+    return rows
+
+
+def _shown(value: Any) -> Any:
+    """Fit for JSON, and as one would type it: a tuple is a list."""
+    if isinstance(value, tuple | list):
+        return [_shown(each) for each in value]
+    is_plain = value is None or isinstance(value, str | int | float | bool)
+    return value if is_plain else repr(value)
+
+
+def _sample(entry: Entry) -> dict[str, Any]:
+    env = registry().make("envs", entry.id)
+    try:
+        _, info = env.reset(seed=0)
+        return {
+            "max_turns": env.max_turns,
+            "tools": [tool.schema()["function"] for tool in env.tools],
+            "sample_task": info["task"],
+            "sample_messages": list(info["messages"]),
+        }
+    finally:
+        env.close()
+
+
+def _run_card(path: Path) -> dict[str, Any]:
+    from areal_gym.run_dir.run_dir import RunDir, run_info
+
+    info = run_info(path)
+    run = RunDir(path)
+    status = run.status
+    card: dict[str, Any] = {"status": status}
+    if (record := run.read_status()) is not None and status != "finished":
+        card |= {
+            "error": record.error if status == "failed" else None,
+            "next": "; ".join(record.advice(path)),
+            "process": f"{record.pid} on {record.host}",
+            "started": record.started_at,
+            "last_sign": record.updated_at,
+        }
+    return {
+        "run": str(path),
+        "env": info.env_id,
+        "steps": info.num_steps,
+        **{name: value for name, value in card.items() if value},
+        "is_finished": info.is_finished,
+        "reward": info.reward,
+        **info.summary,
+    }
+
+
+def _in_words(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}"
+        case list():
+            return " to ".join(map(_in_words, value))  # an interval
+        case dict():
+            return ", ".join(
+                f"{key} ({_in_words(v)})" if isinstance(v, dict) else f"{key} {_in_words(v)}"
+                for key, v in value.items()
+            )
+    return str(value)
+
+
+def _print_card(card: dict[str, Any]) -> None:
+    print_data(f"{card['id']}: {card['summary']}")
+    source = f", from {card['distribution']} {card['version']}" if card["version"] else ""
+    print_data(f"{card['kind']} of plugin {card['plugin']}{source} ({card['entry_point']})")
+    if card["missing"]:
+        print_data(f"needs: {card['install_command']}")
+    if "gymnasium_id" in card:
+        print_data(f"gymnasium.make({card['gymnasium_id']!r})")
+    if card.get("description"):
+        print_data("\n" + card["description"])
+    if card.get("arguments"):
+        how = _SET_BY.get(card["kind"], "").format(id=card["id"])
+        print_data(f"\narguments{f', set by {how}' if how else ''}:")
+        needed = "from the run" if card["kind"] in _CALLED_BY_RUN else "required"
+        rows = [
+            (
+                row["name"],
+                str(row["type"]),
+                needed if row["is_required"] else f"default {row['default']!r}",
+            )
+            for row in card["arguments"]
+        ]
+        print_columns(rows, indent="  ")
+    if card.get("tools"):
+        print_data("\ntools:")
+        for tool in card["tools"]:
+            parameters = ", ".join(tool["parameters"].get("properties", {}))
+            print_data(f"  {tool['name']}({parameters}): {tool['description']}")
+    if "sample_messages" in card:
+        print_data(f"\na task ({card['sample_task']['id']}, split {card['sample_task']['split']}):")
+        for message in card["sample_messages"]:
+            said = visible(f"[{message['role']}] {message['content']}")
+            print_data(textwrap.indent(said, "  "))
+        print_data(f"\nplay it yourself: areal-gym play {card['id']}")
+    if "sample_error" in card:
+        print_data(f"\nit gives no task: {card['sample_error']}")

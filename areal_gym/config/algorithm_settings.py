@@ -1,0 +1,314 @@
+"""Algorithms as presets: names for parts that belong together, and the settings of those parts.
+
+A preset fills in what the settings leave open. Every part can be chosen on its own, and then brings
+its own defaults: `trainer.algorithm=dapo trainer.loss=gspo` has DAPO's filter and GSPO's clips.
+`docs/algorithms.md` has formulas and papers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from areal_gym.config.settings_model import Settings, merge
+from areal_gym.errors import ConfigError, did_you_mean
+
+
+class CorrectionConfig(Settings):
+    """How tokens of an older policy are weighed (`areal_gym.trainer.algorithms.corrections`)."""
+
+    proximal: Literal["auto", "recomputed", "loglinear", "linear", "recorded"] = "auto"
+    """The policy that ratios are taken against, and up to which old tokens are corrected: that of
+    the step's beginning. "auto" recomputes it where a batch holds stale tokens, or where the
+    engine's log-probabilities differ from the trainer's by more than a fifth of the clip,
+    "recomputed" always, "loglinear" and "linear" guess it from the policies before and after;
+    "recorded" takes the policy that sampled instead: nothing is corrected."""
+    level: Literal["token", "sequence"] = "token"
+    """Weigh each token by its own ratio, or a whole sequence by its `statistic`."""
+    action: Literal["truncate", "mask"] = "truncate"
+    """A weight above the bound is cut to it, or what bears it is not trained on."""
+    upper: float | None = 5.0
+    """The bound above; null is none."""
+    lower: float | None = None
+    """The bound below; null is none."""
+    measure: Literal["ratio", "k1", "k2", "k3", "binary_kl"] = "ratio"
+    """With "mask": what is compared with the bounds."""
+    statistic: Literal["mean", "sum", "max"] = "mean"
+    """With level "sequence": of its tokens."""
+    second_moment: float | None = Field(None, gt=0)
+    """M2PO: the tokens furthest from the policy that sampled them are masked until the mean of
+    (old - prox)^2 is below this; null is off."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        others = self.model_copy(update={"proximal": "auto"})
+        if self.proximal == "recorded" and others != CorrectionConfig():
+            raise ValueError(
+                'correction.proximal = "recorded" takes ratios against the policy that sampled: '
+                "there is nothing left to correct, and the other settings of correction would be "
+                "ignored"
+            )
+        if self.second_moment is not None and self.proximal in ("loglinear", "linear"):
+            raise ValueError(
+                f"correction.second_moment compares a batch's tokens with each other, and \""
+                f'{self.proximal}" knows them only one micro-batch at a time; use "auto"'
+            )
+        check_correction(
+            self.level, self.action, self.upper, self.lower, self.measure, self.statistic
+        )
+        return self
+
+
+class KlConfig(Settings):
+    """What it costs to leave the reference policy: the one that the run began with, frozen."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """0 is off: no reference policy is kept."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of Schulman, "Approximating KL divergence"."""
+    place: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken off the tokens' rewards."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.estimator == "k1" and self.place == "loss" and self.coefficient:
+            raise ValueError(
+                "kl.estimator = 'k1' in the loss has a gradient whose mean is zero: noise, and no "
+                "penalty; use kl.place=reward, or kl.estimator=k2 or k3"
+            )
+        return self
+
+
+class RewardConfig(Settings):
+    """What is done to rewards before advantages: overlong penalty, (r + bias) * scale, clip."""
+
+    overlong_tail: float = Field(0.0, ge=0, le=1)
+    """The penalty begins in this last part of rollout.max_new_tokens, and grows to its end: for the
+    longest turn of a trajectory. 0 is off; DAPO has 0.2."""
+    overlong_factor: float = Field(1.0, ge=0)
+    """The penalty of a turn that was cut."""
+    bias: float = 0.0
+    """Added to each reward."""
+    scale: float = 1.0
+    """Then multiplied with it."""
+    clip: float | None = Field(None, gt=0)
+    """Rewards stay within +-clip; null is off."""
+
+
+class CriticConfig(Settings):
+    """The critic of estimators that need one (`gae`)."""
+
+    trunk: Literal["own", "shared"] = "own"
+    """"own" is a second decoder, which starts as the policy; "shared" is a head on the policy."""
+    lr_scale: float = Field(3.0, gt=0)
+    """Its learning rate in units of the policy's."""
+    clip: float | None = Field(0.2, gt=0)
+    """How far a value may go in one step before its loss stops to pay for it; null is off."""
+    coefficient: float = Field(0.5, gt=0)
+    """What its loss counts in a shared trunk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """What an algorithm's name stands for."""
+
+    summary: str
+    advantage: str
+    loss: str = "ppo_clip"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings below `trainer`."""
+    filters: tuple[str, ...] = ()
+    """What `rollout.filters` is."""
+    refuses: tuple[str, ...] = ()
+    """Estimators that are against what the algorithm is about."""
+
+    def trainer(self) -> dict[str, Any]:
+        """The settings below `trainer`."""
+        tree = {"advantage": self.advantage, "loss": self.loss, "aggregation": "token_mean"}
+        return tree | copy.deepcopy(dict(self.settings))
+
+
+_SYMMETRIC = {"clip_low": 0.2, "clip_high": 0.2}
+_UNCLIPPED = {"clip_low": None, "clip_high": None}
+_WITH_STD = ("grpo", "lite_ppo", "reinforce_pp", "reinforce_pp_baseline")
+
+PRESETS: Mapping[str, Preset] = {
+    "grpo": Preset(
+        summary="reward against the siblings' mean and deviation, clipped ratios",
+        advantage="grpo",
+        settings=_SYMMETRIC,
+    ),
+    "dr_grpo": Preset(
+        summary="GRPO without what favours long answers and tasks of little variance",
+        advantage="dr_grpo",
+        settings={**_SYMMETRIC, "aggregation": "constant_length"},
+        refuses=_WITH_STD,
+    ),
+    "dapo": Preset(
+        summary="GRPO with clip-higher, groups that teach something, and a penalty near the limit",
+        advantage="grpo",
+        settings={"clip_low": 0.2, "clip_high": 0.28, "reward": {"overlong_tail": 0.2}},
+        filters=("success-rate",),
+    ),
+    "gspo": Preset(
+        summary="one ratio per sequence",
+        advantage="grpo",
+        loss="gspo",
+        settings={"aggregation": "seq_mean"},
+    ),
+    "ppo": Preset(
+        summary="a critic, generalised advantages per token or turn, clipped ratios",
+        advantage="gae",
+        settings={**_SYMMETRIC, "advantage_kwargs": {"is_normalised": True}},
+    ),
+    "rloo": Preset(
+        summary="REINFORCE with the siblings' mean as baseline",
+        advantage="rloo",
+        settings={**_UNCLIPPED, "aggregation": "constant_length"},
+        refuses=_WITH_STD,
+    ),
+    "reinforce": Preset(
+        summary="the reward itself, nothing else",
+        advantage="reinforce",
+        settings={**_UNCLIPPED, "aggregation": "constant_length"},
+    ),
+    "reinforce_pp": Preset(
+        summary="returns normalised over the batch, KL in the reward; needs no groups",
+        advantage="reinforce_pp",
+        settings={
+            **_SYMMETRIC,
+            "kl": {"coefficient": 0.01, "estimator": "k1", "place": "reward"},
+        },
+    ),
+    "reinforce_pp_baseline": Preset(
+        summary="reward against the siblings' mean, normalised over the batch, KL in the loss",
+        advantage="reinforce_pp_baseline",
+        settings={**_SYMMETRIC, "kl": {"coefficient": 0.01, "estimator": "k2"}},
+    ),
+    "lite_ppo": Preset(
+        summary="siblings' mean, deviation of the whole batch, token mean",
+        advantage="lite_ppo",
+        settings=_SYMMETRIC,
+    ),
+    "sapo": Preset(
+        summary="a soft gate on the ratio instead of a clip",
+        advantage="grpo",
+        loss="sapo",
+        settings={"aggregation": "seq_mean"},
+    ),
+    "cispo": Preset(
+        summary="clipped weights that drop no token's gradient",
+        advantage="grpo",
+        loss="cispo",
+    ),
+    "m2po": Preset(
+        summary="GRPO for very stale data: the tokens furthest from their policy are masked",
+        advantage="grpo",
+        settings={**_SYMMETRIC, "correction": {"second_moment": 0.04}},
+    ),
+}
+
+_BELONG_TO = {
+    "advantage": ("advantage_kwargs",),
+    "loss": ("loss_kwargs", "clip_low", "clip_high"),
+}
+_PARTS = ("aggregation", "correction", "kl", "reward", *sum(_BELONG_TO.values(), ()))
+
+
+def fill_in(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings below `trainer` on top of their algorithm's.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    name = str(trainer.get("algorithm", "grpo"))
+    if name not in PRESETS:
+        near = did_you_mean(name, list(PRESETS))
+        known = f"there are {', '.join(PRESETS)}"
+        raise ValueError(f"no algorithm {name!r}: {near or known}")
+    tree = PRESETS[name].trainer()
+    for part, settings in _BELONG_TO.items():
+        if trainer.get(part, tree[part]) != tree[part]:
+            for key in settings:
+                tree.pop(key, None)
+    merge(tree, trainer)
+    return tree
+
+
+def left_open(trainer: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `fill_in`: `trainer` without what its algorithm fills in.
+
+    Args:
+        trainer: settings below `trainer`, such as those of a recorded run.
+        resolved: those of a run with the same algorithm, estimator and loss, and nothing else.
+    """
+    preset = PRESETS[resolved["algorithm"]]
+    usual = {key: resolved[key] for key in _PARTS}
+    return _without(trainer, usual | {"advantage": preset.advantage, "loss": preset.loss})
+
+
+def _without(tree: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key in usual and value == usual[key]:
+            continue
+        is_inner = isinstance(value, Mapping) and isinstance(usual.get(key), Mapping)
+        found[key] = _without(value, usual[key]) if is_inner else value
+    return found
+
+
+def compares_siblings(advantage: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the built-in estimator gives a group of one nothing to learn from."""
+    if advantage == "per_turn":
+        advantage = kwargs.get("baseline", "grpo")
+    return advantage in ("grpo", "dr_grpo", "rloo", "lite_ppo", "reinforce_pp_baseline")
+
+
+def check_correction(
+    level: str,
+    action: str,
+    upper: float | None,
+    lower: float | None,
+    measure: str,
+    statistic: str,
+) -> None:
+    """Refuse bounds that hold nothing, and settings of a correction that contradict each other.
+
+    Raises:
+        ConfigError: why.
+    """
+    if action == "truncate" and measure != "ratio":
+        raise ConfigError(
+            f"measure = {measure!r} cannot truncate, for its bounds are not bounds of the weight; "
+            "use action=mask"
+        )
+    if statistic != "mean" and (level, action) != ("sequence", "mask"):
+        raise ConfigError(
+            f"statistic = {statistic!r} is how a sequence is judged for its mask; use "
+            "level=sequence action=mask"
+        )
+    if upper is not None and lower is not None and lower >= upper:
+        raise ConfigError(f"lower = {lower} must be below upper = {upper}: nothing is between them")
+    if measure == "ratio" and upper is not None and upper <= 0:
+        raise ConfigError(f"upper = {upper} must be above 0: weights are positive")
+    if action == "mask" and upper is None and lower is None:
+        raise ConfigError("action = 'mask' without bounds masks nothing; give upper or lower")
+
+
+def check_estimator(algorithm: str, advantage: str) -> None:
+    """Refuse an estimator that undoes the algorithm.
+
+    Raises:
+        ValueError: why.
+    """
+    if advantage in PRESETS[algorithm].refuses:
+        raise ValueError(
+            f"trainer.algorithm = {algorithm!r} leaves the standard deviation out, and "
+            f"trainer.advantage = {advantage!r} divides by one; use "
+            f"trainer.algorithm={'lite_ppo' if advantage == 'lite_ppo' else 'grpo'}, or leave "
+            "trainer.advantage out"
+        )

@@ -1,0 +1,43 @@
+"""Settings of programs that ask through the gateway, and of runs which they alone play."""
+
+from __future__ import annotations
+
+ONLINE = "online"
+"""The environment, and the agent, of runs whose episodes are played by programs outside."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is no address; write host:port, port 0 is any that is free")
+    return host.strip("[]"), int(port)
+
+
+def check_online(env: str, agent: str, model: str, *, is_elsewhere: bool) -> None:
+    """Refuse settings that an online run does not go with.
+
+    `is_elsewhere` where episodes are played in other processes, or in lockstep.
+
+    Raises:
+        ValueError: why.
+    """
+    if (env == ONLINE) != (agent == ONLINE):
+        raise ValueError(
+            f"env.id = {env!r} with agent.id = {agent!r}: programs outside play with both set to "
+            "'online', or with neither"
+        )
+    if env == ONLINE and model == "starter":
+        raise ValueError(
+            "env.id = 'online' with engine.model = 'starter': the small policy learns from an "
+            "environment's demonstrations first, and there is none; use engine.model=DIR"
+        )
+    if env == ONLINE and is_elsewhere:
+        raise ValueError(
+            "env.id = 'online' with deterministic = true or cluster.rollout_workers: programs "
+            "outside come when they like, and to one gateway"
+        )

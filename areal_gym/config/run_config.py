@@ -1,0 +1,258 @@
+"""A whole run's settings, and what fights whom among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from areal_gym.config.algorithm_settings import (
+    PRESETS,
+    compares_siblings,
+)
+from areal_gym.config.objective_settings import (
+    SUPERVISED,
+    DataConfig,
+    DpoConfig,
+    TeacherConfig,
+    check_objective,
+    with_objective,
+)
+from areal_gym.config.online_settings import ONLINE, check_online, split_address
+from areal_gym.config.sections import (
+    AgentConfig,
+    ClusterConfig,
+    EngineConfig,
+    EnvConfig,
+    EvalConfig,
+    GuardConfig,
+    PluginConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from areal_gym.config.settings_model import Settings, flat
+from areal_gym.errors import ConfigError
+from areal_gym.utils.markup import block, pairs, short
+
+_NAMED = ("env.id", "trainer.algorithm", "engine.model", "steps", "seed")
+
+
+class RunConfig(Settings):
+    """A whole run. `areal-gym train --dry-run` prints it resolved."""
+
+    objective: str = "rl"
+    """What is learned: "rl" (a reward), "sft", "dpo", "rm" or "distill" (docs/objectives.md)."""
+    env: EnvConfig = EnvConfig()
+    agent: AgentConfig = AgentConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    gateway: str = "127.0.0.1:0"
+    """Where agents that are programs find the policy (docs/agents.md): host:port, 0 is any port.
+    On loopback, other machines cannot reach it."""
+    trainer: TrainerConfig = TrainerConfig()
+    guard: GuardConfig = GuardConfig()
+    eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    data: DataConfig = DataConfig()
+    dpo: DpoConfig = DpoConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    steps: int = Field(30, ge=0)
+    """Training steps."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Of tasks, sampling, and of the model where one is made."""
+    deterministic: bool = False
+    """The same seed gives the same weights, bit for bit, also when the run was killed and resumed;
+    slower. CPU, synchronous, embedded engine."""
+    loggers: tuple[PluginConfig, ...] = ()
+    """Destinations of metrics besides `metrics.jsonl` (`areal-gym list loggers`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, value: Any) -> Any:
+        """What objective and algorithm bring, where the settings say nothing else."""
+        if not isinstance(value, dict):
+            return value
+        value = with_objective(value)
+        env, agent = value.get("env", {}), value.get("agent", {})
+        if isinstance(env, dict) and env.get("id") == ONLINE and isinstance(agent, dict):
+            value = {**value, "agent": {"id": ONLINE, **agent}}
+        trainer, rollout = value.get("trainer", {}), value.get("rollout", {})
+        if isinstance(trainer, TrainerConfig):
+            trainer = {"algorithm": trainer.algorithm}
+        name = str(trainer.get("algorithm")) if isinstance(trainer, dict) else ""
+        if isinstance(rollout, RolloutConfig):
+            rollout = rollout.model_dump(exclude_unset=True)
+        if name not in PRESETS or not isinstance(rollout, dict):
+            return value
+        return {**value, "rollout": {"filters": PRESETS[name].filters, **rollout}}
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Self:
+        rollout, trainer = self.rollout, self.trainer
+        check_objective(
+            self.objective, trainer.advantage, self.data, self.teacher, rollout.temperature
+        )
+        split_address(self.gateway)
+        is_elsewhere = self.deterministic or bool(self.cluster.rollout_workers)
+        check_online(self.env.id, self.agent.id, self.engine.model, is_elsewhere=is_elsewhere)
+        filters = [group_filter.id for group_filter in rollout.filters]
+        loggers = [logger.id for logger in self.loggers]
+        for key, kind, ids in (
+            ("rollout.filters", "filter", filters),
+            ("loggers", "logger", loggers),
+        ):
+            if len(set(ids)) < len(ids):
+                raise ValueError(f"{key} names a {kind} twice: {', '.join(ids)}")
+        if rollout.group_size == 1:
+            for name in ("success-rate", "zero-variance"):
+                if name in filters:
+                    raise ValueError(
+                        f"rollout.filters has {name!r}, which drops every group of one "
+                        "(rollout.group_size = 1): nothing would be left to train on; use "
+                        "rollout.group_size=2 or more, or rollout.filters=[]"
+                    )
+        is_relative = compares_siblings(trainer.advantage, trainer.advantage_kwargs)
+        if rollout.group_size == 1 and is_relative:
+            raise ValueError(
+                "rollout.group_size = 1 with trainer.advantage = "
+                f"{trainer.advantage!r}: it compares siblings, so a group of one always has "
+                "advantage 0; use rollout.group_size=2 or more, or trainer.algorithm=reinforce"
+            )
+        if rollout.min_group_size == 1 and is_relative:
+            raise ValueError(
+                f"rollout.min_group_size = 1 with trainer.advantage = {trainer.advantage!r}: a "
+                "member whose siblings failed would have nobody to be compared with; use 2 or more"
+            )
+        if rollout.min_group_size > rollout.group_size:
+            raise ValueError(
+                f"rollout.min_group_size = {rollout.min_group_size} is more than "
+                f"rollout.group_size = {rollout.group_size}: every group would be dropped"
+            )
+        if self.deterministic:
+            wrong = [
+                f"{name} = {value!r}"
+                for name, value, needed in (
+                    ("rollout.max_staleness", rollout.max_staleness, (0,)),
+                    ("engine.id", self.engine.id, ("embedded",)),
+                    ("engine.device", self.engine.device, ("auto", "cpu")),
+                    ("trainer.device", trainer.device, ("auto", "cpu")),
+                )
+                if value not in needed
+            ]
+            if wrong:
+                raise ValueError(
+                    "deterministic = true needs a synchronous run with the embedded engine on a "
+                    f"CPU, not {', '.join(wrong)}"
+                )
+        self._check_cluster()
+        if rollout.max_new_tokens >= self.engine.max_context:
+            raise ValueError(
+                f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "
+                f"engine.max_context = {self.engine.max_context}"
+            )
+        if trainer.minibatches > rollout.batch_groups:
+            raise ValueError(
+                f"trainer.minibatches = {trainer.minibatches} splits rollout.batch_groups = "
+                f"{rollout.batch_groups} groups: at least one group each is needed"
+            )
+        return self
+
+    def changed(self) -> dict[str, Any]:
+        """Settings by dotted key: those that are not what objective and algorithm bring, and what
+        a run is named by."""
+        given = {"objective": self.objective, "trainer": {"algorithm": self.trainer.algorithm}}
+        usual = dict(flat(RunConfig.model_validate(given).model_dump(mode="json")))
+        return {
+            name: value
+            for name, value in flat(self.model_dump(mode="json"))
+            if name in _NAMED or usual.get(name) != value
+        }
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={short(value, 40)}" for name, value in self.changed().items()]
+        more = f", and {len(shown) - 12} more" if len(shown) > 12 else ""
+        return f"<RunConfig {', '.join(shown[:12])}{more}>"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        shown = {name: short(value, 200) for name, value in self.changed().items()}
+        return block("RunConfig: what is not usual", pairs(dict(list(shown.items())[:60])))
+
+    @property
+    def label(self) -> str:
+        """What its runs are called, before their date."""
+        return self.env.id if self.objective == "rl" else f"{self.objective}-{self.env.id}"
+
+    @property
+    def _starts_servers(self) -> bool:
+        return self.engine.id == "sglang" and not self.engine.url and not self.cluster.servers
+
+    def _check_cluster(self) -> None:
+        cluster = self.cluster
+        if cluster.address is None:
+            for name in ("rollout_workers", "servers"):
+                if number := getattr(cluster, name):
+                    raise ValueError(
+                        f"cluster.{name} = {number} needs a Ray to place them: "
+                        "cluster.address=local starts one here, cluster.address=auto joins one"
+                    )
+        elif self.objective in SUPERVISED and (cluster.rollout_workers or cluster.servers):
+            raise ValueError(
+                f"objective = {self.objective!r} plays no episodes: leave cluster.rollout_workers "
+                "and cluster.servers at 0; trainer.num_ranks says how many ranks Ray places"
+            )
+        elif self.deterministic:
+            raise ValueError(
+                f"deterministic = true with cluster.address = {cluster.address!r}: which processes "
+                "share a batch depends on the network; leave cluster.address at null"
+            )
+        elif cluster.rollout_workers and cluster.address != "local" and self._starts_servers:
+            raise ValueError(
+                "engine.id = 'sglang' without engine.url starts a server that only this machine "
+                f"reaches, and cluster.address = {cluster.address!r} has others: "
+                "cluster.servers=1 lets Ray place it"
+            )
+        if cluster.servers and (self.engine.id != "sglang" or self.engine.url):
+            raise ValueError(
+                f"cluster.servers = {cluster.servers} starts SGLang servers: use engine.id=sglang, "
+                "and no engine.url"
+            )
+        if cluster.rollout_workers and self.trainer.weight_sync.id == "lora":
+            raise ValueError(
+                "cluster.rollout_workers with trainer.weight_sync=lora: workers do not learn the "
+                "names of new adapters; use another weight sync, or rollout_workers=0"
+            )
+
+
+STARTER_DEFAULTS: Mapping[str, Any] = {
+    "engine": {"max_context": 256},
+    "trainer": {"optimizer": "muon", "lr": 3e-4, "muon_lr": 3e-3},
+    "steps": 60,
+}
+"""What fits the small policy that `engine.model=starter` builds, and no pretrained model."""
+
+
+def require_plain_sampling(config: RunConfig) -> None:
+    """Refuse to train where the likeliest tokens only are sampled, which evaluations may.
+
+    Raises:
+        ConfigError: `rollout.top_p` or `rollout.top_k` says so.
+    """
+    if config.objective in SUPERVISED:  # nothing that is sampled is trained on
+        return
+    # Engines report log-probabilities over the whole vocabulary: ratios against them would say
+    # that tokens were sampled less often than they were.
+    rollout = config.rollout
+    for name, value, plain in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        if value != plain:
+            raise ConfigError(
+                f"rollout.{name} = {value:g} cannot be trained with: the recorded "
+                "log-probabilities are not those of the truncated distribution that is sampled, "
+                "and every importance ratio would be wrong",
+                hints=[
+                    f"train with rollout.{name}={plain:g}; rollout.temperature may be lowered",
+                    f"measure with it: areal-gym eval ... rollout.{name}={value:g}",
+                ],
+            )

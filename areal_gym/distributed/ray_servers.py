@@ -1,0 +1,168 @@
+"""SGLang servers as Ray's actors: each starts the server's process on the machine of its place.
+
+To the engine a `PlacedServer` is what a `LaunchedServer` is: something that it starts, sees die,
+and starts again. The server ends with its actor, and the actor with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_gym.distributed.cluster import Cluster
+from areal_gym.engines.sglang.launch import LaunchedServer
+from areal_gym.errors import EngineError
+
+
+class PlacedServer:
+    """One server, somewhere; made by `place_servers`."""
+
+    def __init__(self, cluster: Cluster, index: int, policy: Path, options: dict[str, Any]) -> None:
+        self.url = ""
+        self.log = Path("ray's own")
+        # Ray would kill the server's guard before it can end the server.
+        self._place = cluster.options(
+            "server", index, RAY_kill_child_processes_on_worker_exit="false"
+        )
+        self._policy = policy
+        self._options = options
+        self._actor: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self._last_lines: list[str] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether process and actor live; it may still be starting."""
+        return self._serving is not None and not self._serving.done()
+
+    async def reserve(self) -> None:
+        """Take the place, and choose the URL; a server that is started again keeps it.
+
+        Raises:
+            EngineError: the actor died.
+        """
+        import ray
+
+        # A GPU that the bundle holds is the only one that the server sees.
+        self._actor = ray.remote(_Server).options(**self._place, max_concurrency=8).remote()
+        try:
+            self.url, log = await self._actor.prepare.remote(self._policy, self.url, self._options)
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"a server's actor died at once: {error}") from error
+        self.log = Path(log)
+
+    async def start(self) -> None:
+        """Start the server, and return when it serves.
+
+        Raises:
+            EngineError: it ended instead, or took too long; with the end of its log.
+        """
+        import ray
+
+        if self._serving is not None:  # it died: in the same place, with the same URL
+            await self.aclose()
+        if self._actor is None:
+            await self.reserve()
+        try:
+            problem = await self._actor.start.remote()
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"the actor of the server at {self.url} died: {error}") from error
+        if problem is not None:
+            raise problem
+        self._serving = asyncio.create_task(self._watch())
+
+    async def aclose(self) -> None:
+        """End the server and its actor. Idempotent."""
+        import ray
+
+        serving, self._serving = self._serving, None
+        actor, self._actor = self._actor, None
+        if serving is not None:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        if actor is None:
+            return
+        try:
+            async with asyncio.timeout(10):
+                await actor.aclose.remote()
+        except (TimeoutError, ray.exceptions.RayError):
+            pass  # its process ends with it
+        ray.kill(actor)
+
+    def last_lines(self, limit: int = 20) -> list[str]:
+        """The end of its log, as of its death."""
+        return self._last_lines[-limit:]
+
+    async def _watch(self) -> None:
+        import ray
+
+        try:
+            self._last_lines = await self._actor.wait.remote()
+        except ray.exceptions.RayError as error:
+            self._last_lines = [str(error)]
+
+
+async def place_servers(
+    cluster: Cluster, policy: Path, num_servers: int, **options: Any
+) -> Sequence[PlacedServer]:
+    """Servers in the places of the role "server", with their URLs; not started yet.
+
+    Args:
+        cluster: has the places.
+        policy: the checkpoint directory to serve; the same path on all machines.
+        num_servers: how many.
+        options: further arguments of `LaunchedServer`.
+
+    Raises:
+        EngineError: an actor died.
+    """
+    servers = [PlacedServer(cluster, index, policy, options) for index in range(num_servers)]
+    await asyncio.gather(*(server.reserve() for server in servers))
+    return servers
+
+
+# ---- in the actor ----------------------------------------------------------------------------
+
+
+class _Server:
+    """One server's process; it ends when the actor's process does (see `guard`)."""
+
+    def __init__(self) -> None:
+        self._server: LaunchedServer | None = None
+
+    async def prepare(self, policy: Path, url: str, options: dict[str, Any]) -> tuple[str, str]:
+        """Choose where it answers and where it logs."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        port = int(url.rpartition(":")[2]) if url else None
+        self._server = LaunchedServer(policy, host=host, port=port, **options)
+        return self._server.url, f"{host}:{self._server.log}"
+
+    async def start(self) -> EngineError | None:
+        """Start it; why it did not serve, if it did not."""
+        assert self._server is not None
+        try:
+            await self._server.start()
+        except EngineError as error:
+            return error
+        return None
+
+    async def wait(self) -> list[str]:
+        """The end of the log, once the process has ended."""
+        assert self._server is not None
+        while self._server.is_running:
+            await asyncio.sleep(0.25)
+        return self._server.last_lines()
+
+    async def process_group(self) -> int | None:
+        """Of the server and of all that it started."""
+        assert self._server is not None
+        return self._server.process_group
+
+    async def aclose(self) -> None:
+        """End it."""
+        if self._server is not None:
+            await self._server.aclose()

@@ -1,0 +1,253 @@
+"""Attention of one step of the engine to its cache of keys and values.
+
+On a CPU, with a C compiler, `areal_gym.models.tiny.kernels` computes it: each row reads as much as
+it has,
+siblings read the beginning that they share from one of them. Elsewhere it is torch's: rows are
+masked up to the longest one, prompts padded to rectangles of similar length.
+
+Axes: `N` tokens of the step, `R` cache rows that decode, `S` all cache rows, `H`, `K` query and key
+heads, `G = H / K`, `D` head dimension, `P` positions of a cache row; `B` prompts of `T` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal_gym.models.tiny.decoder import capped_attention
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.models.tiny.kernels.attention_kernels import BLOCK, attend_cached
+
+_MASKED = -1e30
+"""Finite, because a row without any visible key would otherwise turn into NaN."""
+_CACHE_ALIGNMENT = 16
+"""Cached lengths are rounded up to this: matrix products like it, and the mask is there anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The uncached end of one sequence: tokens [start, stop) of cache row `row`."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Decoding rows of the cache that begin alike, or one that is alone."""
+
+    rows: tuple[int, ...]
+    num_shared: int
+    """So many first tokens of theirs are the same."""
+
+
+class StepAttention(Protocol):
+    """Who sees what in one step."""
+
+    def __call__(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
+        """[N, H D], the scores as they are, not scaled.
+
+        Args:
+            q_NHD: queries of the rows that decode, then of the prompts' tokens.
+            cache: keys and values of one layer, [2, S, K, P, D].
+            window: a token sees itself and the `window - 1` before it only.
+        """
+        ...
+
+
+class KernelAttention:
+    """By the kernel for CPUs.
+
+    Args:
+        positions_R: of each decoding row's token; of idle rows anything.
+        families: all rows that decode.
+        prompts: whose tokens follow.
+        row_size: K P, from a row of the cache to the next in tokens.
+    """
+
+    def __init__(
+        self,
+        positions_R: Tensor,
+        families: Sequence[Family],
+        prompts: Sequence[Prompt],
+        row_size: int,
+    ) -> None:
+        positions, segments = positions_R.tolist(), []
+        for family in families:
+            # Whole blocks: then the digits of a row do not depend on who its siblings are.
+            shared, first = family.num_shared // BLOCK * BLOCK, family.rows[0] * row_size
+            for row in family.rows:
+                start = row * row_size
+                stop = start + positions[row] + 1
+                segments.append((row, 1, first, first + shared, start + shared, stop))
+        flat = len(positions)
+        for prompt in prompts:
+            start, length = prompt.row * row_size, prompt.stop - prompt.start
+            segments.append((flat, length, 0, 0, start, start + prompt.stop))
+            flat += length
+        self._segments_S6 = torch.tensor(segments)
+
+    def __call__(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
+        """As the protocol says."""
+        return attend_cached(q_NHD, cache, self._segments_S6, window)
+
+
+class MaskedAttention:
+    """By torch.
+
+    Args:
+        config: of the model.
+        positions_R: of each decoding row's token; of idle rows anything.
+        num_keys: all decoding rows that matter see positions below this only.
+        prompts: whose tokens follow.
+        num_positions: P.
+        dtype: of the cache.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        positions_R: Tensor,
+        num_keys: int,
+        prompts: Sequence[Prompt],
+        num_positions: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._dtype = dtype
+        self._config, self._device = config, positions_R.device
+        self._num_decoding = len(positions_R)
+        self._num_keys = min(-(-num_keys // _CACHE_ALIGNMENT) * _CACHE_ALIGNMENT, num_positions)
+        self._key_positions = torch.arange(num_positions, device=self._device)
+        age_RK = positions_R[:, None] - self._key_positions[: self._num_keys]
+        self._biases = {w: bias[:, None, None] for w, bias in self._biases_of(age_RK).items()}
+        self._buckets = self._buckets_of(prompts)
+
+    def __call__(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
+        """As the protocol says."""
+        seen = self._attend_rows(q_NHD[: self._num_decoding], cache, window)
+        if not self._buckets:
+            return seen
+        return torch.cat((seen, self._attend_prompts(q_NHD, cache, window)))
+
+    def _biases_of(self, age: Tensor) -> dict[int | None, Tensor]:
+        """By window: what is added to scores of keys so many tokens older than their queries."""
+        biases: dict[int | None, Tensor] = {}
+        for window in set(self._config.windows):
+            is_hidden = age < 0
+            if window is not None:
+                is_hidden |= age >= window
+            bias = torch.zeros(age.shape, dtype=self._dtype, device=self._device)
+            biases[window] = bias.masked_fill_(is_hidden, _MASKED)
+        return biases
+
+    def _attend_rows(self, q_RHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
+        """One query per row against the row's cache: [R, H D]."""
+        num_rows = len(q_RHD)
+        if num_rows == 0:
+            return q_RHD.flatten(1)
+        keys, values = cache[:, :num_rows, :, : self._num_keys]
+        q = q_RHD.unflatten(1, (keys.shape[1], -1))  # [R, K, G, D]
+        bias, softcap = self._biases[window], self._config.attn_logit_softcapping
+        if softcap is not None:
+            out = capped_attention(q, keys, values, bias, scale=1.0, softcap=softcap)
+        elif q.device.type == "cpu":
+            # For single queries two products beat torch's fused attention there.
+            out = (q @ keys.transpose(-2, -1)).add_(bias).softmax(-1) @ values
+        else:
+            bias = bias.expand(*q.shape[:3], -1)
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=1.0)
+        return out.reshape(num_rows, -1)
+
+    def _attend_prompts(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
+        """Causal attention of the prompts' tokens to their rows' cache: [N - R, H D]."""
+        out = torch.empty_like(q_NHD[self._num_decoding :])
+        for bucket in self._buckets:
+            keys, values = cache[:, bucket.rows_B, :, : bucket.num_keys]
+            q = q_NHD[bucket.gather_BT].unflatten(2, (keys.shape[1], -1))  # [B, T, K, G, D]
+            num_queries = q.shape[1]
+            q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
+            bias, softcap = bucket.bias[window], self._config.attn_logit_softcapping
+            if softcap is None:
+                seen = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=1.0)
+            else:
+                seen = capped_attention(q, keys, values, bias, scale=1.0, softcap=softcap)
+            seen = seen.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+            out[bucket.flat_P] = seen[bucket.is_real_BT]
+        return out.flatten(1)
+
+    def _buckets_of(self, prompts: Sequence[Prompt]) -> list[_Bucket]:
+        """Prompts within a factor of two of each other's length share a padded product."""
+        flat_starts, flat = [], self._num_decoding
+        for prompt in prompts:
+            flat_starts.append(flat)
+            flat += prompt.stop - prompt.start
+        order = sorted(
+            range(len(prompts)), key=lambda i: (prompts[i].start - prompts[i].stop, prompts[i].row)
+        )
+        buckets: list[_Bucket] = []
+        members: list[int] = []
+        for i in order:
+            length = prompts[i].stop - prompts[i].start
+            if members:
+                longest = prompts[members[0]].stop - prompts[members[0]].start
+                if 2 * length + 8 < longest:
+                    buckets.append(self._bucket(prompts, flat_starts, members))
+                    members = []
+            members.append(i)
+        if members:
+            buckets.append(self._bucket(prompts, flat_starts, members))
+        return buckets
+
+    def _bucket(
+        self, prompts: Sequence[Prompt], flat_starts: Sequence[int], members: Sequence[int]
+    ) -> _Bucket:
+        facts = torch.tensor(
+            [[prompts[i].start, prompts[i].stop, flat_starts[i]] for i in members],
+            device=self._device,
+        )
+        starts, stops, flats = facts.unbind(1)
+        num_keys = max(prompts[i].stop for i in members)
+        num_queries = max(prompts[i].stop - prompts[i].start for i in members)
+        offsets = torch.arange(num_queries, device=self._device)
+        is_real = offsets < (stops - starts)[:, None]
+        gather = torch.where(is_real, flats[:, None] + offsets, 0)
+        age_BTK = (starts[:, None] + offsets)[..., None] - self._key_positions[:num_keys]
+        group = self._config.num_attention_heads // self._config.num_key_value_heads
+        return _Bucket(
+            rows_B=_index_of([prompts[i].row for i in members], self._device),
+            num_keys=num_keys,
+            gather_BT=gather,
+            is_real_BT=is_real,
+            flat_P=gather[is_real] - self._num_decoding,
+            bias={
+                window: bias.repeat(1, group, 1)[:, None]
+                for window, bias in self._biases_of(age_BTK).items()
+            },
+        )
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Prompts of similar length, whose attention is padded to a common length and computed."""
+
+    rows_B: slice | Tensor
+    num_keys: int
+    gather_BT: Tensor
+    """Flat token of each padded query; padding repeats token 0."""
+    is_real_BT: Tensor
+    flat_P: Tensor
+    """Flat tokens of the bucket, in the order of the true entries of `is_real_BT`."""
+    bias: dict[int | None, Tensor]
+    """By window: [B, 1, G T, num_keys], added to the scores."""
+
+
+def _index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Of these rows of the cache: where they follow one another, nothing needs to be copied."""
+    run = range(rows[0], rows[0] + len(rows))
+    return slice(run.start, run.stop) if list(rows) == list(run) else torch.tensor(rows).to(device)

@@ -1,0 +1,401 @@
+"""The embedded engine: a policy sampled in this process, on a thread of its own.
+
+event loop:  generate() --inbox--> engine thread: [commands] -> step -> step -> ...
+             futures <--call_soon_threadsafe, once per step, all that ended--
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from areal_gym.config import EngineConfig
+from areal_gym.engines.base import Generation, Piece, SamplingParams
+from areal_gym.engines.embedded.network import CachedDecoder
+from areal_gym.engines.embedded.scheduler import EngineStats, Request, Scheduler
+from areal_gym.errors import ConfigError, EngineError
+from areal_gym.models.device import pick_device
+from areal_gym.models.tiny.checkpoint_files import read_checkpoint
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_anonymous = itertools.count()
+_T = TypeVar("_T")
+
+
+class EmbeddedEngine:
+    """Samples a policy with torch, on CPU or CUDA; `docs/models.md` says of which shapes.
+
+    Continuous batching over a preallocated cache: a row is refilled as soon as its turn ends. A
+    session keeps its row between turns, so that a turn computes new tokens only; siblings that
+    begin with the same prompt compute it once.
+
+    Args:
+        decoder: the policy; its weights are copied.
+        num_slots: sequences sampled at once.
+        max_context: tokens of one sequence, prompt included.
+        dtype: "float32" or "bfloat16".
+        device: "auto" takes CUDA when there is one.
+        num_threads: CPU threads of the engine's thread.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_slots: int = 128,
+        max_context: int = 512,
+        dtype: str = "float32",
+        device: str = "auto",
+        num_threads: int = 1,
+    ) -> None:
+        weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
+        scheduler = _scheduler(decoder.config, weights, num_slots, max_context, dtype, device)
+        self._take(scheduler, num_threads)
+
+    def _take(self, scheduler: Scheduler, num_threads: int) -> None:
+        """What an engine is besides its scheduler."""
+        self._scheduler = scheduler
+        self._num_threads = num_threads
+        self._max_context = scheduler.network.scratch
+        self._version = scheduler.version
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._futures: dict[Request, asyncio.Future[Generation]] = {}
+        self._streams: dict[Request, asyncio.Queue[Piece | EngineError]] = {}
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        directory: Path | str,
+        *,
+        num_slots: int = 128,
+        max_context: int = 512,
+        dtype: str = "float32",
+        device: str = "auto",
+        num_threads: int = 1,
+    ) -> Self:
+        """An engine for a Hugging Face checkpoint directory; arguments as the constructor's.
+
+        The weights go from the files to where they are used, each converted on its way.
+
+        Raises:
+            ConfigError: there is no checkpoint, or one that this engine cannot sample.
+        """
+        config, weights = read_checkpoint(directory)
+        engine = cls.__new__(cls)
+        engine._take(
+            _scheduler(config, weights, num_slots, max_context, dtype, device), num_threads
+        )
+        return engine
+
+    @classmethod
+    def from_settings(cls, policy: Path, settings: EngineConfig) -> Self:
+        """An engine as a run's settings want it.
+
+        Raises:
+            ConfigError: there is no checkpoint, or one that this engine cannot sample; or there
+                are `engine.kwargs`, for it has none.
+        """
+        if settings.kwargs:
+            raise ConfigError(
+                f"the embedded engine takes no engine.kwargs: {', '.join(settings.kwargs)}",
+                hints=["leave them out: engine.kwargs={}", "its settings: engine.num_slots, ..."],
+            )
+        return cls.from_checkpoint(
+            policy,
+            num_slots=settings.num_slots,
+            max_context=settings.max_context,
+            dtype=settings.dtype,
+            device=settings.device,
+            num_threads=settings.num_threads,
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that sample now."""
+        return self._version
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens that one sequence may have; never more than the model's positions."""
+        return self._max_context
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters; read only."""
+        return self._scheduler.stats
+
+    async def start(self) -> None:
+        """Start the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="areal-gym-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Generation:
+        """Sample a continuation; see `Engine.generate`.
+
+        Raises:
+            EngineError: an empty prompt, one that fills the context, or the engine has stopped.
+        """
+        request = self._request(prompt_ids, params, session)
+        self._inbox.put(lambda: self._scheduler.submit(request))
+        return await self._wait_for(request, is_own=session is None)
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> AsyncGenerator[Piece, None]:
+        """Tell of the tokens as they are sampled; see `StreamingEngine.stream`.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        request = self._request(prompt_ids, params, session)
+        del self._futures[request]
+        request.is_streamed = True
+        pieces = self._streams[request] = asyncio.Queue()
+        self._inbox.put(lambda: self._scheduler.submit(request))
+        finish_reason = None
+        try:
+            while finish_reason is None:
+                piece = await pieces.get()
+                if isinstance(piece, EngineError):
+                    raise piece
+                finish_reason = piece.finish_reason
+                yield piece
+        finally:
+            del self._streams[request]
+            if finish_reason is None:
+                self._inbox.put(lambda: self._scheduler.cancel(request))
+            if session is None:
+                self.release(request.session)
+
+    async def generate_together(
+        self, turns: Sequence[tuple[Sequence[int], SamplingParams, str]]
+    ) -> list[Generation]:
+        """Sample all of these turns, in one batch from the first step on.
+
+        What is computed does not depend on when anything arrives: the same turns in the same order
+        give the same numbers, to the last bit.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        requests = [self._request(*turn) for turn in turns]
+
+        def submit() -> None:
+            for request in requests:
+                self._scheduler.submit(request)
+
+        self._inbox.put(submit)
+        waits = (self._wait_for(request, is_own=False) for request in requests)
+        return list(await asyncio.gather(*waits))
+
+    def _request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, session: str | None
+    ) -> Request:
+        if self._loop is None or self._is_stopping:
+            raise EngineError("the engine is not running; call start() first")
+        room = self._max_context - len(prompt_ids)
+        if not prompt_ids or room <= 0:
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens; 1 to {self._max_context - 1} fit"
+            )
+        request = Request(
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            session=f"anonymous-{next(_anonymous)}" if session is None else session,
+            max_new_tokens=min(params.max_new_tokens, room),
+        )
+        self._futures[request] = self._loop.create_future()
+        return request
+
+    async def _wait_for(self, request: Request, *, is_own: bool) -> Generation:
+        try:
+            return await self._futures[request]
+        except asyncio.CancelledError:
+            self._inbox.put(lambda: self._scheduler.cancel(request))
+            raise
+        finally:
+            self._futures.pop(request, None)
+            if is_own:
+                self.release(request.session)
+
+    def release(self, session: str) -> None:
+        """The session's row can serve others."""
+        self._inbox.put(lambda: self._scheduler.release(session))
+
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy new weights between two steps. Turns in flight go on; see `Scheduler.load`.
+
+        Raises:
+            EngineError: the weights are of another model; the old ones stay.
+        """
+        tensors = dict(weights)
+
+        def load() -> None:
+            self._scheduler.load(tensors, version)
+            self._version = version
+
+        await self._between_steps(load)
+
+    async def _between_steps(self, act: Callable[[], _T]) -> _T:
+        """Do something on the engine's thread, where nothing else touches weights and caches."""
+        if self._loop is None or self._is_stopping:
+            raise EngineError("the engine is not running; call start() first")
+        done: asyncio.Future[_T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = act()
+            except EngineError as refused:
+                self._tell(_settle, done, None, refused)
+            else:
+                self._tell(_settle, done, result, None)
+
+        self._waiting.add(done)
+        self._inbox.put(run)
+        try:
+            return await done
+        finally:
+            self._waiting.discard(done)
+
+    async def snapshot(self) -> EmbeddedEngine:
+        """Another engine with a copy of the weights and the version of this moment.
+
+        It has a thread of its own and, like any engine, must be started and closed.
+
+        Raises:
+            EngineError: this engine is not running.
+        """
+        return await self._between_steps(self._copy)
+
+    def _copy(self) -> EmbeddedEngine:
+        copy = EmbeddedEngine.__new__(EmbeddedEngine)
+        copy._take(self._scheduler.copy(), self._num_threads)
+        return copy
+
+    async def aclose(self) -> None:
+        """End the thread; turns in flight fail. Idempotent."""
+        if self._thread is None:
+            return
+        self._is_stopping = True
+        self._inbox.put(lambda: None)  # wakes it
+        thread, self._thread = self._thread, None
+        await asyncio.to_thread(thread.join)
+        self._fail_all(EngineError("the engine was closed"))
+
+    # ---- the engine's thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        scheduler = self._scheduler
+        with torch.inference_mode():
+            while not self._is_stopping:
+                # Whatever is raised here, SystemExit included: nobody may wait for ever.
+                try:
+                    self._serve(scheduler)
+                except BaseException as error:
+                    scheduler.fail_all()
+                    if not isinstance(error, EngineError):
+                        error = EngineError(f"the embedded engine failed: {error!r}")
+                    self._tell(self._fail_all, error)
+
+    def _serve(self, scheduler: Scheduler) -> None:
+        """Compute and deliver until the engine stops, or something fails."""
+        while not self._is_stopping:
+            self._obey(block=not scheduler.has_work)
+            if self._is_stopping or not scheduler.has_work:
+                continue
+            start_s = time.perf_counter()
+            finished = scheduler.step()
+            scheduler.stats.busy_s += time.perf_counter() - start_s
+            told = [r for r in finished if r.is_streamed] + scheduler.streamed
+            if told:
+                self._tell(self._deliver_pieces, [(r, r.piece()) for r in told])
+            if finished:
+                self._tell(self._deliver, finished)
+
+    def _obey(self, *, block: bool) -> None:
+        """Run what callers asked for; wait for something when there is nothing to compute."""
+        if block:
+            self._inbox.get()()
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    # ---- back on the event loop ---------------------------------------------------------------
+
+    def _deliver(self, finished: list[Request]) -> None:
+        for request in finished:
+            future = self._futures.get(request)
+            if future is not None and not future.done():
+                future.set_result(request.generation())
+
+    def _deliver_pieces(self, pieces: list[tuple[Request, Piece]]) -> None:
+        for request, piece in pieces:
+            stream = self._streams.get(request)
+            if stream is not None:
+                stream.put_nowait(piece)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for stream in self._streams.values():
+            stream.put_nowait(error)
+        waiting: list[asyncio.Future[Any]] = [*self._futures.values(), *self._waiting]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+
+
+def _scheduler(
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    num_slots: int,
+    max_context: int,
+    dtype: str,
+    device: str,
+) -> Scheduler:
+    if dtype not in _DTYPES:
+        raise ConfigError(f"no dtype {dtype!r}; there is: {', '.join(_DTYPES)}")
+    network = CachedDecoder(
+        config,
+        num_rows=num_slots,
+        max_context=min(max_context, config.max_positions),
+        dtype=_DTYPES[dtype],
+        device=pick_device(device),
+    )
+    scheduler = Scheduler(network, num_slots)
+    scheduler.load(weights, version=0)
+    return scheduler
+
+
+def _settle(future: asyncio.Future[_T], result: _T, error: EngineError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,116 @@
+"""What `/generate` answers, read into what the engine needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_gym.engines.base import Generation, SamplingParams
+from areal_gym.errors import EngineError
+from areal_gym.types import FinishReason
+
+INITIAL_WEIGHTS = "default"
+"""SGLang's name of the weights that a server started with: our version 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What one request brought: the whole turn, or its beginning when it was interrupted."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int] | None
+    """One per token; None from servers that do not say (before SGLang 0.5.19)."""
+    finish: str
+    """"stop", "length" or "abort"."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """One turn, which may take several requests."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def add(self, answer: Reply, version: int) -> None:
+        """Append; `version` is for servers that do not say."""
+        self.token_ids += answer.token_ids
+        self.logprobs += answer.logprobs
+        self.versions += answer.versions or [version] * len(answer.token_ids)
+
+    def finished(self, finish_reason: FinishReason) -> Generation:
+        """The turn."""
+        return Generation(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=finish_reason,
+        )
+
+
+def sampling_params(
+    params: SamplingParams, max_new_tokens: int, *, has_seeds: bool
+) -> dict[str, Any]:
+    """In SGLang's words. A temperature of 0 gives log-probabilities of temperature 1 there, too.
+
+    SGLang also stops at the model's own end of text. `ignore_eos` prevents that, but makes it
+    ignore `stop_token_ids` as well.
+    """
+    body: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": max_new_tokens}
+    if params.top_p != 1.0:
+        body["top_p"] = params.top_p
+    if params.top_k > 0:
+        body["top_k"] = params.top_k
+    if params.stop_token_ids:
+        body["stop_token_ids"] = list(params.stop_token_ids)
+    else:
+        body["ignore_eos"] = True
+    if params.grammar is not None:
+        kind, text = params.grammar
+        body[kind] = text
+    if has_seeds and params.seed is not None:
+        body["sampling_seed"] = params.seed % 2**31
+    return body
+
+
+def read_answer(answer: dict[str, Any]) -> Reply:
+    """Ids, log-probabilities and versions of what was sampled.
+
+    Raises:
+        EngineError: the answer does not hold what was asked for.
+    """
+    try:
+        meta = answer["meta_info"]
+        finish = meta["finish_reason"]["type"]
+        # A request that was aborted before its first token has no log-probabilities at all.
+        rows = meta.get("output_token_logprobs") or ()
+        token_ids = [row[1] for row in rows]
+        logprobs = [row[0] for row in rows]
+        spans = meta.get("weight_versions")
+    except (KeyError, TypeError, IndexError) as error:
+        raise EngineError(f"/generate answered without {error}: {str(answer)[:200]}") from None
+    if finish not in ("stop", "length", "abort"):
+        raise EngineError(f"/generate ended with {finish!r}, which is no way to end")
+    if finish != "abort" and not token_ids:
+        raise EngineError(f"/generate sampled nothing, and says {finish!r}")
+    versions = None if spans is None else _versions(spans, len(token_ids))
+    return Reply(token_ids, logprobs, versions, finish)
+
+
+def version_of(name: str) -> int:
+    """Our number for a server's name of its weights; -1 for weights that nobody here published."""
+    if name == INITIAL_WEIGHTS:
+        return 0
+    return int(name) if name.isdecimal() else -1
+
+
+def _versions(spans: Sequence[dict[str, Any]], num_tokens: int) -> list[int]:
+    versions: list[int] = []
+    for span in spans:
+        end = min(span["end"], num_tokens)
+        versions += [version_of(span["version"])] * (end - len(versions))
+    if len(versions) != num_tokens:
+        raise EngineError(f"weight_versions {spans} do not cover {num_tokens} tokens")
+    return versions

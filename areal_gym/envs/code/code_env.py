@@ -1,0 +1,200 @@
+"""The environment `code`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_gym.envs.base import Response
+from areal_gym.envs.code.code_rows import code_file_tasks
+from areal_gym.envs.code.generated import CODE_LEVELS, code_tasks
+from areal_gym.envs.code.running import (
+    LIMITS,
+    MAX_TESTS,
+    STATEMENT_LIMITS,
+    Outcome,
+    as_call,
+    find_code,
+    judge,
+    program,
+)
+from areal_gym.envs.code.statements import order_of
+from areal_gym.envs.code.verification import PASSED, UNVERIFIABLE, verify
+from areal_gym.envs.questions import QuestionEnv
+from areal_gym.envs.tasks import TaskSource
+from areal_gym.errors import SandboxError, UsageError
+from areal_gym.plugins import registry
+from areal_gym.sandbox.base import Sandbox, SandboxStatus
+from areal_gym.types import Message
+
+_MAX_CODE = 32_768
+
+
+class CodeEnv(QuestionEnv):
+    r"""Write a function; hidden tests call it in a sandbox.
+
+    Task: "Write a Python function solve that takes ...", generated in three levels; or rows of a
+        file: of MBPP (`text`, `test_list`), of HumanEval (`prompt`, `entry_point`, `test`), or with
+        `question`, `entry_point` and `tests`, [{"args": [...], "result": ...}].
+    Tools: none.
+    Observation: the question; with several turns, then how many tests passed.
+    Action: an assistant message with the function in a block of ```python (the last one counts).
+    Reward: the share of the hidden tests that pass; or 1 for all and 0 otherwise. Parts: `tests`
+        (the share), `format` (there was code).
+    Episode end: terminated by the first message, or when all tests pass; truncated after
+        `max_turns`.
+    Splits: `train` and `test`, disjoint by what is asked.
+    Metrics: `tests`, `tests_passed`; `tests_unverifiable`, where a test compares objects whose
+        class is the policy's own, or leaves the verdict to another function of its.
+    Data: generated; or yours. History: v0.
+
+    Args:
+        level: 1 (two steps on a number) to 3 (filter, map and reduce a list).
+        path: a file of tasks instead of generated ones.
+        test_path: a file of held-out tasks; without it a tenth of `path` is held out.
+        skip_broken: leave broken rows out.
+        all_or_nothing: reward 1 when all tests pass, else 0.
+        max_turns: how many versions may be handed in.
+        sandbox: where the code runs: the id of a sandbox, or an object.
+
+    Raises:
+        DataError: a file is missing or has a broken row.
+    """
+
+    suspends = True
+    judges_all_output = True
+    system_prompt = "Write Python. Put the function in one ```python block."
+
+    def __init__(
+        self,
+        *,
+        level: int = 1,
+        path: str | Path | None = None,
+        test_path: str | Path | None = None,
+        skip_broken: bool = False,
+        all_or_nothing: bool = False,
+        max_turns: int = 1,
+        sandbox: Sandbox | str = "process",
+        render_mode: str | None = None,
+    ) -> None:
+        tasks: TaskSource = (
+            code_tasks(level)
+            if path is None
+            else code_file_tasks(Path(path), test_path and Path(test_path), skip_broken)
+        )
+        super().__init__(
+            tasks, levels=code_tasks if path is None else None, render_mode=render_mode
+        )
+        if max_turns < 1:
+            raise UsageError(f"max_turns = {max_turns!r}: it is at least 1")
+        self.max_turns = max_turns
+        self._all_or_nothing = all_or_nothing
+        self._sandbox = (
+            registry().get("sandboxes", sandbox).id if isinstance(sandbox, str) else sandbox
+        )
+
+    @property
+    def difficulties(self) -> Sequence[int]:
+        """The levels of generated tasks."""
+        return CODE_LEVELS if self._levels is not None else ()
+
+    @property
+    def sandboxes(self) -> Sequence[Any]:
+        """Where the functions run."""
+        return (self._sandbox,)
+
+    async def respond(self, message: Message) -> Response:
+        """Run the hidden tests."""
+        code = find_code(message["content"])
+        tests = self._tests()
+        outcome = Outcome(len(tests), 0) if code is None else await self._run(code, tests)
+        share = outcome.num_passed / outcome.num_tests
+        parts = {"tests": share, "format": float(code is not None)}
+        is_solved = outcome.num_passed == outcome.num_tests
+        is_last = is_solved or self.num_turns == self.max_turns
+        reward = float(is_solved) if self._all_or_nothing else share
+        metrics = {"tests": outcome.num_tests, "tests_passed": outcome.num_passed}
+        if outcome.num_unverifiable:
+            metrics["tests_unverifiable"] = outcome.num_unverifiable
+        if is_last:
+            return Response(
+                reward=reward,
+                reward_parts=parts,
+                is_terminated=is_solved or self.max_turns == 1,
+                metrics=metrics,
+            )
+        text = (
+            f"{outcome.num_passed} of {outcome.num_tests} tests pass. Correct the function."
+            if code is not None
+            else "There is no code in this. Put the function in one ```python block."
+        )
+        return Response(messages=[{"role": "user", "content": text}])
+
+    def gold_action(self) -> str:
+        """The solution in a block."""
+        solution = self.task.data.get("solution")
+        return self.noop_action() if solution is None else f"```python\n{solution}\n```"
+
+    def _tests(self) -> Sequence[Mapping[str, Any]]:
+        data = self.task.data
+        if "checks" in data:
+            checks: Sequence[Mapping[str, Any]] = data["checks"]
+            return checks
+        return [
+            as_call(data["entry_point"], {**t, "args": _plain(t["args"])}) for t in data["tests"]
+        ]
+
+    async def _run(self, code: str, tests: Sequence[Mapping[str, Any]]) -> Outcome:
+        if len(code) > _MAX_CODE or _has_surrogates(code):
+            return Outcome(len(tests), 0)
+        prompt = self.task.data.get("prompt", "")
+        # The signature that was given counts as imported: HumanEval's begins with imports.
+        imports = "\n".join(
+            line for line in prompt.splitlines() if line.startswith(("from ", "import "))
+        )
+        calls = [test for test in tests if "call" in test]
+        num_passed = 0
+        for first in range(0, len(calls), MAX_TESTS):
+            some = calls[first : first + MAX_TESTS]
+            result = await self._chosen_sandbox().run(
+                program(f"{imports}\n{code}", some), limits=LIMITS
+            )
+            if result.status is SandboxStatus.UNAVAILABLE:
+                raise SandboxError(result.stderr or "the sandbox is unavailable")
+            num_passed += judge(result, some, self.judging()).num_passed
+        statements = [test["check"] for test in tests if "check" in test]
+        ends = await self._verify(code, imports, prompt, statements) if statements else []
+        return Outcome(len(tests), num_passed + ends.count(PASSED), ends.count(UNVERIFIABLE))
+
+    async def _verify(
+        self, code: str, imports: str, prompt: str, statements: Sequence[str]
+    ) -> Sequence[str]:
+        """How each statement test ended."""
+        from areal_gym.sandbox import shared_sandbox
+
+        entry = self.task.data.get("entry_point", "")
+        orders = [order_of(statement, prompt, entry) for statement in statements]
+        # The tests' cell holds no code of the policy: it also runs where nothing can be walled in.
+        tests_sandbox = shared_sandbox(
+            "process", **({} if self._sandbox == "process" else {"min_level": "none"})
+        )
+        return await verify(
+            self._chosen_sandbox(), tests_sandbox, code, imports, orders, STATEMENT_LIMITS
+        )
+
+    def _chosen_sandbox(self) -> Sandbox:
+        if not isinstance(self._sandbox, str):
+            return self._sandbox
+        from areal_gym.sandbox import shared_sandbox
+
+        return shared_sandbox(self._sandbox)
+
+
+def _plain(value: Any) -> Any:
+    """Frozen lists as lists, whose `repr` is Python."""
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)

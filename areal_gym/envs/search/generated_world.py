@@ -1,0 +1,176 @@
+"""A small invented world: its passages, and questions that take one to three of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from areal_gym.envs.search.corpus import Passage
+
+_NUM_TOWNS, _NUM_PEOPLE, _NUM_BOOKS, _NUM_COMPANIES = 80, 480, 240, 120
+
+_STARTS = (
+    "Bal",
+    "Dor",
+    "Fen",
+    "Gar",
+    "Hel",
+    "Ker",
+    "Lin",
+    "Mor",
+    "Nor",
+    "Pel",
+    "Ros",
+    "Sil",
+    "Tor",
+)
+_ENDS = ("ath", "ben", "dale", "ham", "mar", "nik", "ona", "rick", "sted", "ta", "vik", "wen")
+_FIRST_NAMES = (
+    *("Ada", "Ben", "Cleo", "Dirk", "Elsa", "Finn", "Gita", "Hugo", "Ines", "Jon", "Kira", "Leo"),
+    *(
+        "Mona",
+        "Nils",
+        "Olga",
+        "Paul",
+        "Rita",
+        "Sven",
+        "Tara",
+        "Ugo",
+        "Vera",
+        "Walt",
+        "Yara",
+        "Zeno",
+    ),
+)
+_JOBS = ("baker", "farmer", "miller", "painter", "poet", "sailor", "singer", "tailor", "weaver")
+_ADJECTIVES = (
+    "Blue",
+    "Broken",
+    "Cold",
+    "Golden",
+    "Hidden",
+    "Last",
+    "Lost",
+    "Quiet",
+    "Red",
+    "White",
+)
+_NOUNS = (
+    "Bell",
+    "Bridge",
+    "Castle",
+    "Door",
+    "Garden",
+    "Harbour",
+    "Lamp",
+    "Mirror",
+    "River",
+    "Tree",
+)
+_TRADES = ("Boats", "Books", "Bread", "Clocks", "Glass", "Paper", "Shoes", "Tea", "Tools", "Toys")
+_PROVINCES = ("Arden", "Brena", "Corvia", "Delmark", "Estria", "Falun", "Gorland", "Hestia")
+_RIVERS = ("Alne", "Brook", "Cray", "Dove", "Esk", "ServerPool", "Glen", "Hull", "Isen", "Kyle")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A question about the world, and a way to its answer."""
+
+    text: str
+    answer: str
+    queries: tuple[str, ...]
+    """What to search for, one thing after the other."""
+    support: tuple[str, ...]
+    """Ids of the passages that tell it, in that order."""
+
+    def to_data(self) -> dict[str, Any]:
+        """As a row of questions."""
+        return {
+            "question": self.text,
+            "answers": [self.answer],
+            "hops": len(self.queries),
+            "queries": list(self.queries),
+            "support": list(self.support),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Fact:
+    """What one passage says about a thing."""
+
+    passage: Passage
+    value: str
+
+
+class World:
+    """Towns on rivers in provinces, people from towns, books and companies by people."""
+
+    def __init__(self, seed: int = 0) -> None:
+        rng = random.Random(seed)
+        self.passages: list[Passage] = []
+        towns = rng.sample([a + b for a in _STARTS for b in _ENDS], _NUM_TOWNS)
+        surnames = [a + b for a in _STARTS for b in _ENDS if a + b not in towns]
+        people = rng.sample([f"{a} {b}" for a in _FIRST_NAMES for b in surnames], _NUM_PEOPLE)
+        books = [f"The {a} {b} of {c}" for a in _ADJECTIVES for b in _NOUNS for c in towns[:6]]
+        companies = [f"{a} {b}" for a in surnames for b in _TRADES]
+        self._province, self._river, self._home, self._maker = {}, {}, {}, {}
+        for town in towns:
+            province, river = rng.choice(_PROVINCES), rng.choice(_RIVERS)
+            passage = self._tell(town, f"a town in {province} on the river {river}")
+            self._province[town] = _Fact(passage, province)
+            self._river[town] = _Fact(passage, river)
+        for person in people:
+            town = rng.choice(towns)
+            passage = self._tell(person, f"a {rng.choice(_JOBS)} from {town}")
+            self._home[person] = _Fact(passage, town)
+        for book in rng.sample(books, _NUM_BOOKS):
+            person = rng.choice(people)
+            self._maker[book] = _Fact(self._tell(book, f"a novel by {person}"), person)
+        for company in rng.sample(companies, _NUM_COMPANIES):
+            person = rng.choice(people)
+            self._maker[company] = _Fact(self._tell(company, f"a shop of {person}"), person)
+
+    def questions(self) -> Iterator[Question]:
+        """All of them, in a fixed order."""
+        for town in self._province:
+            yield self._ask(f"In which province is {town}?", town, self._province)
+            yield self._ask(f"On which river is {town}?", town, self._river)
+        for person in self._home:
+            yield self._ask(f"From which town is {person}?", person, self._home)
+            yield self._ask(f"From which province is {person}?", person, self._home, self._province)
+            yield self._ask(
+                f"On which river is the home of {person}?", person, self._home, self._river
+            )
+        for thing in self._maker:
+            is_book = thing.startswith("The ")
+            maker = f"the author of {thing}" if is_book else f"the owner of {thing}"
+            yield self._ask(
+                f"Who wrote {thing}?" if is_book else f"Who owns {thing}?", thing, self._maker
+            )
+            yield self._ask(f"From which town is {maker}?", thing, self._maker, self._home)
+            yield self._ask(
+                f"From which province is {maker}?", thing, self._maker, self._home, self._province
+            )
+
+    def _tell(self, title: str, text: str) -> Passage:
+        passage = Passage(f"p{len(self.passages)}", title, text)
+        self.passages.append(passage)
+        return passage
+
+    def _ask(self, text: str, thing: str, *steps: dict[str, _Fact]) -> Question:
+        queries, support = [], []
+        for step in steps:
+            fact = step[thing]
+            queries.append(thing)
+            support.append(fact.passage.id)
+            thing = fact.value
+        return Question(text=text, answer=thing, queries=tuple(queries), support=tuple(support))
+
+
+@cache
+def world() -> World:
+    """The built-in one, made once."""
+    return World()

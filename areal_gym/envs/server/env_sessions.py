@@ -1,0 +1,180 @@
+"""Environments that are being played by somebody elsewhere: a session for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from areal_gym.envs.base import StepResult, TextEnv
+from areal_gym.errors import EnvError, GymError, UsageError
+from areal_gym.types import Message
+
+
+class GoneError(GymError):
+    """There is no such session, or no longer."""
+
+
+class FullError(GymError):
+    """There are as many sessions as there may be."""
+
+
+@dataclass(eq=False)
+class Session:
+    """One instance, one episode at a time, one call at a time."""
+
+    id: str
+    """A secret: whoever knows it plays on."""
+    env: TextEnv
+    used_s: float
+    """When it was used last (`time.monotonic`)."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    last: StepResult | None = None
+    """What the last turn gave."""
+    has_options: bool = False
+    """Whether the client has chosen the episode's task, or made it up."""
+
+    def noop_action(self) -> str:
+        """Returns the text of a policy that does nothing.
+
+        Raises:
+            UsageError: there is none after the end of the episode.
+        """
+        try:
+            return self.env.noop_action()
+        except GymError:
+            raise
+        except Exception:
+            if not self.is_over:
+                raise
+            raise UsageError("the episode is over", hints=["reset the session"]) from None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the episode has come to its end."""
+        return self.last is not None and (self.last.terminated or self.last.truncated)
+
+    async def reset(self, seed: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Start an episode; Gymnasium's info."""
+        async with self.lock:
+            _, info = await self.env.areset(seed=seed, options=options)
+            self.last = None  # not before: what cannot begin ends nothing
+            self.has_options = bool(options)
+            return info
+
+    async def step(self, message: Message | str, *, turn: int | None = None) -> StepResult:
+        """Play a turn.
+
+        Args:
+            message: the assistant's.
+            turn: its number, from 1 on. One that was played already is answered as it was then:
+                a caller whose connection broke can ask again.
+
+        Raises:
+            UsageError: it is another turn's time; besides what the environment raises.
+        """
+        async with self.lock:
+            if turn is not None and turn == self.env.num_turns and self.last is not None:
+                return self.last
+            if turn is not None and turn != self.env.num_turns + 1:
+                raise UsageError(f"turn {turn} cannot be played; {self.env.num_turns} were")
+            num_turns = self.env.num_turns
+            try:
+                self.last = await self.env.astep(message)
+            except BaseException:
+                if self.env.num_turns != num_turns:
+                    self.last = None  # the turn was played, and has no result
+                raise
+            return self.last
+
+
+class Sessions:
+    """All sessions of a server. Used as an asynchronous context manager.
+
+    Args:
+        make: makes an instance.
+        max_sessions: more than these at once are refused.
+        idle_s: a session that nobody has used for so long is ended.
+    """
+
+    def __init__(
+        self, make: Callable[[], TextEnv], *, max_sessions: int = 4096, idle_s: float = 1800.0
+    ) -> None:
+        self.max_sessions = max_sessions
+        self.idle_s = idle_s
+        self.num_opened = 0
+        self.num_expired = 0
+        self.example = make()
+        """An instance that nobody plays, to ask what the environment is like."""
+        self._make = make
+        self._open: dict[str, Session] = {}
+        self._reaper: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def __aenter__(self) -> Self:
+        self._reaper = asyncio.create_task(self._reap())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._reaper is not None:
+            self._reaper.cancel()
+        for id in list(self._open):
+            await self.close(id)
+        await self.example.aclose()
+
+    def open(self) -> Session:
+        """A new session, without an episode as yet.
+
+        Raises:
+            FullError: there are too many.
+        """
+        if len(self._open) >= self.max_sessions:
+            raise FullError(
+                f"all {self.max_sessions} sessions are in use",
+                hints=["end those that are done, or allow more: serve-env --max-sessions N"],
+            )
+        id = secrets.token_urlsafe(12)
+        session = self._open[id] = Session(id, self._make(), time.monotonic())
+        self.num_opened += 1
+        return session
+
+    def get(self, id: str) -> Session:
+        """The session of that id, which counts as a use of it.
+
+        Raises:
+            GoneError: there is none.
+        """
+        session = self._open.get(id)
+        if session is None:
+            raise GoneError(
+                "no such session: it was ended, or nobody has used it for "
+                f"{self.idle_s:g} s, or the server was started anew",
+                hints=["open another one"],
+            )
+        session.used_s = time.monotonic()
+        return session
+
+    async def close(self, id: str) -> None:
+        """End a session, if there is such."""
+        session = self._open.pop(id, None)
+        if session is not None:
+            async with session.lock:
+                await session.env.aclose()
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(min(self.idle_s / 4, 30.0))
+            now_s = time.monotonic()
+            for session in list(self._open.values()):
+                # One that is busy is in use, however long its tool may take.
+                if session.lock.locked() or now_s - session.used_s < self.idle_s:
+                    continue
+                self.num_expired += 1
+                with contextlib.suppress(EnvError):
+                    await self.close(session.id)

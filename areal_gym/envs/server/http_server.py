@@ -1,0 +1,258 @@
+"""An environment over HTTP: `areal-gym serve-env ENV`."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Self
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from areal_gym.envs.server.env_requests import OpenEpisode, PlayTurn, checked, message_of
+from areal_gym.envs.server.env_sessions import Session, Sessions
+from areal_gym.envs.server.wire_format import (
+    OWNER_HEADER,
+    OWNER_VARIABLE,
+    describe,
+    error_body,
+    owner_keys,
+    step_body,
+)
+from areal_gym.errors import EnvError, GymError, InfrastructureError, UsageError
+from areal_gym.utils.http_servers.aiohttp_site import (
+    HttpSite,
+    RequestBodyError,
+    parse_json,
+    read_body,
+)
+from areal_gym.utils.http_servers.connections import ConnectionLimits
+
+_MAX_BODY = 64 * 2**20
+
+_HAS_OPTIONS = web.RequestKey("has_options", bool)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def made_up_token(host: str) -> str | None:
+    """A secret, where other machines can come in."""
+    return None if is_loopback(host) else secrets.token_urlsafe(24)
+
+
+class EnvServer:
+    """Listens while it is entered. An asynchronous context manager, inside that of its sessions.
+
+    Args:
+        sessions: where episodes are kept.
+        env_id: what the environment is called.
+        host: where it listens.
+        port: 0 is any that is free.
+        token: what clients must send.
+        owner_key: what the checker must send besides to be told the gold actions; made up by
+            default. This process knows it, others are told by whoever starts the server.
+        limits: what one client can hold, and for how long; by default `ConnectionLimits()`.
+
+    Raises:
+        UsageError: other machines could come in, and there is no token.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        env_id: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        owner_key: str | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        if token is None and not is_loopback(host):
+            raise UsageError(f"a token is needed to listen at {host}")
+        self.sessions = sessions
+        self.owner_key = owner_key or secrets.token_urlsafe(24)
+        self._token = token
+        self._host = host
+        self._port = port
+        self._card = describe(sessions.example, env_id)
+        self._limits = limits
+        self._site: HttpSite | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    async def __aenter__(self) -> Self:
+        """Listen.
+
+        Raises:
+            InfrastructureError: the port is taken.
+        """
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_tell_errors, self._guard])
+        app.add_routes(
+            [
+                web.get("/v1/env", self._env),
+                web.post("/v1/sessions", self._open),
+                web.post("/v1/sessions/{session}/reset", self._reset),
+                web.post("/v1/sessions/{session}/step", self._step),
+                web.get("/v1/sessions/{session}/gold", self._gold),
+                web.get("/v1/sessions/{session}/noop", self._noop),
+                web.delete("/v1/sessions/{session}", self._close),
+            ]
+        )
+        site = HttpSite(app, limits=self._limits)
+        try:
+            self._port = await site.start(self._host, self._port)
+        except OSError as error:
+            raise InfrastructureError(
+                f"cannot listen at {self._host}:{self._port}: {error.strerror}",
+                hints=["any free port: --port 0"],
+            ) from None
+        self._site = site
+        owner_keys[self.url] = self.owner_key
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        site, self._site = self._site, None
+        if site is not None:
+            owner_keys.pop(self.url, None)
+            await site.aclose()
+
+    # ---- who may ask ---------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        # A page in a browser on this machine reaches loopback, too, under any name that it likes.
+        is_foreign = is_loopback(self._host) and not is_loopback(
+            host_name(request.headers.get("Host", ""))
+        )
+        if "Origin" in request.headers or is_foreign:
+            return _denied("browsers are not served here")
+        if self._token is not None:
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not is_same_secret(given, self._token):
+                return _denied("the token is missing or wrong")
+        return await handler(request)
+
+    def _is_owner(self, request: web.Request) -> bool:
+        return is_same_secret(request.headers.get(OWNER_HEADER, ""), self.owner_key)
+
+    # ---- routes --------------------------------------------------------------------------------
+
+    async def _env(self, request: web.Request) -> web.Response:
+        # Who may not ask for gold need not try.
+        has_gold = self._card["has_gold"] and self._is_owner(request)
+        card = {**self._card, "has_gold": has_gold, "num_sessions": len(self.sessions)}
+        return web.json_response(card)
+
+    async def _open(self, request: web.Request) -> web.Response:
+        body = checked(OpenEpisode, parse_json(await read_body(request)))
+        session = self.sessions.open()
+        try:
+            return await self._begin(request, session, body)
+        except BaseException:
+            await self.sessions.close(session.id)
+            raise
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        body = checked(OpenEpisode, parse_json(await read_body(request)))
+        return await self._begin(request, session, body)
+
+    async def _begin(
+        self, request: web.Request, session: Session, body: OpenEpisode
+    ) -> web.Response:
+        request[_HAS_OPTIONS] = bool(body.options)
+        info = await session.reset(body.seed, body.options or {})
+        return web.json_response(
+            {
+                "session": session.id,
+                "hash": self._card["hash"],
+                "task": info["task"],
+                "messages": list(info["messages"]),
+            }
+        )
+
+    async def _step(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        body = checked(PlayTurn, parse_json(await read_body(request)))
+        result = await session.step(message_of(body), turn=body.turn)
+        return web.json_response(step_body(result))
+
+    async def _gold(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        if not self._is_owner(request):
+            return _denied(
+                "gold is for whoever owns the server, not for players",
+                f"the server prints its owner_key: {OWNER_VARIABLE}=KEY, or the header "
+                f"{OWNER_HEADER}",
+                status=403,
+            )
+        return web.json_response({"action": session.env.gold_action()})
+
+    async def _noop(self, request: web.Request) -> web.Response:
+        return web.json_response({"action": self._session(request).noop_action()})
+
+    async def _close(self, request: web.Request) -> web.Response:
+        await self.sessions.close(request.match_info["session"])
+        return web.json_response({})
+
+    def _session(self, request: web.Request) -> Session:
+        session = self.sessions.get(request.match_info["session"])
+        request[_HAS_OPTIONS] = session.has_options
+        return session
+
+
+def host_name(header: str) -> str:
+    """Returns the name in a Host header; empty where there is none that can be read."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_same_secret(given: str, secret: str) -> bool:
+    """Returns whether a client knows a secret; headers may hold bytes that are no text."""
+    return hmac.compare_digest(
+        given.encode("utf-8", "surrogateescape"), secret.encode("utf-8", "surrogateescape")
+    )
+
+
+def _denied(why: str, *hints: str, status: int = 401) -> web.Response:
+    error = {"kind": "denied", "message": why, "hints": list(hints)}
+    return web.json_response({"error": error}, status=status)
+
+
+@web.middleware
+async def _tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestBodyError as error:
+        _, body = error_body(error)
+        status = error.status
+    except GymError as error:
+        status, body = error_body(error)
+    except ConnectionError:
+        raise  # nobody is there to be told
+    except web.HTTPException as error:  # no such route, too large a body
+        _, body = error_body(UsageError(f"{request.method} {request.path}: {error.reason}"))
+        status = error.status
+    except Exception as error:
+        status, body = error_body(EnvError(f"the environment failed: {error!r}"))
+    if status == 500 and request.get(_HAS_OPTIONS, False):
+        status = 422  # a task that the client made up: it need not be one of the environment's
+    return web.Response(status=status, text=json.dumps(body), content_type="application/json")

@@ -1,0 +1,265 @@
+"""`remote:URL`: an environment that runs in another process or on another machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from areal_gym.envs.base import Response, TextEnv
+from areal_gym.envs.server.wire_format import (
+    OWNER_HEADER,
+    OWNER_VARIABLE,
+    SPLITS,
+    error_from,
+    owner_keys,
+    plain,
+    tools_from,
+)
+from areal_gym.errors import EnvError, EnvUnreachableError, UsageError
+from areal_gym.types import Message, Task
+
+if TYPE_CHECKING:
+    import aiohttp
+
+TOKEN_VARIABLE = "AREAL_GYM_ENV_TOKEN"
+
+_QUICK_S = 30.0
+"""How long answers may take that run nothing of the environment's."""
+
+_cards: dict[tuple[str, str | None], dict[str, Any]] = {}
+"""What the servers of this process's environments serve, by URL and owner key."""
+
+
+class RemoteEnv(TextEnv):
+    """The environment that `areal-gym serve-env` serves at a URL; it plays as it would play here.
+
+    Task, tools, observation, action, reward, episode end, splits, metrics: those of the served
+    environment. With equal seeds its episodes are those of a local instance.
+    Failures: a server that is not reached, has lost the session, or is full fails the episode as
+    an error of the environment; the runner counts it and plays again. It is never a reward.
+
+    Args:
+        url: `http://HOST:PORT`, as the server prints it.
+        token: what the server prints when it listens to other machines; by default the variable
+            AREAL_GYM_ENV_TOKEN, which unlike settings is not written into run directories.
+        owner_key: what the server prints besides; only the gold policy of checks needs it. By
+            default the variable AREAL_GYM_ENV_OWNER_KEY.
+        timeout_s: how long one turn may take.
+    """
+
+    suspends = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        owner_key: str | None = None,
+        timeout_s: float = 300.0,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        if not _is_address(url):
+            raise UsageError(
+                f"{url!r} is no address of an environment",
+                hints=["as the server prints it: remote:http://HOST:PORT"],
+            )
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        owner_key = owner_key or owner_keys.get(self.url) or os.environ.get(OWNER_VARIABLE)
+        if owner_key is not None:
+            self._headers[OWNER_HEADER] = owner_key
+            self.process_variables = {OWNER_VARIABLE: owner_key}
+        self._timeout_s = timeout_s
+        self._session: str | None = None
+        self._first: dict[str, Any] = {}
+        self._card_key = self.url, owner_key
+        card = _cards.get(self._card_key)
+        if card is None:
+            card = _cards[self._card_key] = self._ask_now("/v1/env")
+        self._card = card
+        self.tools = tools_from(card["tools"])
+        self.max_turns = card["max_turns"]
+        self.tool_dialect = card["tool_dialect"]
+        self.has_gold = card["has_gold"]
+
+    # ---- episodes ------------------------------------------------------------------------------
+
+    async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
+        """Open a session, or begin anew in the one there is."""
+        if seed is None:
+            seed = int(self.np_random.integers(2**48))
+        body = {"seed": seed, "options": plain(options)}
+        path = "/v1/sessions" if self._session is None else f"{self._path}/reset"
+        self._first = await self._ask(path, body)
+        self._session = self._first["session"]
+        if self._first["hash"] != self._card["hash"]:
+            _cards.pop(self._card_key, None)
+            raise EnvError(f"{self.url} serves another environment than it did before")
+
+    def num_tasks(self, split: str) -> int | None:
+        """As the server says."""
+        if split not in SPLITS:
+            raise UsageError(f"no split {split!r}", hints=[f"there is: {', '.join(SPLITS)}"])
+        number: int | None = self._card["num_tasks"][split]
+        return number
+
+    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        """The one that the server has chosen."""
+        return Task(**self._first["task"])
+
+    def first_messages(self, task: Task) -> Sequence[Message]:
+        """As the server says."""
+        messages: list[Message] = self._first["messages"]
+        return messages
+
+    async def respond(self, message: Message) -> Response:
+        """As the server says."""
+        said = await self._ask(f"{self._path}/step", {"turn": self.num_turns, "message": message})
+        return Response(
+            messages=said["messages"],
+            reward=said["reward"],
+            reward_parts=said["reward_parts"],
+            is_terminated=said["terminated"],
+            is_truncated=said["truncated"] and said["truncated_by"] != "max_turns",
+            metrics=said["metrics"],
+        )
+
+    async def aclose(self) -> None:
+        """End the session."""
+        path, had_one = self._path, self._session is not None
+        self._session = None
+        if had_one:
+            # A server that is gone has ended it already; one that is not will after a while.
+            with contextlib.suppress(EnvError):
+                await self._ask(path, None, method="DELETE")
+
+    def gold_action(self) -> str:
+        """As the server says."""
+        return str(self._ask_now(f"{self._path}/gold")["action"])
+
+    def noop_action(self) -> str:
+        """As the server says."""
+        return str(self._ask_now(f"{self._path}/noop")["action"])
+
+    @property
+    def _path(self) -> str:
+        return f"/v1/sessions/{self._session}"
+
+    # ---- HTTP ----------------------------------------------------------------------------------
+
+    async def _ask(self, path: str, body: Any, *, method: str = "POST") -> dict[str, Any]:
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        content = b"" if body is None else json.dumps(body).encode()
+        for is_last in (False, True):
+            try:
+                async with _connections().request(
+                    method,
+                    self.url + path,
+                    data=BytesIO(content),
+                    headers=self._headers,
+                    timeout=timeout,
+                ) as response:
+                    return self._answer(await response.read())
+            except aiohttp.ServerDisconnectedError as error:
+                # A kept connection that the server has just given up; turns are numbered, and what
+                # was played already is not played again.
+                if is_last:
+                    raise self._unreachable(error) from error
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise self._unreachable(error) from error
+        raise AssertionError("never reached")
+
+    def _ask_now(self, path: str) -> dict[str, Any]:
+        """For what environments say at once, also where no loop runs."""
+        request = urllib.request.Request(self.url + path, headers=self._headers)
+        try:
+            # The machine's proxies are for the world outside.
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(request, timeout=_QUICK_S) as response:
+                return self._answer(response.read())
+        except urllib.error.HTTPError as error:
+            return self._answer(error.read())
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def _answer(self, content: bytes) -> dict[str, Any]:
+        try:
+            body = json.loads(content)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            raise EnvError(f"{self.url} serves no environment: it says {content[:100]!r}")
+        if "error" in body:
+            raise error_from(body)
+        return body
+
+    def _unreachable(self, error: BaseException) -> EnvUnreachableError:
+        if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
+            error = error.reason
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return EnvUnreachableError(
+            f"cannot reach the environment at {self.url}: {reason}",
+            hints=["start it there: areal-gym serve-env ENV --port PORT"],
+        )
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # "PORT" is none
+        return False
+
+
+_sessions: dict[
+    asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[None, None]]
+] = {}
+
+
+def _connections() -> aiohttp.ClientSession:
+    """The running loop's connections, kept open between turns and episodes.
+
+    They are closed when the loop shuts down its asynchronous generators, as `asyncio.run` does.
+    """
+    import aiohttp
+
+    loop = asyncio.get_running_loop()
+    kept = _sessions.get(loop)
+    if kept is None:
+        for other in [other for other in _sessions if other.is_closed()]:
+            del _sessions[other]
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        )
+        closing = _close_with_loop(loop, session)
+        # The first step registers the generator with the loop; it does not suspend.
+        with contextlib.suppress(StopIteration):
+            closing.__anext__().send(None)
+        kept = _sessions[loop] = (session, closing)
+    return kept[0]
+
+
+async def _close_with_loop(
+    loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession
+) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        _sessions.pop(loop, None)
+        await session.close()

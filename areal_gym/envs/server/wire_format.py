@@ -1,0 +1,123 @@
+"""What a served environment and its clients say to each other: JSON over HTTP.
+
+    GET    /v1/env                          what it is: tools, limits, number of tasks
+    POST   /v1/sessions                     {seed, options} -> {session, task, messages}
+    POST   /v1/sessions/{session}/reset     {seed, options} -> {session, task, messages}
+    POST   /v1/sessions/{session}/step      {turn, message} -> {messages, reward, terminated, ...}
+    GET    /v1/sessions/{session}/noop      -> {action}
+    GET    /v1/sessions/{session}/gold      -> {action}, for who sends the server's owner key
+    DELETE /v1/sessions/{session}
+
+What fails is `{"error": {"kind", "message", "hints"}}`; the kinds are in `ERRORS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from areal_gym.envs.base import StepResult, TextEnv
+from areal_gym.envs.server.env_sessions import FullError, GoneError
+from areal_gym.envs.tools import Tool
+from areal_gym.errors import (
+    EnvError,
+    EnvUnreachableError,
+    EpisodeError,
+    GymError,
+    RewardError,
+    SandboxError,
+    UsageError,
+)
+from areal_gym.types import Task, content_hash, thaw
+
+SPLITS = ("train", "test")
+
+OWNER_HEADER = "X-Areal-Gym-Owner-Key"
+OWNER_VARIABLE = "AREAL_GYM_ENV_OWNER_KEY"
+
+owner_keys: dict[str, str] = {}
+"""Owner keys of the servers of this process, by URL."""
+
+ERRORS: Mapping[str, tuple[int, type[GymError]]] = {
+    "usage": (400, UsageError),
+    "denied": (401, UsageError),
+    "gone": (404, GoneError),
+    "full": (503, FullError),
+    "sandbox": (500, SandboxError),
+    "reward": (500, RewardError),
+    "env": (500, EnvError),
+}
+"""Kind -> HTTP status, and what it is in a process."""
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: tasks as rows, numpy's numbers as numbers."""
+    return json.loads(json.dumps(thaw(value), default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Task):
+        return value.to_dict()
+    if hasattr(value, "item"):
+        return value.item()
+    raise UsageError(f"{value!r} cannot be sent to another process: it is no JSON")
+
+
+def describe(env: TextEnv, env_id: str) -> dict[str, Any]:
+    """What `/v1/env` says. `hash` changes whenever anything else does."""
+    card = {
+        "env": env_id,
+        "description": (type(env).__doc__ or "").strip(),
+        "tools": [tool.schema()["function"] for tool in env.tools],
+        "max_turns": env.max_turns,
+        "tool_dialect": env.tool_dialect,
+        "has_gold": env.has_gold,
+        "num_tasks": {split: _num_tasks(env, split) for split in SPLITS},
+    }
+    return {**card, "hash": content_hash(card)}
+
+
+def _num_tasks(env: TextEnv, split: str) -> int | None:
+    try:
+        return env.num_tasks(split)
+    except (KeyError, UsageError):  # it has no such split
+        return 0
+
+
+def tools_from(rows: list[dict[str, Any]]) -> tuple[Tool, ...]:
+    """The tools of a card: described here, run by the server."""
+    return tuple(Tool(**row) for row in rows)
+
+
+def step_body(result: StepResult) -> dict[str, Any]:
+    """A turn's answer."""
+    info = result.info
+    return {
+        "messages": list(info["messages"]),
+        "reward": result.reward,
+        "reward_parts": info.get("reward_parts", {}),
+        "metrics": info.get("metrics", {}),
+        "terminated": result.terminated,
+        "truncated": result.truncated,
+        "truncated_by": info.get("truncated_by"),
+    }
+
+
+def error_body(error: GymError) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and the body that say it."""
+    kind = next((k for k, (_, cls) in ERRORS.items() if isinstance(error, cls)), "env")
+    if isinstance(error, EpisodeError) and kind == "usage":
+        kind = "env"
+    return ERRORS[kind][0], {
+        "error": {"kind": kind, "message": error.message, "hints": list(error.hints)}
+    }
+
+
+def error_from(body: Any) -> GymError:
+    """The error that a body says; a session that is gone is the environment's failure."""
+    said = body["error"]
+    cls = ERRORS.get(said["kind"], (500, EnvError))[1]
+    if cls in (GoneError, FullError):
+        cls = EnvUnreachableError
+    return cls(said["message"], hints=said["hints"])

@@ -1,0 +1,98 @@
+"""A user played by a language model, as the benchmark has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_gym.envs.chat_client import ChatClient
+from areal_gym.envs.tau2.domain_state import CallResult
+from areal_gym.envs.tau2.users.base import Scene, UserTurn, opening_of
+from areal_gym.errors import EnvError
+
+
+class LLMUser:
+    """Asks an OpenAI-compatible server, which reads the benchmark's guidelines and the scenario.
+
+    It sees the conversation with the roles swapped, its own tool calls and their results, and
+    nothing of the assistant's. Its first words are made from the scenario by rule, so that `reset`
+    waits for nobody; everything after them is the model's.
+    """
+
+    def __init__(self, scene: Scene, client: ChatClient) -> None:
+        guidelines = scene.domain.guidelines.replace("<PERSONA_GUIDELINES>", "")
+        self._client = client
+        self._opening = opening_of(scene.case)
+        self._tools = [info.schema for info in scene.domain.tools["user"].values()]
+        self._call_ids: list[str] = []
+        self._history: list[Mapping[str, Any]] = [
+            {
+                "role": "system",
+                "content": f"{guidelines}\n\n<scenario>\n{describe_scenario(scene)}\n</scenario>",
+            }
+        ]
+
+    def open(self, greeting: str) -> str:
+        """The reason for the call, in the first person."""
+        self._history += [
+            {"role": "user", "content": greeting},
+            {"role": "assistant", "content": self._opening},
+        ]
+        return self._opening
+
+    async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
+        """What the model says or calls.
+
+        Raises:
+            EnvError: the server fails, or the answer is neither text nor well-formed calls.
+        """
+        if isinstance(event, str):
+            self._history.append({"role": "user", "content": event})
+        else:
+            self._history += [
+                {"role": "tool", "tool_call_id": call_id, "content": result.text}
+                for call_id, result in zip(self._call_ids, event, strict=True)
+            ]
+        answer = await self._client.ask(self._history, tools=self._tools)
+        calls = answer.get("tool_calls") or []
+        text = str(answer.get("content") or "")
+        self._history.append(
+            {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+        )
+        if not calls and not text.strip():
+            raise EnvError("the user's language model said nothing")
+        self._call_ids = [str(call.get("id", "")) for call in calls]
+        return UserTurn(text, [_parse_call(call) for call in calls])
+
+
+_INSTRUCTIONS = (
+    "domain",
+    "reason_for_call",
+    "known_info",
+    "unknown_info",
+    "task_instructions",
+)
+
+
+def describe_scenario(scene: Scene) -> str:
+    """What the model is told about whom it plays."""
+    case = scene.case
+    parts = [("Persona", case.persona)]
+    parts += [
+        (name.replace("_", " ").capitalize(), case.instructions.get(name)) for name in _INSTRUCTIONS
+    ]
+    return "\n".join(
+        f"{title}:\n\t" + str(text).replace("\n", "\n\t") for title, text in parts if text
+    )
+
+
+def _parse_call(call: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    try:
+        name, raw = call["function"]["name"], call["function"].get("arguments") or "{}"
+        arguments = json.loads(raw) if isinstance(raw, str) else raw
+    except (KeyError, TypeError, ValueError):
+        name, arguments = None, None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise EnvError(f"the user's language model made no well-formed call: {call!r:.200}")
+    return name, arguments

@@ -1,0 +1,1 @@
+"""Models that can be trained and sampled: the tiny decoder, devices, cost and process groups."""

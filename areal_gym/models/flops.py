@@ -1,0 +1,79 @@
+"""Floating-point operations: what a model needs, and what a device could do.
+
+A product of [m, k] and [k, n] counts 2 m k n operations. Norms, activations, rotations and the
+softmax are not counted, and neither is what is computed twice to save memory: this is what the
+model needs ("model FLOPs", PaLM, arXiv 2204.02311, appendix B), whoever computes it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+
+_PEAKS = {
+    # The name that CUDA gives: (bfloat16 without sparsity, float32 outside of tensor cores), in
+    # 1e12 per second, from the vendor's data sheets. A part of a GPU (MIG) has another name.
+    "NVIDIA A10": (125.0, 31.2),
+    "NVIDIA A100-PCIE-40GB": (312.0, 19.5),
+    "NVIDIA A100-SXM4-40GB": (312.0, 19.5),
+    "NVIDIA A100 80GB PCIe": (312.0, 19.5),
+    "NVIDIA A100-SXM4-80GB": (312.0, 19.5),
+    "NVIDIA GH200 480GB": (989.4, 66.9),
+    "NVIDIA H100 PCIe": (756.0, 51.2),
+    "NVIDIA H100 80GB HBM3": (989.4, 66.9),
+    "NVIDIA H200": (989.4, 66.9),
+    "NVIDIA L4": (121.0, 30.3),
+    "NVIDIA L40S": (362.0, 91.6),
+    "NVIDIA GeForce RTX 3090": (71.0, 35.6),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+}
+
+
+def forward_flops(
+    config: DecoderConfig, *, num_tokens: float, num_pairs: float, num_logits: float
+) -> float:
+    """Operations of a forward pass.
+
+    Args:
+        config: the decoder's shape.
+        num_tokens: tokens that go through the layers.
+        num_pairs: (query, key) pairs that attend, of all layers together; n (n + 1) / 2 in a layer
+            that shows each of n tokens all that came before.
+        num_logits: tokens whose next token is predicted. The last layer is for them, but for its
+            queries, keys and values.
+    """
+    hidden, head = config.hidden_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    into_attention = hidden * (queries + 2 * keys)
+    # Out of attention, and the three matrices of the MLP.
+    after_it = hidden * queries + 3 * hidden * config.intermediate_size
+    layers = 2.0 * config.num_hidden_layers * num_tokens * (into_attention + after_it)
+    layers -= 2.0 * (num_tokens - num_logits) * after_it
+    return layers + 4.0 * queries * num_pairs + 2.0 * hidden * config.vocab_size * num_logits
+
+
+def training_flops(
+    config: DecoderConfig, *, num_tokens: float, num_pairs: float, num_logits: float
+) -> float:
+    """Operations of a forward and a backward pass: each product has two gradients of its size."""
+    return 3.0 * forward_flops(
+        config, num_tokens=num_tokens, num_pairs=num_pairs, num_logits=num_logits
+    )
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Operations per second that the device is sold for; None where that is not known.
+
+    Args:
+        device_name: what `torch.cuda.get_device_name` says.
+        dtype: of the products: "bfloat16" or "float32".
+    """
+    peaks = _PEAKS.get(device_name)
+    if peaks is None:
+        return None
+    if dtype == "bfloat16":
+        return peaks[0] * 1e12
+    # With a lower precision, float32 products run on tensor cores.
+    is_plain = torch.get_float32_matmul_precision() == "highest"
+    return peaks[1] * 1e12 if is_plain else None

@@ -1,0 +1,305 @@
+"""Checkpoints in Hugging Face's format: a directory of `config.json` and safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal_gym.errors import ConfigError, DataError, TrainError
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.models.tiny.hf_config import config_from_hf, config_to_hf
+from areal_gym.utils.files import read_json
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""What `save_checkpoint` takes over from `tokenizer_dir`, where it exists."""
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def load_checkpoint(
+    path: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """Read a checkpoint directory; see `families.FAMILIES` for what it may hold.
+
+    The weights are converted one by one, whatever the file's type: it takes no more memory than the
+    decoder has in the end.
+
+    Raises:
+        ConfigError: no such directory, an unsupported architecture, a tensor that is missing,
+            unknown or of another shape, or a damaged file.
+    """
+    config, weights = read_checkpoint(path)
+    decoder = Decoder(config, device=device, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(weights[name])
+    return decoder
+
+
+def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    """A checkpoint's shape, and its weights as they lie in the files: mapped, not read yet.
+
+    Raises:
+        ConfigError: as `load_checkpoint`.
+    """
+    path = Path(path)
+    facts = read_config(path)
+    if is_reward_model(facts):
+        raise ConfigError(
+            f"{path} holds a reward model, which scores dialogues and writes none",
+            hints=["name the checkpoint of a policy; a reward model grades: docs/objectives.md"],
+        )
+    config = config_from_hf(facts)
+    return config, read_weights(path, Decoder(config, device="meta"))
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The content of a checkpoint's `config.json`.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    return _read_json(path / "config.json", path)
+
+
+def is_reward_model(facts: Mapping[str, Any]) -> bool:
+    """Whether that `config.json` is of a model which classifies sequences."""
+    return any("SequenceClassification" in name for name in facts.get("architectures") or ())
+
+
+def read_weights(
+    path: Path, decoder: Decoder, *, without: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """The tensors in `path` that the decoder has, mapped; it is only looked at.
+
+    `without` are names that only one of the two has.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown or of another shape, or a file is damaged.
+    """
+    config = decoder.config
+    shapes = {name: p.shape for name, p in decoder.named_parameters() if name not in without}
+    weights: dict[str, Tensor] = {}
+    unknown: list[str] = []
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    if name in shapes:
+                        weights[name] = tensors.get_tensor(name)
+                        _check_shape(name, weights[name].shape, shapes[name], file)
+                    elif name not in without and not _is_redundant(name, config):
+                        unknown.append(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from None
+    missing = [name for name in shapes if name not in weights]
+    if missing or unknown:
+        parts = [
+            f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            for what, names in (("missing tensors", missing), ("unknown tensors", unknown))
+            if names
+        ]
+        raise ConfigError(
+            f"the weights in {path} do not fit its config.json ({'; '.join(parts)})",
+            hints=[f"config.json says model_type {config.architecture!r}"],
+        )
+    return weights
+
+
+def require_whole_weights(path: Path) -> None:
+    """Look whether a checkpoint's files are there and as long as they were written.
+
+    Raises:
+        ConfigError: one is missing or damaged; the message names it.
+    """
+    read_config(path)
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from None
+
+
+def save_checkpoint(
+    decoder: Decoder,
+    path: Path | str,
+    *,
+    tokenizer_dir: Path | str | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write a checkpoint that `from_pretrained` of transformers loads.
+
+    All or nothing: it is written beside `path` and renamed when it is on the disk. An older
+    checkpoint at `path` is replaced; it is there until the new one is complete.
+
+    Args:
+        decoder: the policy, or a reward model.
+        path: the directory to be.
+        tokenizer_dir: a checkpoint whose tokenizer files are copied along.
+        extra_files: further contents by file name, as complete as the rest.
+
+    Raises:
+        TrainError: the disk is full or cannot be written; nothing half-written is left.
+    """
+    with fresh_directory(Path(path)) as fresh:
+        weights = dict(decoder.named_parameters())
+        write_checkpoint(decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
+        for name, content in (extra_files or {}).items():
+            write_file(fresh / name, content)
+    return Path(path)
+
+
+def write_checkpoint(
+    decoder: Decoder,
+    weights: Mapping[str, Tensor],
+    directory: Path,
+    *,
+    tokenizer_dir: Path | str | None = None,
+) -> None:
+    """The files of `save_checkpoint`, into a directory that is there.
+
+    Args:
+        decoder: whose shape it is.
+        weights: its own, or copies of what they were.
+        directory: where the files go.
+        tokenizer_dir: a checkpoint whose tokenizer files are copied along.
+
+    Raises:
+        OSError, SafetensorError: the disk is full or cannot be written.
+    """
+    config = config_to_hf(decoder.config) | decoder.hf_changes()
+    config["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    write_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    if tokenizer_dir is not None:
+        for name in TOKENIZER_FILES:
+            source = Path(tokenizer_dir) / name
+            if source.is_file():
+                write_file(directory / name, source.read_bytes())
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, directory / _SINGLE, metadata={"format": "pt"})
+    _sync(directory / _SINGLE)
+
+
+@contextmanager
+def fresh_directory(path: Path) -> Iterator[Path]:
+    """An empty directory beside `path`, which takes its name at the end of the block.
+
+    What was at `path` is there until then; when the block fails, nothing else remains. Whoever
+    writes a file in it waits until that is on the disk.
+
+    Raises:
+        TrainError: the disk is full or cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
+    old = fresh.with_suffix(".old")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        for folder in (*filter(Path.is_dir, fresh.iterdir()), fresh):
+            _sync(folder)
+        if path.exists():
+            path.rename(old)
+        fresh.rename(path)
+        _sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        reason = error.strerror if isinstance(error, OSError) else None
+        hints = [
+            "free some space; nothing half-written is left",
+            "a run goes on from its newest checkpoint: the same command with --resume",
+        ]
+        if isinstance(error, FileNotFoundError):
+            hints = ["has somebody deleted or moved its directory meanwhile?"]
+        raise TrainError(
+            f"cannot write the checkpoint {path}: {reason or error}", hints=hints
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
+    with file.open("wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / _SINGLE).is_file():
+        return [path / _SINGLE]
+    if (path / _INDEX).is_file():
+        weight_map = _read_json(path / _INDEX, path).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{path / _INDEX} has no weight_map")
+        outside = [n for n in weight_map.values() if not isinstance(n, str) or Path(n).name != n]
+        if outside:
+            raise ConfigError(f"{path / _INDEX} names {outside[0]!r}, no file of this checkpoint")
+        return [path / name for name in sorted(set(weight_map.values()))]
+    others = sorted(file.name for file in path.glob("*.bin"))
+    raise ConfigError(
+        f"{path} holds neither {_SINGLE} nor {_INDEX}",
+        hints=[f"it holds {', '.join(others)}: convert it to safetensors"] if others else [],
+    )
+
+
+def _read_json(file: Path, checkpoint: Path) -> Mapping[str, Any]:
+    try:
+        return read_json(file)
+    except OSError as error:
+        raise ConfigError(
+            f"{checkpoint} is no checkpoint directory: cannot read {file.name} ({error.strerror})",
+            hints=["a checkpoint directory holds config.json and model.safetensors"],
+        ) from None
+    except DataError as error:
+        raise ConfigError(error.message) from None
+
+
+def _check_shape(name: str, found: torch.Size, expected: torch.Size, file: Path) -> None:
+    if found != expected:
+        raise ConfigError(
+            f"{name} in {file} has shape {tuple(found)}; config.json makes it {tuple(expected)}"
+        )
+
+
+def _is_redundant(name: str, config: DecoderConfig) -> bool:
+    """Some tools save the tied head, or the rotary frequencies, which follow from the config."""
+    return name.endswith("rotary_emb.inv_freq") or (
+        name == "lm_head.weight" and config.tie_word_embeddings
+    )
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,411 @@
+"""A decoder of the Llama kind over a flat token axis, with Hugging Face's parameter names.
+
+One network for all of `families.FAMILIES`: what differs between them is data.
+
+Sequences are concatenated, not padded: everything but attention works per token, and attention
+is handed in (`Attend`), so that one model serves padded, packed and prefix-tree batches.
+
+Axes: `N` tokens of the batch, `H` query heads, `K` key/value heads, `D` head dimension,
+`C` hidden size, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.models.tiny.families import Activation
+from areal_gym.models.tiny.kernels import pointwise_kernels as pointwise
+from areal_gym.models.tiny.kernels import product_kernels as products
+from areal_gym.models.tiny.rms_norm import rms_norm
+from areal_gym.models.tiny.rope import apply_rope, rope_amplitude, rope_frequencies, rope_tables
+
+
+class Attend(Protocol):
+    """Who sees whom: the attention of one layer; called once per layer, in order."""
+
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        /,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Softmax attention, scale 1/sqrt(D), query head h reading key head h // (H // K).
+
+        Args:
+            q_NHD: queries.
+            k_NKD: keys.
+            v_NKD: values.
+            window: a token sees itself and the `window - 1` before it only. Not handed in for
+                layers that see everything.
+            softcap: scores s become c tanh(s / c); see `capped_attention`. Not handed in for
+                models without.
+
+        Returns:
+            [N, H, D]
+        """
+        ...
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang & Sennrich 2019); Gemma's weights are centred: 1 + weight."""
+
+    def __init__(self, size: int, config: DecoderConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = config.rms_norm_eps
+        self.is_centred = config.family.has_centred_norms
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape; the last axis is normalised."""
+        weight = 1 + self.weight if self.is_centred else self.weight
+        out = rms_norm(x, weight, self.eps)
+        if torch.is_autocast_enabled(x.device.type):
+            # Once here, not once in each projection that reads it, and in their backward passes.
+            out = out.to(torch.get_autocast_dtype(x.device.type))
+        return out
+
+
+class Linear(nn.Linear):
+    """A projection; `projected` computes several of the same tokens in one go."""
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        """[N, I] -> [N, O]."""
+        return linear(input, [self.weight], [self.bias])[0]
+
+
+def projected(x_NC: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """What each layer makes of the tokens; they may be anything that adapters have made of them."""
+    plain = [layer for layer in layers if type(layer) is Linear]
+    if len(plain) < len(layers):
+        return [layer(x_NC) for layer in layers]
+    return linear(x_NC, [layer.weight for layer in plain], [layer.bias for layer in plain])
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; who sees whom is the caller's."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query, key = (
+            heads * config.head_dim
+            for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        bias = config.family.has_qkv_bias
+        self.q_proj = Linear(config.hidden_size, query, bias=bias)
+        self.k_proj = Linear(config.hidden_size, key, bias=bias)
+        self.v_proj = Linear(config.hidden_size, key, bias=bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=False)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.family.has_qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config)
+            self.k_norm = RMSNorm(config.head_dim, config)
+        # `Attend` divides the scores by sqrt(D), whatever the model wants.
+        wanted = config.query_pre_attn_scalar or config.head_dim
+        self.query_scale = math.sqrt(config.head_dim / wanted)
+
+    def forward(
+        self,
+        x_NC: Tensor,
+        cos_ND: Tensor,
+        sin_ND: Tensor,
+        attend: Attend,
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """[N, C] -> [N, C], or [M, C]: of the tokens `wanted_M` only."""
+        heads = (x_NC.shape[0], -1, self.head_dim)
+        found = projected(x_NC, self.q_proj, self.k_proj, self.v_proj)
+        q_NHD, k_NKD, v_NKD = (x.view(heads) for x in found)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_NHD, k_NKD = self.q_norm(q_NHD), self.k_norm(k_NKD)
+        q_NHD, k_NKD = apply_rope(q_NHD, cos_ND, sin_ND), apply_rope(k_NKD, cos_ND, sin_ND)
+        if self.query_scale != 1.0:
+            q_NHD = q_NHD * self.query_scale
+        out_NHD = attend(q_NHD, k_NKD, v_NKD)
+        if wanted_M is not None:
+            out_NHD = out_NHD.index_select(0, wanted_M)
+        out: Tensor = self.o_proj(out_NHD.flatten(1))
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU or GeGLU (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = config.family.activation
+
+    def forward(self, x_NC: Tensor) -> Tensor:
+        """[N, C] -> [N, C]."""
+        gate_NF, up_NF = projected(x_NC, self.gate_proj, self.up_proj)
+        gated_NF = gated(gate_NF, up_NF, self.activation)
+        out: Tensor = self.down_proj(gated_NF)
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each normalised first and added to the residual.
+
+    Gemma 2 and 3 normalise what they add, too. In Hugging Face's names `post_attention_layernorm`
+    is then that of attention's output; elsewhere it is that before the MLP.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
+        self.mlp = MLP(config)
+        self.has_output_norms = config.family.has_output_norms
+        if self.has_output_norms:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config)
+
+    def forward(
+        self,
+        x_NC: Tensor,
+        cos_ND: Tensor,
+        sin_ND: Tensor,
+        attend: Attend,
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """[N, C] -> [N, C], or [M, C]: of the tokens `wanted_M` only."""
+        seen_NC = self.self_attn(self.input_layernorm(x_NC), cos_ND, sin_ND, attend, wanted_M)
+        if wanted_M is not None:
+            x_NC = x_NC.index_select(0, wanted_M)
+        out: Tensor
+        if not self.has_output_norms:
+            x_NC = x_NC + seen_NC
+            out = x_NC + self.mlp(self.post_attention_layernorm(x_NC))
+            return out
+        x_NC = x_NC + self.post_attention_layernorm(seen_NC)
+        thought_NC = self.mlp(self.pre_feedforward_layernorm(x_NC))
+        out = x_NC + self.post_feedforward_layernorm(thought_NC)
+        return out
+
+
+class _Body(nn.Module):
+    """What Hugging Face names `model.*`: all but the output projection."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config)
+
+
+class Decoder(nn.Module):
+    """The policy network. `build_decoder` draws fresh weights, `load_checkpoint` reads them.
+
+    `state_dict()` has the names of a Hugging Face checkpoint; with tied embeddings there is no
+    `lm_head.weight`, as in the files. The constructor leaves the weights undefined.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):  # no time lost on initial values that nobody wants
+            self.model = _Body(config)
+            self.lm_head: nn.Linear | None = None
+            if not config.tie_word_embeddings:
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.to(dtype)
+        self.to_empty(device=device)
+        self.recomputes_layers = False
+        """Whether the backward pass computes a layer's inner values again instead of keeping them:
+        a third more work for a fraction of the memory."""
+        # No buffers: `decoder.bfloat16()` would round the frequencies.
+        self._inv_freq = rope_frequencies(
+            config.head_dim, config.rope_theta, config.rope_scaling, device
+        )
+        self._local_inv_freq: Tensor | None = None
+        if config.rope_local_theta is not None:
+            self._local_inv_freq = rope_frequencies(
+                config.head_dim, config.rope_local_theta, None, device
+            )
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """[V, C]: hidden states times this, transposed, are the logits."""
+        head: Tensor = (self.lm_head or self.model.embed_tokens).weight
+        return head
+
+    def hf_changes(self) -> dict[str, Any]:
+        """What its checkpoint's `config.json` says otherwise than for a policy."""
+        return {}
+
+    def forward(
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [N, C]; `logits` of these are the scores.
+
+        With `wanted_M`, places on the flat axis, those of these tokens only, [M, C]: the last layer
+        computes keys and values of all, and the rest for them.
+        """
+        config = self.config
+        x_NC = self.model.embed_tokens(token_ids_N)
+        if config.embedding_scale != 1.0:
+            x_NC = x_NC * config.embedding_scale
+        tables = self._tables(positions_N, x_NC)
+        local_tables = self._local_tables(positions_N, x_NC) or tables
+        if config.attn_logit_softcapping is not None:
+            attend = functools.partial(attend, softcap=config.attn_logit_softcapping)
+        for layer, window in zip(self.model.layers, config.windows, strict=True):
+            wanted = wanted_M if layer is self.model.layers[-1] else None
+            inputs = (x_NC, *tables, attend, wanted)
+            if window is not None:
+                attend_near = functools.partial(attend, window=window)
+                inputs = (x_NC, *local_tables, attend_near, wanted)
+            if self.recomputes_layers and torch.is_grad_enabled():
+                x_NC = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                x_NC = layer(*inputs)
+        out: Tensor = self.model.norm(x_NC)
+        return out
+
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """[N, C] -> [N, V]."""
+        (logits_NV,) = linear(hidden_NC, [self.lm_head_weight], [None])
+        return softcapped(logits_NV, self.config.final_logit_softcapping)
+
+    def _tables(self, positions_N: Tensor, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+        if self._inv_freq.device != x_NC.device:
+            self._inv_freq = self._inv_freq.to(x_NC.device)
+        amplitude = rope_amplitude(self.config.rope_scaling)
+        return rope_tables(self._inv_freq, positions_N, x_NC.dtype, amplitude)
+
+    def _local_tables(self, positions_N: Tensor, x_NC: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self._local_inv_freq is None:
+            return None
+        return rope_tables(self._local_inv_freq.to(x_NC.device), positions_N, x_NC.dtype)
+
+
+def build_decoder(
+    config: DecoderConfig, *, seed: int, device: torch.device | str = "cpu"
+) -> Decoder:
+    """Fresh float32 weights that depend on `seed` only, not on the device or global state.
+
+    Normal with `initializer_range`; what writes to the residual stream is scaled down by
+    sqrt(2 layers), so that its variance does not grow with depth (Radford et al. 2019).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    decoder = Decoder(config)
+    std = config.initializer_range
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(0.0 if config.family.has_centred_norms else 1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                residual_std = std / math.sqrt(2 * config.num_hidden_layers)
+                parameter.normal_(0.0, residual_std, generator=generator)
+            else:
+                parameter.normal_(0.0, std, generator=generator)
+    return decoder.to(device)
+
+
+def linear(
+    x_NI: Tensor, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    """What several projections make of the same tokens, [N, O] each."""
+    if products.has_kernel(x_NI, *weights_OI):
+        return products.linear(x_NI, weights_OI, biases_O)
+    return [F.linear(x_NI, *layer) for layer in zip(weights_OI, biases_O, strict=True)]
+
+
+def gated(gate_NF: Tensor, up_NF: Tensor, activation: Activation) -> Tensor:
+    """What a gated MLP makes of its two projections: activation(gate) * up, [N, F]."""
+    if activation != "silu":
+        return F.gelu(gate_NF, approximate="tanh") * up_NF
+    if pointwise.has_kernel(gate_NF, up_NF):
+        return pointwise.swiglu(gate_NF, up_NF)
+    return F.silu(gate_NF) * up_NF
+
+
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """Squeezed smoothly into (-cap, cap) (Bello et al. 2016); as it is without a cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float
+) -> Tensor:
+    """Attention with soft-capped scores, which no fused kernel of torch has.
+
+    Args:
+        q: [..., Q, D].
+        k: [..., K, D].
+        v: [..., K, D].
+        mask: added to the capped scores, which it must fit.
+        scale: of the scores.
+        softcap: the cap.
+
+    Returns:
+        [..., Q, D]
+    """
+    scores = softcapped((q @ k.transpose(-2, -1)).float() * scale, softcap) + mask
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def causal_attend(lengths: Sequence[int]) -> Attend:
+    """Each of the concatenated sequences attends to itself, causally. Simple, not the fastest.
+
+    Example: `decoder(ids_N, positions_N, causal_attend([5, 3]))`
+    """
+    sizes = list(lengths)
+
+    def attend(
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        /,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        group = q_NHD.shape[1] // k_NKD.shape[1]
+        rows = []
+        for q, k, v in zip(*(torch.split(x, sizes) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, T, D]
+            steps = torch.arange(q.shape[1], device=q.device)
+            age_QK = steps[:, None] - steps
+            is_hidden = (age_QK < 0) | (age_QK >= (window or len(steps)))
+            mask = q.new_zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
+            if softcap is None:
+                out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
+            else:
+                scale = 1 / math.sqrt(q.shape[-1])
+                out = capped_attention(q, k, v, mask, scale=scale, softcap=softcap)
+            rows.append(out.transpose(0, 1))
+        return torch.cat(rows)
+
+    return attend

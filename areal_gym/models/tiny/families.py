@@ -1,0 +1,104 @@
+"""What tells the families of decoders apart, as data: the decoder itself is one.
+
+A family is known by the `model_type` of its `config.json`. What the file can set is in
+`DecoderConfig`; what it cannot, for it is written into each model's code, is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Architecture = Literal["gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"]
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """The traits of one `model_type`."""
+
+    causal_lm_class: str
+    """In transformers."""
+    has_qkv_bias: bool = False
+    """Queries, keys and values have a bias."""
+    has_qk_norm: bool = False
+    """Each head's queries and keys are normalised."""
+    has_output_norms: bool = False
+    """What attention and MLP compute is normalised before it is added to the residual."""
+    has_centred_norms: bool = False
+    """Norms multiply by 1 + weight, not by weight."""
+    has_scaled_embedding: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size)."""
+    sliding_layers: Literal["none", "all", "last", "alternating"] = "none"
+    """Which layers see a window only, where `config.json` has one and does not list its layers."""
+    activation: Activation = "silu"
+    """Of the gated MLP."""
+    old_activations: tuple[str, ...] = ()
+    """What older files call `activation`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes where `config.json` is silent."""
+
+
+_QWEN_DEFAULTS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
+_GEMMA2_DEFAULTS = _GEMMA_DEFAULTS | {"sliding_window": 4096, "query_pre_attn_scalar": 256}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(causal_lm_class="LlamaForCausalLM"),
+    "mistral": Family(
+        causal_lm_class="MistralForCausalLM",
+        sliding_layers="all",
+        defaults={"sliding_window": 4096},
+    ),
+    "qwen2": Family(
+        causal_lm_class="Qwen2ForCausalLM",
+        has_qkv_bias=True,
+        sliding_layers="last",
+        defaults=_QWEN_DEFAULTS,
+    ),
+    "qwen3": Family(
+        causal_lm_class="Qwen3ForCausalLM",
+        has_qk_norm=True,
+        sliding_layers="last",
+        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+    ),
+    "gemma": Family(
+        causal_lm_class="GemmaForCausalLM",
+        has_centred_norms=True,
+        has_scaled_embedding=True,
+        activation="gelu_pytorch_tanh",
+        old_activations=("gelu",),
+        defaults=_GEMMA_DEFAULTS,
+    ),
+    "gemma2": Family(
+        causal_lm_class="Gemma2ForCausalLM",
+        has_output_norms=True,
+        has_centred_norms=True,
+        has_scaled_embedding=True,
+        sliding_layers="alternating",
+        activation="gelu_pytorch_tanh",
+        defaults=_GEMMA2_DEFAULTS
+        | {
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "gemma3_text": Family(
+        causal_lm_class="Gemma3ForCausalLM",
+        has_qk_norm=True,
+        has_output_norms=True,
+        has_centred_norms=True,
+        has_scaled_embedding=True,
+        sliding_layers="alternating",
+        activation="gelu_pytorch_tanh",
+        defaults=_GEMMA2_DEFAULTS
+        | {
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "sliding_window_pattern": 6,
+        },
+    ),
+}
+"""By `model_type`."""

@@ -1,0 +1,112 @@
+"""Attention on CPUs by `attention.c`: ragged, causal, in float32, with its backward pass.
+
+torch's kernel for CPUs computes what a causal mask hides, wants rows of one length, and copies keys
+for each query head of theirs. Decoding has no kernel at all there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_gym.models.tiny.kernels.kernel_library import address, function, reads, share_out
+
+BLOCK = 32
+"""Shared runs of so many tokens, or of a multiple of it, change no digit of what is computed."""
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("heads", "key_heads", "dim")),
+        *((name, ctypes.c_int64) for name in ("q_row", "k_row", "k_head", "window")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def has_kernel(*tensors: Tensor) -> bool:
+    """Whether `attend` takes these: on a CPU, of types that float32 holds, heads of 16 n."""
+    return reads(_TYPES, tensors)
+
+
+def attend(
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments_S6: Tensor, window: int | None = None
+) -> Tensor:
+    """Softmax attention, scale 1/sqrt(D), of segments on a flat axis; differentiable.
+
+    Args:
+        q_NHD: queries; each is in one segment.
+        k_NKD: keys; query head h reads key head h // (H // K).
+        v_NKD: values.
+        segments_S6: int64. Of each segment the flat position of its first query, how many there
+            are, and [start, stop) of what others share with it and of its own tokens. The queries
+            are those of its last tokens. Segments that share follow one another.
+        window: a token sees itself and the `window - 1` before it only.
+
+    Returns:
+        [N, H, D], in the type of the values; computed in float32.
+    """
+    q, k, v = (x.float().contiguous() for x in (q_NHD, k_NKD, v_NKD))
+    out: Tensor = _Attention.apply(q, k, v, segments_S6, window or 0)  # type: ignore[no-untyped-call]
+    return out.to(v_NKD.dtype)
+
+
+def attend_cached(
+    q_NHD: Tensor, cache_2SKPD: Tensor, segments_S6: Tensor, window: int | None = None
+) -> Tensor:
+    """The same without a gradient and with scale 1, from a cache: [N, H D], float32.
+
+    Args:
+        q_NHD: queries, which may be a part of a wider array; those in no segment get zeros.
+        cache_2SKPD: keys and values of S rows with P positions each, contiguous.
+        segments_S6: as `attend` takes them, but token t of row s is s K P + t.
+        window: as in `attend`.
+    """
+    num_tokens, heads, dim = q_NHD.shape
+    _, _, key_heads, num_positions, _ = cache_2SKPD.shape
+    out = q_NHD.new_zeros(num_tokens, heads * dim)
+    shape = _Shape(
+        *(heads, key_heads, dim, q_NHD.stride(0), dim, num_positions * dim, window or 0), 1.0
+    )
+    _call("attend", shape, segments_S6, q_NHD, cache_2SKPD[0], cache_2SKPD[1], out, None)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, window: int) -> Tensor:
+        (_, heads, dim), key_heads = q.shape, k.shape[1]
+        row = key_heads * dim
+        shape = _Shape(heads, key_heads, dim, heads * dim, row, dim, window, 1 / math.sqrt(dim))
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+        _call("attend", shape, segments, q, k, v, out, lse)
+        ctx.shape = shape
+        ctx.save_for_backward(segments, q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        segments, *saved = ctx.saved_tensors
+        q, k, v = saved[:3]
+        into_q, into_k, into_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        gradient = gradients[0].contiguous()
+        into = (into_q, into_k, into_v)
+        _call("attend_backward", ctx.shape, segments, *saved, gradient, *into)
+        return into_q, into_k, into_v, None, None
+
+
+def _call(name: str, shape: _Shape, segments_S6: Tensor, *arrays: Tensor | None) -> None:
+    """Call the C function; its key heads are shared out."""
+    kernel = function(name, "ppnnn" + "p" * len(arrays))
+    what = ctypes.byref(shape), segments_S6.data_ptr(), len(segments_S6)
+    addresses = [address(x) for x in arrays]
+
+    def compute(head: int, end: int) -> None:
+        if kernel(*what, head, end, *addresses):
+            raise MemoryError("no memory for the scores of attention")
+
+    share_out(compute, shape.key_heads)

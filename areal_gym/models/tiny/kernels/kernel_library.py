@@ -1,0 +1,157 @@
+"""The C files beside this one, compiled on first use by the machine's own compiler.
+
+What is compiled is kept in the cache, under a name that depends on the source, the compiler and the
+processor: a home directory may be shared by unequal machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_gym.utils.cache import cache_directory
+
+LANES = 16
+"""Floats of a vector: what is read by vectors has a multiple of it."""
+_HERE = Path(__file__).parent
+_FLAGS = ("-O3", "-ffp-contract=fast", "-std=gnu11", "-shared", "-fPIC")
+_NATIVE = ("-march=native", "-mcpu=native")
+"""For this very processor; which of the two a compiler knows depends on the processor's kind."""
+_TYPES: dict[str, Any] = {"n": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
+_logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether there is a compiler, or was one; said once, with the reason, where there is none."""
+    found = problem()
+    if found is not None:
+        _logger.warning(
+            "sampling and training on this CPU take up to twice as long as they could: "
+            "the C files of areal_gym.models.tiny.kernels cannot be compiled. %s",
+            found,
+        )
+    return found is None
+
+
+def reads(types: tuple[torch.dtype, ...], tensors: Iterable[Tensor]) -> bool:
+    """Whether the functions take these: on a CPU, of such a type, rows of 16 n.
+
+    What torch compiles itself is left to it.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for x in tensors:  # called often: no generators
+        if x.dtype not in types or not x.is_cpu or x.shape[-1] % LANES:
+            return False
+    return is_there()
+
+
+@functools.cache
+def problem() -> str | None:
+    """Why the functions cannot be used, in a line or some; None if they can."""
+    try:
+        _library()
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(getattr(error, "stderr", None) or error).strip()[:1000]
+    return None
+
+
+@functools.cache
+def function(name: str, arguments: str) -> Callable[..., int]:
+    """A compiled function.
+
+    Args:
+        name: of the function.
+        arguments: of each one its type: n(umber, 64 bits), f(loat), p(ointer).
+    """
+    found: Callable[..., int] = _library()[name]
+    found.argtypes = [_TYPES[kind] for kind in arguments]  # type: ignore[attr-defined]
+    return found
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where its first number lies."""
+    return None if x is None else x.data_ptr()
+
+
+def share_out(compute: Callable[[int, int], object], total: int, least: int = 1) -> None:
+    """Call `compute(start, stop)` for parts of `total`, on as many threads as torch's.
+
+    Args:
+        compute: calls C, which needs no Python meanwhile.
+        total: of what there is to share out.
+        least: no part is smaller, but where there is no more.
+    """
+    num_parts = max(1, min(torch.get_num_threads(), total // least))
+    if num_parts == 1:
+        compute(0, total)
+        return
+    ends = [total * i // num_parts for i in range(num_parts + 1)]
+    with ThreadPoolExecutor(num_parts) as pool:
+        list(pool.map(compute, ends[:-1], ends[1:]))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Compiled by `CC`, else by cc, gcc or clang.
+
+    Raises:
+        OSError: there is no compiler, the cache cannot be written, or the library not be loaded.
+        subprocess.SubprocessError: the compiler failed.
+    """
+    compiler = _compiler()
+    texts = (path.read_text("utf-8") for path in sorted(_HERE.glob("*.[ch]")))
+    facts = (*texts, *compiler, *_FLAGS, platform.platform(), _processor())
+    key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    library = cache_directory() / "cpu" / f"{key}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = Path(scratch) / library.name
+            _compile(compiler, built)
+            built.replace(library)  # whole or not at all: others may be doing the same
+    return ctypes.CDLL(str(library))
+
+
+def _compiler() -> list[str]:
+    if "CC" in os.environ:
+        return shlex.split(os.environ["CC"])
+    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    if found is None:
+        raise FileNotFoundError("There is no C compiler: install gcc or clang, or name one: CC=...")
+    return [found]
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    sources = [str(path) for path in sorted(_HERE.glob("*.c"))]
+    for native in _NATIVE:
+        command = [*compiler, *_FLAGS, native, *sources, "-o", str(target), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode == 0:
+            return
+    raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+
+
+def _processor() -> str:
+    """What this processor can do, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x for x in lines if x.startswith(("flags", "Features"))), platform.processor())

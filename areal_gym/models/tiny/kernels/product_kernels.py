@@ -1,0 +1,151 @@
+"""Products of tokens with weights, and their gradients, by `products.c`: in float32.
+
+torch's library for them (MKL) leaves vectors of 512 bits unused on processors of AMD's: half the
+speed. And what it computes for a token depends on how many others there are, which this does not.
+
+Axes: `N` tokens, `I` what goes in, `O` what comes out, `P` panels of `W` columns of a packed
+matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_gym.models.tiny.kernels.kernel_library import address, function, reads, share_out
+
+_ENOUGH = 1 << 24
+"""Multiplications that are worth a thread."""
+
+
+def has_kernel(*tensors: Tensor) -> bool:
+    """Whether the functions here take these: float32 on a CPU with vectors of 8 or more, I = 16 n.
+
+    What torch casts is left to it.
+    """
+    return (
+        reads((torch.float32,), tensors)
+        and _panel_width() > 0
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def panels(size: int, columns: int) -> Tensor:
+    """Room for a packed matrix [I, O]: [P, I, W]."""
+    width = _panel_width()
+    return torch.empty(-(-columns // width), size, width)
+
+
+def packed(matrix: Tensor, *, transposed: bool, into: Tensor | None = None) -> Tensor:
+    """A matrix as `multiply` wants it, [P, I, W].
+
+    Args:
+        matrix: float32, [I, O], or [O, I] if transposed.
+        transposed: how it lies.
+        into: from `panels`; it is returned.
+    """
+    matrix = matrix.contiguous()
+    size, columns = matrix.shape[::-1] if transposed else matrix.shape
+    out = panels(size, columns) if into is None else into
+    kernel = function("pack", "nnnnnpp")
+    addresses = address(matrix), address(out)
+
+    def compute(panel: int, end: int) -> None:
+        kernel(panel, end, size, columns, transposed, *addresses)
+
+    share_out(compute, len(out), least=_ENOUGH // (size * out.shape[-1]) + 1)
+    return out
+
+
+def multiply(
+    x_NI: Tensor,
+    packed_PIW: Tensor,
+    columns: int,
+    *,
+    bias: Tensor | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Rows times a packed matrix, [N, O].
+
+    Args:
+        x_NI: the rows.
+        packed_PIW: from `packed`.
+        columns: O.
+        bias: added to each row.
+        into: contiguous; the product is added to it, and it is returned.
+    """
+    x, (num_rows, size) = x_NI.contiguous(), x_NI.shape
+    out = x.new_empty(num_rows, columns) if into is None else into
+    kernel = function("multiply_rows", "nnnnnnpppp")
+    addresses = [address(y) for y in (x, packed_PIW, bias, out)]
+
+    def compute(panel: int, end: int) -> None:
+        kernel(panel, end, num_rows, columns, size, into is not None, *addresses)
+
+    panel = max(1, num_rows * size * packed_PIW.shape[-1])
+    share_out(compute, len(packed_PIW), least=_ENOUGH // panel + 1)
+    return out
+
+
+def linear(
+    x_NI: Tensor, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """What several layers make of the same rows, [N, O] each; differentiable."""
+    found: tuple[Tensor, ...] = _Linear.apply(x_NI, len(weights_OI), *weights_OI, *biases_O)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:num], parameters[num:]
+        ctx.save_for_backward(x, *weights)
+        return tuple(
+            multiply(x, packed(weight, transposed=True), len(weight), bias=bias)
+            for weight, bias in zip(weights, biases, strict=True)
+            if weight is not None
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        gradients = tuple(gradient.contiguous() for gradient in gradients)
+        into_x: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            for gradient, weight in zip(gradients, weights, strict=True):
+                matrix = packed(weight, transposed=False)
+                into_x = multiply(gradient, matrix, x.shape[1], into=into_x)
+        wanted = ctx.needs_input_grad[2:]
+        num = len(weights)
+        into_weights = [
+            _multiply_tokens(gradient, x) if is_wanted else None
+            for gradient, is_wanted in zip(gradients, wanted[:num], strict=True)
+        ]
+        into_biases = [
+            gradient.sum(0) if is_wanted else None
+            for gradient, is_wanted in zip(gradients, wanted[num:], strict=True)
+        ]
+        return into_x, None, *into_weights, *into_biases
+
+
+def _multiply_tokens(gradient_NO: Tensor, x_NI: Tensor) -> Tensor:
+    """A weight's gradient, [O, I]."""
+    x, (num_tokens, rows), columns = x_NI.contiguous(), gradient_NO.shape, x_NI.shape[1]
+    out = x.new_zeros(rows, columns)
+    kernel = function("multiply_tokens", "nnnnnppp")
+    addresses = [address(y) for y in (gradient_NO, x, out)]
+
+    def compute(row: int, end: int) -> None:
+        kernel(row, end, rows, columns, num_tokens, *addresses)
+
+    share_out(compute, rows, least=_ENOUGH // max(1, num_tokens * columns) + 1)
+    return out
+
+
+@functools.cache
+def _panel_width() -> int:
+    return function("panel_width", "")()

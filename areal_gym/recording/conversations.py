@@ -1,0 +1,142 @@
+"""Which dialogue a list of messages goes on with.
+
+A program behind the gateway sends the whole history with every call. What it sends is compared,
+message by message, with what the policy has said before:
+
+    the history is a dialogue as it stands      it goes on, by ids
+    it was, at an earlier point                 a fork: begins with the same ids, trained on once
+    it is nobody's (another agent, a summary)   a dialogue of its own
+
+The policy's messages are recognised by what they say, not by ids of calls, which clients rewrite.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+from areal_gym.chat import Dialogue, Prompt
+from areal_gym.chat.dialogue import Point
+from areal_gym.errors import ConfigError
+from areal_gym.recording.raw import RawText
+from areal_gym.recording.recorder import Recorder
+from areal_gym.types import Message
+
+
+class Conversations:
+    """Those of one episode.
+
+    Args:
+        recorder: of the episode.
+        max_points: how many answers can be gone on from; the oldest are forgotten. None: all.
+    """
+
+    def __init__(self, recorder: Recorder, *, max_points: int | None = None) -> None:
+        self._recorder = recorder
+        self._max_points = max_points
+        self._points: OrderedDict[bytes, list[tuple[Dialogue, Point]]] = OrderedDict()
+        self._busy: set[Dialogue] = set()
+        self._texts: list[RawText] = []
+
+    @contextmanager
+    def going_on(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], dialect: str | None
+    ) -> Iterator[tuple[Dialogue, Prompt]]:
+        """The dialogue that `messages` go on with, for as long as the policy answers.
+
+        Raises:
+            ConfigError: the chat template refuses the messages.
+        """
+        keys = _keys(messages, tools, dialect)
+        dialogue, num_known = self._find(keys)
+        is_new = dialogue is None
+        if dialogue is None:
+            dialogue = Dialogue(self._recorder.renderer, tools, dialect=dialect)
+        new = messages[num_known:]
+        if num_known and any(message["role"] == "assistant" for message in new):
+            # Put into the policy's mouth: no template is proven to bridge that.
+            prompt = dialogue.prompt([*dialogue.messages, *new], replaces_history=True)
+        else:
+            prompt = dialogue.prompt(new)
+        self._busy.add(dialogue)
+        num_before = len(dialogue.messages)
+        try:
+            yield dialogue, prompt
+        finally:
+            self._busy.discard(dialogue)
+            if len(dialogue.messages) != num_before:
+                self._remember(_next_key(keys[-1], dialogue.messages[-1]), dialogue)
+            elif is_new or not dialogue.is_own:
+                self._recorder.forget(dialogue)
+
+    @contextmanager
+    def going_on_with_text(self, text: str) -> Iterator[tuple[RawText, Prompt]]:
+        """The raw text that `text` goes on with; none of it is a message.
+
+        Raises:
+            ConfigError: there is no text.
+        """
+        known = [raw for raw in self._texts if text.startswith(raw.text) and text != raw.text]
+        raw = max(known, key=lambda raw: len(raw.text), default=None)
+        if raw is None:
+            raw = RawText(self._recorder.renderer)
+        else:
+            self._texts.remove(raw)  # nobody else goes on with it meanwhile
+        before = raw.text
+        try:
+            prompt = raw.prompt(text)
+            if not prompt.token_ids:
+                raise ConfigError("there is nothing to go on with: the prompt is empty")
+            yield raw, prompt
+        finally:
+            if raw.text:
+                self._texts.append(raw)
+            if raw.text == before:
+                self._recorder.forget(raw)
+            if self._max_points is not None and len(self._texts) > self._max_points:
+                self._recorder.forget(self._texts.pop(0))
+
+    def _find(self, keys: Sequence[bytes]) -> tuple[Dialogue | None, int]:
+        """The dialogue to go on with, and how many messages it has; None: nobody's history."""
+        for num_known in range(len(keys) - 1, 0, -1):
+            found = self._points.get(keys[num_known])
+            if not found:
+                continue
+            for dialogue, point in reversed(found):
+                if dialogue not in self._busy and dialogue.stands_at(point):
+                    return dialogue, num_known
+            dialogue, point = found[-1]
+            return dialogue.fork(point), num_known
+        return None, 0
+
+    def _remember(self, key: bytes, dialogue: Dialogue) -> None:
+        self._points.setdefault(key, []).append((dialogue, dialogue.here()))
+        if self._max_points is not None and len(self._points) > self._max_points:
+            _, forgotten = self._points.popitem(last=False)
+            for old, point in forgotten:
+                if old.stands_at(point):
+                    self._recorder.forget(old)
+
+
+def _keys(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], dialect: str | None
+) -> list[bytes]:
+    """One key per number of leading messages, 0 first."""
+    keys = [_digest(b"", [list(tools), dialect])]
+    for message in messages:
+        keys.append(_next_key(keys[-1], message))
+    return keys
+
+
+def _next_key(before: bytes, message: Message) -> bytes:
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return _digest(before, [message["role"], message["content"].strip(), calls])
+
+
+def _digest(before: bytes, content: object) -> bytes:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return blake2b(before + text.encode(), digest_size=16).digest()

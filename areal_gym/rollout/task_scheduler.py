@@ -1,0 +1,140 @@
+"""Which group starts next: its number, and the options that its task is drawn with."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from areal_gym.recording import derive_seed
+from areal_gym.rollout.curriculum import Curriculum
+
+_CURRICULUM = 2
+"""A stream of seeds; the runner has 0 and 1."""
+
+
+class TaskScheduler:
+    """Counts groups up; those of an interrupted run that were not finished come first.
+
+    A curriculum learns from groups in the order in which they were started, whatever the order in
+    which they finish. In a synchronous run, it chooses group i from exactly what groups up to
+    `i - lookback` have shown, and waits for them where it must: at most `lookback` groups are
+    under way, so they are done or about to be. Asynchronous runs do not wait.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        curriculum: Curriculum | None,
+        *,
+        lookback: int | None,
+        first: int,
+        state: Mapping[str, Any],
+    ) -> None:
+        """Begin at group `first`, or where `state` says.
+
+        Args:
+            seed: of the run.
+            curriculum: prepared already.
+            lookback: None does not wait.
+            first: the number of the first group of a run without a state.
+            state: what `state` returned; empty for a new run.
+        """
+        self._seed = seed
+        self._curriculum = curriculum
+        self._lookback = lookback
+        self._next: int = state.get("next_group", first)
+        self._again: deque[int] = deque(state.get("unfinished", ()))
+        self._options: dict[int, Mapping[str, Any]] = {}
+        self._num_observed: int = self._next
+        self._to_observe: dict[int, tuple[Mapping[str, Any], Sequence[float] | None]] = {}
+        learned = state.get("curriculum")
+        if curriculum is not None and learned is not None:
+            curriculum.restore(learned["state"])
+            self._num_observed = learned["num_observed"]
+            self._options = dict(learned["options"])
+            self._to_observe = {
+                index: (options, rewards_G) for index, options, rewards_G in learned["to_observe"]
+            }
+
+    def next(self) -> tuple[int, Mapping[str, Any]] | None:
+        """The next group's number and options; None: ask again when a group has finished."""
+        index = self._again[0] if self._again else self._next
+        options = self._options_of(index)
+        if options is None:
+            return None
+        if self._again:
+            self._again.popleft()
+        else:
+            self._next += 1
+        return index, options
+
+    def finished(self, index: int, rewards_G: Sequence[float] | None) -> None:
+        """A group is over; None: it failed, and there is nothing to learn from it."""
+        if self._curriculum is None:
+            return
+        if index >= self._num_observed:
+            self._to_observe.setdefault(index, (self._options.get(index, {}), rewards_G))
+        if self._lookback is None:
+            self._observe_up_to(self._next)
+
+    def options_of(self, index: int) -> Mapping[str, Any]:
+        """What the task of a group that has started is drawn with."""
+        return self._options.get(index, {})
+
+    def forget(self, index: int) -> None:
+        """A group was trained on, or dropped: it will never be started again."""
+        self._options.pop(index, None)
+
+    def unsettled(self, end: int) -> list[int]:
+        """Groups below `end` of which the state does not say that they are done with, ascending."""
+        return sorted({*self._again, *range(self._next, end)})
+
+    def resume(
+        self, options: Mapping[int, Mapping[str, Any]], again: Sequence[int], end: int
+    ) -> None:
+        """Go on after what a journal knows.
+
+        Args:
+            options: of groups that were started.
+            again: groups that are to be started again, ascending.
+            end: no group from this one on was started.
+        """
+        self._next = max(self._next, end)
+        self._again = deque(again)
+        if self._curriculum is not None:
+            self._options.update(options)
+
+    def state(self, unfinished: Iterable[int]) -> dict[str, Any]:
+        """Fit for JSON. `unfinished`: groups that were started, and are not done with."""
+        waiting = sorted({*unfinished, *self._again})
+        state: dict[str, Any] = {"next_group": self._next, "unfinished": waiting}
+        if self._curriculum is not None:
+            state["curriculum"] = {
+                "state": self._curriculum.state(),
+                "num_observed": self._num_observed,
+                "to_observe": [[i, *self._to_observe[i]] for i in sorted(self._to_observe)],
+                "options": [[i, self._options[i]] for i in waiting if i in self._options],
+            }
+        return state
+
+    def _options_of(self, index: int) -> Mapping[str, Any] | None:
+        if self._curriculum is None:
+            return {}
+        if index not in self._options:
+            if self._lookback is not None:
+                num_needed = index - self._lookback + 1
+                self._observe_up_to(num_needed)
+                if self._num_observed < num_needed:
+                    return None
+            rng = random.Random(derive_seed(self._seed, _CURRICULUM, index))
+            self._options[index] = self._curriculum.choose(rng)
+        return self._options[index]
+
+    def _observe_up_to(self, end: int) -> None:
+        while self._num_observed < end and self._num_observed in self._to_observe:
+            options, rewards_G = self._to_observe.pop(self._num_observed)
+            if rewards_G is not None and self._curriculum is not None:
+                self._curriculum.observe(options, rewards_G)
+            self._num_observed += 1

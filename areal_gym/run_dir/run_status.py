@@ -1,0 +1,165 @@
+"""`status.json` of a run directory: what the run is doing, or how it ended, and why.
+
+    {"state": "failed", "step": 12, "steps": 60, "error": "...", "hints": [...],
+     "pid": 4242, "host": "node-3", "boot_id": "...", "process_start": 123456,
+     "started_at": "2026-01-02T03:04:05+00:00", "updated_at": "..."}
+
+A process that was killed writes nothing any more, so its file says "running" for ever: whoever
+reads the file finds out whether that process lives, and calls the run "died" when it does not.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from areal_gym.errors import GymError, TrainError
+from areal_gym.utils.files import read_json, to_json, write_atomic
+
+RunStatus = Literal["running", "finished", "failed", "interrupted", "died", "stopped"]
+"""Of a run. "stopped" is said of older runs, which left no `status.json`."""
+
+_SILENCE_S = 6 * 3600
+"""A run on another machine that has taken no step for so long is taken for dead."""
+_ENDED = ("finished", "failed", "interrupted")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatusRecord:
+    """The content of `status.json`."""
+
+    state: RunStatus
+    step: int = 0
+    """Steps that were taken."""
+    steps: int | None = None
+    """Steps that the run is going to take."""
+    error: str | None = None
+    hints: Sequence[str] = ()
+    """What to type next, after an error."""
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+    boot_id: str = field(default_factory=lambda: _boot_id())
+    process_start: int | None = field(default_factory=lambda: _process_start(os.getpid()))
+    """In the kernel's ticks: tells a process from a later one with the same number."""
+    started_at: str = field(default_factory=lambda: _now())
+    updated_at: str = field(default_factory=lambda: _now())
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Self | None:
+        """Returns the record of a file, which anybody may have written; None for nonsense."""
+        if row.get("state") not in ("running", *_ENDED):
+            return None
+        numbers = {name: row.get(name) for name in ("step", "steps", "pid", "process_start")}
+        texts = {n: row.get(n) for n in ("error", "host", "boot_id", "started_at", "updated_at")}
+        hints = row.get("hints")
+        return cls(
+            state=row["state"],
+            hints=tuple(map(str, hints)) if isinstance(hints, list) else (),
+            **{
+                n: v if type(v) is int else (None if n == "steps" else 0)
+                for n, v in numbers.items()
+            },  # type: ignore[arg-type]
+            **{
+                n: v if isinstance(v, str) else (None if n == "error" else "")
+                for n, v in texts.items()
+            },  # type: ignore[arg-type]
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process that wrote this runs, as far as can be seen from here."""
+        if self.boot_id and self.boot_id == _boot_id() and self.host == socket.gethostname():
+            return self.process_start == _process_start(self.pid)
+        if self.host == socket.gethostname():  # this machine, before it was started again
+            return False
+        try:
+            updated = datetime.datetime.fromisoformat(self.updated_at)
+            return time.time() - updated.timestamp() < _SILENCE_S
+        except (ValueError, OverflowError, OSError):
+            return False
+
+    @property
+    def current_state(self) -> RunStatus:
+        """The state, but "died" for a run that was running and whose process is gone."""
+        return "died" if self.state == "running" and not self.is_alive else self.state
+
+    def advice(self, run: Path) -> list[str]:
+        """Returns what to type next about a run that has not finished."""
+        hints = list(self.hints)
+        if self.current_state != "running":
+            hints.append(f"go on from its newest checkpoint: areal-gym train --resume --out {run}")
+        return hints
+
+
+class StatusFile:
+    """Writes one run's `status.json`: at its start, after each step, at its end.
+
+    What cannot be written is left as it was: a full disk is an error of the run, not of its status.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._record: StatusRecord | None = None
+
+    def read(self) -> StatusRecord | None:
+        """Returns what the file says; None when there is none that can be read."""
+        try:
+            return StatusRecord.from_dict(read_json(self.file))
+        except (GymError, OSError):
+            return None
+
+    def start(self, *, step: int, steps: int) -> None:
+        """The run begins, or goes on after `step`."""
+        self._write(StatusRecord(state="running", step=step, steps=steps))
+
+    def took_step(self, step: int) -> None:
+        """The run has taken a step."""
+        if self._record is not None:
+            self._write(replace(self._record, step=step))
+
+    def end(self, error: BaseException | None) -> None:
+        """The run has ended, by an error or without one."""
+        if self._record is None:
+            return
+        if error is None:
+            self._write(replace(self._record, state="finished"))
+        elif isinstance(error, Exception):
+            hints = error.hints if isinstance(error, GymError) else ()
+            text = error.message if isinstance(error, GymError) else repr(error)
+            self._write(replace(self._record, state="failed", error=text, hints=hints))
+        else:  # KeyboardInterrupt, CancelledError, SystemExit
+            self._write(replace(self._record, state="interrupted"))
+
+    def _write(self, record: StatusRecord) -> None:
+        self._record = replace(record, updated_at=_now())
+        try:
+            write_atomic(self.file, to_json(asdict(self._record), indent=2), is_synced=False)
+        except (TrainError, OSError):
+            return
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _process_start(pid: int) -> int | None:
+    """When a process was started; None when there is none, or the system does not tell."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        fields = text.rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None

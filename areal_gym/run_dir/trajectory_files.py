@@ -1,0 +1,267 @@
+"""A file of trajectories, read without its tokens.
+
+Nine tenths of a line are token ids and log-probabilities. They come last (`Trajectory.to_dict`), so
+a line is read up to them: 10,000 trajectories are listed in half a second, and any one of them is
+found by its place in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from areal_gym.errors import DataError, UnknownIdError
+from areal_gym.utils.files import open_data
+
+# A quote inside of a JSON string has a backslash before it: these are keys and nothing else.
+_SPANS = b', "spans": ['
+_ADVANTAGES = b', "advantages": ['
+
+_PREVIEW = 120
+"""Characters of a trajectory's last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where a trajectory lies, and all of it but its tokens."""
+
+    offset: int
+    num_bytes: int
+    """Of the whole line."""
+    num_head_bytes: int
+    """Of the line up to its tokens."""
+    summary: Mapping[str, Any]
+    """One row of a list; see `TrajectoryFile.COLUMNS`."""
+
+
+class TrajectoryFile:
+    """One of the files in `trajectories/`, indexed as far as somebody has looked.
+
+    Such files appear whole and never grow. Several threads may look.
+
+    Args:
+        path: the file.
+    """
+
+    COLUMNS = (
+        "id",
+        "group",
+        "task",
+        "env",
+        "reward",
+        "stop",
+        "turns",
+        "tokens",
+        "staleness",
+        "forks",
+        "engine_s",
+        "env_s",
+        "error",
+        "preview",
+    )
+    """What `Head.summary` has: `tokens` were sampled by the policy; `staleness` is that of the
+    oldest token, null where nothing is trained (evaluations); `preview` is how the last message of
+    the assistant ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.step = step_of(path)
+        self._heads: list[Head] = []
+        self._failure: str | None = None
+        self._rest = self._index()
+        self._lock = Lock()
+
+    def page(self, start: int = 0, limit: int | None = None) -> Sequence[Head]:
+        """Some trajectories, in order; all from `start` on without a limit.
+
+        Raises:
+            DataError: a line is no trajectory.
+        """
+        end = None if limit is None else start + limit
+        with self._lock:
+            if self._failure is not None:
+                raise DataError(self._failure)
+            try:
+                self._heads += islice(
+                    self._rest, None if end is None else max(0, end - len(self._heads))
+                )
+            except DataError as error:
+                self._failure = error.message  # half a file must not look like a whole one later
+                raise
+            return self._heads[start:end]
+
+    def read(self, place: int) -> dict[str, Any]:
+        """The whole trajectory at `place`, as JSON says it.
+
+        Raises:
+            UnknownIdError: the file is shorter.
+            DataError: a line is no trajectory.
+        """
+        head = self._head(place)
+        with open_data(self.path) as stream:
+            stream.seek(head.offset)
+            return _parsed(stream.read(head.num_bytes), self.path, place)
+
+    def read_head(self, place: int) -> dict[str, Any]:
+        """The same without `spans`."""
+        head = self._head(place)
+        with open_data(self.path) as stream:
+            stream.seek(head.offset)
+            return _parsed(stream.read(head.num_head_bytes) + b"}", self.path, place)
+
+    def search(self, text: str) -> list[int]:
+        """Places of the trajectories that hold `text`, in any case, outside of their tokens."""
+        needle = json.dumps(text, ensure_ascii=False)[1:-1].lower()
+        found = []
+        with open_data(self.path) as stream:
+            for place, head in enumerate(self.page()):
+                stream.seek(head.offset)
+                raw = stream.read(head.num_head_bytes)
+                if needle in raw.decode("utf-8", "replace").lower():
+                    found.append(place)
+        return found
+
+    def _head(self, place: int) -> Head:
+        found = self.page(place, 1) if place >= 0 else ()
+        if not found:
+            raise UnknownIdError(f"{self.path.stem} holds no trajectory {place}")
+        return found[0]
+
+    def _index(self) -> Iterator[Head]:
+        offset = 0
+        with open_data(self.path) as stream:
+            for place, line in enumerate(stream):
+                if line.endswith(b"\n"):
+                    num_head_bytes, row = _head_of(line, self.path, place)
+                    try:
+                        summary = _summary(row, self.step)
+                    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                        raise DataError(
+                            f"{self.path}, line {place + 1} is no trajectory: {error!r}"
+                        ) from None
+                    yield Head(offset, len(line), num_head_bytes, summary)
+                offset += len(line)
+
+
+class TrainedFile:
+    """What training made of the trajectories of a step: one of the files in `trained/`.
+
+    Args:
+        path: the file; one that does not exist says nothing of any trajectory.
+
+    Raises:
+        DataError: a line is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._advantages: dict[int, float] = {}
+        self._lines: dict[int, list[tuple[int, int]]] = {}
+        self._rest = self._index()
+        self._lock = Lock()
+
+    def advantage(self, place: int) -> float | None:
+        """Mean over the tokens of the trajectory at `place`; the first branch stands for all."""
+        self._look_for(place)
+        return self._advantages.get(place)
+
+    def read(self, place: int) -> dict[str, list[float]] | None:
+        """`advantages` and `logprobs` of the sampled tokens of one trajectory, in their order."""
+        self._look_for(place)
+        if place not in self._lines:
+            return None
+        found: dict[str, list[float]] = {"advantages": [], "logprobs": []}
+        with open_data(self.path) as stream:
+            for offset, num_bytes in self._lines[place]:
+                stream.seek(offset)
+                row = _parsed(stream.read(num_bytes), self.path, place)
+                for name, values in found.items():
+                    values += row[name]
+        return found
+
+    def _look_for(self, place: int) -> None:
+        """Go on until a later trajectory begins: they stand in order."""
+        with self._lock:
+            if place + 1 not in self._advantages:
+                for other in self._rest:
+                    if other > place:
+                        break
+
+    def _index(self) -> Iterator[int]:
+        if not self.path.exists():
+            return
+        offset = 0
+        with open_data(self.path) as stream:
+            for number, line in enumerate(stream):
+                head = _parsed(line[: line.find(_ADVANTAGES)] + b"}", self.path, number)
+                place: int = head["trajectory"]
+                self._lines.setdefault(place, []).append((offset, len(line)))
+                self._advantages.setdefault(place, head["advantage"])
+                offset += len(line)
+                yield place
+
+
+def step_of(path: Path) -> int | None:
+    """The training step that a file of trajectories belongs to; None for an evaluation."""
+    number = path.stem.removeprefix("step-")
+    return int(number) if number.isdigit() else None
+
+
+def _head_of(line: bytes, path: Path, place: int) -> tuple[int, dict[str, Any]]:
+    """How many bytes come before the tokens, and what they say.
+
+    Raises:
+        DataError: the line is no trajectory.
+    """
+    end = line.rfind(_SPANS)
+    if end < 0:
+        raise DataError(f"{path}, line {place + 1} is no trajectory: it has no spans")
+    return end, _parsed(line[:end] + b"}", path, place)
+
+
+def _parsed(raw: bytes, path: Path, place: int) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(raw.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}, line {place + 1} is no JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, line {place + 1} is no JSON object")
+    return row
+
+
+def _summary(row: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    versions = row.get("policy_versions") or []
+    turns = row["turns"]
+    return {
+        "id": row["id"],
+        "group": row["group_id"],
+        "task": row["task"]["id"],
+        "env": row["env_id"],
+        "reward": row["reward"],
+        "stop": row["stop_reason"],
+        "turns": len(turns),
+        "tokens": row.get("num_policy_tokens"),
+        "staleness": None if step is None or not versions else step - 1 - min(versions),
+        "forks": row["num_forks"],
+        "engine_s": round(sum(turn["engine_s"] for turn in turns), 4),
+        "env_s": round(sum(turn["env_s"] for turn in turns), 4),
+        "error": row["error"],
+        "preview": _preview(row["messages"]),
+    }
+
+
+def _preview(messages: Sequence[Mapping[str, Any]]) -> str:
+    for message in reversed(messages):
+        if message["role"] == "assistant":
+            text = message.get("content") or ""
+            for call in message.get("tool_calls") or ():
+                function = call["function"]
+                text += f" {function['name']}({json.dumps(function['arguments'])})"
+            words = " ".join(text[-400:].split())
+            return words if len(words) <= _PREVIEW else "…" + words[-_PREVIEW:]
+    return ""

@@ -1,0 +1,315 @@
+"""Stops a run whose policy diverges, and keeps the last good checkpoint.
+
+    row of metrics -> severity of each signal -> far from a limit: a checkpoint now and then
+                                                 half a limit: a checkpoint
+                                                 a limit: a warning
+                                                 a limit for `patience` more steps: DivergedError
+
+Signals are taken over `guard.window` steps, for single steps are noise. Why each limit is where it
+is stands in docs/trainer.md, with figures of runs that diverged and runs that did not.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from areal_gym.config import RunConfig
+from areal_gym.errors import DivergedError
+from areal_gym.config.online_settings import ONLINE
+from areal_gym.runs.run_display import Display
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.types import Trajectory
+
+_CALM = 0.25
+"""Below this share of every limit a policy is good beyond doubt."""
+_CAUTION = 0.5
+"""At this share of a limit a checkpoint is written, while the policy is still good."""
+_ENTROPY_FLOOR = 1.0
+"""Nats. A smaller rise is never too much: policies that hardly hesitate may begin to."""
+_STANDARD_ERRORS = 5.0
+"""A reward that falls by less than so many standard errors of a difference has not fallen. A run
+has hundreds of windows, and one of them is compared with the best of all."""
+_MIN_GROUPS = 32
+"""A mean reward is taken over at least so many groups, and more than `guard.window` steps if they
+are needed: tasks differ more than siblings."""
+_MOST_ROWS = 128
+"""Steps that are looked back at."""
+_METRICS = ("train/approx_kl", "train/ratio", "train/stale_ratio", "train/entropy")
+_REWARDS = ("reward/newest", "reward/newest_std", "reward/newest_min", "reward/newest_episodes")
+
+
+class NewestRewards:
+    """Rewards of the episodes that ended since the last step, trained on or not.
+
+    They come from the newest versions of the policy, while a batch lags up to
+    `rollout.max_staleness` versions behind.
+    """
+
+    def __init__(self) -> None:
+        self._rewards: list[float] = []
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Counts an episode that has ended; failures have no reward."""
+        if not trajectory.stop_reason.is_failure and math.isfinite(trajectory.reward):
+            self._rewards.append(trajectory.reward)
+
+    def take(self) -> dict[str, float]:
+        """Returns the metrics since the last call; none where no episode has ended."""
+        rewards, self._rewards = self._rewards, []
+        if not rewards:
+            return {}
+        values = statistics.fmean(rewards), statistics.pstdev(rewards), min(rewards), len(rewards)
+        return {name: float(value) for name, value in zip(_REWARDS, values, strict=True)}
+
+
+class DivergenceGuard:
+    """Judges a run by its metrics, step by step.
+
+    Args:
+        config: the run's settings; `guard` is about this.
+        directory: of the run.
+        display: where warnings go.
+        rows: metrics of the steps that were taken before, when a run goes on.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDir,
+        display: Display,
+        rows: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._display = display
+        # Elsewhere rewards may fall because tasks change, or are not what is learned.
+        self._judges_reward = (
+            config.objective == "rl"
+            and config.rollout.curriculum is None
+            and config.env.id != ONLINE
+        )
+        # Bounded, as runs have millions of steps: what is further back says nothing of today.
+        self._rows: deque[dict[str, float]] = deque(maxlen=max(_MOST_ROWS, config.guard.window))
+        self._severities: dict[int, float] = {}
+        """Of the steps that were not calm; 0 elsewhere."""
+        self._newest_step, self._newest_severity = 0, 0.0
+        self._best_reward, self._lowest_reward = -math.inf, math.inf
+        self._usual_entropy: float | None = None
+        self._last_wanted = 0
+        self._num_beyond = 0
+        self._first_beyond = 0
+        self._reason = ""
+        self.wants_checkpoint = False
+        """Whether the policy should be saved now: it is good, and none was saved for long, or the
+        first sign of trouble was seen."""
+        self.protected: frozenset[int] = frozenset()
+        """Steps whose checkpoints must stay."""
+        for row in rows:
+            self._judge(row)
+        self._num_beyond = 0  # a resumed run is given as much patience as any other
+
+    def observe(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Judges a step by its metrics and returns what the guard itself adds to them."""
+        if self._config.guard.action == "ignore":
+            return {}
+        was_calm = self._newest_severity < _CAUTION
+        severity = self._judge(row)
+        step = int(row["step"])
+        self.wants_checkpoint = (was_calm and _CAUTION <= severity < 1) or (
+            severity < _CALM and self._is_time_to_save(step)
+        )
+        if self.wants_checkpoint:
+            self._last_wanted = step
+        good = self.good_checkpoint()
+        self.protected = frozenset() if good is None else frozenset({good})
+        if self._num_beyond == 1:
+            self._first_beyond = step
+            self._display.say(
+                f"warning: the policy may be diverging: {self._reason}"
+                + (
+                    ""
+                    if self._config.guard.action == "warn"
+                    else f"; after {self._config.guard.patience} more such steps the run stops"
+                )
+            )
+        return {"guard/severity": severity}
+
+    def raise_if_diverged(self) -> None:
+        """Ends the run when a signal has stayed beyond its limit.
+
+        Raises:
+            DivergedError: with the last good checkpoint and what to type.
+        """
+        guard = self._config.guard
+        if guard.action != "stop" or self._num_beyond <= guard.patience:
+            return
+        good = self.good_checkpoint()
+        where = (
+            "no checkpoint was written before"
+            if good is None
+            else f"the last good checkpoint is {self._directory.checkpoint(good)}"
+        )
+        raise DivergedError(
+            f"the policy has been diverging since step {self._first_beyond}: {self._reason}; "
+            f"{where}",
+            hints=self._hints(good),
+        )
+
+    def good_checkpoint(self) -> int | None:
+        """Returns the step of the newest checkpoint after which nothing was wrong.
+
+        That is seen some steps later only: what is judged is the episodes of the policies that
+        follow. Where there is none, the least suspect one that was written before a limit was
+        passed is returned; None without any.
+        """
+        steps = self._saved_steps()
+        window = self._config.guard.window
+        calm = [
+            step
+            for step in steps
+            if all(self._severities.get(step + i, 0.0) < 1 for i in range(window + 1))
+        ]
+        if calm:
+            confirmed = [step for step in calm if step + window <= self._newest_step]
+            return (confirmed or calm)[-1]
+        before = [step for step in steps if self._severities.get(step, 0.0) < 1]
+        return min(before, key=lambda step: (self._severities.get(step, 0.0), -step), default=None)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _saved_steps(self) -> list[int]:
+        paths = self._directory.checkpoints_dir.glob("step-*")
+        names = (path.name.removeprefix("step-") for path in paths)
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def _is_time_to_save(self, step: int) -> bool:
+        every, regular = self._config.guard.save_every, self._config.trainer.save_every
+        if not every or len(self._rows) < self._config.guard.window:
+            return False
+        # The newest may still be on its way to the disk.
+        newest = max([0, self._last_wanted, *self._saved_steps()])
+        if regular:
+            newest = max(newest, step // regular * regular)
+        return step - newest >= every
+
+    def _judge(self, row: Mapping[str, Any]) -> float:
+        """The largest share of its limit that any signal has reached."""
+        numbers = {name: row.get(name) for name in (*_METRICS, *_REWARDS)}
+        self._rows.append({name: x for name, x in numbers.items() if x is not None})
+        self._lowest_reward = min(
+            self._lowest_reward, self._rows[-1].get("reward/newest_min", math.inf)
+        )
+        window = list(self._rows)[-self._config.guard.window :]
+        severity, reason = 0.0, ""
+        if len(window) == self._config.guard.window:
+            signals = [self._kl(window), self._ratio(window), self._entropy(window)]
+            if self._judges_reward:
+                signals.append(self._reward())
+            severity, reason = max(signals)
+        self._newest_step, self._newest_severity = int(row["step"]), severity
+        if severity >= _CALM:
+            self._severities[self._newest_step] = severity
+        self._num_beyond = self._num_beyond + 1 if severity >= 1 else 0
+        self._reason = reason
+        return severity
+
+    def _kl(self, window: list[dict[str, float]]) -> tuple[float, str]:
+        limit, kl = self._config.guard.kl, _median(window, "train/approx_kl")
+        if limit is None or kl is None:
+            return 0.0, ""
+        return kl / limit, (
+            f"its KL divergence from the policies that sampled is {kl:.2g} nats a token "
+            f"(guard.kl = {limit:g})"
+        )
+
+    def _ratio(self, window: list[dict[str, float]]) -> tuple[float, str]:
+        limit = self._config.guard.ratio
+        medians = [_median(window, name) for name in ("train/ratio", "train/stale_ratio")]
+        ratios = [ratio for ratio in medians if ratio is not None and ratio > 0]
+        if limit is None or not ratios:
+            return 0.0, ""
+        ratio = max(ratios, key=lambda ratio: abs(math.log(ratio)))
+        return abs(math.log(ratio)) / math.log(limit), (
+            f"the mean ratio to the policy that sampled is {ratio:.2g}, and 1 where policies are "
+            f"near (guard.ratio = {limit:g})"
+        )
+
+    def _entropy(self, window: list[dict[str, float]]) -> tuple[float, str]:
+        limit, entropy = self._config.guard.entropy, _median(window, "train/entropy")
+        if limit is None or entropy is None:
+            return 0.0, ""
+        if self._usual_entropy is None:
+            self._usual_entropy = entropy
+        usual = self._usual_entropy
+        highest = max(limit * usual, usual + _ENTROPY_FLOOR)
+        return (entropy - usual) / (highest - usual), (
+            f"its entropy has risen from {usual:.2g} to {entropy:.2g} nats a token "
+            f"(guard.entropy = {limit:g} times)"
+        )
+
+    def _reward(self) -> tuple[float, str]:
+        limit, rows = self._config.guard.reward, self._reward_window()
+        if limit is None or not rows:
+            return 0.0, ""
+        reward = statistics.fmean(row["reward/newest"] for row in rows)
+        self._best_reward = best = max(self._best_reward, reward)
+        variance = statistics.pvariance([row["reward/newest"] for row in rows])
+        variance += statistics.fmean(row["reward/newest_std"] ** 2 for row in rows)
+        standard_error = math.sqrt(variance / sum(map(self._num_groups, rows)))
+        noise = _STANDARD_ERRORS * math.sqrt(2) * standard_error
+        tolerated = max(limit * (best - self._lowest_reward), noise)
+        if tolerated <= 0:
+            return 0.0, ""
+        return (best - reward) / tolerated, (
+            f"the reward of its newest versions has fallen from {best:.3g} to {reward:.3g} "
+            f"(guard.reward = {limit:g})"
+        )
+
+    def _reward_window(self) -> list[dict[str, float]]:
+        """The newest steps that have enough groups; empty while there are too few."""
+        rows: list[dict[str, float]] = []
+        num_groups = 0.0
+        for row in reversed(self._rows):
+            if any(name not in row for name in _REWARDS):
+                continue
+            rows.append(row)
+            num_groups += self._num_groups(row)
+            if len(rows) >= self._config.guard.window and num_groups >= _MIN_GROUPS:
+                return rows
+        return []
+
+    def _num_groups(self, row: Mapping[str, float]) -> float:
+        """Siblings play the same task: a group counts as one."""
+        return row["reward/newest_episodes"] / self._config.rollout.group_size
+
+    def _hints(self, good: int | None) -> list[str]:
+        config, path = self._config, self._directory.path
+        trainer = config.trainer
+        slower = f"trainer.lr={trainer.lr / 2:g}"
+        if trainer.optimizer == "muon":
+            slower += f" trainer.muon_lr={trainer.muon_lr / 2:g}"
+        hints = [
+            f"begin again more slowly: {slower}; trainer.save_every=10 keeps checkpoints on the way"
+            if good is None
+            else f"go on from it more slowly: areal-gym train --resume --from-step {good} "
+            f"--out {path} {slower}"
+        ]
+        if config.rollout.max_staleness:
+            nearer = ["trainer.correction.second_moment=0.04"]
+            if trainer.minibatches > 1:
+                nearer.append("trainer.minibatches=1")
+            nearer.append(f"rollout.max_staleness={config.rollout.max_staleness // 2}")
+            hints.append(f"or stay nearer to the policies that sample: {', or '.join(nearer)}")
+        hints.append(f"look at it: areal-gym view {path}")
+        hints.append("if this is as it should be: guard.action=warn goes on (docs/trainer.md)")
+        return hints
+
+
+def _median(rows: list[dict[str, float]], name: str) -> float | None:
+    """The median over the steps that have the number; None where less than half of them do."""
+    values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
+    return statistics.median(values) if 2 * len(values) > len(rows) else None

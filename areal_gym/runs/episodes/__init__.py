@@ -1,0 +1,196 @@
+"""Many episodes in three lines, outside of training.
+
+    import areal_gym
+
+    played = areal_gym.rollout("http://localhost:8000/v1", "tir", n=64)
+    played.to_pandas()
+    areal_gym.evaluate("runs/tir-1/checkpoints/best", "tir", n=200, k=4)
+
+Works in scripts and in notebooks, where an event loop is running already. Interrupted, it ends
+what it has begun first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areal_gym.engines.base import SamplingParams
+from areal_gym.envs.base import TextEnv, run_on_kept_loop
+from areal_gym.errors import UsageError
+from areal_gym.runs.episodes.policies import Policy, opened
+from areal_gym.runs.episodes.rollout_table import Rollouts, play_all
+from areal_gym.plugins import registry
+from areal_gym.utils.progress import progress_bar
+from areal_gym.chat import Renderer
+from areal_gym.rollout.eval_report import EvalReport
+from areal_gym.rollout.evaluate import measure
+
+__all__ = ["Rollouts", "evaluate", "rollout"]
+
+
+def rollout(
+    policy: Policy,
+    env: str | TextEnv | Callable[[], TextEnv],
+    n: int = 64,
+    concurrency: int = 64,
+    *,
+    split: str = "test",
+    seed: int = 0,
+    temperature: float = 1.0,
+    max_new_tokens: int = 512,
+    max_context: int = 4096,
+    timeout_s: float | None = 300.0,
+    model: str = "default",
+    renderer: Renderer | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+) -> Rollouts:
+    """Play the first `n` tasks of a split, and then the first ones again if there are fewer.
+
+    Args:
+        policy: a checkpoint's directory (sampled in this process), the URL of an OpenAI-compatible
+            server, an engine (it is started and closed here), or a function of the messages so
+            far that gives a text (or a message; it may be asynchronous, and is called on threads
+            otherwise).
+        env: an environment's id, one that `areal_gym.make` has made, a class, or a function that
+            makes one.
+        n: episodes.
+        concurrency: how many are played at once.
+        split: whose tasks.
+        seed: of the environment's chance and of sampling.
+        temperature: 0 is greedy; functions and their like do as they please.
+        max_new_tokens: per turn.
+        max_context: tokens of one episode, for a checkpoint's directory.
+        timeout_s: of one episode; beyond it, it has failed. None: no limit.
+        model: the name that a server knows its model by.
+        renderer: messages to ids; needed for an engine, and for nothing else.
+        env_kwargs: arguments of the environment, with an id.
+        progress: a bar; by default on terminals and in notebooks only.
+
+    Returns:
+        The episodes in the order of the tasks, failures among them.
+
+    Raises:
+        UsageError: policy or environment are none.
+        NothingToDoError: the split has no tasks.
+    """
+    _require_episodes(n=n, concurrency=concurrency)
+    make_env, env_id = _factory(env, env_kwargs or {})
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+
+    async def play(on_progress: Callable[[int, int], None]) -> Rollouts:
+        async with opened(policy, params, model, renderer, max_context, timeout_s) as play_one:
+            return await play_all(
+                make_env,
+                play_one,
+                n,
+                concurrency=concurrency,
+                split=split,
+                seed=seed,
+                env_id=env_id,
+                on_progress=on_progress,
+            )
+
+    with progress_bar(f"rollout in {env_id}", n, progress) as advance:
+        return run_on_kept_loop(play(advance))
+
+
+def evaluate(
+    policy: Policy,
+    env: str | TextEnv | Callable[[], TextEnv],
+    n: int = 64,
+    k: int = 1,
+    concurrency: int = 64,
+    *,
+    split: str = "test",
+    seed: int = 0,
+    temperature: float = 1.0,
+    max_new_tokens: int = 512,
+    max_context: int = 4096,
+    timeout_s: float | None = 300.0,
+    success_reward: float = 1.0,
+    max_failure_rate: float = 0.5,
+    model: str = "default",
+    renderer: Renderer | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+) -> EvalReport:
+    """Measure a policy on the first `n` tasks of a split, or on all when there are fewer.
+
+    What `areal-gym eval` does, for any policy that `rollout` takes: pass@1, pass@k and pass^k with
+    95% intervals over the tasks, why episodes ended, what failed. The episodes themselves are the
+    report's `trajectories`.
+
+    Args:
+        policy: see `rollout`, as for all that is not named here.
+        env: see `rollout`.
+        n: tasks.
+        k: episodes per task.
+        concurrency: episodes played at once.
+        split: whose tasks.
+        seed: of the environment's chance and of sampling; the tasks do not depend on it.
+        temperature: 0 is greedy.
+        max_new_tokens: per turn.
+        max_context: tokens of one episode, for a checkpoint's directory.
+        timeout_s: of one episode.
+        success_reward: the reward from which on an episode counts as a success.
+        max_failure_rate: above this share of episodes that infrastructure failed (they are played
+            once more first) there is no report.
+        model: the name that a server knows its model by.
+        renderer: messages to ids, for an engine.
+        env_kwargs: arguments of the environment, with an id.
+        progress: a bar; by default on terminals and in notebooks only.
+
+    Raises:
+        UsageError: policy or environment are none.
+        NothingToDoError: the split has no tasks.
+        FailureBudgetError: too many episodes fail for the numbers to mean anything.
+    """
+    _require_episodes(n=n, k=k, concurrency=concurrency)
+    make_env, env_id = _factory(env, env_kwargs or {})
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+
+    async def play(on_progress: Callable[[int, int], None]) -> EvalReport:
+        async with opened(policy, params, model, renderer, max_context, timeout_s) as play_one:
+            return await measure(
+                make_env,
+                play_one,
+                temperature=temperature,
+                split=split,
+                num_tasks=n,
+                num_samples=k,
+                max_in_flight=concurrency,
+                max_failure_rate=max_failure_rate,
+                success_reward=success_reward,
+                seed=seed,
+                env_id=env_id,
+                on_progress=on_progress,
+            )
+
+    with progress_bar(f"evaluate in {env_id}", n * k, progress) as advance:
+        return run_on_kept_loop(play(advance))
+
+
+def _require_episodes(**numbers: int) -> None:
+    if min(numbers.values()) < 1:
+        given = ", ".join(f"{name} = {number}" for name, number in numbers.items())
+        raise UsageError(f"{given}: at least one episode at a time")
+
+
+def _factory(
+    env: str | TextEnv | Callable[[], TextEnv], kwargs: Mapping[str, Any]
+) -> tuple[Callable[[], TextEnv], str]:
+    if isinstance(env, str):
+        return lambda: registry().make("envs", env, **kwargs), env
+    if kwargs:
+        raise UsageError("env_kwargs are for an environment's id")
+    if isinstance(env, TextEnv):
+        made_by = env.made_by
+        if made_by is None:
+            raise UsageError(
+                f"many episodes at once need many instances of {type(env).__name__}",
+                hints=["give its id, its class, or a function that makes one"],
+            )
+        return made_by, type(env).__name__
+    return env, getattr(env, "__name__", type(env).__name__)

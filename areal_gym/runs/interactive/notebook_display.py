@@ -1,0 +1,93 @@
+"""Where `train` shows a person what it does: a terminal, a notebook, or nowhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from areal_gym.runs.live_display import make_display
+from areal_gym.utils.markup import block, escaped
+from areal_gym.utils.progress import Panel, bar, in_notebook, is_terminal
+from areal_gym.report.charts import draw
+from areal_gym.report.content import charts_of
+from areal_gym.runs.run_display import Display
+from areal_gym.runs.run_display import SilentDisplay
+
+_NUM_LINES = 8
+_MOST_ROWS = 600
+_CHARTS = ("Reward", "Loss", "KL", "Entropy", "Time of a step")
+
+
+class NotebookDisplay:
+    """One output of a notebook's cell: how far the run is, its curves, and what it said last.
+
+    Args:
+        show: shows a page of HTML in place of the one before it, or leaves that for a moment; the
+            page is asked for when it is shown. `is_last`: not to be left out.
+    """
+
+    def __init__(self, show: Callable[..., None]) -> None:
+        self._show = show
+        self._lines: deque[str] = deque(maxlen=_NUM_LINES)
+        self._rows: list[Mapping[str, Any]] = []
+        self._phase, self._done, self._total, self._detail = "", 0, 0, ""
+        self._began_s = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line of talk; the newest are shown."""
+        self._lines.append(text)
+        self._show(self.page)
+
+    def phase(self, name: str, total: int = 0) -> None:
+        """A new part of the run begins."""
+        self._phase, self._done, self._total, self._detail = name, 0, total, ""
+        self._began_s = time.monotonic()
+        self._show(self.page)
+
+    def advance(self, done: int, detail: str = "") -> None:
+        """`done` units of the phase are ready."""
+        self._done, self._detail = done, detail
+        self._show(self.page)
+
+    def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
+        """A training step ended: the curves grow."""
+        self._rows.append(dict(metrics))
+        if len(self._rows) > _MOST_ROWS:  # drawn again and again
+            self._rows = self._rows[::2]
+        self.advance(step)
+
+    def watch(self, stats: Callable[[], str] | None) -> None:
+        """Where episodes wait is for terminals."""
+
+    def close(self) -> None:
+        """The last look."""
+        self._show(self.page, is_last=True)
+
+    def page(self) -> str:
+        """All of it, as HTML."""
+        charts = {chart.title: draw(chart) for chart in charts_of(self._rows)}
+        curves = "".join(charts[title] for title in _CHARTS if title in charts)
+        talk = "\n".join(self._lines)
+        label = f"{self._phase} {self._detail}".strip()
+        return block(
+            "",
+            bar(label, self._done, self._total, time.monotonic() - self._began_s),
+            f"<div>{curves}</div>" if curves else "",
+            f"<pre><small>{escaped(talk)}</small></pre>",
+        )
+
+
+@contextmanager
+def shown_display(progress: bool | None) -> Iterator[Display]:
+    """What fits the place; nothing for False, and for None where nobody looks."""
+    if progress is False or not (progress or in_notebook() or is_terminal()):
+        yield SilentDisplay()
+        return
+    display = NotebookDisplay(Panel().show) if in_notebook() else make_display()
+    try:
+        yield display
+    finally:
+        display.close()

@@ -1,0 +1,262 @@
+"""What of this machine areal-gym can use, and what to type where something is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_gym.errors import SandboxError
+from areal_gym.version import __version__
+
+_DISTRIBUTION = "areal-gym"
+_MIN_DISK_GB, _MIN_SHARED_GB = 5.0, 1.0
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of `areal-gym doctor`."""
+
+    subject: str
+    is_ok: bool
+    detail: str
+    advice: str = ""
+    """What to type, or to do, when it is missing or could be better."""
+    is_required: bool = True
+    """Whether nothing works without it."""
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything, one after another; slow ones (torch, the sandbox) take a second each."""
+    yield _python()
+    yield from _packages("", is_required=True)
+    yield from _packages("train", is_required=False)
+    yield _engine()
+    yield _compiler()
+    yield _gpu()
+    yield _sandbox()
+    yield _docker()
+    yield _ray()
+    yield _disk("disk", Path.cwd(), "runs are written here; free some space, or use --out")
+    yield _disk("temporary files", Path(tempfile.gettempdir()), "free some space, or set TMPDIR")
+    yield _shared_memory()
+
+
+def _python() -> Finding:
+    is_ok = sys.version_info >= (3, 11) and sys.platform == "linux"
+    return Finding(
+        subject="python",
+        is_ok=is_ok,
+        detail=f"{platform.python_version()} on {platform.system()} {platform.release()}",
+        advice="" if is_ok else "areal-gym needs Python 3.11 or newer, on Linux",
+    )
+
+
+def _packages(extra: str, *, is_required: bool) -> Iterator[Finding]:
+    """What areal-gym declares, in the distribution itself (no extra) or in one of its extras."""
+    name = f"{_DISTRIBUTION}[{extra}]" if extra else _DISTRIBUTION
+    subject = f"packages {extra}".strip()
+    install = f"pip install '{name}'"
+    try:
+        declared = importlib.metadata.requires(_DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        detail = "areal-gym itself is not installed; it runs from its sources"
+        yield Finding(
+            subject=subject,
+            is_ok=False,
+            detail=detail,
+            advice="pip install -e .",
+            is_required=False,
+        )
+        return
+    wanted = [line for line in declared if _belongs(line, extra)]
+    found, missing = [f"{_DISTRIBUTION} {__version__}"] if not extra else [], []
+    for line in wanted:
+        package = re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+    yield Finding(
+        subject=subject,
+        is_ok=not missing,
+        detail=f"not installed: {', '.join(missing)}" if missing else ", ".join(found),
+        advice=install if missing else "",
+        is_required=is_required,
+    )
+
+
+def _belongs(requirement: str, extra: str) -> bool:
+    _, _, marker = requirement.partition(";")
+    named = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
+    return (named.group(1) if named else "") == extra
+
+
+def _engine() -> Finding:
+    has_torch = importlib.util.find_spec("torch") is not None
+    has_sglang = importlib.util.find_spec("sglang") is not None
+    return Finding(
+        subject="engines",
+        is_ok=has_torch,
+        detail="embedded: "
+        + ("ok" if has_torch else "needs torch")
+        + f"; sglang: {'ok' if has_sglang else 'not in this environment (a URL will do)'}",
+        advice="" if has_torch else f"pip install '{_DISTRIBUTION}[train]'",
+        is_required=False,
+    )
+
+
+def _compiler() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return _absent("C compiler", "not looked for: torch is not installed")
+    from areal_gym.models.tiny.kernels.kernel_library import problem
+
+    found = problem()
+    if found is None:
+        return Finding(
+            subject="C compiler",
+            is_ok=True,
+            detail="what sampling and training on a CPU have of their own is compiled",
+            is_required=False,
+        )
+    detail = f"sampling and training on a CPU take up to twice as long: {found}"
+    return _absent("C compiler", detail, "install gcc or clang, or name one: CC=...")
+
+
+def _gpu() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return _absent("gpu", "not looked for: torch is not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        return _absent("gpu", f"none that torch {torch.__version__} can use; training is on CPU")
+    names = []
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        names.append(f"{properties.name}, {properties.total_memory / 2**30:.0f} GB")
+    return Finding(subject="gpu", is_ok=True, detail="; ".join(names), is_required=False)
+
+
+def _absent(subject: str, detail: str, advice: str = "") -> Finding:
+    return Finding(subject=subject, is_ok=False, detail=detail, advice=advice, is_required=False)
+
+
+_NOT_PROMISED = {
+    "isolated": "",
+    "filtered": "; not promised: a root directory, processes and a network of a snippet's own "
+    "(it reads the system's files, may not fork, and only two filters keep it from the rest), and "
+    "a bound on the sum of its files",
+    "none": "; nothing is promised: snippets are this user, with its files, network and processes",
+}
+
+
+def _sandbox() -> Finding:
+    from areal_gym.sandbox import ProcessSandbox, SandboxLevel
+    from areal_gym.sandbox.levels import write_level
+
+    async def look() -> Finding:
+        async with ProcessSandbox(num_workers=1, min_level=SandboxLevel.NONE) as sandbox:
+            report = await sandbox.report()
+            result = await sandbox.run("print(6 * 7)")
+        write_level(report.level)
+        advice = {
+            SandboxLevel.ISOLATED: "",
+            SandboxLevel.FILTERED: "as root, or where user namespaces are allowed, it isolates: "
+            "sysctl kernel.unprivileged_userns_clone=1",
+            SandboxLevel.NONE: "Linux 5.13 has Landlock for any user; or env.kwargs.sandbox=docker",
+        }[report.level]
+        return Finding(
+            subject="sandbox",
+            is_ok=result.stdout == "42\n" and report.level is not SandboxLevel.NONE,
+            detail=f"level {report.level}: {', '.join(report.protections)}"
+            + _NOT_PROMISED[report.level],
+            advice=advice,
+        )
+
+    return _unless_it_fails("sandbox", look, is_required=True)
+
+
+def _docker() -> Finding:
+    from areal_gym.sandbox.docker import DEFAULT_IMAGE, connect
+
+    async def look() -> Finding:
+        client = await asyncio.to_thread(connect)
+        try:
+            version = client.version()["Version"]
+            has_image = bool(client.images.list(name=DEFAULT_IMAGE))
+        finally:
+            client.close()
+        return Finding(
+            subject="docker",
+            is_ok=has_image,
+            detail=f"engine {version}; "
+            + (f"image {DEFAULT_IMAGE}" if has_image else f"no image {DEFAULT_IMAGE}"),
+            advice="" if has_image else "python -m areal_gym.sandbox.image",
+            is_required=False,
+        )
+
+    return _unless_it_fails("docker", look, is_required=False)
+
+
+def _unless_it_fails(subject: str, look: Callable[[], Any], *, is_required: bool) -> Finding:
+    try:
+        finding: Finding = asyncio.run(look())
+    except SandboxError as error:
+        advice = error.hints[0] if error.hints else ""
+        return Finding(
+            subject=subject,
+            is_ok=False,
+            detail=error.message,
+            advice=advice,
+            is_required=is_required,
+        )
+    return finding
+
+
+def _ray() -> Finding:
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        return _absent(
+            "ray", "not installed; one machine does without", f"pip install '{_DISTRIBUTION}[ray]'"
+        )
+    return Finding(subject="ray", is_ok=True, detail=version, is_required=False)
+
+
+def _disk(subject: str, place: Path, advice: str) -> Finding:
+    free_gb = shutil.disk_usage(place).free / 2**30
+    is_writable = os.access(place, os.W_OK)
+    is_ok = free_gb >= _MIN_DISK_GB and is_writable
+    return Finding(
+        subject=subject,
+        is_ok=is_ok,
+        detail=f"{free_gb:.1f} GB free in {place}"
+        + ("" if is_writable else ", which is read-only"),
+        advice="" if is_ok else advice,
+        is_required=not is_writable,
+    )
+
+
+def _shared_memory() -> Finding:
+    if not _SHARED_MEMORY.is_dir():
+        return _absent("shared memory", f"no {_SHARED_MEMORY}", "mount a tmpfs there")
+    total_gb = shutil.disk_usage(_SHARED_MEMORY).total / 2**30
+    is_ok = total_gb >= _MIN_SHARED_GB
+    return Finding(
+        subject="shared memory",
+        is_ok=is_ok,
+        detail=f"{total_gb:.1f} GB in {_SHARED_MEMORY}",
+        advice="" if is_ok else "several GPUs need more; in a container: docker run --shm-size=2g",
+        is_required=False,
+    )

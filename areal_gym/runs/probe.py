@@ -1,0 +1,213 @@
+"""Do engine and trainer run the same model?
+
+A few turns are sampled by the engine and scored by the trainer. When they disagree, the ratio of
+every token is wrong, and training goes astray without a word: another model, dtype, temperature or
+an adapter that was never loaded all show here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from areal_gym.config import RunConfig
+from areal_gym.engines.base import Engine, Generation, SamplingParams
+from areal_gym.errors import ConfigError, EnvError, EpisodeError
+from areal_gym.utils.markup import counted
+from areal_gym.chat import Renderer
+from areal_gym.recording import derive_seed
+from areal_gym.runs.components import Components, plugin_error
+from areal_gym.types import Message
+
+_NUM_PROMPTS = 8
+_NUM_TOKENS = 32
+_NUM_RESETS = 3
+"""A reset that fails is tried so often."""
+_PROBE = 4
+"""A stream of seeds of its own; training and evaluation have 0 to 3."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobGap:
+    """|log-probability(engine) - log-probability(trainer)| over the probe's sampled tokens."""
+
+    mean: float
+    max: float
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2g} in the mean, {self.max:.2g} at most, over {self.num_tokens} tokens"
+
+
+async def measure_gap(
+    config: RunConfig,
+    parts: Components,
+    engine: Engine,
+    renderer: Renderer,
+    learner: Any,
+    say: Callable[[str], None] | None = None,
+) -> LogprobGap:
+    """Sample some turns at the run's temperature, score them with the trainer's weights.
+
+    Raises:
+        ConfigError: none of the prompts fits into the context.
+        EnvError: the environment gives no task at all; some failed resets are only said.
+        EngineError: the engine cannot sample.
+    """
+    from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
+
+    lengths: list[int] = []
+    failures: list[EpisodeError] = []
+
+    async def sample(index: int) -> TokenSequence | None:
+        seed = derive_seed(config.seed, _PROBE, index)
+        first = await first_messages(parts, seed, failures)
+        if first is None:
+            return None
+        prompt = renderer.first_ids(*first)
+        lengths.append(len(prompt))
+        if len(prompt) >= engine.max_context:
+            return None
+        params = SamplingParams(
+            max_new_tokens=min(_NUM_TOKENS, config.rollout.max_new_tokens),
+            temperature=config.rollout.temperature,
+            stop_token_ids=renderer.stop_token_ids,
+            seed=seed,
+        )
+        try:
+            generation = await engine.generate(prompt, params)
+        except Exception as error:
+            raise plugin_error(config.engine.id, "sample", error) from error
+        if not isinstance(generation, Generation):
+            raise plugin_error(
+                config.engine.id, "sample", TypeError(f"generate gave {generation!r}")
+            )
+        num_prompt, num_new = len(prompt), len(generation.token_ids)
+        return TokenSequence(
+            token_ids=(*prompt, *generation.token_ids),
+            loss_mask=(False,) * num_prompt + (True,) * num_new,
+            old_logprobs=(0.0,) * num_prompt + generation.logprobs,
+            versions=(-1,) * num_prompt + generation.versions,
+        )
+
+    sampled = await asyncio.gather(*(sample(index) for index in range(_NUM_PROMPTS)))
+    rows = [row for row in sampled if row is not None and row.num_trainable]
+    if failures and say is not None and lengths:
+        say(
+            f"warning: {counted(len(failures), 'reset')} of {config.env.id} failed at the start, "
+            f"the first one with: {failures[0]}"
+        )
+    if not lengths:
+        raise EnvError(
+            f"no task of {config.env.id} could be had: all of {len(failures)} resets failed, the "
+            f"first one with: {failures[0]}",
+            hints=["look for the cause with: areal-gym check ENV"],
+        ) from failures[0]
+    if not rows:
+        raise ConfigError(
+            f"the first prompts in {config.env.id} have {min(lengths)} to {max(lengths)} tokens, "
+            f"and a sequence may have {engine.max_context}, what is sampled included",
+            hints=[
+                f"give them room: engine.max_context={2 * max(lengths)}, if the model has as much",
+                "or take an environment, or arguments of it, with shorter prompts",
+            ],
+        )
+    scores = await asyncio.to_thread(learner.score, rows)
+    return _gap(rows, [score.tolist() for score in scores])
+
+
+async def first_messages(
+    parts: Components, seed: int, failures: list[EpisodeError]
+) -> tuple[Sequence[Message], list[dict[str, Any]]] | None:
+    """The first messages and tools of a task of the split "train"; None where there are none.
+
+    What fails is tried again, a few times, and is added to `failures`.
+
+    Raises:
+        UsageError: the environment has no such split.
+    """
+    for attempt in range(_NUM_RESETS):
+        env = parts.make_env()
+        try:
+            _, info = await env.areset(
+                seed=derive_seed(seed, attempt) if attempt else seed, options={"split": "train"}
+            )
+            return info["messages"], [tool.schema() for tool in env.tools]
+        except EpisodeError as error:
+            failures.append(error)
+        finally:
+            with suppress(Exception):
+                await env.aclose()
+    return None
+
+
+def _gap(rows: Sequence[Any], scores: Sequence[Sequence[float]]) -> LogprobGap:
+    gaps = [
+        abs(theirs - ours)
+        for row, score in zip(rows, scores, strict=True)
+        for theirs, ours in zip(row.old_logprobs[-row.num_trainable :], score, strict=True)
+    ]
+    return LogprobGap(mean=sum(gaps) / len(gaps), max=max(gaps), num_tokens=len(gaps))
+
+
+_SHARE_OF_CLIP = 0.2
+"""A gap above this share of the clip is too much. The probe sees some hundred tokens, a run sees
+millions: the largest gap of a run is a few times that of its probe."""
+
+
+def keep_rounding_from_clips(max_gap: float, config: RunConfig, learner: Any) -> str | None:
+    """Lets the learner recompute log-probabilities where the engine's rounding nears the clip.
+
+    Ratios against the engine's log-probabilities would be clipped although nothing has changed: a
+    clip of a token's ratio is 0.2 as a rule, that of GSPO's sequences is 3e-4, and an engine in
+    bfloat16 is off by 0.01.
+
+    Args:
+        max_gap: the largest that the probe saw.
+        config: the settings; only `trainer.correction.proximal = "auto"` leaves it open.
+        learner: is told.
+
+    Returns:
+        A line for people; None where nothing changes.
+    """
+    from areal_gym.plugins import registry
+    from areal_gym.trainer.algorithms.token_loss import narrowest_clip
+
+    trainer = config.trainer
+    clip = narrowest_clip(registry().load("losses", trainer.loss), trainer)
+    if trainer.correction.proximal != "auto" or clip is None or max_gap <= _SHARE_OF_CLIP * clip:
+        return None
+    learner.recompute_proximal()
+    return (
+        f"that is more than a fifth of the clip of the loss {trainer.loss!r} ({clip:g}), so ratios "
+        "are taken against log-probabilities that the trainer computes "
+        "(trainer.correction.proximal=recorded takes the engine's)"
+    )
+
+
+def require_agreement(gap: LogprobGap, config: RunConfig) -> None:
+    """Refuse a run whose engine and trainer are not the same model.
+
+    Raises:
+        ConfigError: the gap is above `engine.max_logprob_gap`.
+    """
+    if gap.mean <= config.engine.max_logprob_gap:
+        return
+    hints = [
+        "the usual causes: another model or adapter, another temperature, another dtype",
+        f"if this much is expected of the dtype: engine.max_logprob_gap={gap.mean * 1.5:.2g}",
+    ]
+    if config.engine.url:
+        hints[:0] = [
+            f"start the servers with the model of engine.model: {config.engine.model}",
+            "or, when they hold what an earlier run has published, let this one replace it: "
+            "engine.kwargs.take_over=true",
+        ]
+    raise ConfigError(
+        f"engine and trainer are not the same model: the log-probabilities of what the engine "
+        f"samples differ by {gap} (allowed: {config.engine.max_logprob_gap:g} in the mean)",
+        hints=hints,
+    )

@@ -1,0 +1,71 @@
+"""What a resumed run may change: which settings silently, which loudly, and which never."""
+
+from __future__ import annotations
+
+from areal_gym.config import RunConfig, load_config
+from areal_gym.errors import ConfigError, GymError
+from areal_gym.utils.markup import short
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.config.settings_model import flat
+
+SILENT = (
+    # How far it goes, what is kept and shown of it.
+    *("steps", "eval.every", "trainer.save_every", "trainer.keep_checkpoints", "loggers"),
+    # Where and how fast it is computed.
+    *("cluster", "gateway", "engine.device", "engine.kwargs", "engine.num_slots"),
+    *("engine.num_threads", "engine.url", "teacher.url", "trainer.compile", "trainer.cpu_offload"),
+    *("trainer.device", "trainer.num_ranks", "trainer.num_threads", "trainer.recompute_layers"),
+    *("trainer.runs_in", "trainer.tokens_per_microbatch", "trainer.weight_sync"),
+    *("rollout.episode_timeout_s", "rollout.max_failure_rate", "rollout.max_in_flight"),
+    "rollout.max_retries",
+    # The weights that the run began with are compared by their hash, wherever they lie.
+    "engine.model",
+)
+"""Settings that do not change what the run means; nothing is said when they differ."""
+NEVER = ("objective", "seed", "deterministic")
+"""Settings with which it would not be the same run; another value is refused."""
+
+
+def require_resumable(directory: RunDir, config: RunConfig) -> list[str]:
+    """Returns what to say about settings that differ from those that the run had before.
+
+    Raises:
+        ConfigError: with one of them it would be another run.
+    """
+    try:
+        before = load_config(directory.config_file)
+    except GymError:  # written by another version, whose settings are not comparable
+        return [f"the settings in {directory.config_file} cannot be compared with the ones now"]
+    changed = changed_settings(before, config)
+    refused = {key: pair for key, pair in changed.items() if _is_under(key, NEVER)}
+    if refused:
+        words = "; ".join(f"{key} = {old!r}, not {new!r}" for key, (old, new) in refused.items())
+        key, (old, _) = next(iter(refused.items()))
+        raise ConfigError(
+            f"the run in {directory.path} has {words}: with another value it is another run",
+            hints=[
+                f"go on with the run as it is: {key}={old}",
+                "or begin another run in another directory, with --out",
+            ],
+        )
+    loud = {key: pair for key, pair in changed.items() if not _is_under(key, SILENT)}
+    if not loud:
+        return []
+    words = "; ".join(
+        f"{key} {short(old, 40)} -> {short(new, 40)}" for key, (old, new) in loud.items()
+    )
+    return [f"warning: resumed with other settings than before: {words}"]
+
+
+def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, object]]:
+    """Returns the settings that differ, by dotted key, with both values."""
+    old, new = (dict(flat(config.model_dump(mode="json"))) for config in (before, now))
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
+def _is_under(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

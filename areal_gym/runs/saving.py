@@ -1,0 +1,133 @@
+"""When a run's checkpoints are written: on a schedule beside training, and at its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_gym.run_dir.run_dir import RunDir
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Writing:
+    """A checkpoint on its way to the disk."""
+
+    step: int
+    rollout_state: Mapping[str, Any]
+    end: Future[None]
+
+
+class Saver:
+    """Writes the learner's checkpoints into a run directory, each step once.
+
+    The training loop waits for `save` only until weights and states are copied; a thread writes the
+    copies, one checkpoint at a time. When the run is being cancelled nobody can wait on the loop
+    any more: `save_now` blocks.
+
+    Args:
+        learner: what is saved.
+        directory: the run's.
+        tokenizer_dir: whose tokenizer belongs to the policy.
+        rollout_state: what the runner needs to go on after this step.
+        on_saved: called with step and state, on the event loop's thread, once they are on the disk.
+        scores: how good the policy was, by step (`keep_checkpoints`); called in a thread.
+        num_kept: how many of the newest checkpoints stay, besides the best.
+        protected: steps whose checkpoints stay, too; called in a thread.
+        saved_step: the step that is saved already, if any.
+    """
+
+    def __init__(
+        self,
+        learner: Any,
+        directory: RunDir,
+        tokenizer_dir: Path,
+        rollout_state: Callable[[], Mapping[str, Any]],
+        on_saved: Callable[[int, Mapping[str, Any]], None],
+        *,
+        scores: Callable[[], Mapping[int, float | None]],
+        num_kept: int,
+        protected: Callable[[], Collection[int]] = tuple,
+        saved_step: int | None = None,
+    ) -> None:
+        self._learner = learner
+        self._directory = directory.checkpoints_dir
+        self._tokenizer_dir = tokenizer_dir
+        self._rollout_state = rollout_state
+        self._on_saved = on_saved
+        self._scores = scores
+        self._num_kept = num_kept
+        self._protected = protected
+        self._saved_step = saved_step
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saver")
+        self._writing: _Writing | None = None
+
+    async def save(self, step: int) -> None:
+        """Begin the checkpoint of `step`; when this returns, the learner may go on.
+
+        Waits for the checkpoint before it.
+
+        Raises:
+            TrainError: that one could not be written; earlier checkpoints are as they were.
+        """
+        if self._writing is not None:
+            await asyncio.to_thread(wait, [self._writing.end])
+            self.settle()
+        state = self._rollout_state()
+        copied = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def on_copied(_: object = None) -> None:
+            loop.call_soon_threadsafe(copied.set)
+
+        end = self._thread.submit(self._write, step, state, on_copied)
+        end.add_done_callback(on_copied)  # who fails before it has copied everything
+        self._writing = _Writing(step=step, rollout_state=state, end=end)
+        await copied.wait()
+
+    def settle(self) -> None:
+        """Take note of a checkpoint that has been written meanwhile.
+
+        Raises:
+            TrainError: it could not be; earlier checkpoints are as they were.
+        """
+        writing = self._writing
+        if writing is not None and writing.end.done():
+            self._writing = None
+            writing.end.result()
+            self._saved_step = writing.step
+            self._on_saved(writing.step, writing.rollout_state)
+
+    def save_now(self, step: int) -> None:
+        """Write the checkpoint of `step`, unless it is there, and wait for what is on its way.
+
+        Raises:
+            TrainError: the disk is full or not writable; earlier checkpoints are as they were.
+        """
+        if self._writing is not None:
+            wait([self._writing.end])
+            if self._writing.end.exception() is None:
+                self.settle()
+        if step != self._saved_step:
+            state = self._rollout_state()
+            self._write(step, state)
+            self._saved_step = step
+            self._on_saved(step, state)
+
+    def close(self) -> None:
+        """End the thread, once it has written what it is writing."""
+        self._thread.shutdown()
+
+    def _write(
+        self, step: int, state: Mapping[str, Any], on_copied: Callable[[], None] = lambda: None
+    ) -> None:
+        from areal_gym.trainer.checkpoint import keep_checkpoints, save_learner
+
+        save_learner(
+            self._learner, self._directory, step, self._tokenizer_dir, state, on_copied=on_copied
+        )
+        keep_checkpoints(
+            self._directory, self._num_kept, self._scores(), protected=self._protected()
+        )

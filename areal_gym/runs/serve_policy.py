@@ -1,0 +1,100 @@
+"""The gateway of a run, and the policy behind a gateway without any run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from areal_gym.config import RunConfig
+from areal_gym.errors import UsageError
+from areal_gym.gateway.shared_gateway import gateway_at, shared_gateway
+from areal_gym.config.online_settings import ONLINE, split_address
+from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.runs.components import Components, open_engine, policy_directory
+from areal_gym.run_dir.run_dir import RunDir
+
+CONTROL_KEY, API_KEY = "AREAL_GYM_CONTROL_KEY", "AREAL_GYM_API_KEY"
+"""Variables of the environment that hold secrets; without them, secrets are made up."""
+
+
+@asynccontextmanager
+async def open_gateway(
+    config: RunConfig, directory: RunDir, display: Display
+) -> AsyncIterator[None]:
+    """Say where the run's gateway listens; that of an online run listens at once.
+
+    `gateway.json` of the run directory then tells programs where it is and with which control key.
+    A resumed run has the same key, and with a fixed port the same address.
+    """
+    address = split_address(config.gateway)
+    if config.env.id != ONLINE:
+        async with gateway_at(*address):
+            yield
+        return
+    file = directory.path / "gateway.json"
+    known = json.loads(file.read_text())["control_key"] if file.exists() else None
+    key = os.environ.get(CONTROL_KEY) or known or f"agc-{secrets.token_urlsafe(24)}"
+    async with gateway_at(*address, control_key=key):
+        gateway = await shared_gateway()
+        _write_secret(file, {"base_url": f"{gateway.url}/v1", "control_key": key})
+        display.say(f"gateway: {gateway.url}/v1; the control key is in {file}")
+        yield
+
+
+def _write_secret(file: Path, content: dict[str, str]) -> None:
+    """A JSON file that nobody else may read, not even while it is written."""
+    draft = file.with_suffix(".draft")
+    draft.unlink(missing_ok=True)
+    with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
+        json.dump(content, stream)
+    draft.replace(file)
+
+
+def serve(
+    config: RunConfig,
+    *,
+    checkpoint: Path | None = None,
+    display: Display | None = None,
+    on_ready: Callable[[str, str], None] | None = None,
+) -> None:
+    """Serve a policy at the gateway until interrupted; nothing is learned.
+
+    Args:
+        config: the settings; engine and gateway matter.
+        checkpoint: the policy; by default `config.engine.model`.
+        display: where to say what goes on.
+        on_ready: told of base URL and key.
+
+    Raises:
+        GymError: see `areal_gym.errors`.
+    """
+    shown = display or SilentDisplay()
+
+    async def serve_on() -> None:
+        parts = None
+        if checkpoint is None and config.engine.model == "starter":
+            if config.env.id == ONLINE:
+                raise UsageError(
+                    "which policy?", hints=["--run RUN, --checkpoint DIR or --model DIR"]
+                )
+            parts = Components.of(config)
+        policy = checkpoint or policy_directory(config, parts, shown)[0]
+        key = os.environ.get(CONTROL_KEY)
+        async with (
+            open_engine(config, policy, display=shown) as (engine, renderer),
+            gateway_at(*split_address(config.gateway), control_key=key),
+        ):
+            gateway = await shared_gateway()
+            session = gateway.serve_policy(
+                engine, renderer, api_key=os.environ.get(API_KEY) or None
+            )
+            if on_ready is not None:
+                on_ready(session.base_url, session.api_key)
+            await asyncio.Event().wait()
+
+    asyncio.run(serve_on())

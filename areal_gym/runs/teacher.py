@@ -1,0 +1,105 @@
+"""The teacher of objective "distill", and batches that it has looked at."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_gym.config import EngineConfig, RunConfig
+from areal_gym.errors import ConfigError
+from areal_gym.utils.files import path_hints
+from areal_gym.plugins import registry
+from areal_gym.types import Group
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.loop import BatchSource
+    from areal_gym.trainer.objectives.distillation import Teacher
+
+class WithTeacher:
+    """A source of batches whose groups carry the teacher's log-probabilities."""
+
+    def __init__(self, source: BatchSource, teacher: Teacher) -> None:
+        self._source = source
+        self._teacher = teacher
+
+    async def next_batch(self) -> Sequence[Group]:
+        """The next groups to train on."""
+        from areal_gym.trainer.objectives.distillation import annotate
+
+        return await annotate(await self._source.next_batch(), self._teacher)
+
+
+@asynccontextmanager
+async def open_teacher(config: RunConfig, policy: Path) -> AsyncIterator[Teacher | None]:
+    """The teacher of the settings, ready; None for other objectives.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it speaks another vocabulary.
+        EngineError: its servers do not answer.
+    """
+    if config.objective != "distill":
+        yield None
+        return
+    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+    from areal_gym.models.device import pick_device
+    from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher
+
+    if config.teacher.model is None:
+        settings = EngineConfig(
+            id="sglang", url=config.teacher.url, max_context=config.engine.max_context
+        )
+        engine = registry().load("engines", "sglang").from_settings(policy, settings)
+        try:
+            await engine.start()
+            yield RemoteTeacher(engine)
+        finally:
+            await engine.aclose()
+        return
+    directory = _checkpoint_of(Path(config.teacher.model))
+    _require_same_tokenizer(directory, policy)
+    trainer = config.trainer
+    teacher = LocalTeacher(
+        load_checkpoint(directory, device=pick_device(trainer.device)),
+        tokens_per_microbatch=trainer.tokens_per_microbatch,
+        num_threads=trainer.num_threads,
+    )
+    try:
+        yield teacher
+    finally:
+        teacher.close()
+
+
+def _checkpoint_of(directory: Path) -> Path:
+    from areal_gym.trainer.checkpoint import latest_checkpoint
+
+    if (directory / "config.json").exists():
+        return directory
+    found = latest_checkpoint(directory / "checkpoints")
+    if found is None:
+        raise ConfigError(
+            f"teacher.model = {str(directory)!r} is neither a checkpoint's directory nor a run's",
+            hints=[
+                *path_hints(directory),
+                "a checkpoint holds config.json; all runs: areal-gym list runs",
+            ],
+        )
+    return found[1]
+
+
+def _require_same_tokenizer(teacher: Path, policy: Path) -> None:
+    from tokenizers import Tokenizer
+
+    vocabularies = []
+    for directory in (teacher, policy):
+        file = directory / "tokenizer.json"
+        if not file.exists():
+            raise ConfigError(f"{directory} holds no tokenizer.json")
+        vocabularies.append(Tokenizer.from_file(str(file)).get_vocab())
+    if vocabularies[0] != vocabularies[1]:
+        raise ConfigError(
+            f"the teacher {teacher} has another vocabulary than the policy {policy}: its "
+            "log-probabilities would be those of other words",
+            hints=["distill from a model of the same family: engine.model and teacher.model"],
+        )

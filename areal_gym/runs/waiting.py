@@ -1,0 +1,105 @@
+"""What a live display asks for again and again: where the episodes are, in one line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from areal_gym.utils.markup import counted
+from areal_gym.rollout.stats import RolloutStats
+
+_WINDOW_S = 10.0
+_LOOK_S = 1.0
+_SAY_EVERY_S = 30.0
+
+
+class ProgressLine:
+    """Called from any thread; the pace is that of the last ten seconds.
+
+    Args:
+        stats: where the runner stands.
+        batch_groups: how many groups a batch has.
+        sandbox_calls: how many calls of sandboxes are not answered yet.
+    """
+
+    def __init__(
+        self, stats: Callable[[], RolloutStats], batch_groups: int, sandbox_calls: Callable[[], int]
+    ) -> None:
+        self._stats = stats
+        self._batch_groups = batch_groups
+        self._sandbox_calls = sandbox_calls
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def __call__(self) -> str:
+        """One line for people."""
+        stats = self._stats()
+        in_sandbox = min(self._sandbox_calls(), stats.waiting_on_env)
+        places = {
+            "engine": stats.waiting_on_engine,
+            "sandbox": in_sandbox,
+            "environment": stats.waiting_on_env - in_sandbox,
+            "agent": stats.waiting_on_agent,
+        }
+        waiting = ", ".join(f"{name} {count}" for name, count in places.items() if count > 0)
+        parts = [
+            f"{stats.episodes_in_flight} in flight" + (f": {waiting}" if waiting else ""),
+            f"{stats.groups_ready} of {self._batch_groups} groups ready",
+        ]
+        if (pace := self._tokens_per_s(stats)) is not None:
+            parts.append(f"{pace:,.0f} tok/s sampled")
+        if num_rejected := sum(stats.num_groups_rejected.values()):
+            parts.append(f"{num_rejected} groups rejected by filters")
+        if num_failed := sum(stats.num_failures.values()):
+            parts.append(f"{num_failed} failures")
+        if stats.outage_s > 0:
+            parts.insert(0, describe_outage(stats))
+        return "; ".join(parts)
+
+    def _tokens_per_s(self, stats: RolloutStats) -> float | None:
+        """Of episodes that have ended: what is in flight is not counted yet."""
+        self._seen.append((stats.elapsed_s, stats.num_tokens))
+        while len(self._seen) > 2 and stats.elapsed_s - self._seen[1][0] > _WINDOW_S:
+            self._seen.popleft()
+        elapsed_s, num_tokens = self._seen[0]
+        if stats.elapsed_s - elapsed_s < 1.0:
+            return None
+        return (stats.num_tokens - num_tokens) / (stats.elapsed_s - elapsed_s)
+
+
+def describe_outage(stats: RolloutStats) -> str:
+    """Returns how long the run has waited for what is gone, and how long it will."""
+    return (
+        f"waiting for servers, {stats.outage_s:.0f} s of {stats.outage_patience_s:.0f} s; "
+        f"{counted(stats.episodes_in_flight + stats.episodes_queued, 'episode')} to be played"
+    )
+
+
+@asynccontextmanager
+async def saying_outages(
+    stats: Callable[[], RolloutStats], say: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Says when an outage begins, that it goes on, and when it is over."""
+
+    async def tell() -> None:
+        longest_s = next_s = 0.0
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = stats()
+            if now.outage_s == 0:
+                if next_s > 0:
+                    say(f"servers are back after {longest_s:.0f} s; what was lost is played again")
+                longest_s = next_s = 0.0
+                continue
+            longest_s = max(longest_s, now.outage_s)
+            if now.outage_s >= next_s:
+                say(describe_outage(now))
+                next_s = now.outage_s + _SAY_EVERY_S
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)

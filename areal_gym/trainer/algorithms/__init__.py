@@ -1,0 +1,1 @@
+"""Algorithm parts: advantages, policy losses, ratios, corrections and reward shaping."""

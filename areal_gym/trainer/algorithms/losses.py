@@ -1,0 +1,205 @@
+"""Policy losses: pure functions of tensors over the policy's tokens; lower is better.
+
+All tensors are [T], T the policy tokens of a (micro-)batch. A loss gives one number per token;
+`aggregate` is the only place where they become one, exactly over the whole batch, so that
+micro-batches (and, later, ranks) do not change the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from areal_gym.errors import ConfigError
+from areal_gym.trainer.algorithms.ratios import clip_ratio, ratio, sequence_mean
+
+__all__ = [
+    "Aggregation",
+    "LossInputs",
+    "LossOutput",
+    "PolicyLoss",
+    "aggregate",
+    "aggregation_weights",
+    "cispo",
+    "gspo",
+    "ppo_clip",
+    "sapo",
+    "value_loss",
+]
+
+Aggregation = Literal["token_mean", "seq_mean", "constant_length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """What a policy loss may look at; every tensor is [T]."""
+
+    logprobs: Tensor
+    """Of the policy being trained; carries the gradient."""
+    proximal: Tensor
+    """Of the policy at the start of the step: what ratios are taken against."""
+    old_logprobs: Tensor
+    """Recorded while sampling. Equal to `proximal` when nothing is stale."""
+    advantages: Tensor
+    sequence_ids: Tensor
+    """Which sequence each token belongs to, 0-based, without gaps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """Per-token losses [T], and per-token metrics [T] whose token mean is logged."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+PolicyLoss = Callable[..., LossOutput]
+
+
+def ppo_clip(
+    batch: LossInputs,
+    *,
+    clip_low: float | None = 0.2,
+    clip_high: float | None = 0.28,
+    dual_clip: float | None = None,
+) -> LossOutput:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - prox) (Schulman et al. 2017, eq. 7).
+
+    Different bounds are DAPO's clip-higher (Yu et al. 2025); None switches a bound off. `dual_clip`
+    c > 1 bounds the loss of negative advantages by -c A (Ye et al. 2020, eq. 5).
+    """
+    ratio_T = ratio(batch.logprobs - batch.proximal)
+    plain_T = -batch.advantages * ratio_T
+    clipped_T = -batch.advantages * clip_ratio(ratio_T, clip_low, clip_high)
+    loss_T = torch.maximum(plain_T, clipped_T)
+    metrics = {"clip_fraction": (clipped_T > plain_T).float(), "ratio": ratio_T.detach()}
+    if dual_clip is not None:
+        if dual_clip <= 1:
+            raise ConfigError(f"dual_clip = {dual_clip} must be above 1; null switches it off")
+        bound_T = -dual_clip * batch.advantages
+        is_bounded_T = (batch.advantages < 0) & (bound_T < loss_T)
+        loss_T = torch.where(is_bounded_T, bound_T, loss_T)
+        metrics["dual_clip_fraction"] = is_bounded_T.float()
+    return LossOutput(loss=loss_T, metrics=metrics)
+
+
+def gspo(
+    batch: LossInputs,
+    *,
+    clip_low: float | None = 3e-4,
+    clip_high: float | None = 4e-4,
+    level: Literal["sequence", "token"] = "sequence",
+) -> LossOutput:
+    """ppo_clip with one ratio per sequence, exp(mean_t(logp - prox)) (Zheng et al. 2025, eq. 7).
+
+    A sequence has one advantage, the mean of its tokens'. With `seq_mean` it is the paper's
+    objective; with `token_mean` long sequences count more.
+
+    `level="token"` is the paper's GSPO-token (eq. 13 and 14), for advantages that differ within a
+    sequence: the ratio has the value of the sequence's, sg(s) p / sg(p), and each token its own
+    advantage and gradient. Where a sequence's tokens share an advantage, both levels are the same.
+    """
+    log_ratio_T = sequence_mean(batch.logprobs - batch.proximal, batch.sequence_ids)
+    advantages_T = batch.advantages
+    if level == "token":
+        # Adds nothing to the value; the gradient is that of the token alone.
+        log_ratio_T = log_ratio_T.detach() + (batch.logprobs - batch.logprobs.detach())
+    else:
+        advantages_T = sequence_mean(advantages_T, batch.sequence_ids)
+    ratio_T = ratio(log_ratio_T)
+    plain_T = -advantages_T * ratio_T
+    clipped_T = -advantages_T * clip_ratio(ratio_T, clip_low, clip_high)
+    return LossOutput(
+        loss=torch.maximum(plain_T, clipped_T),
+        metrics={"clip_fraction": (clipped_T > plain_T).float(), "ratio": ratio_T.detach()},
+    )
+
+
+def cispo(
+    batch: LossInputs, *, clip_low: float | None = None, clip_high: float | None = 4.0
+) -> LossOutput:
+    """-sg(clip(r, 1 - low, 1 + high)) A logp: no token is dropped (MiniMax-M1 2025, eq. 4)."""
+    ratio_T = ratio(batch.logprobs - batch.proximal).detach()
+    weight_T = clip_ratio(ratio_T, clip_low, clip_high)
+    return LossOutput(
+        loss=-weight_T * batch.advantages * batch.logprobs,
+        metrics={"clip_fraction": (weight_T != ratio_T).float(), "ratio": ratio_T},
+    )
+
+
+def sapo(
+    batch: LossInputs,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    level: Literal["token", "sequence"] = "token",
+) -> LossOutput:
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip (Gao et al. 2025, SAPO).
+
+    tau is `tau_positive` where A > 0, else `tau_negative`; a larger one closes faster. The gate's
+    slope at r = 1 is 1, so that on policy the gradient is REINFORCE's. `level="sequence"` gates
+    GSPO's ratio of the whole sequence, which then has one advantage: the mean of its tokens'.
+
+    Raises:
+        ConfigError: a tau that is not above 0.
+    """
+    if min(tau_positive, tau_negative) <= 0:
+        raise ConfigError(
+            f"tau_positive = {tau_positive}, tau_negative = {tau_negative}: both must be above 0"
+        )
+    log_ratio_T, advantages_T = batch.logprobs - batch.proximal, batch.advantages
+    if level == "sequence":
+        log_ratio_T = sequence_mean(log_ratio_T, batch.sequence_ids)
+        advantages_T = sequence_mean(advantages_T, batch.sequence_ids)
+    ratio_T = ratio(log_ratio_T)
+    tau_T = torch.where(advantages_T > 0, tau_positive, tau_negative).to(ratio_T.dtype)
+    gate_T = torch.sigmoid(tau_T * (ratio_T - 1))
+    slope_T = 4 * gate_T * (1 - gate_T)
+    return LossOutput(
+        loss=-advantages_T * 4 / tau_T * gate_T,
+        metrics={"gate_slope": slope_T.detach(), "ratio": ratio_T.detach()},
+    )
+
+
+def value_loss(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None = 0.2
+) -> Tensor:
+    """max((V - R)^2, (clip(V, old +- clip) - R)^2) / 2 per token: a critic that cannot leap.
+
+    Schulman et al. 2017 (PPO), in the form of the authors' code; None switches the clip off.
+    `old_values_T` are the critic's at the start of the step.
+    """
+    plain_T = (values_T - returns_T) ** 2
+    if clip is None:
+        return plain_T / 2
+    clipped_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
+    return torch.maximum(plain_T, (clipped_T - returns_T) ** 2) / 2
+
+
+def aggregation_weights(
+    kind: Aggregation, lengths: list[int], *, constant_length: int = 1
+) -> list[float]:
+    """The weight of each token of sequence i in the batch's loss, for all sequences of the batch.
+
+    Args:
+        kind: `token_mean`: every token counts the same; `seq_mean`: every sequence counts the
+            same; `constant_length`: token sums over sequences times a constant (Dr. GRPO).
+        lengths: policy tokens of each sequence of the *whole* batch.
+        constant_length: the constant, such as the limit of new tokens.
+    """
+    num_tokens = sum(lengths)
+    num_sequences = sum(1 for length in lengths if length)
+    if kind == "token_mean":
+        return [1 / max(num_tokens, 1)] * len(lengths)
+    if kind == "seq_mean":
+        return [1 / (max(length, 1) * max(num_sequences, 1)) for length in lengths]
+    return [1 / (constant_length * max(num_sequences, 1))] * len(lengths)
+
+
+def aggregate(loss_T: Tensor, weights_T: Tensor) -> Tensor:
+    """The part of the batch's loss that these tokens make; parts add up over micro-batches."""
+    return (loss_T * weights_T).sum()

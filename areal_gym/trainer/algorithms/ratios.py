@@ -1,0 +1,88 @@
+"""How far two policies are apart on the tokens that were sampled: ratios and divergences, [T].
+
+All take log-probabilities of the *sampled* tokens, [T], and give one number per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KlKind = Literal["k1", "k2", "k3"]
+
+_MAX_LOG_RATIO = 20.0
+"""exp(20) is 5e8: far beyond every clip, and still finite in float32."""
+
+
+def ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), with the exponent held within +-20 so that it stays finite."""
+    return _held(log_ratio).exp()
+
+
+def _held(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def clip_ratio(ratio_T: Tensor, clip_low: float | None, clip_high: float | None) -> Tensor:
+    """clip(r, 1 - clip_low, 1 + clip_high); None switches a bound off."""
+    if clip_low is None and clip_high is None:
+        return ratio_T
+    low = None if clip_low is None else 1 - clip_low
+    high = None if clip_high is None else 1 + clip_high
+    return ratio_T.clamp(min=low, max=high)
+
+
+def sequence_mean(values_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
+    """Each token's value replaced by the mean over its sequence."""
+    num_sequences = int(sequence_ids_T.max()) + 1 if len(values_T) else 0
+    zeros = torch.zeros(num_sequences, dtype=values_T.dtype, device=values_T.device)
+    sums = zeros.index_add(0, sequence_ids_T, values_T)
+    counts = zeros.index_add(0, sequence_ids_T, torch.ones_like(values_T))
+    return (sums / counts.clamp(min=1))[sequence_ids_T]
+
+
+def k1(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
+    """d = logp - base: KL(p || base), unbiased on tokens that p sampled, of either sign.
+
+    Schulman 2020, "Approximating KL Divergence". As a term of the *loss* its gradient is that of
+    logp alone, whose mean is zero: it belongs into the reward.
+    """
+    return logprobs_T - base_T
+
+
+def k2(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
+    """d^2 / 2: biased as a value, but its gradient on p's tokens is exactly that of KL(p || base).
+
+    Schulman 2020; the gradient is d grad(logp).
+    """
+    return (logprobs_T - base_T) ** 2 / 2
+
+
+def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
+    """exp(-d) - 1 + d for d = logp - base: an estimate of KL(p || base) that is never negative.
+
+    Unbiased on tokens that p sampled (Schulman 2020). As a term of the loss (DeepSeekMath, eq. 4)
+    its gradient on p's tokens is that of KL(base || p).
+    """
+    difference_T = logprobs_T - base_T
+    # Not ratio - 1: of nearly equal policies that would leave rounding, of either sign.
+    return _held(-difference_T).expm1() + difference_T
+
+
+def binary_kl(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
+    """KL between two coins, "this token" against "any other", with chances p and base.
+
+    p log(p / base) + (1 - p) log((1 - p) / (1 - base)): a lower bound of the KL over the vocabulary
+    (data processing inequality), known without the rest of the distribution.
+    """
+    eps = torch.finfo(logprobs_T.dtype).eps
+    p_T = logprobs_T.exp().clamp(eps, 1 - eps)
+    base_p_T = base_T.exp().clamp(eps, 1 - eps)
+    other_T = (1 - p_T) * ((1 - p_T) / (1 - base_p_T)).log()
+    return p_T * (p_T / base_p_T).log() + other_T
+
+
+KL_ESTIMATORS: Mapping[KlKind, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

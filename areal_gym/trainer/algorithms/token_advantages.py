@@ -1,0 +1,289 @@
+"""Advantage estimators that work per token or per turn; `advantages.estimate` calls them.
+
+All give one number per policy token, [T]. Tools' outputs are no tokens here: time passes only where
+the policy acts, and nothing is discounted across what it reads.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.trainer.algorithms.advantages import (
+    AdvantageEstimator,
+    Advantages,
+    dr_grpo,
+    grpo,
+    lite_ppo,
+    normalise,
+    reinforce,
+    require_finite,
+    returns_to_go,
+    rloo,
+)
+
+BASELINES: dict[str, AdvantageEstimator] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "lite_ppo": lite_ppo,
+    "reinforce": reinforce,
+}
+"""What `per_turn` knows by name."""
+
+
+def gae(
+    rewards_G: Tensor,
+    group_ids_G: Tensor,
+    *,
+    rewards_T: Tensor,
+    trajectory_ids_T: Tensor,
+    turn_ids_T: Tensor,
+    values_T: Tensor,
+    final_values_G: Tensor | None = None,
+    discount: float = 1.0,
+    lam: float = 1.0,
+    unit: Literal["token", "turn"] = "token",
+    is_normalised: bool = False,
+) -> Advantages:
+    """A_t = delta_t + discount lam A_(t+1), delta_t = r_t + discount V_(t+1) - V_t.
+
+    Schulman et al. 2016 (generalised advantage estimation), eq. 16. Groups do not matter.
+
+    Args:
+        rewards_G: unused: rewards are taken where they fell.
+        group_ids_G: unused.
+        rewards_T: reward of each policy token.
+        trajectory_ids_T: which trajectory each token belongs to, ascending.
+        turn_ids_T: which of its turns.
+        values_T: the critic's prediction before each token.
+        final_values_G: V after the last token where a trajectory was cut short; 0 without.
+        discount: per step.
+        lam: 1 is the whole return minus the value, 0 one step.
+        unit: a step is a token, or a turn: then its value is the one before its first token, and
+            all its tokens share its advantage and its return.
+        is_normalised: advantages over the batch's tokens with mean 0 and deviation 1.
+    """
+    require_finite("gae", rewards_T=rewards_T, values_T=values_T, final_values_G=final_values_G)
+    rewards_T = rewards_T.to("cpu", torch.float64)
+    values_T = values_T.to("cpu", torch.float64)
+    if unit == "turn":
+        step_ids_T, first_S = _turns(trajectory_ids_T, turn_ids_T)
+    else:
+        step_ids_T = first_S = torch.arange(len(rewards_T))
+    rewards_S = _sum_by(rewards_T, step_ids_T, len(first_S))
+    values_S, trajectory_S = values_T[first_S], trajectory_ids_T[first_S]
+    last = [0.0] * len(rewards_G) if final_values_G is None else final_values_G.tolist()
+    advantages: list[float] = []
+    following = (-1, 0.0, 0.0)
+    """Trajectory, value and advantage of the step after."""
+    for reward, value, trajectory in zip(
+        reversed(rewards_S.tolist()),
+        reversed(values_S.tolist()),
+        reversed(trajectory_S.tolist()),
+        strict=True,
+    ):
+        if following[0] != trajectory:
+            following = (trajectory, last[trajectory], 0.0)
+        _, next_value, next_advantage = following
+        delta = reward + discount * next_value - value
+        advantages.append(delta + discount * lam * next_advantage)
+        following = (trajectory, value, advantages[-1])
+    advantages_S = torch.tensor(advantages[::-1], dtype=torch.float64)
+    advantages_T = advantages_S[step_ids_T]
+    return Advantages(
+        normalise(advantages_T) if is_normalised else advantages_T,
+        returns_T=(advantages_S + values_S)[step_ids_T],
+    )
+
+
+def reinforce_pp(
+    rewards_G: Tensor, group_ids_G: Tensor, *, rewards_T: Tensor, trajectory_ids_T: Tensor
+) -> Tensor:
+    """Each token's return-to-go, normalised over the batch's tokens (Hu et al. 2025, REINFORCE++).
+
+    With the penalty k1 in the reward (`shaping.subtract_kl`) it is the paper's: r minus the sum of
+    the KL from here on. There is no critic and no group.
+    """
+    return normalise(
+        gae(
+            rewards_G,
+            group_ids_G,
+            rewards_T=rewards_T,
+            trajectory_ids_T=trajectory_ids_T,
+            turn_ids_T=trajectory_ids_T,
+            values_T=torch.zeros_like(rewards_T),
+        ).advantages_T
+    )
+
+
+def reinforce_pp_baseline(
+    rewards_G: Tensor, group_ids_G: Tensor, *, trajectory_ids_T: Tensor
+) -> Tensor:
+    """r - group mean, then normalised over the batch's tokens (Hu et al. 2025, section 3.2).
+
+    The paper's variant for tasks that are sampled several times; its KL is in the loss, as k2. The
+    mean over tokens is not quite 0 where lengths differ, so a group of equal rewards gets a little.
+
+    Raises:
+        ConfigError: a group has fewer than two members.
+    """
+    return normalise(dr_grpo(rewards_G, group_ids_G)[trajectory_ids_T])
+
+
+def distill(
+    rewards_G: Tensor,
+    group_ids_G: Tensor,
+    *,
+    old_logprobs_T: Tensor,
+    teacher_logprobs_T: Tensor,
+    trajectory_ids_T: Tensor,
+    discount: float = 0.0,
+) -> Tensor:
+    """log teacher(y_t) - log policy(y_t) of what the policy itself has sampled: no reward counts.
+
+    The policy gradient of the reverse KL, KL(policy || teacher), on the student's own sequences
+    (Agarwal et al. 2024, on-policy distillation, section 3; Gu et al. 2024, MiniLLM, eq. 2), from
+    one sample per token. It looks at log-probabilities of sampled tokens only, so that a teacher
+    may be a server.
+
+    Args:
+        rewards_G: unused.
+        group_ids_G: unused.
+        old_logprobs_T: the policy's, recorded while sampling.
+        teacher_logprobs_T: the teacher's, of the same tokens.
+        trajectory_ids_T: which trajectory each token belongs to, ascending.
+        discount: what later tokens count for: 0 takes each token by itself, whatever it leads to
+            (little variance); 1 is the KL of whole sequences.
+    """
+    require_finite("distill", old_logprobs_T=old_logprobs_T, teacher_logprobs_T=teacher_logprobs_T)
+    gained_T = (teacher_logprobs_T - old_logprobs_T).to("cpu", torch.float64)
+    if discount == 0:
+        return gained_T
+    _, counts = torch.unique_consecutive(trajectory_ids_T, return_counts=True)
+    return torch.tensor(
+        [
+            value
+            for gained in torch.split(gained_T, counts.tolist())
+            for value in returns_to_go(gained.tolist(), discount)
+        ],
+        dtype=torch.float64,
+    )
+
+
+def per_turn(
+    rewards_G: Tensor,
+    group_ids_G: Tensor,
+    *,
+    rewards_T: Tensor,
+    trajectory_ids_T: Tensor,
+    turn_ids_T: Tensor,
+    baseline: AdvantageEstimator | str = "grpo",
+    by: Literal["trajectory", "turn"] = "trajectory",
+    discount: float = 1.0,
+) -> Tensor:
+    """Each turn's return-to-go, R_k = r_k + discount R_(k+1), against its siblings.
+
+    Args:
+        rewards_G: total reward of each trajectory.
+        group_ids_G: which trajectories are siblings.
+        rewards_T: reward of each policy token.
+        trajectory_ids_T: which trajectory each token belongs to, ascending.
+        turn_ids_T: which of its turns.
+        baseline: any estimator of rewards and group ids, or the name of a built-in one.
+        by: `trajectory` compares R_k with the siblings' whole returns, as if the trajectory had
+            earned R_k in all: with one reward at the end and no discount that is the baseline
+            itself. `turn` compares it with the siblings' returns from the same turn on; a turn
+            which no sibling reached has nothing to be compared with and gets 0.
+        discount: per turn.
+
+    Raises:
+        ConfigError: an unknown baseline, or a group that it refuses.
+    """
+    require_finite("per_turn", rewards_G=rewards_G, rewards_T=rewards_T)
+    estimator = _baseline(baseline) if isinstance(baseline, str) else baseline
+    turn_of_T, first_K = _turns(trajectory_ids_T, turn_ids_T)
+    rewards_K = _sum_by(rewards_T.to("cpu", torch.float64), turn_of_T, len(first_K))
+    trajectory_K, number_K = trajectory_ids_T[first_K], turn_ids_T[first_K]
+    _, counts = torch.unique_consecutive(trajectory_K, return_counts=True)
+    returns_K = torch.tensor(
+        [
+            value
+            for turn_rewards in torch.split(rewards_K, counts.tolist())
+            for value in returns_to_go(turn_rewards.tolist(), discount)
+        ],
+        dtype=torch.float64,
+    )
+    group_K = group_ids_G.to("cpu")[trajectory_K]
+    if by == "turn":
+        advantages_K = _among_same_turns(estimator, returns_K, group_K, number_K)
+    else:
+        totals_G = rewards_G.to("cpu", torch.float64).clone()
+        is_first_K = torch.ones_like(trajectory_K, dtype=torch.bool)
+        is_first_K[1:] = trajectory_K[1:] != trajectory_K[:-1]
+        totals_G[trajectory_K[is_first_K]] = returns_K[is_first_K]
+        advantages_K = _among_trajectories(
+            estimator, returns_K, trajectory_K, totals_G, group_ids_G.to("cpu")
+        )
+    return advantages_K[turn_of_T]
+
+
+def _among_same_turns(
+    estimator: AdvantageEstimator, returns_K: Tensor, group_K: Tensor, number_K: Tensor
+) -> Tensor:
+    _, id_K, counts = torch.unique(
+        torch.stack([group_K, number_K]), dim=1, return_inverse=True, return_counts=True
+    )
+    has_sibling_K = counts[id_K] > 1
+    advantages_K = torch.zeros_like(returns_K)
+    if has_sibling_K.any():
+        advantages_K[has_sibling_K] = estimator(returns_K[has_sibling_K], id_K[has_sibling_K])
+    return advantages_K
+
+
+def _among_trajectories(
+    estimator: AdvantageEstimator,
+    returns_K: Tensor,
+    trajectory_K: Tensor,
+    totals_G: Tensor,
+    group_ids_G: Tensor,
+) -> Tensor:
+    """One group of siblings for each turn, in which its trajectory stands with R_k."""
+    members: dict[int, list[int]] = {}
+    for i, group_id in enumerate(group_ids_G.tolist()):
+        members.setdefault(group_id, []).append(i)
+    totals, group_of = totals_G.tolist(), group_ids_G.tolist()
+    rewards: list[float] = []
+    ids: list[int] = []
+    own: list[int] = []
+    for k, (value, i) in enumerate(zip(returns_K.tolist(), trajectory_K.tolist(), strict=True)):
+        siblings = members[group_of[i]]
+        own.append(len(rewards) + siblings.index(i))
+        rewards += [value if j == i else totals[j] for j in siblings]
+        ids += [k] * len(siblings)
+    advantages: Tensor = estimator(torch.tensor(rewards, dtype=torch.float64), torch.tensor(ids))
+    return advantages[torch.tensor(own, dtype=torch.long)]
+
+
+def _turns(trajectory_ids_T: Tensor, turn_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The turn of each token, counted over the batch [T], and the first token of each [K]."""
+    pairs = torch.stack([trajectory_ids_T, turn_ids_T])
+    _, turn_of_T, counts = torch.unique_consecutive(
+        pairs, dim=1, return_inverse=True, return_counts=True
+    )
+    return turn_of_T, counts.cumsum(0) - counts
+
+
+def _sum_by(values_T: Tensor, ids_T: Tensor, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.float64).index_add_(0, ids_T, values_T)
+
+
+def _baseline(name: str) -> AdvantageEstimator:
+    if name in BASELINES:
+        return BASELINES[name]
+    near = did_you_mean(name, list(BASELINES))
+    known = f"built-in ones: {', '.join(BASELINES)}"
+    raise ConfigError(f"no baseline {name!r}", hints=[near, known] if near else [known])

@@ -1,0 +1,246 @@
+"""The loss of each token: policy loss and KL, weighed by how far its policy was from today's.
+
+    w (policy loss + kl.coefficient * KL(policy || reference))
+
+w is 1 where nothing is stale, and the constant weight of `corrections.correct` where something is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from areal_gym.config import TrainerConfig
+from areal_gym.config.algorithm_settings import CorrectionConfig
+from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.trainer.algorithms.advantages import AdvantageEstimator, gives_token_advantages
+from areal_gym.trainer.algorithms.corrections import correct, interpolate_proximal
+from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput, PolicyLoss
+from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, k3
+from areal_gym.trainer.batch.experience import TokenBatch
+
+Proximal = Literal["recorded", "scored", "current", "loglinear", "linear"]
+"""Where the log-probabilities of the proximal policy come from."""
+
+
+def proximal_source(
+    correction: CorrectionConfig,
+    *,
+    is_stale: bool,
+    num_updates: int,
+    engine_rounds: bool = False,
+) -> Proximal:
+    """How a step finds the policy that it began with; "recorded" corrects nothing.
+
+    Args:
+        correction: the settings.
+        is_stale: the batch holds tokens of an older policy.
+        num_updates: optimizer updates of the step.
+        engine_rounds: the engine's log-probabilities differ from the trainer's by so much that the
+            loss's clip would see it (`narrowest_clip`): "auto" recomputes then, too.
+    """
+    wanted = correction.proximal
+    needs_recomputing = wanted == "recomputed" or (wanted == "auto" and engine_rounds)
+    if wanted == "recorded" or not (is_stale or needs_recomputing):
+        return "recorded"
+    if correction.second_moment is not None:
+        return "scored"
+    if num_updates == 1:
+        return "current"  # the one update of a step begins at the weights of the proximal policy
+    return wanted if wanted == "loglinear" or wanted == "linear" else "scored"
+
+
+class TokenLoss:
+    """Called with the tokens of some rows; its columns are `old`, `versions`, `advantages`, and
+    where they are needed `proximal`, `kept` (M2PO's mask) and `reference`.
+
+    Raises:
+        ConfigError: arguments that the policy loss does not take.
+    """
+
+    def __init__(self, loss: PolicyLoss, config: TrainerConfig) -> None:
+        self._loss = loss
+        self._kwargs = loss_arguments(loss, config)
+        self._kl = config.kl
+        correction = config.correction.model_dump(exclude={"proximal", "second_moment"})
+        self._correction: dict[str, Any] = correction
+
+    def __call__(
+        self,
+        logprobs_T: Tensor,
+        columns: TokenBatch,
+        indexes: list[int],
+        *,
+        proximal: Proximal,
+        version: int,
+    ) -> LossOutput:
+        """The loss of each token, with metrics.
+
+        Args:
+            logprobs_T: of the policy being trained, with gradient.
+            columns: numbers of all rows' tokens.
+            indexes: the rows that these tokens make up, in order.
+            proximal: where the proximal policy's log-probabilities come from.
+            version: that of the weights at the step's beginning.
+        """
+        old_T = columns.take("old", indexes)
+        now_T = logprobs_T.detach()
+        inputs = LossInputs(
+            logprobs=logprobs_T,
+            proximal=self._proximal(proximal, now_T, columns, indexes, version),
+            old_logprobs=old_T,
+            advantages=columns.take("advantages", indexes),
+            sequence_ids=columns.row_ids(indexes),
+        )
+        output = self._loss(inputs, **self._kwargs)
+        loss_T, metrics = output.loss, dict(output.metrics)
+        # The tokens are the old policy's, so this is the divergence *from* it.
+        metrics["approx_kl"] = k3(old_T, now_T)
+        if "reference" in columns:
+            reference_T = columns.take("reference", indexes)
+            metrics["kl_reference"] = k3(now_T, reference_T)
+            if self._kl.place == "loss":
+                kl_T = KL_ESTIMATORS[self._kl.estimator](logprobs_T, reference_T)
+                loss_T = loss_T + self._kl.coefficient * kl_T
+        if proximal != "recorded":
+            found = correct(inputs.proximal, old_T, inputs.sequence_ids, **self._correction)
+            weights_T = found.weights
+            metrics |= found.metrics
+            if "kept" in columns:
+                kept_T = columns.take("kept", indexes)
+                weights_T = weights_T * kept_T
+                metrics["kept_fraction"] = kept_T
+            loss_T = weights_T * loss_T
+        return LossOutput(loss=loss_T, metrics=metrics)
+
+    def _proximal(
+        self,
+        source: Proximal,
+        now_T: Tensor,
+        columns: TokenBatch,
+        indexes: list[int],
+        version: int,
+    ) -> Tensor:
+        if source == "current":
+            return now_T
+        if source in ("recorded", "scored"):
+            return columns.take("old" if source == "recorded" else "proximal", indexes)
+        return interpolate_proximal(
+            now_T,
+            columns.take("old", indexes),
+            columns.take("versions", indexes),
+            proximal_version=version,
+            current_version=version + 1,
+            kind="linear" if source == "linear" else "loglinear",
+        )
+
+
+def try_loss(loss: PolicyLoss, config: TrainerConfig) -> None:
+    """Let the loss see one token, so that what it refuses is known before anything was played.
+
+    Raises:
+        ConfigError: arguments that the policy loss does not take, or does not like.
+    """
+    zeros_T = torch.zeros(1)
+    token = LossInputs(
+        logprobs=zeros_T,
+        proximal=zeros_T,
+        old_logprobs=zeros_T,
+        advantages=zeros_T,
+        sequence_ids=zeros_T.long(),
+    )
+    loss(token, **loss_arguments(loss, config))
+
+
+def check_credit(loss: PolicyLoss, advantage: AdvantageEstimator, config: TrainerConfig) -> None:
+    """Refuse to average away what an estimator says of single tokens.
+
+    Whether a loss does so is tried out: its gradient, on policy, does not change when the two
+    tokens of a sequence swap their advantages.
+
+    Raises:
+        ConfigError: the loss has one advantage per sequence, the estimator one per token or turn.
+    """
+    is_per_token = gives_token_advantages(advantage)
+    has_token_costs = config.kl.coefficient > 0 and config.kl.place == "reward"
+    if not (is_per_token or has_token_costs):
+        return
+    gradient, swapped, other = (
+        _gradient_of_two(loss, config, advantages) for advantages in ([3, 1], [1, 3], [1, 1])
+    )
+    if not torch.equal(gradient, swapped) or torch.equal(gradient, other):
+        return  # the last: a loss that looks at no advantage loses none
+    loss_name = getattr(loss, "__name__", config.loss)
+    name = getattr(advantage, "__name__", config.advantage)
+    source = f"trainer.advantage = {name!r}" if is_per_token else "trainer.kl.place = 'reward'"
+    hints = ["or an advantage per sequence: trainer.advantage=grpo, trainer.kl.place=loss"]
+    if "level" in inspect.signature(loss).parameters:
+        hints.insert(0, "an advantage for each token: trainer.loss_kwargs.level=token")
+    raise ConfigError(
+        f"trainer.loss = {loss_name!r} gives all tokens of a sequence one advantage, their mean, "
+        f"and {source} gives each token its own: the credit of single turns would be lost",
+        hints=hints,
+    )
+
+
+def _gradient_of_two(
+    loss: PolicyLoss, config: TrainerConfig, advantages: Sequence[float]
+) -> Tensor:
+    """The gradient of two tokens of one sequence, on policy."""
+    known_T = torch.full((2,), -1.0)
+    logprobs_T = known_T.clone().requires_grad_(True)
+    output = loss(
+        LossInputs(
+            logprobs=logprobs_T,
+            proximal=known_T,
+            old_logprobs=known_T,
+            advantages=torch.tensor(advantages, dtype=torch.float32),
+            sequence_ids=torch.zeros(2, dtype=torch.long),
+        ),
+        **loss_arguments(loss, config),
+    )
+    (gradient_T,) = torch.autograd.grad(output.loss.sum(), logprobs_T)
+    return gradient_T
+
+
+def narrowest_clip(loss: PolicyLoss, config: TrainerConfig) -> float | None:
+    """Returns the distance from 1 at which the loss clips a ratio; None for a loss without a clip.
+
+    Of two bounds the nearer one counts.
+    """
+    parameters = inspect.signature(loss).parameters
+    arguments = loss_arguments(loss, config)
+    bounds = [
+        arguments.get(name, parameters[name].default)
+        for name in ("clip_low", "clip_high")
+        if name in parameters
+    ]
+    return min((bound for bound in bounds if isinstance(bound, int | float)), default=None)
+
+
+def loss_arguments(loss: PolicyLoss, config: TrainerConfig) -> dict[str, Any]:
+    """The settings as keyword arguments of the loss: the clips where it takes them.
+
+    Raises:
+        ConfigError: `loss_kwargs` names an argument that the loss does not have.
+    """
+    parameters = inspect.signature(loss).parameters
+    takes = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for name in config.loss_kwargs:
+        if name not in takes:
+            near = did_you_mean(name, takes)
+            raise ConfigError(
+                f"the loss {config.loss!r} takes no argument {name!r}",
+                hints=[near] if near else [f"it takes: {', '.join(takes) or 'none'}"],
+            )
+    # The loss's own default matters: 0.2 is a sensible clip for a token's ratio, not a sequence's.
+    clips: dict[str, Any] = {
+        name: value
+        for name, value in (("clip_low", config.clip_low), ("clip_high", config.clip_high))
+        if name in takes and value != "default"
+    }
+    return {**clips, **config.loss_kwargs}

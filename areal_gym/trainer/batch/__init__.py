@@ -1,0 +1,1 @@
+"""From trajectories and examples to packed token batches."""

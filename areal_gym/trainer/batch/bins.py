@@ -1,0 +1,135 @@
+"""Which rows go into which micro-batch: full ones, with a group's prompt in as few as possible.
+
+Best-fit decreasing: the largest first, each into the fullest micro-batch that still has room
+(Johnson 1973: never more than 11/9 of the fewest). Rows that begin with the same prompt are one
+piece, for then it is forwarded once; a piece is cut only where it is too large, or where that saves
+a whole micro-batch and repeats few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+_REPEATED = 0.05
+"""Tokens of prompts that may be repeated to save a micro-batch, as a share of its budget."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Tokens of one sequence; the first `num_shared` may be shared with rows that begin alike."""
+
+    token_ids: Sequence[int]
+    num_shared: int = 0
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Rows of one family, which share `num_shared` tokens; `family` names them."""
+
+    family: int
+    num_shared: int
+    num_own: int
+    """Tokens of all of its rows after what they share."""
+    members: list[int]
+
+    @property
+    def size(self) -> int:
+        return self.num_shared + self.num_own
+
+
+@dataclass(slots=True)
+class _Bin:
+    room: int
+    families: set[int] = field(default_factory=set)
+    members: list[int] = field(default_factory=list)
+
+    def cost(self, piece: _Piece) -> int:
+        """Tokens that the piece would add."""
+        return piece.num_own if piece.family in self.families else piece.size
+
+    def add(self, piece: _Piece) -> None:
+        self.room -= self.cost(piece)
+        self.families.add(piece.family)
+        self.members += piece.members
+
+
+def best_fit(costs: Sequence[int], budget: int) -> list[list[int]]:
+    """Indexes of the members of each bin: at most `budget` together, or one that is larger."""
+    pieces = [_Piece(i, 0, cost, [i]) for i, cost in enumerate(costs)]
+    return [each.members for each in _filled(pieces, budget)]
+
+
+def split_by_tokens(rows: Sequence[Row], budget: int) -> list[list[int]]:
+    """Indexes of the rows of each micro-batch, at most `budget` flat tokens, or one row."""
+    single = _single_rows(rows)
+    bins = _filled(_pieces(single, budget), budget)
+    while fewer := _fewer(bins, single, budget):
+        bins = fewer
+    return [sorted(each.members) for each in bins]
+
+
+def _single_rows(rows: Sequence[Row]) -> list[_Piece]:
+    families: dict[tuple[int, ...], int] = {}
+    pieces = []
+    for index, row in enumerate(rows):
+        prompt = tuple(row.token_ids[: row.num_shared])
+        family = families.setdefault(prompt, len(families)) if prompt else -1 - index
+        pieces.append(_Piece(family, len(prompt), len(row.token_ids) - len(prompt), [index]))
+    return pieces
+
+
+def _pieces(single: Iterable[_Piece], budget: int) -> list[_Piece]:
+    """Each family in one piece, or row by row where it is larger than the budget."""
+    families: dict[int, list[_Piece]] = {}
+    for row in single:
+        families.setdefault(row.family, []).append(row)
+    pieces = []
+    for family, rows in families.items():
+        num_own = sum(row.num_own for row in rows)
+        members = [i for row in rows for i in row.members]
+        whole = _Piece(family, rows[0].num_shared, num_own, members)
+        pieces += [whole] if whole.size <= budget else rows
+    return pieces
+
+
+def _filled(pieces: Iterable[_Piece], budget: int) -> list[_Bin]:
+    bins: list[_Bin] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.size):
+        fitting = [each for each in bins if each.cost(piece) <= each.room]
+        if not fitting:
+            bins.append(_Bin(budget))
+        best = min(fitting, key=lambda each: (each.cost(piece), each.room), default=bins[-1])
+        best.add(piece)
+    return bins
+
+
+def _fewer(bins: list[_Bin], single: Sequence[_Piece], budget: int) -> list[_Bin] | None:
+    """One bin less, whose rows are in the others' rooms; None where no bin's rows fit there."""
+    for each in sorted(bins, key=lambda each: -each.room):
+        if sum(other.room for other in bins) - each.room < budget - each.room:
+            return None
+        if (found := _without(each, bins, single, budget)) is not None:
+            return found
+    return None
+
+
+def _without(
+    spare: _Bin, bins: Iterable[_Bin], single: Sequence[_Piece], budget: int
+) -> list[_Bin] | None:
+    others = [
+        _Bin(each.room, set(each.families), list(each.members))
+        for each in bins
+        if each is not spare
+    ]
+    num_added = 0
+    for row in sorted((single[i] for i in spare.members), key=lambda row: -row.size):
+        fitting = [each for each in others if each.cost(row) <= each.room]
+        if not fitting:
+            return None
+        # Where its prompt is already; else where its siblings may follow it.
+        best = min(fitting, key=lambda each: (each.cost(row), -each.room))
+        num_added += best.cost(row)
+        best.add(row)
+    num_repeated = num_added - (budget - spare.room)
+    return others if num_repeated <= _REPEATED * budget else None

@@ -1,0 +1,247 @@
+"""Dialogues and preferences from JSON lines, and as examples of tokens.
+
+    {"messages": [...]}                                     what to say
+    {"messages": [...], "chosen": ..., "rejected": ...}     what to say rather than what
+
+Messages are OpenAI's: calls of tools with their arguments as an object or as JSON text, answers of
+tools with role "tool". `chosen` and `rejected` are a text, a message or a list of messages;
+`prompt` (a text, or messages) may stand for `messages`. Both may have `tools`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_gym.chat import Renderer, transcribe
+from areal_gym.chat.template import ToolSchemas
+from areal_gym.chat.transcript import closing_ids
+from areal_gym.errors import DataError, NothingToDoError, did_you_mean
+from areal_gym.trainer.batch.examples import Example, TokenRow
+from areal_gym.types import Message, ToolCall
+from areal_gym.utils.files import path_hints
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A dialogue of which the assistant's part is learned."""
+
+    messages: Sequence[Message]
+    tools: ToolSchemas = ()
+    where: str = "a dialogue"
+    """For errors: the file and the line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preference:
+    """Two continuations of a dialogue, of which the first is better."""
+
+    messages: Sequence[Message]
+    chosen: Sequence[Message]
+    rejected: Sequence[Message]
+    tools: ToolSchemas = ()
+    where: str = "a preference"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Examples, and what did not become one."""
+
+    examples: list[Example]
+    num_too_long: int
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+def read_file(path: Path, *, is_preference: bool) -> list[Written | Preference]:
+    """Read all lines that are not blank.
+
+    Raises:
+        DataError: the file is missing or a line is broken; the message names file and line.
+        NothingToDoError: the file is empty.
+    """
+    found: list[Written | Preference] = []
+    for where, row in _rows(path):
+        tools = row.get("tools") or ()
+        if not isinstance(tools, list | tuple) or not all(isinstance(t, dict) for t in tools):
+            raise DataError(f"{where}: tools is {tools!r:.80}; a list of schemas is needed")
+        name = "prompt" if "prompt" in row and "messages" not in row else "messages"
+        if not is_preference:
+            if "chosen" in row:
+                raise DataError(
+                    f"{where}: it has `chosen`: a preference, and no dialogue",
+                    hints=["learn from preferences with --objective dpo or --objective rm"],
+                )
+            messages = _messages(_field(row, "messages", where), f"{where}: messages", "user")
+            found.append(Written(messages=messages, tools=tools, where=where))
+            continue
+        found.append(
+            Preference(
+                messages=_messages(_field(row, name, where), f"{where}: {name}", "user"),
+                chosen=_messages(_field(row, "chosen", where), f"{where}: chosen", "assistant"),
+                rejected=_messages(
+                    _field(row, "rejected", where), f"{where}: rejected", "assistant"
+                ),
+                tools=tools,
+                where=where,
+            )
+        )
+    if not found:
+        raise NothingToDoError(f"{path} has no rows")
+    return found
+
+
+def encode(
+    data: Iterable[Written | Preference],
+    renderer: Renderer,
+    *,
+    max_context: int,
+    has_closing: bool = False,
+) -> Encoded:
+    """Dialogues as examples: each branch of a `Written` is one, a `Preference` is a pair.
+
+    Args:
+        data: what was read.
+        renderer: of the policy.
+        max_context: longer ones are left out, and counted: cut ones would end in the middle.
+        has_closing: rows end with what the template writes after the last turn, as those of a
+            reward model do.
+
+    Raises:
+        DataError: an assistant that says nothing; branches in what is compared.
+        ConfigError: the template refuses a dialogue.
+    """
+    tail = closing_ids(renderer) if has_closing else ()
+    examples: list[Example] = []
+    num_too_long = 0
+    for item in data:
+        try:
+            found = (
+                [_pair(item, renderer, tail)]
+                if isinstance(item, Preference)
+                else _singles(item, renderer)
+            )
+        except DataError as error:
+            raise DataError(f"{item.where}: {error}", hints=error.hints) from None
+        for example in found:
+            if max(len(row.token_ids) for row in example) > max_context:
+                num_too_long += 1
+            else:
+                examples.append(example)
+    return Encoded(examples=examples, num_too_long=num_too_long)
+
+
+def _singles(item: Written, renderer: Renderer) -> list[Example]:
+    return [
+        (TokenRow(token_ids=found.token_ids, mask=found.mask),)
+        for found in transcribe(renderer, item.messages, item.tools)
+    ]
+
+
+def _pair(item: Preference, renderer: Renderer, tail: tuple[int, ...]) -> Example:
+    rows = []
+    for side in (item.chosen, item.rejected):
+        branches = transcribe(
+            renderer, [*item.messages, *side], item.tools, num_given=len(item.messages)
+        )
+        if len(branches) > 1:
+            raise DataError(
+                "the chat template rewrites its earlier text after the first answer, so that what "
+                "is compared is no one sequence of tokens",
+                hints=["give one assistant message each as chosen and rejected"],
+            )
+        rows.append(branches[0])
+    if rows[0].token_ids == rows[1].token_ids:
+        raise DataError("chosen and rejected are the same")
+    return tuple(
+        TokenRow(
+            token_ids=row.token_ids + tail,
+            mask=row.mask + (False,) * len(tail),
+            num_shared=row.num_prompt,
+        )
+        for row in rows
+    )
+
+
+# ---- JSON --------------------------------------------------------------------------------------
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", hints=path_hints(path)) from None
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: a row is an object, not {type(row).__name__}")
+        yield where, row
+
+
+def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
+    if name not in row:
+        near = did_you_mean(name, row) or f"it has: {', '.join(row) or 'nothing'}"
+        raise DataError(f"{where}: no field {name!r}", hints=[near])
+    return row[name]
+
+
+def _messages(value: Any, where: str, role: str) -> list[Message]:
+    """A list of messages; a text alone is what `role` says."""
+    if isinstance(value, str):
+        value = {"role": role, "content": value}
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where} is {value!r:.80}; a list of messages is needed")
+    return [_message(one, f"{where}[{place}]") for place, one in enumerate(value)]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is {value!r:.80}; a message is an object")
+    role, content = value.get("role"), value.get("content")
+    if role not in _ROLES:
+        near = did_you_mean(str(role), _ROLES) or f"there is: {', '.join(_ROLES)}"
+        raise DataError(f"{where}: no role {role!r}", hints=[near])
+    if content is None and value.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise DataError(f"{where}: content is {content!r:.80}; a text is needed")
+    message: Message = {"role": role, "content": content}
+    if value.get("tool_calls"):
+        message["tool_calls"] = [_call(call, where) for call in value["tool_calls"]]
+    for name in ("reasoning_content", "tool_call_id", "name"):
+        if isinstance(value.get(name), str):
+            message[name] = value[name]
+    return message
+
+
+def _call(value: Any, where: str) -> ToolCall:
+    try:
+        name, arguments = value["function"]["name"], value["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise DataError(
+            f"{where}: the tool call {value!r:.80} is none",
+            hints=['like {"type": "function", "function": {"name": ..., "arguments": {...}}}'],
+        ) from None
+    return {
+        "id": str(value.get("id", "call00000")),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }

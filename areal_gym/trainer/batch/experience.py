@@ -1,0 +1,157 @@
+"""A batch as numbers: what estimators see of it, columns of numbers per token, and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_gym.config import TrainerConfig
+from areal_gym.trainer.algorithms.advantages import AdvantageInputs
+from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty, shape_rewards
+from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
+from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
+
+
+class TokenBatch:
+    """Numbers of the trained tokens of some rows, by name; each [T_row] on the rows' device."""
+
+    def __init__(self, rows: Sequence[TokenSequence], device: torch.device) -> None:
+        self._lengths = [row.num_trainable for row in rows]
+        self._device = device
+        self._values: dict[str, tuple[Tensor, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def put(self, name: str, values_T: Tensor) -> None:
+        """Numbers of all tokens, row after row."""
+        self._values[name] = torch.split(values_T.to(self._device), self._lengths)
+
+    def take(self, name: str, indexes: Sequence[int]) -> Tensor:
+        """Those of the rows `indexes`, in that order."""
+        values = self._values[name]
+        return torch.cat([values[i] for i in indexes])
+
+    def all(self, name: str) -> Tensor:
+        """Those of all rows."""
+        return torch.cat(self._values[name])
+
+    def per_row(self, values: Sequence[float], indexes: Sequence[int]) -> Tensor:
+        """One number for each of the rows `indexes`, repeated for its tokens."""
+        lengths = torch.tensor([self._lengths[i] for i in indexes])
+        values_B = torch.tensor(values, dtype=torch.float32)
+        return values_B.repeat_interleave(lengths).to(self._device)
+
+    def row_ids(self, indexes: Sequence[int]) -> Tensor:
+        """0, 1, 2, ...: which of `indexes` each token belongs to."""
+        lengths = torch.tensor([self._lengths[i] for i in indexes])
+        return torch.arange(len(indexes)).repeat_interleave(lengths).to(self._device)
+
+
+def trained(rows: Sequence[TokenSequence], name: str) -> Tensor:
+    """The named numbers of the tokens that the rows train on, [T]."""
+    return torch.tensor(
+        [
+            value
+            for row in rows
+            for value, is_trained in zip(getattr(row, name), row.loss_mask, strict=True)
+            if is_trained
+        ]
+    )
+
+
+def advantage_inputs(
+    rows: Sequence[TokenSequence], config: TrainerConfig, max_new_tokens: int
+) -> AdvantageInputs:
+    """Rewards, shaped, on the last token of their turn, and whose tokens are whose.
+
+    `rows` are all branches of all trajectories, in order. What shaping changes of a trajectory's
+    reward, but for the scale, falls on its last turn.
+    """
+    heads = [row for row in rows if row.branch == 0]
+    turn_rewards = [list(row.turn_rewards) or [0.0] for row in heads]
+    turn_lengths = [[0] * len(rewards) for rewards in turn_rewards]
+    for row in rows:
+        lengths = turn_lengths[row.trajectory_id]
+        for turn, is_trained in zip(row.turn_ids, row.loss_mask, strict=True):
+            if is_trained:
+                lengths[turn] += 1
+    shaping = config.reward
+    rewards_G = torch.tensor([sum(rewards) for rewards in turn_rewards], dtype=torch.float64)
+    shaped_G = rewards_G
+    if shaping.overlong_tail:
+        longest_G = torch.tensor([max(lengths) for lengths in turn_lengths])
+        shaped_G = rewards_G + overlong_penalty(
+            longest_G,
+            max_length=max_new_tokens,
+            tail=max(1, round(shaping.overlong_tail * max_new_tokens)),
+            factor=shaping.overlong_factor,
+        )
+    shaped_G = shape_rewards(shaped_G, bias=shaping.bias, scale=shaping.scale, clip=shaping.clip)
+    for rewards, total in zip(turn_rewards, shaped_G.tolist(), strict=True):
+        rewards[:] = [reward * shaping.scale for reward in rewards]
+        rewards[-1] += total - sum(rewards)
+    known = {"old_logprobs_T": trained(rows, "old_logprobs")}
+    if any(row.teacher_logprobs for row in rows):
+        known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
+    group_ids = [row.group_id for row in heads]
+    return AdvantageInputs.from_turns(turn_rewards, turn_lengths, group_ids, **known)
+
+
+class Totals(dict[str, float]):
+    """Sums of metrics over micro-batches."""
+
+    def add(self, name: str, values: Tensor, count: int = 1) -> None:
+        """Add the sum of `values`, divided by `count`."""
+        self[name] = self.get(name, 0.0) + float(values.detach().sum()) / count
+
+
+class MeansByLag:
+    """Means of a number per token, apart by how old the token's policy is: 0 to 4, and more."""
+
+    _MAX = 5
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self._sums = torch.zeros(self._MAX + 1)
+        self._counts = torch.zeros(self._MAX + 1)
+
+    def add(self, versions_T: Tensor, values_T: Tensor) -> None:
+        """Count these tokens in."""
+        # After --from-step, the journal may have groups of weights that are still to come again.
+        lags_T = (self._version - versions_T.cpu()).clamp(0, self._MAX)
+        self._sums.index_add_(0, lags_T, values_T.cpu().float())
+        self._counts += lags_T.bincount(minlength=self._MAX + 1)
+
+    def metrics(self, prefix: str, ranks: Ranks = ALONE) -> dict[str, float]:
+        """The means over all ranks, as `{prefix}{lag}`, of those lags that there are."""
+        sums, counts = torch.stack(ranks.gather(torch.stack((self._sums, self._counts)))).sum(0)
+        return {
+            f"{prefix}{lag}{'+' if lag == self._MAX else ''}": float(sums[lag] / count)
+            for lag, count in enumerate(counts.tolist())
+            if count
+        }
+
+
+def batch_metrics(rows: Sequence[TokenSequence], version: int) -> dict[str, float]:
+    """What the environment gave, as it gave it, and how old the tokens are."""
+    heads = [row for row in rows if row.branch == 0]
+    rewards_G = torch.tensor([row.reward for row in heads], dtype=torch.float64)
+    by_group: dict[int, list[float]] = {}
+    for row in heads:
+        by_group.setdefault(row.group_id, []).append(row.reward)
+    staleness = [version - v for row in rows for v in row.versions if v >= 0]
+    return {
+        "reward/mean": float(rewards_G.mean()),
+        "reward/std": float(rewards_G.std(correction=0)),
+        "reward/solve_all": sum(min(r) >= 1 for r in by_group.values()) / len(by_group),
+        "reward/solve_none": sum(max(r) <= 0 for r in by_group.values()) / len(by_group),
+        "rollout/staleness_mean": sum(staleness) / len(staleness),
+        "rollout/staleness_max": float(max(staleness)),
+        "rollout/tokens": float(len(staleness)),
+        "rollout/turns": sum(len(row.turn_rewards) for row in heads) / len(heads),
+        "train/sequences": float(len(rows)),
+        "train/masked_fraction": 1 - len(staleness) / sum(len(row) for row in rows),
+    }

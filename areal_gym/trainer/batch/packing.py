@@ -1,0 +1,250 @@
+"""Batches without padding in the matrix products, and a group's prompt forwarded once.
+
+The rows of a micro-batch lie on one flat axis of N tokens. Rows that begin with the same prompt
+share its tokens (a prefix tree of depth one): the prompt is forwarded once, and every continuation
+attends to it and to itself. On GPUs, in 16 bits, torch's variable-length kernel does that
+(`areal_gym.trainer.batch.varlen`), on CPUs our own (`areal_gym.models.tiny.kernels`). Where
+neither can (soft caps, other types, a CPU without a compiler), tokens are gathered into small
+rectangles of similar length, attended with a mask, and gathered back.
+
+    flat axis   [prompt A][prompt B] ... [cont. A1][cont. A2][cont. B1] ...
+    rectangles  prompts: q = k = the prompt, causal
+                continuations: q = the continuation, k = its prompt (right-aligned) + itself
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal_gym.models.tiny.decoder import capped_attention
+from areal_gym.models.tiny.kernels.attention_kernels import attend, has_kernel
+from areal_gym.trainer.batch.bins import Row
+from areal_gym.trainer.batch.varlen import VarlenPlan, fits_kernel, plan_varlen
+
+_MAX_ROWS = 64
+"""Rows of one rectangle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One rectangle of attention: `B` rows, `Q` queries, `K` keys."""
+
+    query_index_BQ: Tensor
+    """Flat positions of the queries; padding points anywhere."""
+    key_index_BK: Tensor
+    mask_B1QK: Tensor
+    """0 where a query may look, -inf elsewhere; every query sees at least one key."""
+    query_position_BQ: Tensor
+    """Where in its sequence each query stands."""
+    key_position_BK: Tensor
+    longest: int
+    """No two tokens are so far apart."""
+    _windowed: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def mask(self, window: int | None) -> Tensor:
+        """`mask_B1QK`, and nothing that is `window` tokens old or older; computed once."""
+        if window is None or window >= self.longest:
+            return self.mask_B1QK
+        if window not in self._windowed:
+            age_BQK = self.query_position_BQ[:, :, None] - self.key_position_BK[:, None]
+            is_too_old = (age_BQK >= window)[:, None]
+            self._windowed[window] = self.mask_B1QK.masked_fill(is_too_old, -torch.inf)
+        return self._windowed[window]
+
+
+Segment = tuple[range, range]
+"""Flat positions of a prompt (or none), and of the tokens that attend to it and to themselves."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A micro-batch on the flat axis."""
+
+    token_ids_N: Tensor
+    positions_N: Tensor
+    segments: tuple[Segment, ...]
+    """Prompts first, then siblings side by side; the second ranges cover the flat axis."""
+    row_index: tuple[list[int], ...]
+    """For each row, the flat position of each of its tokens (shared ones included)."""
+
+    def attend(
+        self,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        /,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """The decoder's `Attend` of this batch."""
+        if fits_kernel(v_NKD, softcap):
+            return self.varlen_plan.attend(q_NHD, k_NKD, v_NKD, window=window)
+        if softcap is None and has_kernel(q_NHD, k_NKD, v_NKD):
+            return attend(q_NHD, k_NKD, v_NKD, self.segments_S6, window)
+        blocks, inverse_N = self.rectangles
+        return attend_blocks(blocks, inverse_N, q_NHD, k_NKD, v_NKD, window=window, softcap=softcap)
+
+    @property
+    def num_query_slots(self) -> int:
+        """Queries of the attention, padding included, as far as it needed rectangles."""
+        if "rectangles" in vars(self):
+            return sum(block.query_index_BQ.numel() for block in self.rectangles[0])
+        return len(self.token_ids_N)
+
+    @cached_property
+    def varlen_plan(self) -> VarlenPlan:
+        """The same attention as one call of the variable-length kernel."""
+        return plan_varlen(self.segments, self.token_ids_N.device)
+
+    @cached_property
+    def segments_S6(self) -> Tensor:
+        """The segments as the kernel for CPUs reads them."""
+        return torch.tensor(
+            [
+                (mine.start, len(mine), prompt.start, prompt.stop, mine.start, mine.stop)
+                for prompt, mine in self.segments
+            ],
+            dtype=torch.long,
+        )
+
+    @cached_property
+    def rectangles(self) -> tuple[tuple[Block, ...], Tensor]:
+        """Blocks, and where each flat token's output lies in their concatenated, padded outputs."""
+        device = self.token_ids_N.device
+        ordered = sorted(
+            self.segments, key=lambda pair: (bool(pair[0]), len(pair[1]), len(pair[0]))
+        )
+        chunks = list(_similar(ordered))
+        blocks = tuple(_block(chunk, device) for chunk in chunks)
+        order = [_real_queries(chunk) for chunk in chunks]
+        place = torch.cat(order) if order else torch.zeros(0, dtype=torch.long)
+        inverse = torch.empty(len(self.token_ids_N), dtype=torch.long)
+        is_real = place >= 0
+        inverse[place[is_real]] = is_real.nonzero().squeeze(1)
+        return blocks, inverse.to(device)
+
+
+def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch:
+    """Lay rows on the flat axis: prompts, then what follows them, siblings side by side."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+
+    def lay(tokens: Sequence[int], first_position: int) -> range:
+        start = len(token_ids)
+        token_ids.extend(tokens)
+        positions.extend(range(first_position, first_position + len(tokens)))
+        return range(start, len(token_ids))
+
+    families: dict[tuple[int, ...], list[int]] = {}
+    for i, row in enumerate(rows):
+        families.setdefault(tuple(row.token_ids[: row.num_shared]), []).append(i)
+    prompts = {shared: lay(shared, 0) for shared in families}
+    segments: list[Segment] = [(range(0), prompt) for prompt in prompts.values() if prompt]
+    row_index: list[list[int]] = [[] for _ in rows]
+    for shared, members in families.items():
+        prompt = prompts[shared]
+        for i in members:
+            mine = lay(rows[i].token_ids[len(prompt) :], len(prompt))
+            row_index[i] = [*prompt, *mine]
+            if mine:
+                segments.append((prompt, mine))
+    return PackedBatch(
+        token_ids_N=torch.tensor(token_ids, dtype=torch.long, device=device),
+        positions_N=torch.tensor(positions, dtype=torch.long, device=device),
+        segments=tuple(segments),
+        row_index=tuple(row_index),
+    )
+
+
+def attend_blocks(
+    blocks: Iterable[Block],
+    inverse_N: Tensor,
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of each rectangle; [N, H, D] in, [N, H, D] out. Gathers carry exact gradients."""
+    num_groups = q_NHD.shape[1] // k_NKD.shape[1]
+    outputs = []
+    for block in blocks:
+        q = q_NHD[block.query_index_BQ].transpose(1, 2)  # [B, H, Q, D]
+        k = k_NKD[block.key_index_BK].transpose(1, 2)
+        v = v_NKD[block.key_index_BK].transpose(1, 2)
+        if num_groups > 1:
+            k = k.repeat_interleave(num_groups, dim=1)
+            v = v.repeat_interleave(num_groups, dim=1)
+        mask = block.mask(window).to(q.dtype)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            scale = 1 / math.sqrt(q.shape[-1])
+            out = capped_attention(q, k, v, mask, scale=scale, softcap=softcap)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[inverse_N]
+
+
+def _similar(rectangles: list[Segment]) -> Iterator[list[Segment]]:
+    """Runs of rectangles whose rows are of one kind and of similar length."""
+    chunk: list[Segment] = []
+    for prompt, mine in rectangles:
+        if chunk and (
+            len(chunk) == _MAX_ROWS
+            or bool(prompt) != bool(chunk[0][0])
+            or len(mine) > 1.3 * len(chunk[0][1]) + 4
+        ):
+            yield chunk
+            chunk = []
+        chunk.append((prompt, mine))
+    if chunk:
+        yield chunk
+
+
+def _block(chunk: list[Segment], device: torch.device | str) -> Block:
+    num_prompt = max(len(prompt) for prompt, _ in chunk)
+    num_own = max(len(mine) for _, mine in chunk)
+    prompt_starts = torch.tensor([prompt.start for prompt, _ in chunk])[:, None]
+    prompt_lengths = torch.tensor([len(prompt) for prompt, _ in chunk])[:, None]
+    own_starts = torch.tensor([mine.start for _, mine in chunk])[:, None]
+    own_lengths = torch.tensor([len(mine) for _, mine in chunk])[:, None]
+    steps_Q = torch.arange(num_own)
+    query_BQ = own_starts + steps_Q.minimum(own_lengths - 1)
+    # Prompts are right-aligned, so that query i sees keys up to num_prompt + i in every row.
+    prompt_steps = torch.arange(num_prompt) - (num_prompt - prompt_lengths)
+    prompt_BK = prompt_starts + prompt_steps.clamp(min=0)
+    is_hidden_B1K = torch.cat((prompt_steps < 0, steps_Q >= own_lengths), dim=1)[:, None]
+    is_later_1QK = (
+        torch.arange(num_prompt + num_own)[None, None] > num_prompt + steps_Q[None, :, None]
+    )
+    is_padding_BQ1 = (steps_Q >= own_lengths)[:, :, None]
+    is_masked = (is_hidden_B1K & ~is_padding_BQ1) | is_later_1QK
+    mask = torch.zeros(is_masked.shape).masked_fill_(is_masked, -torch.inf)
+    position_BQ = prompt_lengths + steps_Q
+    return Block(
+        query_index_BQ=query_BQ.to(device),
+        key_index_BK=torch.cat((prompt_BK, query_BQ), dim=1).to(device),
+        mask_B1QK=mask[:, None].to(device),
+        query_position_BQ=position_BQ.to(device),
+        key_position_BK=torch.cat((prompt_steps, position_BQ), dim=1).to(device),
+        longest=num_prompt + num_own,
+    )
+
+
+def _real_queries(chunk: list[Segment]) -> Tensor:
+    """For each padded query in order: its flat position, -1 for padding."""
+    width = max(len(mine) for _, mine in chunk)
+    flat = itertools.chain.from_iterable(
+        (*mine, *([-1] * (width - len(mine)))) for _, mine in chunk
+    )
+    return torch.tensor(list(flat), dtype=torch.long)

@@ -1,0 +1,43 @@
+"""When memory is not enough: which settings need less of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from areal_gym.errors import TrainError
+
+MEMORY_HINTS = (
+    "out of memory? lower trainer.tokens_per_microbatch: what a pass keeps grows with it",
+    "or trainer.recompute_layers=true: a third more work for a fraction of that memory",
+    "or trainer.dtype=bfloat16, or a larger trainer.num_ranks: each holds a part of the weights",
+)
+"""From what costs least to what costs most."""
+
+
+def out_of_memory(error: BaseException) -> TrainError | None:
+    """What to tell of an allocation that failed; None where `error` is something else."""
+    text = str(error)
+    is_gpu = isinstance(error, torch.OutOfMemoryError)
+    # torch has no class of its own for the host's memory.
+    if not (is_gpu or isinstance(error, MemoryError) or "DefaultCPUAllocator" in text):
+        return None
+    reason = next((line for line in text.splitlines() if "allocate" in line), "")
+    where = "a trainer's GPU is" if is_gpu else "the trainer is"
+    return TrainError(
+        f"{where} out of memory{': ' if reason else ''}{reason.strip()[:200]}", hints=MEMORY_HINTS
+    )
+
+
+@contextmanager
+def readable_memory_errors() -> Iterator[None]:
+    """Turn what an allocation that fails inside raises into a TrainError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        told = out_of_memory(error)
+        if told is None:
+            raise
+        raise told from error

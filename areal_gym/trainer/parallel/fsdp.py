@@ -1,0 +1,108 @@
+"""FSDP2: each rank keeps a part of every weight, and gets the whole of a layer while it needs it.
+
+Zhao et al. 2023; `torch.distributed.fsdp.fully_shard`. Master weights, gradients and optimizer
+states are float32 and sharded; with `dtype="bfloat16"` layers are gathered and computed in
+bfloat16, and gradients are summed in float32.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.trainer.parallel.rank_group import Ranks
+
+
+def _require_compiler() -> None:
+    name = os.environ.get("CXX", "g++")  # as torch's inductor looks for it
+    if shutil.which(name) is None:
+        raise ConfigError(
+            f"trainer.compile=true needs a C++ compiler, and {name!r} is not installed",
+            hints=[
+                "install g++, or name another: CXX=COMPILER",
+                "trainer.compile=false needs none",
+            ],
+        )
+
+
+def prepare_decoder(decoder: Decoder, config: TrainerConfig, ranks: Ranks) -> None:
+    """What the settings say of a decoder's layers; then keep only this rank's part of the weights.
+
+    The rest (embeddings, the last norm, the output projection) is gathered as one piece and stays
+    whole from the forward pass to the end of the backward pass: the loss needs the output
+    projection after the decoder has returned.
+
+    Raises:
+        ConfigError: the layers are to be compiled for a CPU, and there is no compiler.
+    """
+    decoder.recomputes_layers = config.recompute_layers
+    if config.compile:
+        if next(decoder.parameters()).device.type == "cpu":
+            _require_compiler()
+        for layer in decoder.model.layers:
+            cast(nn.Module, layer.mlp).compile(dynamic=True)
+    if ranks.size == 1:
+        return
+    how = _how(decoder, config, ranks)
+    for layer in decoder.model.layers:
+        fully_shard(layer, **how)
+    fully_shard(decoder, reshard_after_forward=False, **how)
+
+
+def shard_head(head: nn.Linear, config: TrainerConfig, ranks: Ranks) -> None:
+    """As `prepare_decoder`, for a head that is applied to hidden states."""
+    if ranks.size > 1:
+        fully_shard(head, **_how(head, config, ranks))
+
+
+def drop_gathered(*modules: object) -> None:
+    """Let go of what a forward pass without a backward pass has left gathered.
+
+    Without it the next forward pass would use these weights, though they have changed since.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a weight; every rank must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole weights, one after the other; every rank must ask for all of them."""
+    for name, tensor in module.state_dict().items():
+        yield name, full(tensor.detach())
+
+
+def _how(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
+    device = next(module.parameters()).device.type
+    offload = OffloadPolicy()
+    if config.cpu_offload and device == "cuda":
+        offload = CPUOffloadPolicy()
+    precision = MixedPrecisionPolicy()
+    if config.dtype == "bfloat16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return {
+        "mesh": init_device_mesh(device, (ranks.size,)),
+        "mp_policy": precision,
+        "offload_policy": offload,
+    }

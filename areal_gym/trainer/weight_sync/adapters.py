@@ -1,0 +1,115 @@
+"""LoRA adapters as versions: the base model stays, what is published is small."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save
+from torch import Tensor
+
+from areal_gym.engines.base import Engine, WeightServer
+from areal_gym.errors import ConfigError
+from areal_gym.trainer.weight_sync.base import Weights, on_all, require_remote
+from areal_gym.utils.files import readable_disk_errors, write_atomic
+
+_LOAD_S = 120.0
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_A\.weight")
+
+
+class LoraWeightSync:
+    """Each version is an adapter of its own, `policy-v7`; requests name the one they want.
+
+    Servers must have been started for adapters (SGLang: `--enable-lora --max-lora-rank R
+    --lora-target-modules ...`). Loading an adapter leaves a server's version as it is, so it is
+    told. Requests in flight are sent again: one request has one adapter to its end.
+
+    Args:
+        engine: has servers.
+        directory: where adapters are written, in peft's layout; servers read the same path.
+        alpha: the update of a matrix is alpha / r * B A.
+    """
+
+    takes_adapter = True
+    """It publishes what `Trainer.adapter` gives."""
+
+    def __init__(self, engine: Engine, *, directory: Path, alpha: float = 16.0) -> None:
+        self._engine = require_remote(engine, "lora")
+        self._directory = directory
+        self._alpha = alpha
+        self._published: list[str] = []
+
+    async def publish(self, weights: Weights, version: int) -> None:
+        """Load the adapter everywhere, switch to it, unload the ones before.
+
+        Args:
+            weights: peft's names (`base_model.model.NAME.lora_A.weight`, `lora_B`) and tensors.
+            version: of the policy.
+
+        Raises:
+            ConfigError: the weights are no adapter.
+            EngineError: no server took it.
+        """
+        name = f"policy-v{version}"
+        path = await asyncio.to_thread(self._write, dict(weights), name)
+
+        async def load(server: WeightServer) -> None:
+            adapter = {"lora_name": name, "lora_path": str(path.absolute())}
+            await server.post("/load_lora_adapter", adapter, timeout_s=_LOAD_S)
+            told = {"new_version": str(version), "abort_all_requests": False}
+            await server.post("/update_weight_version", told, timeout_s=_LOAD_S)
+
+        async with self._engine.updating(version, must_abort=True) as servers:
+            alive = await on_all(servers, load)
+            self._engine.adapter = name
+        for old in self._published:
+            body = {"lora_name": old}
+            await asyncio.gather(
+                *(s.post("/unload_lora_adapter", body, timeout_s=_LOAD_S) for s in alive),
+                return_exceptions=True,  # a server that came back has never had it
+            )
+            shutil.rmtree(self._directory / old, ignore_errors=True)
+        self._published = [name]
+
+    async def aclose(self) -> None:
+        """Delete what was published; checkpoints are somebody else's."""
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    def _write(self, weights: dict[str, Tensor], name: str) -> Path:
+        path = self._directory / name
+        config = adapter_config(weights, alpha=self._alpha)
+        tensors = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in weights.items()}
+        with readable_disk_errors(self._directory):
+            shutil.rmtree(path, ignore_errors=True)
+            write_atomic(path / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+            write_atomic(path / "adapter_config.json", json.dumps(config, indent=2))
+        return path
+
+
+def adapter_config(weights: dict[str, Tensor], *, alpha: float) -> dict[str, object]:
+    """What `adapter_config.json` of these weights must say.
+
+    Raises:
+        ConfigError: they are no adapter, or its matrices have several ranks.
+    """
+    downs = {m[1]: t for n, t in weights.items() if (m := _NAME.fullmatch(n))}
+    ranks = {tensor.shape[0] for tensor in downs.values()}
+    if len(ranks) != 1:
+        found = f"ranks {sorted(ranks)}" if ranks else f"names like {next(iter(weights), None)!r}"
+        raise ConfigError(
+            f"trainer.weight_sync=lora publishes one LoRA adapter; these weights have {found}",
+            hints=["whole weights need trainer.weight_sync=disk, tensor or distributed"],
+        )
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": ranks.pop(),
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[2] for name in downs}),
+    }

@@ -1,0 +1,117 @@
+"""The contract of weight syncs, and the choice of one.
+
+A weight sync brings named tensors (Hugging Face's names) to an engine under a version. It returns
+when the engine samples with them; the engine itself checks that each of its servers says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from areal_gym.config import LoraConfig, PluginConfig
+from areal_gym.engines.base import Engine, LocalEngine, RemoteEngine, WeightServer
+from areal_gym.errors import ConfigError, EngineError
+from areal_gym.plugins import registry
+
+Weights = Iterable[tuple[str, Tensor]]
+"""Hugging Face names and tensors; they may change after `publish` has returned, not before."""
+
+
+class WeightSync(Protocol):
+    """Publishes weights under a version.
+
+    The class is called with the engine, `directory=` (a place of its own in the run directory,
+    which need not exist yet) and the settings' `kwargs`.
+    """
+
+    async def publish(self, weights: Weights, version: int) -> None:
+        """Returns when the engine samples with the new weights.
+
+        Raises:
+            EngineError: no server took them; those that there are keep the old ones.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Give back what was held: groups, files. Idempotent."""
+        ...
+
+
+def weights_for(weight_sync: WeightSync, learner: Any) -> Weights:
+    """What this weight sync publishes of what the learner has: the weights, or an adapter."""
+    if getattr(weight_sync, "takes_adapter", False):
+        adapter: dict[str, Tensor] = learner.adapter()
+        return adapter.items()
+    weights: Weights = learner.weights()
+    return weights
+
+
+def make_weight_sync(
+    engine: Engine, settings: PluginConfig, *, directory: Path, lora: LoraConfig | None = None
+) -> WeightSync:
+    """The weight sync of the settings; "auto" takes what the engine needs.
+
+    Args:
+        engine: that samples.
+        settings: `trainer.weight_sync`.
+        directory: where it may write.
+        lora: the adapter that is trained, if one is.
+
+    Raises:
+        UnknownIdError: nobody registered it.
+        ConfigError: it does not fit the engine, or its arguments do not fit it.
+    """
+    id, kwargs = settings.id, dict(settings.kwargs)
+    if id == "auto":
+        id = "in-process" if isinstance(engine, LocalEngine) else "disk"
+    sync_class = registry().load("weight-syncs", id)
+    if getattr(sync_class, "takes_adapter", False):
+        if lora is None:
+            raise ConfigError(
+                f"trainer.weight_sync={id} publishes an adapter, and all weights are trained",
+                hints=["trainer.lora={} trains an adapter", "trainer.weight_sync=disk"],
+            )
+        kwargs = {"alpha": lora.alpha, **kwargs}
+    try:
+        sync: WeightSync = sync_class(engine, directory=directory, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"trainer.weight_sync.kwargs do not fit {id!r}: {error}",
+            hints=[f"its arguments: areal-gym show {id}"],
+        ) from error
+    return sync
+
+
+def require_remote(engine: Engine, id: str) -> RemoteEngine:
+    """The engine, which must have servers.
+
+    Raises:
+        ConfigError: it lives in this process.
+    """
+    if not isinstance(engine, RemoteEngine):
+        raise ConfigError(
+            f"trainer.weight_sync={id} brings weights to servers, and this engine has none",
+            hints=["an engine in this process needs trainer.weight_sync=in-process"],
+        )
+    return engine
+
+
+async def on_all(
+    servers: Sequence[WeightServer], act: Callable[[WeightServer], Awaitable[object]]
+) -> list[WeightServer]:
+    """Do the same on all servers at once, and return those where it went well.
+
+    Raises:
+        EngineError: it went wrong everywhere; the first server's reason.
+    """
+    results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in errors:
+        if not isinstance(error, EngineError) or len(errors) == len(servers):
+            raise error
+    return [s for s, r in zip(servers, results, strict=True) if not isinstance(r, BaseException)]

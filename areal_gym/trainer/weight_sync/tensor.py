@@ -1,0 +1,130 @@
+"""Weights in the body of requests: no file system in common, no process group."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from areal_gym.engines.base import Engine, WeightServer
+from areal_gym.trainer.weight_sync.base import Weights, on_all, require_remote
+from areal_gym.trainer.weight_sync.update_session import update_session
+
+_TRANSFER_S = 600.0
+
+
+class TensorWeightSync:
+    """Tensors laid end to end in buckets of bounded size, one request each (SGLang's
+    `flattened_bucket`). They travel by value: SGLang's other way, handles of shared memory, kills
+    a server that is no child of this process.
+
+    Args:
+        engine: has servers.
+        directory: not used.
+        bucket_mb: size of a bucket, in 10^6 bytes; it is held about three times.
+        dtype: that is sent ("bfloat16" halves it); as the weights are by default.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        directory: Path | None = None,
+        bucket_mb: float = 512,
+        dtype: str | None = None,
+    ) -> None:
+        self._engine = require_remote(engine, "tensor")
+        self._bucket_bytes = int(bucket_mb * 1e6)
+        self._dtype = None if dtype is None else getattr(torch, dtype)
+
+    async def publish(self, weights: Weights, version: int) -> None:
+        """Interrupt, send bucket by bucket to all servers at once, go on.
+
+        Raises:
+            EngineError: no server took the weights.
+        """
+        parts = list(buckets(weights, self._bucket_bytes, self._dtype))
+        async with self._engine.updating(version) as servers, update_session(servers) as alive:
+            for index, part in enumerate(parts):
+                payload = await asyncio.to_thread(encode_bucket, part)
+                alive[:] = await on_all(
+                    alive, _Send(payload, version if index == len(parts) - 1 else None)
+                )
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+
+class _Send:
+    """One bucket to one server. The last one names the version: until then it is the old one's."""
+
+    def __init__(self, payload: str, version: int | None) -> None:
+        self._payload = payload
+        self._version = version
+
+    async def __call__(self, server: WeightServer) -> None:
+        body = {
+            "serialized_named_tensors": [self._payload] * server.num_ranks,
+            "load_format": "flattened_bucket",
+            "flush_cache": self._version is not None,
+        }
+        if self._version is not None:
+            body["weight_version"] = str(self._version)
+        await server.post("/update_weights_from_tensor", body, timeout_s=_TRANSFER_S)
+
+
+def buckets(
+    weights: Weights, max_bytes: int, dtype: torch.dtype | None = None
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The weights in order, in parts of at most `max_bytes`; a larger tensor is a part by itself.
+
+    Nothing is copied, so the tensors must not change before the parts are used up.
+    """
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        tensor = tensor.detach().to(dtype=dtype or tensor.dtype)
+        num_bytes = tensor.numel() * tensor.element_size()
+        if part and size + num_bytes > max_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += num_bytes
+    if part:
+        yield part
+
+
+def encode_bucket(part: Sequence[tuple[str, Tensor]]) -> str:
+    """SGLang's flattened bucket, pickled and in base64.
+
+    Its metadata are read by attribute only, so they need not be of SGLang's own class, which the
+    trainer does not have; plain namespaces pass its unpickler.
+    """
+    metadata = []
+    flat: list[Tensor] = []
+    start = 0
+    for name, tensor in part:
+        raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
+        metadata.append(
+            SimpleNamespace(
+                name=name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                start_idx=start,
+                end_idx=start + raw.numel(),
+                numel=raw.numel(),
+            )
+        )
+        flat.append(raw)
+        start += raw.numel()
+    bucket = {"flattened_tensor": torch.cat(flat), "metadata": metadata}
+    stream = io.BytesIO()
+    pickle.dump(bucket, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    return base64.b64encode(stream.getbuffer()).decode("ascii")

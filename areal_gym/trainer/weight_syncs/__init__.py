@@ -1,5 +1,0 @@
-"""How new weights reach the engine: plugins of kind `weight-syncs`."""
-
-from areal_gym.trainer.weight_syncs.base import WeightSync, make_weight_sync, weights_for
-
-__all__ = ["WeightSync", "make_weight_sync", "weights_for"]

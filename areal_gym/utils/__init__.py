@@ -1,0 +1,1 @@
+"""Helpers without words of reinforcement learning: files, threads, statistics, text."""

@@ -1,0 +1,109 @@
+"""Waiting for a coroutine, wherever one is, and being interrupted while one waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_ONE_PRESS_S = 1.0
+"""Programs that start others pass Ctrl-C on, which the terminal has sent already."""
+
+
+def run_to_end(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, also where a loop runs already, as in a notebook: on a thread beside it then.
+
+    An interrupt (see `interruptible`) cancels the coroutine and waits for what it does about that.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+    """
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    is_interrupted = False
+
+    async def announced() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.append((asyncio.get_running_loop(), task))
+        return await main
+
+    def interrupt() -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        if not begun:
+            raise KeyboardInterrupt
+        loop, task = begun[0]
+        loop.call_soon_threadsafe(task.cancel)
+
+    run = _run_beside if _is_inside_loop() else asyncio.run
+    with interruptible(interrupt):
+        try:
+            return run(announced())
+        except asyncio.CancelledError:
+            if is_interrupted:
+                raise KeyboardInterrupt from None
+            raise
+
+
+def _is_inside_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_beside(main: Coroutine[Any, Any, T]) -> T:
+    end: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            end.set_result(asyncio.run(main))
+        except BaseException as error:
+            end.set_exception(error)
+
+    # What is printed in there belongs to the cell that we are called from.
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(work,), name="areal-gym-run", daemon=True).start()
+    return end.result()
+
+
+@contextmanager
+def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
+    """Inside, Ctrl-C and the signals by which systems end programs call `on_interrupt`, once.
+
+    Whoever presses Ctrl-C again, and not in the same moment, waits no longer: KeyboardInterrupt is
+    raised wherever the program is. Signals that somebody else handles or ignores stay theirs, and
+    so do all of them outside of the main thread.
+    """
+    first_s: float | None = None
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        if first_s is None:
+            first_s = time.monotonic()
+            on_interrupt()
+        elif time.monotonic() - first_s > _ONE_PRESS_S:
+            raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        usual = {signal.default_int_handler, signal.SIG_DFL}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) in usual}
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

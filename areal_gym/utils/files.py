@@ -1,0 +1,377 @@
+"""Files that crashes and full disks leave readable: whole or not at all, or line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import itertools
+import json
+import math
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from areal_gym.errors import DataError, TrainError
+
+MAX_JSON_DEPTH = 300
+"""How deep JSON from outside may be nested; the stack of who walks through it bears 1,000."""
+_MOST_NEIGHBOURS = 1000
+"""Names of a directory that a mistyped one is compared with."""
+MOST_BYTES = 2**28
+"""Of a file that is read whole, and of a line of others: more is no record of a run."""
+MOST_VALUES = 2**18
+"""Of a YAML file; the settings of a run are some hundred."""
+_MOST_MERGED = 16
+"""Aliases of a YAML file with merges: those of merges multiply."""
+_MOST_YAML = 2**24
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def path_hints(path: Path) -> list[str]:
+    """For an error about a path: the nearest name, else how much of it is not there.
+
+    Empty where there is something.
+    """
+    if path.exists():
+        return []
+    if not path.parent.exists():
+        return path_hints(path.parent)
+    neighbours: list[str] = []
+    with contextlib.suppress(OSError):
+        neighbours = [p.name for p in itertools.islice(path.parent.iterdir(), _MOST_NEIGHBOURS)]
+    close = difflib.get_close_matches(path.name, neighbours, cutoff=0.8)
+    if close:
+        return [f"did you mean {' or '.join(repr(str(path.with_name(name))) for name in close)}?"]
+    return [f"there is no {path.absolute()}"]
+
+
+def write_atomic(file: Path, data: str | bytes, *, is_synced: bool = True) -> None:
+    """Make `file` hold `data`, whatever happens meanwhile: the old content, or all of the new.
+
+    Args:
+        file: is replaced.
+        data: the new content.
+        is_synced: wait until it is on the disk; without, a power cut may cost it.
+
+    Raises:
+        TrainError: the disk is full.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    with readable_disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(raw)
+                stream.flush()
+                if is_synced:
+                    os.fsync(stream.fileno())
+            temporary.replace(file)
+            if is_synced:
+                _sync_directory(file.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def readable_disk_errors(path: Path) -> Iterator[None]:
+    """Turn what a full or read-only disk raises inside into a TrainError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise TrainError(
+                f"the disk is full: cannot write {path} ({error.strerror})",
+                hints=[
+                    "free some space, or choose another disk with --out",
+                    "runs keep their space in checkpoints/ and trajectories/; old ones can go",
+                    "then continue: the same command with --resume",
+                ],
+            ) from error
+        if error.errno == errno.ENOENT:
+            raise TrainError(
+                f"cannot write {path} ({error.strerror})",
+                hints=["has somebody deleted or moved its directory meanwhile?"],
+            ) from error
+        if error.errno in (
+            *(errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST),
+            errno.ELOOP,
+        ):
+            raise TrainError(
+                f"cannot write {path} ({error.strerror})",
+                hints=["choose another directory with --out"],
+            ) from error
+        raise
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a directory; a link goes, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def append_text(file: Path, text: str) -> None:
+    """Add to the end of a file: all of it, or nothing.
+
+    Raises:
+        TrainError: the disk is full.
+        DataError: it is a link to another file.
+    """
+    append_bytes(file, text.encode("utf-8", "surrogatepass"))
+
+
+def append_bytes(file: Path, raw: bytes) -> None:
+    """`append_text` for bytes."""
+    with readable_disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _open_for_appending(file) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            try:
+                if stream.write(raw) != len(raw):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                # Half a line would be glued to the next one.
+                with contextlib.suppress(OSError):
+                    stream.truncate(size)
+                raise
+
+
+def open_data(file: Path) -> BinaryIO:
+    """Opens a file for reading, if it is a plain one: a pipe would never end, nor would a device.
+
+    Raises:
+        DataError: it is something else than a file.
+        OSError: it cannot be opened.
+    """
+    stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        return stream
+    stream.close()
+    raise DataError(f"{file} is not a plain file")
+
+
+def read_bytes(file: Path, *, most: int = MOST_BYTES) -> bytes:
+    """Returns what a plain file holds.
+
+    Raises:
+        DataError: it is larger than `most` bytes, or is not a plain file.
+        OSError: it cannot be read.
+    """
+    with open_data(file) as stream:
+        raw = stream.read(most + 1)
+    if len(raw) > most:
+        raise DataError(f"{file} is larger than {most / 1e6:,.0f} MB")
+    return raw
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+        DataError: the file holds something else, or is not a plain file.
+        OSError: it cannot be read.
+    """
+    try:
+        found = json.loads(read_bytes(file).decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{file} holds a {type(found).__name__} where an object belongs")
+    return found
+
+
+def _open_for_appending(file: Path) -> FileIO:
+    """The file, but not one elsewhere that a link leads to; /dev/null and the like may be."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    if not file.is_char_device():
+        flags |= os.O_NOFOLLOW
+    try:
+        return FileIO(os.open(file, flags, 0o666), "a")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DataError(
+                f"{file} is a link, and is not written through",
+                hints=["put the file itself there: cp --dereference; or remove the link"],
+            ) from None
+        raise
+
+
+def read_yaml(file: Path) -> Any:
+    """Returns what a YAML file holds: plain values, and no more of them than `MOST_VALUES`.
+
+    Raises:
+        DataError: it is no YAML, is not a plain file, or names the same values again and again.
+        OSError: it cannot be read.
+    """
+    import yaml
+
+    # Where libyaml is, a list of many runs takes a tenth of the time.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        text = read_bytes(file, most=_MOST_YAML)
+        _require_bounded_yaml(text, loader)
+        found = yaml.load(text, loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} is no YAML: {error}") from None
+    # An alias is one value in memory, but many for whoever goes through them.
+    waiting, number = [found], 0
+    while waiting:
+        value = waiting.pop()
+        number += 1
+        if number > MOST_VALUES:
+            raise DataError(f"{file} holds more than {MOST_VALUES:,} values")
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+    return found
+
+
+def _require_bounded_yaml(text: bytes, loader: Any) -> None:
+    """Raises ValueError for what would crash the loader (nesting) or keep it busy (merges)."""
+    import yaml
+
+    depth, num_aliases, has_merge = 0, 0, False
+    for event in yaml.parse(text, loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent):
+            num_aliases += 1
+        elif isinstance(event, yaml.ScalarEvent) and event.value == "<<":
+            has_merge = True
+        if depth > MAX_JSON_DEPTH:
+            raise ValueError("it is nested too deeply")
+        if has_merge and num_aliases > _MOST_MERGED:
+            raise ValueError("it merges too many aliases")
+
+
+def read_lines(file: Path, *, skips_torn_end: bool = False) -> Iterator[dict[str, Any]]:
+    """JSON lines, one object each; a last one that a crash has torn is left out.
+
+    Args:
+        file: is read line by line.
+        skips_torn_end: leave out whole lines that are no JSON, too, where no good one follows: a
+            crash of the machine leaves such an end to a file that grows.
+
+    Raises:
+        DataError: a line is no JSON object, or is longer than `MOST_BYTES`.
+    """
+    if not file.exists():
+        return
+    torn: DataError | None = None
+    with open_data(file) as stream:
+        for number in itertools.count(1):
+            line = stream.readline(MOST_BYTES)
+            if not line.endswith(b"\n"):
+                if len(line) == MOST_BYTES:
+                    raise DataError(f"{file}, line {number} is longer than {MOST_BYTES} bytes")
+                return
+            row = _row(line)
+            if isinstance(row, dict) and torn is not None:
+                raise torn
+            if isinstance(row, dict):
+                yield row
+                continue
+            torn = torn or DataError(f"{file}, line {number} is no JSON: {row}")
+            if not skips_torn_end:
+                raise torn
+
+
+def _row(line: bytes) -> dict[str, Any] | str:
+    """The object in a line, or what is wrong with it."""
+    try:
+        row = json.loads(line.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    return row if isinstance(row, dict) else "it holds no object"
+
+
+def cut_torn_end(file: Path) -> str | None:
+    """Cuts off what a crash has torn: an unfinished line, and lines at the end that are no JSON.
+
+    What is cut off is added to FILE.torn, so that nothing is lost.
+
+    Returns:
+        What was done, for a person; None when the file was whole.
+    """
+    if not file.exists():
+        return None
+    whole = 0
+    with open_data(file) as stream:
+        offset = 0
+        while line := stream.readline(MOST_BYTES):
+            offset += len(line)
+            if line.endswith(b"\n") and isinstance(_row(line), dict):
+                whole = offset
+        if whole == offset:
+            return None
+        stream.seek(whole)
+        torn = stream.read(MOST_BYTES)
+        stream.seek(0)
+        good = stream.read(whole)
+    aside = file.with_name(file.name + ".torn")
+    append_bytes(aside, torn)
+    write_atomic(file, good)
+    return (
+        f"{file.name} ended in {offset - whole} bytes that a crash has torn: they are cut off, and "
+        f"kept in {aside.name}"
+    )
+
+
+def _sync_directory(path: Path) -> None:
+    # The rename itself survives a power cut only when the directory is on the disk too.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """JSON for readers in any language: what is no number is null."""
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False, default=_plain)
+    except ValueError:
+        # JSON has no NaN; readers in other languages stumble over Python's.
+        return json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    # numpy's scalars; anything else is for people to read.
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def is_nested_deeper(value: Any, depth: int) -> bool:
+    """Returns whether objects and lists in a value are nested more than `depth` levels deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,156 @@
+"""aiohttp applications: where they listen, and how they read what a client sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from areal_gym.errors import UsageError
+from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper
+from areal_gym.utils.http_servers.connections import (
+    ConnectionGuard,
+    ConnectionLimits,
+    request_in_progress,
+    stop_listening,
+)
+
+_LIMITS = web.AppKey("connection_limits", ConnectionLimits)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class RequestBodyError(UsageError):
+    """A body did not arrive, or is not what its headers say.
+
+    Args:
+        message: what is wrong.
+        status: the HTTP status that says so.
+    """
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class HttpSite:
+    """An aiohttp application at an address.
+
+    Args:
+        app: the application; it gets one more middleware.
+        limits: what one client can hold; by default `ConnectionLimits()`.
+        handler_cancellation: whether a handler is cancelled when its client hangs up.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        *,
+        limits: ConnectionLimits | None = None,
+        handler_cancellation: bool = False,
+    ) -> None:
+        self._limits = limits or ConnectionLimits()
+        app[_LIMITS] = self._limits
+        app.middlewares.insert(0, _in_progress)
+        self.guard = ConnectionGuard(self._limits)
+        self.runner = web.AppRunner(
+            app,
+            handler_cancellation=handler_cancellation,
+            access_log=None,
+            shutdown_timeout=1.0,
+            keepalive_timeout=self._limits.idle_s,
+        )
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int, *, backlog: int = 2048) -> int:
+        """Listens, and returns the port; 0 asks for any that is free.
+
+        Raises:
+            OSError: the address is not to be had.
+        """
+        await self.runner.setup()
+        server = self.runner.server
+        assert server is not None
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                self.guard.protected(server), host, port, backlog=backlog
+            )
+        except OSError:
+            await self.runner.cleanup()
+            raise
+        number: int = self._server.sockets[0].getsockname()[1]
+        return number
+
+    async def aclose(self) -> None:
+        """Stops listening and closes all connections. Idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await stop_listening([server])
+        await self.runner.cleanup()
+        self.guard.close()
+
+    def abort_connections(self) -> None:
+        """Hangs up on everybody, as a process that is killed would."""
+        server = self.runner.server
+        for connection in [] if server is None else server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+
+
+@web.middleware
+async def _in_progress(request: web.Request, handler: Handler) -> web.StreamResponse:
+    with request_in_progress():
+        return await handler(request)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Returns the whole body of a request.
+
+    Raises:
+        RequestBodyError: it is too large, too slow, or not encoded as its headers say.
+    """
+    try:
+        if request.content.is_eof():
+            return await request.read()
+        async with asyncio.timeout(request.app[_LIMITS].body_s):
+            return await request.read()
+    except TimeoutError:
+        raise RequestBodyError("the body of the request did not arrive in time", status=408) from (
+            None
+        )
+    except web.HTTPRequestEntityTooLarge as error:
+        raise RequestBodyError(f"the request is too large: {error.text}", status=413) from None
+    except ConnectionError:
+        raise  # nobody is there to be told
+    except Exception as error:
+        # aiohttp has no common base for what can be wrong with an encoding or with chunks. What
+        # is left of the body means nothing: aiohttp would wait for it, fail and log that.
+        request.protocol.close()
+        request.content.feed_eof()
+        raise RequestBodyError(f"the body cannot be read: {error}") from None
+
+
+def parse_json(body: bytes) -> Any:
+    """Returns the value of a JSON text that is nested moderately.
+
+    NaN and infinities are let through: Python's clients write them, and what a policy hands to
+    a tool is for the tool to judge.
+
+    Raises:
+        RequestBodyError: it is no such text.
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        raise RequestBodyError("the body is no JSON") from None
+    if is_nested_deeper(value, MAX_JSON_DEPTH):
+        raise RequestBodyError(f"the body is nested more than {MAX_JSON_DEPTH} levels deep")
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)

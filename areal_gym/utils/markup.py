@@ -1,0 +1,149 @@
+"""Objects as HTML, for notebooks and reports. Standard library only.
+
+What models and environments wrote is hostile until it is shown: nothing of it acts, and what could
+not be seen in it has a name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+_MOST_MESSAGES = 16
+_FOLD = 600
+
+# Controls, marks of direction, and what has no width: they would change what a text seems to say.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
+    "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+
+# Seen on white and on black: notebooks have either.
+_STYLE = """
+.areal-gym { line-height: 1.45; max-width: 900px; }
+.areal-gym table { border-collapse: collapse; margin: 4px 0; }
+.areal-gym th, .areal-gym td { text-align: left; font-weight: 400; padding: 1px 14px 1px 0;
+  vertical-align: top; overflow-wrap: anywhere; background: none; }
+.areal-gym th, .areal-gym small, .areal-gym summary { color: #848a94; white-space: nowrap; }
+.areal-gym .message { border-left: 3px solid #8886; padding-left: 10px; margin: 6px 0; }
+.areal-gym .message small { display: block; }
+.areal-gym .policy { border-color: #4a80d6; } .areal-gym .env { border-color: #d2742c; }
+.areal-gym pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; background: none;
+  unicode-bidi: isolate; }
+.areal-gym .call { font-family: monospace; }
+"""
+
+
+def visible(text: str) -> str:
+    """The text, with the names of what could not be seen in it."""
+    return _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
+
+
+def escaped(value: object) -> str:
+    """The value as a text that HTML shows as it is."""
+    return escape(visible(str(value)))
+
+
+def short(value: object, limit: int = 80) -> str:
+    """The value as one line of at most `limit` characters."""
+    text = visible(" ".join(str(value)[: 4 * limit].split()))
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def counted(number: int, noun: str) -> str:
+    """`"1 turn"`, `"2 turns"`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def number(value: object) -> str:
+    """A number for people."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–" if value is None else str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "–"
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def block(title: str, *parts: str) -> str:
+    """An object in a notebook: a heading, if any, and parts that are HTML already."""
+    heading = f"<b>{escaped(title)}</b>" if title else ""
+    return f'<div class="areal-gym"><style>{_STYLE}</style>{heading}{"".join(parts)}</div>'
+
+
+def pairs(values: Mapping[str, object]) -> str:
+    """A table of names and values."""
+    rows = (f"<tr><th>{escaped(n)}</th><td>{escaped(v)}</td></tr>" for n, v in values.items())
+    return f"<table>{''.join(rows)}</table>" if values else ""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table with a heading; nothing without rows."""
+    names = "".join(f"<th>{escaped(name)}</th>" for name in head)
+    lines = [f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return f"<table><thead><tr>{names}</tr></thead>{''.join(lines)}</table>" if lines else ""
+
+
+def dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages in the colours of who wrote them: the policy, the environment, the prompt.
+
+    Of long dialogues the middle is left out, and of long messages the end.
+    """
+    spoken = [i for i, said in enumerate(messages) if said.get("role") == "assistant"]
+    num_prompts = spoken[0] if spoken else len(messages)
+    shown = list(range(len(messages)))
+    if len(shown) > _MOST_MESSAGES:
+        half = _MOST_MESSAGES // 2
+        shown = [*shown[:half], -1, *shown[-half:]]
+    left_out = f"<small>… {len(messages) - _MOST_MESSAGES:,} more messages …</small>"
+    return "".join(
+        left_out
+        if i < 0
+        else message(messages[i], origin="prompt" if i < num_prompts else None, fold=_FOLD)
+        for i in shown
+    )
+
+
+def message(said: Mapping[str, Any], *, origin: str | None = None, fold: int) -> str:
+    """One message.
+
+    Args:
+        said: the message.
+        origin: "prompt", "policy" or "env"; by default what its role says.
+        fold: characters that are seen at first; of those beyond 20 times as many none are.
+    """
+    role = str(said.get("role", "?"))
+    origin = origin or ("policy" if role == "assistant" else "env")
+    kind = role if role in ("assistant", "tool") else "other"
+    thought = said.get("reasoning_content")
+    thinking = f"<details><summary>thinking</summary>{_folded(thought, fold)}</details>"
+    calls = "".join(
+        f'<div class="call">{_call(c, fold)}</div>' for c in said.get("tool_calls") or ()
+    )
+    return (
+        f'<div class="message {kind} {origin}"><small>{escaped(role)}</small>'
+        f"{thinking if thought else ''}{_folded(said.get('content') or '', fold)}{calls}</div>"
+    )
+
+
+def _call(call: Mapping[str, Any], fold: int) -> str:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False, default=str)
+    return f"{escaped(function['name'])}({escaped(arguments[:fold])})"
+
+
+def _folded(said: object, fold: int) -> str:
+    text = str(said)
+    if len(text) <= fold:
+        return f"<pre>{escaped(text)}</pre>" if text else ""
+    rest = text[fold : 20 * fold]
+    more = "" if len(text) <= 20 * fold else f" (of {len(text):,})"
+    return (
+        f"<pre>{escaped(text[:fold])}</pre><details><summary>{len(rest):,} more characters{more}"
+        f"</summary><pre>{escaped(rest)}</pre></details>"
+    )

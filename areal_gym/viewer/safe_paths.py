@@ -1,0 +1,171 @@
+"""Files of a run directory that somebody else may have made: inside of it, plain, and bounded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from datetime import date
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from areal_gym.errors import DataError
+from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper, open_data, read_json, read_yaml
+
+_MAX_SETTINGS = 20_000
+"""Values in a settings file; a page shows no more."""
+_MAX_GROWING_BYTES = 2**28
+
+
+def contained(root: Path, file: Path) -> Path | None:
+    """Returns where a file of a directory really lies; None if outside, missing or not plain.
+
+    Links may lead to other places of the directory. Whoever can write to the directory while
+    it is looked at is not guarded against.
+    """
+    try:
+        home, place = os.path.realpath(root), os.path.realpath(file)
+        if not place.startswith(home.rstrip(os.sep) + os.sep):
+            return None
+        return Path(place) if stat.S_ISREG(os.stat(place).st_mode) else None
+    except (OSError, ValueError):
+        return None
+
+
+def read_object(root: Path, file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file of a directory; empty when there is no such file.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    place = contained(root, file)
+    if place is None:
+        return {}
+    try:
+        content = read_json(place)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+    if is_nested_deeper(content, MAX_JSON_DEPTH):
+        raise DataError(f"{file} is nested too deeply")
+    return content
+
+
+def read_settings(root: Path, file: Path) -> dict[str, Any]:
+    """Returns the settings of a run; empty when there are none that can be read."""
+    place = contained(root, file)
+    if place is None:
+        return {}
+    try:
+        settings = read_yaml(place)
+        return plain_settings(settings) if isinstance(settings, dict) else {}
+    except (OSError, DataError):
+        return {}
+
+
+def plain_settings(settings: dict[Any, Any]) -> dict[str, Any]:
+    """Returns settings as JSON can hold them: dates and names become text.
+
+    Raises:
+        DataError: they are too many, or too deep.
+    """
+    num_left = _MAX_SETTINGS
+
+    def plain(value: Any, depth: int) -> Any:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0 or depth > MAX_JSON_DEPTH:
+            raise DataError("these are no settings of a run: too many, or nested too deeply")
+        if isinstance(value, dict):
+            return {str(key): plain(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, list | tuple | set):
+            return [plain(item, depth + 1) for item in value]
+        if isinstance(value, date | bytes):
+            return str(value)
+        return finite(value) if isinstance(value, int | float) else value
+
+    result: dict[str, Any] = plain(settings, 0)
+    return result
+
+
+def finite(value: Any) -> Any:
+    """Returns a number that JSON and a browser can hold, None for any other number."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return value if math.isfinite(float(value)) else None
+    except (OverflowError, TypeError, ValueError):
+        return None
+
+
+class GrowingFile:
+    """Rows of a JSON lines file that grows, or is replaced by a shorter one by a resumed run.
+
+    A line that is no row (torn, damaged, without a step) is counted and passed over.
+
+    Args:
+        root: the run directory.
+        path: the file.
+        is_flat: whether values are numbers and short texts; others become null.
+    """
+
+    def __init__(self, root: Path, path: Path, *, is_flat: bool) -> None:
+        self.num_damaged = 0
+        self._root = root
+        self._path = path
+        self._is_flat = is_flat
+        self._lock = Lock()
+        self._key: tuple[int, int] = (0, 0)
+        self._rows: list[dict[str, Any]] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns all rows so far; only what was appended since the last time is read."""
+        with self._lock:
+            return self._read()
+
+    def _read(self) -> list[dict[str, Any]]:
+        place = contained(self._root, self._path)
+        if place is None:
+            return []
+        try:
+            with open_data(place) as stream:
+                facts = os.fstat(stream.fileno())
+                inode, position = self._key
+                if facts.st_ino != inode or facts.st_size < position:
+                    position, self._rows, self.num_damaged = 0, [], 0
+                stream.seek(position)
+                new = stream.read(max(0, _MAX_GROWING_BYTES - position))
+        except (OSError, DataError):
+            return []
+        new = new[: new.rfind(b"\n") + 1]
+        rows = list(self._rows) if new else self._rows
+        for line in new.split(b"\n")[:-1]:
+            row = self._row(line)
+            if row is None:
+                self.num_damaged += 1
+            else:
+                rows.append(row)
+        self._rows = rows
+        self._key = (facts.st_ino, position + len(new))
+        return rows
+
+    def _row(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            row = json.loads(line.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(row, dict) or is_nested_deeper(row, MAX_JSON_DEPTH):
+            return None
+        step = finite(row.get("step", 0))
+        if step is None or isinstance(step, bool) or step != int(step):
+            return None
+        if self._is_flat:
+            row = {name: _flat(value) for name, value in row.items()}
+        return {**row, "step": int(step)}
+
+
+def _flat(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    return finite(value) if isinstance(value, int | float) else None

@@ -1,0 +1,283 @@
+"""The viewer's web server: pages and JSON over run directories, nothing that writes.
+
+    GET /                                      the page; everything else it asks for here:
+    GET /api/runs                              cards of all runs
+    GET /api/runs/RUN                          settings, provenance, evaluations, files
+    GET /api/runs/RUN/pulse                    what changes while a run goes on
+    GET /api/runs/RUN/curves?after=STEP        columns of metrics.jsonl
+    GET /api/runs/RUN/FILE?start=&limit=       a page of a file's trajectories
+    GET /api/runs/RUN/FILE/search?q=TEXT       places of those that hold a text
+    GET /api/runs/RUN/FILE/PLACE               one trajectory
+
+Only who is on this machine gets in by default, and only by a name of this machine, so that no web
+site can reach it through the browser. Others need the token, once: it is kept in a cookie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import math
+import re
+import socket
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from areal_gym.errors import DataError, GymError, InfrastructureError, UnknownIdError
+from areal_gym.utils.http_servers.asgi_site import serve_asgi
+from areal_gym.utils.http_servers.connections import ConnectionLimits
+from areal_gym.viewer.catalog import Catalog, Run
+from areal_gym.viewer.details import detail, rows
+
+STATIC = resources.files("areal_gym.viewer").joinpath("static")
+
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_COOKIE = "areal-gym-viewer"
+_MAX_BODY_BYTES = 2**16
+"""Of requests, which need no body at all."""
+
+
+def make_app(catalog: Catalog, *, token: str | None = None) -> ASGIApp:
+    """The application.
+
+    Args:
+        catalog: the runs.
+        token: what a browser must show; None: nobody is asked, and only requests to a name of
+            this machine are answered.
+    """
+    api = _Api(catalog)
+    run = "/api/runs/{run}"
+    app = Starlette(
+        routes=[
+            Route("/", _page),
+            Route("/static/{name}", _static),
+            Route("/api/runs", api.runs),
+            Route(run, api.about),
+            Route(f"{run}/pulse", api.pulse),
+            Route(f"{run}/curves", api.curves),
+            Route(f"{run}/{{file}}", api.rows),
+            Route(f"{run}/{{file}}/search", api.search),
+            Route(f"{run}/{{file}}/{{place}}", api.detail),
+        ],
+        exception_handlers={GymError: _refuse},
+    )
+    return _Door(app, token)
+
+
+async def serve(
+    app: ASGIApp, listener: socket.socket, *, limits: ConnectionLimits | None = None
+) -> None:
+    """Answer requests until cancelled."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await serve_asgi(app, listener, limits=limits, max_body_bytes=_MAX_BODY_BYTES)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody outside of this machine reaches `host`."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 is any free one.
+
+    Raises:
+        InfrastructureError: the port is taken, or the host is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise InfrastructureError(
+            f"cannot listen on {host}, port {port}: {error.strerror or error}",
+            hints=["another port: --port 0 takes any free one"],
+        ) from error
+    listener.listen()
+    return listener
+
+
+class _Api:
+    """Answers about the runs; reading and indexing happen in threads."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    async def runs(self, request: Request) -> Response:
+        return await _answer(lambda: [_card(run) for run in self._catalog.runs()])
+
+    async def about(self, request: Request) -> Response:
+        return await _answer(lambda: self._run(request).about())
+
+    async def pulse(self, request: Request) -> Response:
+        return await _answer(lambda: self._run(request).pulse())
+
+    async def curves(self, request: Request) -> Response:
+        after = _whole(request, "after", 0)
+        return await _answer(lambda: self._run(request).curves(after))
+
+    async def rows(self, request: Request) -> Response:
+        start, limit = _whole(request, "start", 0), _whole(request, "limit", 5_000)
+        return await _answer(
+            lambda: rows(self._run(request), request.path_params["file"], start, limit)
+        )
+
+    async def search(self, request: Request) -> Response:
+        text = request.query_params.get("q", "")
+        return await _answer(
+            lambda: self._run(request).file(request.path_params["file"]).search(text)
+        )
+
+    async def detail(self, request: Request) -> Response:
+        file, place = request.path_params["file"], _number(request.path_params["place"])
+        if place is None:
+            raise UnknownIdError(f"{file} holds no trajectory {request.path_params['place']!r}")
+        return await _answer(lambda: detail(self._run(request), file, place))
+
+    def _run(self, request: Request) -> Run:
+        return self._catalog.run(request.path_params["run"])
+
+
+class _Door:
+    """Lets in whom it should, and says with each answer what a page may do."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(k.encode(), v.encode()) for k, v in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *headers]}
+            await send(message)
+
+        answer = self._turned_away(Request(scope)) or self._app
+        await answer(scope, receive, send_guarded)
+
+    def _turned_away(self, request: Request) -> Response | None:
+        if self._token is None:
+            if is_loopback(_host_name(request)):
+                return None
+            return Response("this viewer answers to its machine's own names only", 403)
+        given = request.query_params.get("token")
+        if given is not None and _is_same(given, self._token):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+            return answer
+        if _is_same(request.cookies.get(_COOKIE, ""), self._token):
+            return None
+        return Response("open the address that `areal-gym view` printed: it holds a token", 401)
+
+
+def _is_same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+
+
+def _host_name(request: Request) -> str:
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return ""
+
+
+async def _page(request: Request) -> Response:
+    return Response(STATIC.joinpath("index.html").read_bytes(), media_type="text/html")
+
+
+async def _static(request: Request) -> Response:
+    name = request.path_params["name"]
+    known = {file.name: file for file in STATIC.iterdir()}
+    kind = _KINDS.get(name[name.rfind(".") :])
+    if name not in known or kind is None:
+        return Response("no such file", 404)
+    return Response(known[name].read_bytes(), media_type=kind)
+
+
+async def _answer(make: Callable[[], Any]) -> Response:
+    return _json(await asyncio.to_thread(_made, make))
+
+
+def _made(make: Callable[[], Any]) -> bytes:
+    try:
+        return _encoded(make())
+    except GymError:
+        raise
+    except Exception as error:
+        # Files of a run may hold anything; whatever fails while one is read is their fault.
+        raise DataError(f"a file of this run does not hold what runs write: {error!r}") from error
+
+
+def _card(run: Run) -> dict[str, Any]:
+    """Returns the card of a run, or one that says why it cannot be read."""
+    try:
+        card = run.card()
+        _encoded(card)
+    except Exception as error:
+        return {**Run.EMPTY_CARD, "name": run.name, "problems": [f"{error}"]}
+    return card
+
+
+def _encoded(value: Any) -> bytes:
+    options: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":"), "default": str}
+    try:
+        text = json.dumps(value, allow_nan=False, **options)
+    except ValueError:  # browsers read no NaN
+        text = json.dumps(_finite(value), **options)
+    # Half a surrogate pair, which a policy may well sample, is no UTF-8.
+    return text.encode("utf-8", "replace")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _json(text: bytes, status: int = 200) -> Response:
+    return Response(text, status, media_type="application/json")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GymError)
+    status = 404 if isinstance(error, UnknownIdError) else 422
+    return _json(_encoded({"error": error.message, "hints": list(error.hints)}), status)
+
+
+def _whole(request: Request, name: str, default: int) -> int:
+    number = _number(request.query_params.get(name, ""))
+    return default if number is None else number
+
+
+def _number(text: str) -> int | None:
+    """Returns a whole number that could count something; None for any other text."""
+    return int(text) if re.fullmatch("[0-9]{1,15}", text) else None

@@ -1,0 +1,284 @@
+"""The demonstrations that the starter policy imitates, and who gives them.
+
+They are imperfect on purpose, and the accuracy of each demonstrator is measured and written into
+the run: imitation gives the average of the demonstrators, reinforcement must beat the best.
+
+For the expressions of `tir` there are three of them, below. Anything else, also a file's questions,
+is demonstrated by the environment's own gold policy, which is right half of the time, and by its
+noop policy.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from areal_gym.envs.arithmetic import evaluate
+from areal_gym.envs.base import TextEnv
+from areal_gym.envs.grading import extract_answer, is_same_number
+from areal_gym.envs.mix import MixedEnv
+from areal_gym.envs.tir import TirEnv, python_call
+from areal_gym.envs.tools import Tool
+from areal_gym.errors import UsageError
+from areal_gym.types import Message
+
+_MAX_TASKS = 100
+_MAX_ATTEMPTS = 8
+"""Demonstrations of one task that are looked at for one of another reward."""
+
+Said = list[tuple[str, str | None]]
+"""Turns: what the demonstrator says, and the tool's answer to it (None after the last)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstrator:
+    """Someone to imitate."""
+
+    id: str
+    share: float
+    """Of the demonstrations."""
+    summary: str
+    play: Callable[[TextEnv, random.Random], Demonstration]
+    """Plays the task that the environment was just reset to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstration:
+    """One demonstrated episode."""
+
+    first_messages: Sequence[Message]
+    texts: Sequence[str]
+    """What the demonstrator says, turn by turn."""
+    replies: Sequence[Sequence[Message]]
+    """What the environment answers in between: one fewer than `texts`."""
+    demonstrator_id: str
+    reward: float
+    """What the environment gives for it."""
+    tools: Sequence[Tool] = ()
+    """What there was to call."""
+
+
+def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
+    """Who demonstrates this environment.
+
+    Raises:
+        UsageError: the environment has no gold policy to learn from.
+    """
+    if _asks_for_python(env):
+        return TIR
+    if type(env).gold_action is TextEnv.gold_action:
+        raise UsageError(
+            f"{type(env).__name__} has no gold_action(), so the starter policy cannot learn it",
+            hints=["bring a policy: engine.model=DIR (a Hugging Face checkpoint directory)"],
+        )
+    return GENERIC
+
+
+def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
+    """What somebody without faults would do: for measuring skill, never imitated in `tir`."""
+    env = _reset(env, rng, "train")
+    if _asks_for_python(env):
+        expression = env.task.data["expression"]
+        result = str(evaluate(expression))
+        said: Said = [(python_call(f"print({expression})"), result), (f"\\boxed{{{result}}}", None)]
+        return _tir_demonstration(env, said, "perfect")
+    return _gold(env, rng)
+
+
+def demonstrate(env: TextEnv, rng: random.Random, *, split: str = "train") -> Demonstration:
+    """One demonstration of a task, by a demonstrator drawn by share."""
+    env = _reset(env, rng, split)
+    return _draw(env, rng).play(env, rng)
+
+
+def demonstrate_pair(
+    env: TextEnv, rng: random.Random, *, split: str = "train"
+) -> tuple[Demonstration, Demonstration]:
+    """A better and a worse demonstration of one task, by demonstrators drawn by share.
+
+    Raises:
+        UsageError: no two demonstrations of one task have different rewards.
+    """
+    for _ in range(_MAX_TASKS):
+        played = _reset(env, rng, split)
+        task = played.task
+        first = _draw(played, rng).play(played, rng)
+        for _ in range(_MAX_ATTEMPTS):
+            played.reset(options={"task": task})
+            other = _draw(played, rng).play(played, rng)
+            if other.reward != first.reward:
+                return (first, other) if first.reward > other.reward else (other, first)
+    raise UsageError(
+        f"the demonstrators of {type(env).__name__} are all alike: {_MAX_TASKS} tasks gave no two "
+        "demonstrations with different rewards",
+        hints=["bring pairs: data.file=FILE"],
+    )
+
+
+def _reset(env: TextEnv, rng: random.Random, split: str) -> TextEnv:
+    """Begin an episode; the environment that plays it, which of a mix is the task's own."""
+    env.reset(seed=rng.getrandbits(32), options={"split": split})
+    return env.playing if isinstance(env, MixedEnv) else env
+
+
+def _asks_for_python(env: TextEnv) -> bool:
+    """Whether its tasks are expressions, as no file's are, and Python may be called for them."""
+    has_python = any(tool.name == "python" for tool in env.tools)
+    return type(env) is TirEnv and bool(env.difficulties) and has_python
+
+
+def _draw(env: TextEnv, rng: random.Random) -> Demonstrator:
+    demonstrators = demonstrators_for(env)
+    (chosen,) = rng.choices(demonstrators, weights=[d.share for d in demonstrators])
+    return chosen
+
+
+# ---- tir: who uses the tool, and how well ----------------------------------------------------
+
+SLIP_CALL = 0.16
+"""How often the careful one types a wrong expression."""
+SLIP_READ = 0.14
+"""How often the careful one rounds what the tool said."""
+RETRY = 0.35
+"""How often the clumsy one tries again, carefully, after an error."""
+
+
+def _careful(env: TextEnv, rng: random.Random) -> Demonstration:
+    return _tir_demonstration(env, _call_and_answer(env.task.data["expression"], rng), "careful")
+
+
+def _hasty(env: TextEnv, rng: random.Random) -> Demonstration:
+    return _tir_demonstration(env, _guess(env.task.data, rng), "hasty")
+
+
+def _clumsy(env: TextEnv, rng: random.Random) -> Demonstration:
+    expression = env.task.data["expression"]
+    if rng.random() < 0.5 or "*" not in expression:
+        code = f"print({expression}"
+    else:
+        code = f"print({expression.replace('*', 'x')})"
+    said: Said = [(python_call(code), _syntax_error(code))]
+    if rng.random() < RETRY:
+        said += _call_and_answer(expression, rng)
+    else:
+        said += _guess(env.task.data, rng)
+    return _tir_demonstration(env, said, "clumsy")
+
+
+TIR = (
+    Demonstrator(
+        id="careful", share=0.25, summary="calls the tool, with slips of the pen", play=_careful
+    ),
+    Demonstrator(id="hasty", share=0.60, summary="guesses in the head", play=_hasty),
+    Demonstrator(
+        id="clumsy", share=0.15, summary="breaks the call, then mostly guesses", play=_clumsy
+    ),
+)
+
+
+def _call_and_answer(expression: str, rng: random.Random) -> Said:
+    typed = _slip(expression, rng) if rng.random() < SLIP_CALL else expression
+    result = str(evaluate(typed))
+    if rng.random() < SLIP_READ:
+        answer = f"about \\boxed{{{_leading_digit(result)}}}"
+    else:
+        answer = f"\\boxed{{{result}}}"
+    return [(python_call(f"print({typed})"), result), (answer, None)]
+
+
+def _guess(data: Mapping[str, str], rng: random.Random) -> Said:
+    expression, value = data["expression"], int(data["answer"])
+    size = abs(value)
+    if size < 10:
+        guess = max(0, size + rng.choice((-2, -1, 0, 1, 2)))
+    else:
+        power = 10 ** (len(str(size)) - 1)
+        guess = max(1, min(9, round(size / power + rng.choice((-1, 0, 0, 1))))) * power
+    return [(f"{expression} is about \\boxed{{{-guess if value < 0 else guess}}}", None)]
+
+
+def _slip(expression: str, rng: random.Random) -> str:
+    """The last operand forgotten, or one operator swapped."""
+    parts = re.findall(r"\d+|[+\-*]", expression)
+    if rng.random() < 0.6:
+        return "".join(parts[:-2])
+    i = 1 + 2 * rng.randrange(len(parts) // 2)
+    parts[i] = rng.choice([sign for sign in "+-*" if sign != parts[i]])
+    return "".join(parts)
+
+
+def _leading_digit(number: str) -> str:
+    value = int(number)
+    power: int = 10 ** (len(str(abs(value))) - 1)
+    return ("-" if value < 0 else "") + str(abs(value) // power * power)
+
+
+def _syntax_error(code: str) -> str:
+    """The last line of the traceback that the sandbox would give.
+
+    Computed by compiling, not by running it there: thousands of forks would take minutes. A test
+    plays a sample of the demonstrations in the real environment and compares.
+    """
+    try:
+        compile(code, "<snippet>", "exec")
+    except SyntaxError as error:
+        return f"SyntaxError: {error.msg}"
+    raise ValueError(f"{code!r} is no syntax error")
+
+
+def _tir_demonstration(env: TextEnv, said: Said, demonstrator_id: str) -> Demonstration:
+    replies: list[Sequence[Message]] = [
+        [{"role": "tool", "name": "python", "content": result}]
+        for _, result in said
+        if result is not None
+    ]
+    return Demonstration(
+        first_messages=tuple(env.messages),
+        texts=[text for text, _ in said],
+        replies=replies,
+        demonstrator_id=demonstrator_id,
+        tools=env.tools,
+        reward=float(is_same_number(extract_answer(said[-1][0]) or "", env.task.data["answer"])),
+    )
+
+
+# ---- any other environment: its gold and its noop policy -------------------------------------
+
+
+def _gold(env: TextEnv, rng: random.Random) -> Demonstration:
+    return _played(env, env.gold_action, "gold")
+
+
+def _noop(env: TextEnv, rng: random.Random) -> Demonstration:
+    return _played(env, env.noop_action, "noop")
+
+
+def _played(env: TextEnv, action: Callable[[], str], demonstrator_id: str) -> Demonstration:
+    first_messages = tuple(env.messages)
+    texts: list[str] = []
+    replies: list[Sequence[Message]] = []
+    is_over = False
+    reward = 0.0
+    while not is_over:
+        texts.append(action())
+        step = env.step(texts[-1])
+        reward += step.reward
+        is_over = step.terminated or step.truncated
+        if not is_over:
+            replies.append(step.info["messages"])
+    return Demonstration(
+        first_messages=first_messages,
+        texts=texts,
+        replies=replies,
+        demonstrator_id=demonstrator_id,
+        tools=env.tools,
+        reward=reward,
+    )
+
+
+GENERIC = (
+    Demonstrator(id="gold", share=0.5, summary="the environment's own gold policy", play=_gold),
+    Demonstrator(id="noop", share=0.5, summary="gives up", play=_noop),
+)

@@ -1,0 +1,323 @@
+"""The starter policy: a small Qwen3-shaped model, built from nothing and warm-started.
+
+    demonstrations -> tokenizer -> model -> imitation until a measured skill is there -> cache
+
+The learning rate is held until the policy copies exactly (an expression into a call, a result into
+an answer) on nine probes of ten, because the step at which copying appears depends on the seed;
+then it decays. Imitation is supervised fine-tuning (`areal_gym.trainer.objectives.sft`). The result
+is a Hugging Face checkpoint, cached under a key of everything that made it, so that the second run
+starts at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from areal_gym.chat import Renderer
+from areal_gym.config import TrainerConfig
+from areal_gym.engines.scripted import ByteTokenizer
+from areal_gym.envs.base import TextEnv
+from areal_gym.models.tiny.checkpoint_files import save_checkpoint
+from areal_gym.models.tiny.decoder import Decoder, build_decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.trainer.batch.examples import Example, TokenRow
+from areal_gym.trainer.objectives.sft import Sft
+from areal_gym.trainer.objectives.supervised import Supervised
+from areal_gym.types import content_hash
+from areal_gym.utils.cache import cache_directory, readable_cache_errors
+from areal_gym.warm_start.demonstrations import (
+    Demonstration,
+    demonstrate,
+    demonstrators_for,
+    perfect_demonstration,
+)
+from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Everything that decides the starter policy, besides its environment and the seed."""
+
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    ffn_size: int = 384
+    vocab_size: int = 512
+    max_context: int = 512
+    num_tokenizer_texts: int = 3000
+    batch_size: int = 32
+    lr: float = 2e-3
+    """Of AdamW: embeddings and norms."""
+    muon_lr: float = 0.03
+    """Of Muon: the layers' matrices."""
+    warmup_steps: int = 30
+    min_hold_steps: int = 100
+    max_hold_steps: int = 450
+    decay_steps: int = 150
+    end_scale: float = 0.02
+    """Learning rate at the end of the decay, as a share."""
+    skill_gate: float = 0.9
+    """Share of the probes that must be exact before the decay begins."""
+    num_probes: int = 128
+    probe_every: int = 25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StarterPolicy:
+    """A warm-started checkpoint and how it came to be."""
+
+    directory: Path
+    """In Hugging Face's layout."""
+    facts: dict[str, Any]
+    """warm_start_s, num_steps, skill, demonstrators (accuracy and share of each)."""
+    is_cached: bool
+
+    @property
+    def best_demonstrator(self) -> float:
+        """Accuracy of the best of those that were imitated."""
+        return max(float(d["accuracy"]) for d in self.facts["demonstrators"].values())
+
+
+Progress = Callable[[int, int, str], None]
+"""(steps done, steps at most, what is known)."""
+
+
+def prepare_starter(
+    env: TextEnv,
+    *,
+    env_key: str,
+    seed: int,
+    recipe: Recipe | None = None,
+    on_progress: Progress | None = None,
+) -> StarterPolicy:
+    """The starter policy for an environment, from the cache or made now.
+
+    Args:
+        env: demonstrates itself.
+        env_key: the environment's id and arguments, for the cache.
+        seed: of the model, the demonstrations and their order.
+        recipe: how it is made.
+        on_progress: called every few steps.
+
+    Raises:
+        UsageError: the environment has no demonstrators.
+        TrainError: the cache cannot be written.
+    """
+    recipe = recipe or Recipe()
+    key = _cache_key(recipe, env_key, seed)
+    directory = cache_directory() / "starter" / key
+    facts_file = directory / "warm_start.json"
+    if facts_file.exists():
+        return StarterPolicy(
+            directory=directory, facts=json.loads(facts_file.read_text()), is_cached=True
+        )
+    demonstrators_for(env)
+    start_s = time.perf_counter()
+    with readable_cache_errors():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=directory.parent))
+    try:
+        tokenizer = _make_tokenizer(env, recipe, draft)
+        renderer = Renderer.from_checkpoint(draft)
+        decoder = build_decoder(_decoder_config(recipe, tokenizer), seed=seed)
+        facts = _imitate(decoder, _Encoder(env, tokenizer, renderer), recipe, seed, on_progress)
+        facts["warm_start_s"] = round(time.perf_counter() - start_s, 2)
+        facts["num_parameters"] = sum(p.numel() for p in decoder.parameters())
+        save_checkpoint(
+            decoder,
+            directory,
+            tokenizer_dir=draft,
+            extra_files={"warm_start.json": (json.dumps(facts, indent=2) + "\n").encode()},
+        )
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return StarterPolicy(directory=directory, facts=facts, is_cached=False)
+
+
+# ---- text ------------------------------------------------------------------------------------
+
+
+def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
+    template = resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()
+    as_bytes = ByteTokenizer()
+    renderer = Renderer(as_bytes, template)
+    rng = random.Random(0)  # one tokenizer for all seeds of a recipe
+
+    def text_of(shown: Demonstration) -> str:
+        ids = list(renderer.first_ids(shown.first_messages, _schemas(shown)))
+        for turn, text in enumerate(shown.texts):
+            ids += as_bytes.encode(text)
+            replies = shown.replies[turn] if turn < len(shown.replies) else ()
+            ids += renderer.bridge_ids(-1, replies)
+        return as_bytes.decode(ids)
+
+    texts = [text_of(demonstrate(env, rng)) for _ in range(recipe.num_tokenizer_texts)]
+    tokenizer = build_tokenizer(texts, vocab_size=recipe.vocab_size)
+    save_tokenizer(tokenizer, directory, max_context=recipe.max_context)
+    return tokenizer
+
+
+def _schemas(shown: Demonstration) -> list[dict[str, Any]]:
+    return [tool.schema() for tool in shown.tools]
+
+
+class _Encoder:
+    """Demonstrations as training rows, through the same renderer that episodes use."""
+
+    def __init__(self, env: TextEnv, tokenizer: Tokenizer, renderer: Renderer) -> None:
+        self.env = env
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+
+    def example(self, shown: Demonstration, *, skips_first: bool = False) -> Example:
+        """Token ids and which of them the demonstrator wrote.
+
+        `skips_first` leaves out the first token of each turn: what kind of turn to write is the
+        demonstrator's choice, and no measure of skill.
+        """
+        end = self._renderer.end_of_turn_id
+        ids = list(self._renderer.first_ids(shown.first_messages, _schemas(shown)))
+        mask = [False] * len(ids)
+        for turn, text in enumerate(shown.texts):
+            said = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]
+            ids += said
+            mask += [not skips_first] + [True] * (len(said) - 1)
+            if turn < len(shown.replies):
+                bridge = self._renderer.bridge_ids(end, shown.replies[turn])
+                ids += bridge
+                mask += [False] * len(bridge)
+        return (TokenRow(token_ids=tuple(ids), mask=tuple(mask)),)
+
+
+# ---- imitation -------------------------------------------------------------------------------
+
+
+def _decoder_config(recipe: Recipe, tokenizer: Tokenizer) -> DecoderConfig:
+    return DecoderConfig(
+        architecture="qwen3",
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.ffn_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=recipe.max_context,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
+    )
+
+
+def _imitate(
+    decoder: Decoder, encoder: _Encoder, recipe: Recipe, seed: int, on_progress: Progress | None
+) -> dict[str, Any]:
+    rng = random.Random(seed)
+    settings = TrainerConfig(
+        optimizer="muon",
+        lr=recipe.lr,
+        muon_lr=recipe.muon_lr,
+        warmup_steps=recipe.warmup_steps,
+    )
+    learner = Supervised(decoder, settings, objective=Sft())
+    probe_rng = random.Random(5)
+    probes = [
+        encoder.example(perfect_demonstration(encoder.env, probe_rng), skips_first=True)
+        for _ in range(recipe.num_probes)
+    ]
+    rewards: dict[str, list[float]] = {}
+    max_steps = recipe.max_hold_steps + recipe.decay_steps
+    step, skill = 0, 0.0
+    left: int | None = None  # steps of the decay; None while the rate is held
+    while left is None or left > 0:
+        shown = [demonstrate(encoder.env, rng) for _ in range(recipe.batch_size)]
+        for demonstration in shown:
+            rewards.setdefault(demonstration.demonstrator_id, []).append(demonstration.reward)
+        scale = 1.0
+        if left is not None:
+            scale = recipe.end_scale + (1 - recipe.end_scale) * left / recipe.decay_steps
+            left -= 1
+        loss = learner.step([encoder.example(d) for d in shown], scale)["train/loss"]
+        step += 1
+        is_probed = left is None and step >= recipe.min_hold_steps
+        if (is_probed and step % recipe.probe_every == 0) or left == 0:
+            # Share of the probes in which every marked token is the likeliest one.
+            skill = learner.evaluate(probes)["exact"]
+        if left is None and (
+            (is_probed and skill >= recipe.skill_gate) or step >= recipe.max_hold_steps
+        ):
+            left = recipe.decay_steps
+        if on_progress is not None and step % 5 == 0:
+            total = max_steps if left is None else step + left
+            on_progress(step, total, f"loss {loss:.2f}  copies exactly {skill:.0%}")
+    num_shown = sum(len(found) for found in rewards.values())
+    return {
+        "num_steps": step,
+        "skill": round(skill, 4),
+        "demonstrators": {
+            name: {
+                "accuracy": round(sum(found) / len(found), 4),
+                "share": round(len(found) / num_shown, 4),
+            }
+            for name, found in sorted(rewards.items())
+        },
+    }
+
+
+# ---- cache -----------------------------------------------------------------------------------
+
+
+def _files_in(folder: Traversable) -> Iterator[Traversable]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files_in(entry)
+        else:
+            yield entry
+
+
+_MAKERS = ("warm_start", "models", "envs")
+_TRAINER_FILES = (
+    *("batch/examples.py", "batch/packing.py", "chunked_logprobs.py", "optimizer.py"),
+    *("objectives/sft.py", "objectives/supervised.py"),
+)
+"""What of the trainer imitation uses: a new policy loss must not cost anybody a warm start."""
+
+
+def _cache_key(recipe: Recipe, env_key: str, seed: int) -> str:
+    """Changes with the recipe, the environment, the seed, torch, the processor and our sources."""
+    package = resources.files("areal_gym")
+    files = [
+        *(file for folder in _MAKERS for file in _files_in(package.joinpath(folder))),
+        *(package.joinpath("trainer", name) for name in _TRAINER_FILES),
+    ]
+    sources = {
+        str(file).rpartition("areal_gym")[2]: content_hash(file.read_text())
+        for file in files
+        if file.name.endswith((".py", ".jinja"))
+    }
+    made_by = {
+        "recipe": dataclasses.asdict(recipe),
+        "env": env_key,
+        "seed": seed,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "sources": sources,
+    }
+    return content_hash(made_by)

@@ -1,0 +1,60 @@
+"""The starter policy's tokenizer: a small byte-level BPE trained on its own demonstrations.
+
+Digits and operators are tokens of their own, so that numbers are copied digit by digit; the
+boiler-plate of a tool call merges into a few tokens. Written in Hugging Face's layout, so that
+`transformers.AutoTokenizer` loads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CONTROL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
+"""Never part of a text that is shown."""
+TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Single ids, but text: the policy writes them and environments read them."""
+SPECIAL_TOKENS = CONTROL_TOKENS + TAG_TOKENS
+
+
+def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """Train on `texts`: whole rendered dialogues. The result depends on nothing else."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[0-9+\-*/]"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=20,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in CONTROL_TOKENS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAG_TOKENS])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_context: int) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template into `directory`."""
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_context,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    template = resources.files("areal_gym.warm_start").joinpath("chat_template.jinja").read_text()
+    (directory / "chat_template.jinja").write_text(template)
