@@ -72,7 +72,7 @@ _NOUNS = (
 )
 _TRADES = ("Boats", "Books", "Bread", "Clocks", "Glass", "Paper", "Shoes", "Tea", "Tools", "Toys")
 _PROVINCES = ("Arden", "Brena", "Corvia", "Delmark", "Estria", "Falun", "Gorland", "Hestia")
-_RIVERS = ("Alne", "Brook", "Cray", "Dove", "Esk", "ServerPool", "Glen", "Hull", "Isen", "Kyle")
+_RIVERS = ("Alne", "Brook", "Cray", "Dove", "Esk", "Fleet", "Glen", "Hull", "Isen", "Kyle")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +134,7 @@ class World:
             self._maker[company] = _Fact(self._tell(company, f"a shop of {person}"), person)
 
     def questions(self) -> Iterator[Question]:
-        """All of them, in a fixed order."""
+        """Yield all of them, in a fixed order."""
         for town in self._province:
             yield self._ask(f"In which province is {town}?", town, self._province)
             yield self._ask(f"On which river is {town}?", town, self._river)
@@ -172,5 +172,5 @@ class World:
 
 @cache
 def world() -> World:
-    """The built-in one, made once."""
+    """Return the built-in one, made once."""
     return World()

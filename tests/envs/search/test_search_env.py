@@ -9,6 +9,7 @@ import areal_gym
 from areal_gym.chat.tool_call_formats import write_call
 from areal_gym.envs.search.generated_world import world
 from areal_gym.errors import DataError, UnknownIdError, UsageError
+from areal_gym.types import content_hash
 
 
 def call(name, **arguments):
@@ -46,6 +47,12 @@ def test_the_built_in_questions_are_distinct_and_of_every_kind():
     questions = list(world().questions())
     assert len({question.text for question in questions}) == len(questions) > 2_000
     assert {len(question.queries) for question in questions} == {1, 2, 3}
+
+
+def test_the_built_in_world_is_the_same_in_every_version():
+    assert content_hash([list(passage) for passage in world().passages]) == "74cdca0e8fdb3cbc"
+    questions = [question.to_data() for question in world().questions()]
+    assert content_hash(questions) == "9fcdaec185bc49d8"
 
 
 def test_a_search_shows_ids_titles_and_as_much_text_as_it_may():
