@@ -13,6 +13,7 @@ from pydantic.errors import PydanticUserError
 
 from areal_gym.errors import ConfigError, GymError, did_you_mean
 
+
 def make_with(thing: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> Any:
     """Makes `thing(**kwargs)`; whatever fails says which setting is to blame.
 

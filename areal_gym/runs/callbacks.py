@@ -10,6 +10,7 @@ from areal_gym.errors import StopTraining, UsageError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import Group
 
+
 class Callback:
     """What a run calls; override what you want to know.
 

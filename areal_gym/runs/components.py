@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from areal_gym.agents.base import Agent
+from areal_gym.chat import Renderer
 from areal_gym.config import AgentConfig, EngineConfig, PluginConfig, RunConfig
 from areal_gym.config.trust import remember_settings
 from areal_gym.distributed.cluster import Cluster
@@ -22,15 +23,14 @@ from areal_gym.engines.base import Engine
 from areal_gym.engines.sglang.server_client import vocab_size_of
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
-from areal_gym.utils.files import path_hints
 from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
-from areal_gym.chat import Renderer
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.filters import GroupFilter
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.arguments import check_arguments, check_types, make_with, misfit
 from areal_gym.runs.run_display import Display, SilentDisplay
-from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.utils.files import path_hints
 
 if TYPE_CHECKING:
     import torch
@@ -231,8 +231,8 @@ def make_learner(
     Raises:
         ConfigError: the settings do not fit it.
     """
-    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
     from areal_gym.models.device import pick_device
+    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
     from areal_gym.trainer.algorithms.token_loss import try_loss
 
     found = registry()

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_gym.config import RunConfig
-from areal_gym.errors import DivergedError
 from areal_gym.config.online_settings import ONLINE
-from areal_gym.runs.run_display import Display
+from areal_gym.errors import DivergedError
 from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.run_display import Display
 from areal_gym.types import Trajectory
 
 _CALM = 0.25

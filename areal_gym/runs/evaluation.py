@@ -8,23 +8,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
+from areal_gym.config.online_settings import ONLINE, split_address
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.errors import ConfigError, UsageError
 from areal_gym.gateway.shared_gateway import gateway_at
 from areal_gym.report.learning_curve import CurvePoint
-from areal_gym.config.online_settings import ONLINE, split_address
-from areal_gym.runs.episodes.policies import opened
-from areal_gym.chat import Renderer
 from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.rollout.evaluate import evaluate as evaluate_policy
 from areal_gym.rollout.evaluate import measure as measure_play
-from areal_gym.utils.blocking import run_to_end
-from areal_gym.runs.run_display import Display, SilentDisplay
-from areal_gym.runs.components import Components, open_engine, policy_directory
-from areal_gym.runs.sandboxes import announce_sandboxes
 from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.components import Components, open_engine, policy_directory
+from areal_gym.runs.episodes.policies import opened
+from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.runs.sandboxes import announce_sandboxes
 from areal_gym.types import Trajectory
+from areal_gym.utils.blocking import run_to_end
+
 
 def evaluate(
     config: RunConfig,
@@ -288,6 +289,7 @@ class RunningEval:
     _num_failed: int = 0
 
     def on_trajectory(self, trajectory: Trajectory) -> None:
+        """Keep the trajectory and count its score."""
         if self.keep is not None:
             self.keep.append(trajectory)
         if trajectory.stop_reason.is_failure:
@@ -297,6 +299,7 @@ class RunningEval:
             self._num_scored += 1
 
     def on_progress(self, done: int, total: int) -> None:
+        """Show how many episodes are done, and how many failed."""
         if self.advance is not None:
             failed = f", {self._num_failed} failures" if self._num_failed else ""
             reward = self._reward / max(1, self._num_scored)

@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_gym.config import RunConfig
+from areal_gym.chat import Renderer
 from areal_gym.chat.tool_call_formats import parse_assistant
+from areal_gym.config import RunConfig
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import NothingToDoError
-from areal_gym.chat import Renderer
-from areal_gym.runs.run_display import Display
 from areal_gym.runs.components import Components
+from areal_gym.runs.run_display import Display
 from areal_gym.types import Message
 
 if TYPE_CHECKING:
-    from areal_gym.warm_start.demonstrations import Demonstration
     from areal_gym.trainer.batch.dialogue_files import Preference, Written
     from areal_gym.trainer.batch.examples import Example
+    from areal_gym.warm_start.demonstrations import Demonstration
 
 _HELDOUT = 0.1
 """Part of a file that is measured on, without a file for that."""
@@ -109,8 +109,8 @@ def _from_env(config: RunConfig, env: TextEnv) -> tuple[Data, Data]:
 def _demonstration(
     env: TextEnv, rng: random.Random, split: str, min_reward: float | None
 ) -> Written:
-    from areal_gym.warm_start.demonstrations import demonstrate
     from areal_gym.trainer.batch.dialogue_files import Written
+    from areal_gym.warm_start.demonstrations import demonstrate
 
     for _ in range(_MAX_REJECTED):
         shown = demonstrate(env, rng, split=split)
@@ -125,8 +125,8 @@ def _demonstration(
 def _preference(
     env: TextEnv, rng: random.Random, split: str, min_reward: float | None
 ) -> Preference:
-    from areal_gym.warm_start.demonstrations import demonstrate_pair
     from areal_gym.trainer.batch.dialogue_files import Preference
+    from areal_gym.warm_start.demonstrations import demonstrate_pair
 
     better, worse = demonstrate_pair(env, rng, split=split)
     return Preference(

@@ -9,20 +9,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import Cluster, open_cluster
 from areal_gym.errors import StopTraining
-from areal_gym.utils.files import write_atomic
-from areal_gym.report.learning_curve import draw_supervised_curve
-from areal_gym.utils.statistics import cpu_s
-from areal_gym.run_dir.provenance import entries_used
-from areal_gym.chat import Renderer
 from areal_gym.report import keep_report
-from areal_gym.utils.blocking import interruptible
+from areal_gym.report.learning_curve import draw_supervised_curve
+from areal_gym.run_dir.provenance import entries_used
+from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.runs.callbacks import Callback, Callbacks
-from areal_gym.runs.examples_data import load_examples
-from areal_gym.runs.run_display import Display, SilentDisplay
-from areal_gym.runs.logger_threads import Loggers
 from areal_gym.runs.components import (
     Components,
     close_learner,
@@ -33,10 +28,16 @@ from areal_gym.runs.components import (
     require_same_start,
     save_settings,
 )
+from areal_gym.runs.examples_data import load_examples
+from areal_gym.runs.logger_threads import Loggers
 from areal_gym.runs.restarts import restart_on_lost_rank
 from areal_gym.runs.resume import require_resumable
-from areal_gym.run_dir.run_dir import RunDir, RunMode
+from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.utils.blocking import interruptible
+from areal_gym.utils.files import write_atomic
+from areal_gym.utils.statistics import cpu_s
 from areal_gym.version import __version__
+
 
 def train_supervised(
     config: RunConfig,
@@ -77,6 +78,7 @@ def _learn(
     is_resumed: bool,
     from_step: int | None,
 ) -> dict[str, Any]:
+    from areal_gym.trainer.batch.examples import batch_of_step
     from areal_gym.trainer.checkpoint import (
         checkpoint_of,
         keep_checkpoints,
@@ -86,7 +88,6 @@ def _learn(
         restore_learner,
         save_learner,
     )
-    from areal_gym.trainer.batch.examples import batch_of_step
 
     cpu_before_s = cpu_s()
     with ExitStack() as stack:
@@ -236,8 +237,8 @@ def _open_cluster(config: RunConfig) -> Iterator[Cluster | None]:
 def _make_learner(config: RunConfig, source: Path, policy: Path, cluster: Cluster | None) -> Any:
     """A learner with the weights in `source`, for a run that began with `policy`."""
     from areal_gym.distributed.ray_ranks import RaySupervised
-    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
     from areal_gym.models.device import pick_device
+    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
     from areal_gym.models.tiny.scored_decoder import load_reward_model
     from areal_gym.trainer.objectives.dpo import Dpo
     from areal_gym.trainer.objectives.reward_model import BradleyTerry

@@ -19,8 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_gym.utils.markup import visible
 from areal_gym.runs.incidents import describe_incidents
+from areal_gym.utils.markup import visible
 
 _BARS = "▁▂▃▄▅▆▇█"
 

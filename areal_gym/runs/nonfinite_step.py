@@ -9,7 +9,7 @@ from typing import Any
 from areal_gym.config import RunConfig
 from areal_gym.errors import NotFiniteError, NothingToDoError
 from areal_gym.plugins import registry
-from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import (
     Components,
     close_learner,
@@ -17,8 +17,9 @@ from areal_gym.runs.components import (
     policy_directory,
     require_same_start,
 )
-from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.run_display import Display, SilentDisplay
 from areal_gym.types import Group
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedReport:

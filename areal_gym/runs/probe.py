@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.errors import ConfigError, EnvError, EpisodeError
-from areal_gym.utils.markup import counted
-from areal_gym.chat import Renderer
 from areal_gym.recording import derive_seed
 from areal_gym.runs.components import Components, plugin_error
 from areal_gym.types import Message
+from areal_gym.utils.markup import counted
 
 _NUM_PROMPTS = 8
 _NUM_TOKENS = 32

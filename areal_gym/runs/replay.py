@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.config import RunConfig
-from areal_gym.errors import DataError, NothingToDoError, UsageError
 from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.errors import DataError, NothingToDoError, UsageError
 from areal_gym.plugins import registry
-from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import (
     Components,
     close_learner,
@@ -28,7 +28,7 @@ from areal_gym.runs.components import (
     save_settings,
 )
 from areal_gym.runs.probe import keep_rounding_from_clips
-from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.run_display import Display, SilentDisplay
 
 _COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
 

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from areal_gym.config import RunConfig
 from areal_gym.errors import LostRankError
-from areal_gym.runs.run_display import Display
 from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.run_display import Display
 
 _T = TypeVar("_T")
 

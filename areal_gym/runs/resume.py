@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from areal_gym.config import RunConfig, load_config
-from areal_gym.errors import ConfigError, GymError
-from areal_gym.utils.markup import short
-from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.config.settings_model import flat
+from areal_gym.errors import ConfigError, GymError
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.utils.markup import short
 
 SILENT = (
     # How far it goes, what is kept and shown of it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+
 class Display(Protocol):
     """What a run tells; `areal_gym.runs.live_display` shows it to a person."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from areal_gym.run_dir.run_dir import RunDir
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Writing:
     """A checkpoint on its way to the disk."""

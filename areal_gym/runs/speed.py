@@ -24,8 +24,8 @@ from areal_gym.envs.tools import tool
 from areal_gym.errors import UsageError, did_you_mean
 from areal_gym.plugins import registry
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.utils.garbage import relax_garbage_collection
 from areal_gym.types import FinishReason, Group, Message, Task, TokenSpan, Trajectory, Turn
+from areal_gym.utils.garbage import relax_garbage_collection
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from areal_gym.rollout.stats import RolloutStats
 
+
 @dataclass(slots=True)
 class StepTimes:
     """Turns two snapshots of the runner, and the trainer's times, into a step's metrics."""

@@ -11,32 +11,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
+from areal_gym.config.online_settings import ONLINE
 from areal_gym.engines.base import Engine, InterruptedEngine
 from areal_gym.errors import DivergedError, NotFiniteError, StopTraining
-from areal_gym.utils.statistics import rss_mb
-from areal_gym.config.online_settings import ONLINE
-from areal_gym.chat import Renderer
 from areal_gym.rollout.batch_metrics import batch_metrics
-from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.episode_runners import EpisodeRunner
+from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.rollout.stats import RolloutStats
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.callbacks import Callbacks
-from areal_gym.runs.run_display import Display
-from areal_gym.runs.evaluation import Evaluations
-from areal_gym.utils.garbage import relax_garbage_collection
+from areal_gym.runs.components import Components, make_curriculum, make_filters
 from areal_gym.runs.divergence_guard import DivergenceGuard, NewestRewards
+from areal_gym.runs.evaluation import Evaluations
 from areal_gym.runs.incidents import IncidentCounter
 from areal_gym.runs.logger_threads import Loggers
-from areal_gym.runs.components import Components, make_curriculum, make_filters
+from areal_gym.runs.run_display import Display
 from areal_gym.runs.saving import Saver
 from areal_gym.runs.step_times import StepTimes
 from areal_gym.runs.teacher import WithTeacher
 from areal_gym.runs.waiting import ProgressLine, saying_outages
-from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.sandbox import shared_calls, shared_reports
 from areal_gym.types import Group, StopReason
+from areal_gym.utils.garbage import relax_garbage_collection
+from areal_gym.utils.statistics import rss_mb
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:

@@ -8,25 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig, require_plain_sampling
+from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.config.online_settings import ONLINE
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.engines.base import Engine
 from areal_gym.errors import NothingToDoError
-from areal_gym.utils.files import write_atomic
-from areal_gym.report.learning_curve import CurvePoint, draw_learning_curve
-from areal_gym.utils.markup import counted
-from areal_gym.utils.statistics import cpu_s
-from areal_gym.config.objective_settings import SUPERVISED
-from areal_gym.config.online_settings import ONLINE
-from areal_gym.run_dir.provenance import entries_used, require_installed
-from areal_gym.chat import Renderer
 from areal_gym.report import keep_report
-from areal_gym.utils.blocking import run_to_end
+from areal_gym.report.learning_curve import CurvePoint, draw_learning_curve
+from areal_gym.run_dir.provenance import entries_used, require_installed
+from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.runs.callbacks import Callback, Callbacks
-from areal_gym.runs.run_display import Display, SilentDisplay
-from areal_gym.runs.evaluation import Evaluations
-from areal_gym.runs.logger_threads import Loggers
-from areal_gym.runs.serve_policy import open_gateway
 from areal_gym.runs.components import (
     Components,
     close_learner,
@@ -38,6 +31,9 @@ from areal_gym.runs.components import (
     require_same_start,
     save_settings,
 )
+from areal_gym.runs.evaluation import Evaluations
+from areal_gym.runs.fixed_data import train_supervised
+from areal_gym.runs.logger_threads import Loggers
 from areal_gym.runs.probe import (
     LogprobGap,
     first_messages,
@@ -47,13 +43,18 @@ from areal_gym.runs.probe import (
 )
 from areal_gym.runs.restarts import restart_on_lost_rank
 from areal_gym.runs.resume import require_resumable
+from areal_gym.runs.run_display import Display, SilentDisplay
 from areal_gym.runs.sandboxes import announce_sandboxes
+from areal_gym.runs.serve_policy import open_gateway
 from areal_gym.runs.steps import RunContext, take_steps
-from areal_gym.runs.fixed_data import train_supervised
 from areal_gym.runs.teacher import open_teacher
 from areal_gym.runs.workers import open_workers
-from areal_gym.run_dir.run_dir import RunDir, RunMode
+from areal_gym.utils.blocking import run_to_end
+from areal_gym.utils.files import write_atomic
+from areal_gym.utils.markup import counted
+from areal_gym.utils.statistics import cpu_s
 from areal_gym.version import __version__
+
 
 def train(
     config: RunConfig,

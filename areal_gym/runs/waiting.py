@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from areal_gym.utils.markup import counted
 from areal_gym.rollout.stats import RolloutStats
+from areal_gym.utils.markup import counted
 
 _WINDOW_S = 10.0
 _LOOK_S = 1.0

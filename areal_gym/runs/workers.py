@@ -14,6 +14,7 @@ from areal_gym.engines.base import Engine
 from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
 from areal_gym.runs.components import Components, open_renderer
 
+
 @asynccontextmanager
 async def open_workers(
     config: RunConfig, parts: Components, policy: Path, engine: Engine, cluster: Cluster | None

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from areal_gym.chat import Renderer
 from areal_gym.engines.base import SamplingParams
 from areal_gym.envs.base import TextEnv, run_on_kept_loop
 from areal_gym.errors import UsageError
-from areal_gym.runs.episodes.policies import Policy, opened
-from areal_gym.runs.episodes.rollout_table import Rollouts, play_all
 from areal_gym.plugins import registry
-from areal_gym.utils.progress import progress_bar
-from areal_gym.chat import Renderer
 from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.rollout.evaluate import measure
+from areal_gym.runs.episodes.policies import Policy, opened
+from areal_gym.runs.episodes.rollout_table import Rollouts, play_all
+from areal_gym.utils.progress import progress_bar
 
 __all__ = ["Rollouts", "evaluate", "rollout"]
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areal_gym.chat import Renderer
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
@@ -26,7 +27,6 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.plugins import registry
-from areal_gym.chat import Renderer
 from areal_gym.rollout.episode import play_episode, stop_reason_of
 from areal_gym.rollout.evaluate import Play
 from areal_gym.types import FinishReason, Message, StopReason, Task, Trajectory, Turn

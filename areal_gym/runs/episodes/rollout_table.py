@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError
+from areal_gym.recording import derive_seed
+from areal_gym.rollout.env_pool import EnvPool
+from areal_gym.rollout.evaluate import Play, first_tasks, run_all
+from areal_gym.types import Trajectory
 from areal_gym.utils.markup import block, escaped, number, short, table
 from areal_gym.utils.statistics import mean
-from areal_gym.recording import derive_seed
-from areal_gym.rollout.evaluate import Play, first_tasks, run_all
-from areal_gym.rollout.env_pool import EnvPool
-from areal_gym.types import Trajectory
 
 if TYPE_CHECKING:
     import datasets

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from areal_gym.runs.live_display import make_display
-from areal_gym.utils.markup import block, escaped
-from areal_gym.utils.progress import Panel, bar, in_notebook, is_terminal
 from areal_gym.report.charts import draw
 from areal_gym.report.content import charts_of
-from areal_gym.runs.run_display import Display
-from areal_gym.runs.run_display import SilentDisplay
+from areal_gym.runs.live_display import make_display
+from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.utils.markup import block, escaped
+from areal_gym.utils.progress import Panel, bar, in_notebook, is_terminal
 
 _NUM_LINES = 8
 _MOST_ROWS = 600

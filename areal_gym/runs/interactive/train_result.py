@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_gym.utils.markup import number
 from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.utils.markup import number
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainingResult:
