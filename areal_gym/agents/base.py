@@ -16,11 +16,11 @@ __all__ = ["Agent", "Episode", "PolicyEndpoint"]
 
 
 class PolicyEndpoint(Protocol):
-    """How a program reaches the policy of one episode: as it would reach OpenAI."""
+    """An HTTP endpoint of one episode's policy, compatible with OpenAI's and Anthropic's APIs."""
 
     @property
     def base_url(self) -> str:
-        """Of the gateway, with `/v1`."""
+        """The gateway's URL, with `/v1`."""
         ...
 
     @property
@@ -29,23 +29,23 @@ class PolicyEndpoint(Protocol):
         ...
 
     async def claimed(self) -> None:
-        """Offer the episode to programs outside, and wait until one has opened it."""
+        """Offer the episode to external programs, and wait until one has opened it."""
         ...
 
     async def ended(self) -> None:
-        """Wait until that program has ended it.
+        """Wait until that program has ended the episode.
 
         Raises:
-            AgentError: it says that it has failed.
+            AgentError: the program reports that it has failed.
         """
         ...
 
 
 @runtime_checkable
 class Episode(Protocol):
-    """One episode as an agent sees it: a policy to ask and an environment to answer.
+    """One episode as an agent sees it: a policy to ask and an environment to act in.
 
-    Everything is recorded token by token on the other side of this protocol.
+    The implementation records everything token by token.
     """
 
     @property
@@ -60,7 +60,7 @@ class Episode(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, by the environment or by a limit: the policy answers no more."""
+        """Whether the episode has ended, by the environment or by a limit."""
         ...
 
     async def ask(
@@ -68,8 +68,8 @@ class Episode(Protocol):
     ) -> Message:
         """Append `new_messages` to the dialogue and let the policy answer.
 
-        With `replaces_history` they are all that the policy sees, as after a summary of what went
-        before. What it has sampled so far stays in the trajectory, as a branch of its own.
+        With `replaces_history` the policy sees these messages only, for example after a summary of
+        the earlier ones. The turns so far stay in the trajectory, as a branch of their own.
 
         Raises:
             EngineError: the policy could not be sampled.
@@ -80,20 +80,20 @@ class Episode(Protocol):
         """Hand an assistant message to the environment (Gymnasium's `step`, with names)."""
         ...
 
-    # ---- for agents that are programs and ask over HTTP ----------------------------------------
+    # ---- for agents that are programs and call the policy over HTTP ----------------------------
 
     async def access(self, *, max_calls: int) -> PolicyEndpoint:
-        """Where programs reach the policy; what they ask there is recorded as what `ask` asks.
+        """Open an HTTP endpoint of the policy; its calls are recorded like those of `ask`.
 
         Args:
-            max_calls: so many answers, and more are refused: the episode is then truncated.
+            max_calls: further calls are refused, and the episode is then truncated.
         """
         ...
 
     async def call_tool(self, call_id: str) -> str:
-        """What a call gave that the policy has made over HTTP; the environment answers.
+        """Return the output of a tool call that the policy has made over HTTP.
 
-        All calls of one message are handed to the environment together, whichever comes first.
+        The environment gets all calls of one message together, with the first of them.
 
         Raises:
             AgentError: the policy made no such call.
@@ -101,7 +101,7 @@ class Episode(Protocol):
         ...
 
     async def reply(self, answer: str) -> Sequence[Message]:
-        """Hand a text of the agent to the environment: what it answers, nothing at the end."""
+        """Hand a text to the environment; return its reply, empty at the end of the episode."""
         ...
 
     async def finish(
@@ -111,20 +111,20 @@ class Episode(Protocol):
         reward: float | None = None,
         is_truncated: bool = False,
     ) -> None:
-        """The agent is done, also where the environment would go on.
+        """End the episode, even if the environment would continue.
 
         Args:
             answer: handed to the environment, which may reward it.
-            reward: added to that of the last turn.
-            is_truncated: the agent has met a limit of its own on turns.
+            reward: added to the reward of the last turn.
+            is_truncated: the agent has reached its own limit on turns.
 
         Raises:
-            AgentError: the reward is no finite number.
+            AgentError: the reward is not a finite number.
         """
         ...
 
     def idle(self) -> AbstractContextManager[None]:
-        """Time inside does not count against the episode's limit: somebody thinks."""
+        """Return a context whose time does not count against the episode's limit."""
         ...
 
 

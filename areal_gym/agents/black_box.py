@@ -1,11 +1,11 @@
-"""Agents that are somebody's function, written for OpenAI's or Anthropic's client.
+"""Agents that are a user's function, written for OpenAI's or Anthropic's client.
 
     async def solve(client, task):
         reply = await client.chat.completions.create(model="policy", messages=task.messages)
         return reply.choices[0].message.content
 
-It need not know of areal-gym. What it returns is its answer: a text is handed to the environment,
-a number is the reward itself, and None means that it has said all with `task.reply`.
+The function need not know of areal-gym. A returned text is handed to the environment as the answer,
+a number is the reward itself, and None means that the function has answered with `task.reply`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal_gym.agents.base import Episode, PolicyEndpoint
-from areal_gym.agents.clients import OnePerLoop
-from areal_gym.agents.function_loading import Named
+from areal_gym.agents.function_loading import ImportableFunction
 from areal_gym.errors import AgentError
 from areal_gym.types import Message
+from areal_gym.utils.per_loop import PerLoop
 
 
 class AgentTask:
-    """What a function is given of the episode.
+    """The episode as a user's function sees it.
 
-    From a plain function, which runs in a thread, use `call_tool` and `reply` through
-    `task.wait(...)`.
+    A plain function runs in a thread; it uses `call_tool` and `reply` through `task.wait(...)`.
     """
 
     def __init__(self, episode: Episode) -> None:
         self.messages: list[Message] = [message.copy() for message in episode.first_messages]
-        """What opens the episode, in OpenAI's shape."""
+        """The messages that open the episode, in OpenAI's shape."""
         self.tools: list[dict[str, Any]] = [tool.schema() for tool in episode.tools]
         """The environment's tools, in OpenAI's shape."""
         self._episode = episode
@@ -44,49 +43,56 @@ class AgentTask:
 
     @property
     def is_over(self) -> bool:
-        """Whether the environment has ended the episode: the policy is not asked any more.
+        """Whether the episode has ended; the policy answers no more.
 
-        A call that comes nevertheless is answered by HTTP 400, `episode_over`.
+        A later call is answered by HTTP 400, `episode_over`.
         """
         return self._episode.is_over
 
     async def call_tool(self, call_id: str) -> str:
-        """Let the environment run a tool that the policy has called; what the tool says."""
+        """Let the environment run a tool that the policy has called; return the tool's output."""
         return await self._episode.call_tool(call_id)
 
     async def reply(self, answer: str) -> Sequence[Message]:
-        """Hand a text to the environment; what it answers, nothing when the episode is over."""
+        """Hand a text to the environment; return its reply, empty when the episode is over."""
         return await self._episode.reply(answer)
 
     def wait(self, coroutine: Any) -> Any:
-        """Run one of the above from a plain function."""
+        """Run `call_tool(...)` or `reply(...)` from a plain function."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
+async def close_client(client: Any) -> None:
+    """Close an asynchronous client of OpenAI or Anthropic."""
+    await client.close()
+
+
 class _FunctionAgent:
-    """See the subclasses."""
+    """Plays episodes by calling a function; the subclasses make its client."""
 
     def __init__(
         self, function: str | Callable[..., Any], max_calls: int = 256, max_retries: int = 2
     ) -> None:
         self._max_calls = max_calls
         self._max_retries = max_retries
-        self._named = Named(function)
-        self._clients = OnePerLoop()
+        self._function = ImportableFunction(function)
+        # Making a client reads the machine's certificates, 20 ms: too long for each episode.
+        self._clients: PerLoop[Any] = PerLoop(close_client)
 
     async def play(self, episode: Episode) -> None:
         """Let the function play.
 
         Raises:
-            AgentError: it returns something that is no answer.
+            AgentError: it returns something that is not an answer.
         """
-        access = await episode.access(max_calls=self._max_calls)
+        endpoint = await episode.access(max_calls=self._max_calls)
         task = AgentTask(episode)
-        function = self._named.function
+        function = self._function.function
         if inspect.iscoroutinefunction(function):
-            answer = await function(self._client(access), task)
+            client = self._clients.get(lambda: self._make_client(endpoint, is_async=True))
+            answer = await function(client.with_options(api_key=endpoint.api_key), task)
         else:
-            with self._blocking_client(access) as client:
+            with self._make_client(endpoint, is_async=False) as client:
                 answer = await asyncio.to_thread(function, client, task)
         if answer is None or isinstance(answer, str):
             await episode.finish(answer)
@@ -97,14 +103,7 @@ class _FunctionAgent:
                 f"the function returned {answer!r}; a text, a number or None is an answer"
             )
 
-    def _client(self, access: PolicyEndpoint) -> Any:
-        client = self._clients.get(lambda: self._make_client(access))
-        return client.with_options(api_key=access.api_key)
-
-    def _make_client(self, access: PolicyEndpoint) -> Any:
-        raise NotImplementedError
-
-    def _blocking_client(self, access: PolicyEndpoint) -> Any:
+    def _make_client(self, endpoint: PolicyEndpoint, *, is_async: bool) -> Any:
         raise NotImplementedError
 
 
@@ -114,26 +113,17 @@ class OpenAIFunctionAgent(_FunctionAgent):
     Args:
         function: `package.module:name` or `file.py:name`. An `async` one gets an `AsyncOpenAI`, a
             plain one an `OpenAI`, in a thread of its own.
-        max_calls: of the policy, in one episode.
-        max_retries: how often the client asks again after 429, 503 and the like.
+        max_calls: the most policy calls of one episode.
+        max_retries: how often the client retries after 429, 503 and the like.
     """
 
-    def _make_client(self, access: PolicyEndpoint) -> Any:
+    def _make_client(self, endpoint: PolicyEndpoint, *, is_async: bool) -> Any:
         import openai
 
-        return openai.AsyncOpenAI(
-            api_key=access.api_key,
-            base_url=access.base_url,
-            max_retries=self._max_retries,
-            timeout=None,
-        )
-
-    def _blocking_client(self, access: PolicyEndpoint) -> Any:
-        import openai
-
-        return openai.OpenAI(
-            api_key=access.api_key,
-            base_url=access.base_url,
+        client_class = openai.AsyncOpenAI if is_async else openai.OpenAI
+        return client_class(
+            api_key=endpoint.api_key,
+            base_url=endpoint.base_url,
             max_retries=self._max_retries,
             timeout=None,
         )
@@ -143,27 +133,18 @@ class AnthropicFunctionAgent(_FunctionAgent):
     """A function of yours that uses the `anthropic` client: `f(client, task)`.
 
     Args:
-        function: as that of `openai`; `AsyncAnthropic` or `Anthropic` is what it gets.
-        max_calls: of the policy, in one episode.
-        max_retries: how often the client asks again after 429, 503 and the like.
+        function: as for `openai`; it gets an `AsyncAnthropic` or an `Anthropic`.
+        max_calls: the most policy calls of one episode.
+        max_retries: how often the client retries after 429, 503 and the like.
     """
 
-    def _make_client(self, access: PolicyEndpoint) -> Any:
+    def _make_client(self, endpoint: PolicyEndpoint, *, is_async: bool) -> Any:
         import anthropic
 
-        return anthropic.AsyncAnthropic(
-            api_key=access.api_key,
-            base_url=access.base_url.removesuffix("/v1"),
-            max_retries=self._max_retries,
-            timeout=None,
-        )
-
-    def _blocking_client(self, access: PolicyEndpoint) -> Any:
-        import anthropic
-
-        return anthropic.Anthropic(
-            api_key=access.api_key,
-            base_url=access.base_url.removesuffix("/v1"),
+        client_class = anthropic.AsyncAnthropic if is_async else anthropic.Anthropic
+        return client_class(
+            api_key=endpoint.api_key,
+            base_url=endpoint.base_url.removesuffix("/v1"),
             max_retries=self._max_retries,
             timeout=None,
         )

@@ -6,10 +6,10 @@ from areal_gym.agents.base import Episode
 
 
 class ChatAgent:
-    """A plain dialogue."""
+    """Plays a plain dialogue."""
 
     async def play(self, episode: Episode) -> None:
-        """Ask, act, repeat."""
+        """Ask the policy, hand its answer to the environment, and repeat until the episode ends."""
         messages = episode.first_messages
         while True:
             result = await episode.act(await episode.ask(messages))

@@ -1,4 +1,4 @@
-"""Functions that people name: `package.module:name`, or `path/to/file.py:name`."""
+"""Functions given by path: `package.module:name`, or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.utils.files import path_hints
 
 
-class Named:
-    """A function, or the path of one; by its path it travels to other processes.
+class ImportableFunction:
+    """A function, or the path of one; a path can travel to other processes.
 
     Raises:
         ConfigError: as `load_function`.
@@ -30,14 +30,14 @@ class Named:
         self.function = load_function(given) if isinstance(given, str) else given
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Named, (self._given,))
+        return (ImportableFunction, (self._given,))
 
 
 def load_function(path: str) -> Any:
-    """What the path names.
+    """Import the function at a path.
 
     Raises:
-        ConfigError: no such module or file, it does not load, or it has nothing of that name.
+        ConfigError: there is no such module or file, it does not load, or it lacks that name.
     """
     module_name, _, name = path.rpartition(":")
     if not module_name:
@@ -45,7 +45,8 @@ def load_function(path: str) -> Any:
             f"{path!r} names no function", hints=["write package.module:name, or file.py:name"]
         )
     try:
-        module = _load_file(Path(module_name)) if _is_file(module_name) else _load(module_name)
+        is_file = _is_file(module_name)
+        module = _load_file(Path(module_name)) if is_file else import_module(module_name)
     except Exception as error:
         hints = []
         if isinstance(error, ModuleNotFoundError) and error.name != module_name:
@@ -54,18 +55,15 @@ def load_function(path: str) -> Any:
             hints += path_hints(Path(module_name))
         message = f"cannot load {module_name}: {type(error).__name__}: {error}"
         raise ConfigError(message, hints=hints) from error
-    if not callable(found := getattr(module, name, None)):
+    function = getattr(module, name, None)
+    if not callable(function):
         near = did_you_mean(name, [key for key, v in vars(module).items() if callable(v)])
         raise ConfigError(f"{module_name} has no function {name!r}", hints=[near] if near else [])
-    return found
+    return function
 
 
 def _is_file(name: str) -> bool:
     return name.endswith(".py")
-
-
-def _load(name: str) -> ModuleType:
-    return import_module(name)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A person who watches the policy, and has the last word before the environment."""
+"""An agent that lets a person check each answer before the environment sees it."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from areal_gym.agents.base import Episode
 
 
 class HumanAgent:
-    """Shows each answer of the policy. Enter hands it to the environment; a text is a remark that
-    the policy reads, before it answers once more.
+    """Shows each answer of the policy: Enter hands it to the environment, a remark asks again.
 
-    One episode at a time: `rollout.max_in_flight=1`. The person's time does not count.
+    Use it with one episode at a time, `rollout.max_in_flight=1`. The person's time does not count
+    against the episode's limit.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def play(self, episode: Episode) -> None:
-        """Ask, show, listen, act."""
+        """Ask the policy, show its answer, read the person's input, act."""
         with episode.idle():
             await self._turn.acquire()
         try:
             messages = episode.first_messages
             while True:
                 for message in messages:
-                    _say(message["role"], message["content"])
+                    _show(message["role"], message["content"])
                 answer = await episode.ask(messages)
-                _say("policy", answer["content"])
+                _show("policy", answer["content"])
                 for call in answer.get("tool_calls", []):
-                    _say("call", f"{call['function']['name']}({call['function']['arguments']})")
+                    _show("call", f"{call['function']['name']}({call['function']['arguments']})")
                 with episode.idle():
-                    remark = (await asyncio.to_thread(_listen)).strip()
+                    remark = (await asyncio.to_thread(_read_line)).strip()
                 if remark:
                     messages = [{"role": "user", "content": remark}]
                     continue
                 result = await episode.act(answer)
                 if result.terminated or result.truncated:
-                    _say("end", f"reward {result.reward:g}")
+                    _show("end", f"reward {result.reward:g}")
                     return
                 messages = result.info["messages"]
         finally:
             self._turn.release()
 
 
-def _say(who: str, text: str) -> None:
-    print(f"[{who}] {text}", file=sys.stderr, flush=True)
+def _show(label: str, text: str) -> None:
+    print(f"[{label}] {text}", file=sys.stderr, flush=True)
 
 
-def _listen() -> str:
+def _read_line() -> str:
     print("[Enter: hand it over; or a remark] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline()

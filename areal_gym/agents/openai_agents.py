@@ -1,4 +1,4 @@
-"""Agents of the OpenAI Agents SDK: its `Agent`, its handoffs, the environment's tools."""
+"""Agents of the OpenAI Agents SDK, with handoffs and the environment's tools."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from areal_gym.agents.base import Episode
-from areal_gym.agents.clients import OnePerLoop
-from areal_gym.agents.function_loading import Named
+from areal_gym.agents.black_box import close_client
+from areal_gym.agents.function_loading import ImportableFunction
 from areal_gym.envs.tools import Tool
+from areal_gym.utils.per_loop import PerLoop
 
 
 class OpenAIAgentsAgent:
@@ -16,12 +17,12 @@ class OpenAIAgentsAgent:
 
     Args:
         build: `package.module:name` or `file.py:name` of a function that gets the environment's
-            tools, as the SDK's, and returns the `agents.Agent` to begin with; its handoffs are
-            followed. Without it, one agent has all the tools, and the system message as its
+            tools, as the SDK's, and returns the `agents.Agent` to start with; handoffs are
+            followed. By default one agent has all the tools, and the system message as its
             instructions.
-        max_turns: after so many turns of its agents the episode is truncated.
-        api: which of OpenAI's APIs the SDK uses.
-        max_calls: of the policy, in one episode.
+        max_turns: the episode is truncated after this many turns of the SDK.
+        api: the API of OpenAI that the SDK uses.
+        max_calls: the most policy calls of one episode.
     """
 
     def __init__(
@@ -32,24 +33,24 @@ class OpenAIAgentsAgent:
         max_calls: int = 256,
     ) -> None:
         self._max_calls = max_calls
-        self._build = None if build is None else Named(build)
+        self._build = None if build is None else ImportableFunction(build)
         self._max_turns = max_turns
         self._api = api
-        self._clients = OnePerLoop()
+        self._clients: PerLoop[Any] = PerLoop(close_client)
 
     async def play(self, episode: Episode) -> None:
-        """Run the agent."""
+        """Run the agent; its final output is the answer."""
         import agents
 
-        access = await episode.access(max_calls=self._max_calls)
-        client = self._clients.get(lambda: _make_client(access.base_url, access.api_key))
-        client = client.with_options(api_key=access.api_key)
+        endpoint = await episode.access(max_calls=self._max_calls)
+        client = self._clients.get(lambda: _make_client(endpoint.base_url, endpoint.api_key))
+        client = client.with_options(api_key=endpoint.api_key)
         if self._api == "chat":
             model = agents.OpenAIChatCompletionsModel("policy", client)
         else:
             model = agents.OpenAIResponsesModel("policy", client)
         system = [m["content"] for m in episode.first_messages if m["role"] == "system"]
-        asked = [m for m in episode.first_messages if m["role"] != "system"]
+        messages = [m for m in episode.first_messages if m["role"] != "system"]
         tools = sdk_tools(episode)
         if self._build is not None:
             agent = self._build.function(tools)
@@ -60,20 +61,20 @@ class OpenAIAgentsAgent:
         try:
             result = await agents.Runner.run(
                 agent,
-                [{"role": m["role"], "content": m["content"]} for m in asked],
+                [{"role": m["role"], "content": m["content"]} for m in messages],
                 max_turns=self._max_turns,
                 run_config=agents.RunConfig(model=model, tracing_disabled=True),
             )
         except agents.MaxTurnsExceeded:
             await episode.finish(is_truncated=True)
-        except agents.ModelBehaviorError:  # the policy called what there is not: its own mistake
+        except agents.ModelBehaviorError:  # the policy called an unknown tool: its own mistake
             await episode.finish()
         else:
             await episode.finish(str(result.final_output))
 
 
 def sdk_tools(episode: Episode) -> list[Any]:
-    """The environment's tools as the SDK's; what they say counts in the environment."""
+    """Wrap the environment's tools as tools of the SDK; calls run in the environment."""
     return [_sdk_tool(episode, tool) for tool in episode.tools]
 
 

@@ -1,4 +1,4 @@
-"""The agents that come with areal-gym."""
+"""The built-in agents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal_gym.plugins import AgentSpec, hookimpl
 
 @hookimpl
 def register_agents() -> Iterable[AgentSpec]:
-    """The default loop, programs that ask over HTTP, and people."""
+    """Register the default agent, programs that call the policy over HTTP, and people."""
     yield AgentSpec(
         id="anthropic",
         entry_point="areal_gym.agents.black_box:AnthropicFunctionAgent",

@@ -1,4 +1,4 @@
-"""Agents that are programs of any language, which find the policy where they expect OpenAI."""
+"""Agents that are programs in any language; they reach the policy as they would reach OpenAI."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _MAX_OUTPUT = 2**20
 
 
 class ProgramAgent:
-    """Starts a command for each episode; what it prints is its answer to the environment.
+    """Starts a command for each episode; its output is the answer to the environment.
 
     The program gets the variables OPENAI_BASE_URL and OPENAI_API_KEY (ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY, too), the opening text as AREAL_GYM_PROMPT, and on its standard input
     `{"messages": [...], "tools": [...]}` as JSON. It may talk to the environment with its key:
     `POST $OPENAI_BASE_URL/rl/answer` and `/rl/tool` (docs/agents.md).
 
-    It runs in a process group of its own, which is killed with the episode.
+    The program runs in a process group of its own, which is killed at the end of the episode.
 
     Args:
         command: a command line, or its words.
         env: further variables.
         cwd: the directory it starts in.
-        max_calls: of the policy, in one episode.
+        max_calls: the most policy calls of one episode.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class ProgramAgent:
         Raises:
             AgentError: it does not start, or ends with an exit code that is not 0.
         """
-        access = await episode.access(max_calls=self._max_calls)
+        endpoint = await episode.access(max_calls=self._max_calls)
         messages = [dict(message) for message in episode.first_messages]
-        given = {"messages": messages, "tools": [tool.schema() for tool in episode.tools]}
+        stdin = {"messages": messages, "tools": [tool.schema() for tool in episode.tools]}
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -63,10 +63,10 @@ class ProgramAgent:
                 cwd=self._cwd,
                 env={
                     **os.environ,
-                    "OPENAI_BASE_URL": access.base_url,
-                    "OPENAI_API_KEY": access.api_key,
-                    "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
-                    "ANTHROPIC_API_KEY": access.api_key,
+                    "OPENAI_BASE_URL": endpoint.base_url,
+                    "OPENAI_API_KEY": endpoint.api_key,
+                    "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
+                    "ANTHROPIC_API_KEY": endpoint.api_key,
                     "AREAL_GYM_PROMPT": episode.first_messages[-1]["content"].replace("\0", " "),
                     **self._env,
                 },
@@ -75,7 +75,7 @@ class ProgramAgent:
         except OSError as error:
             raise AgentError(f"{self._command[0]} does not start: {error.strerror}") from error
         try:
-            output, errors = await process.communicate(json.dumps(given).encode())
+            output, errors = await process.communicate(json.dumps(stdin).encode())
         finally:
             # The group outlives its leader where the program has left children behind.
             with suppress(ProcessLookupError):

@@ -379,7 +379,7 @@ def test_agents_travel_to_other_processes(tmp_path, monkeypatch):
     found = pickle.dumps((OpenAIFunctionAgent("theirs.py:solve"), OpenAIAgentsAgent(build)))
     monkeypatch.chdir("/")
     agent, _ = pickle.loads(found)
-    assert agent._named.function(None, None) == 1
+    assert agent._function.function(None, None) == 1
 
 
 def build(tools):

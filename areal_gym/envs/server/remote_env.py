@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -27,6 +26,7 @@ from areal_gym.envs.server.wire_format import (
 )
 from areal_gym.errors import EnvError, EnvUnreachableError, UsageError
 from areal_gym.types import Message, Task
+from areal_gym.utils.per_loop import PerLoop
 
 if TYPE_CHECKING:
     import aiohttp
@@ -168,7 +168,7 @@ class RemoteEnv(TextEnv):
         content = b"" if body is None else json.dumps(body).encode()
         for is_last in (False, True):
             try:
-                async with _connections().request(
+                async with _sessions.get(_open_session).request(
                     method,
                     self.url + path,
                     data=BytesIO(content),
@@ -227,39 +227,13 @@ def _is_address(url: str) -> bool:
         return False
 
 
-_sessions: dict[
-    asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[None, None]]
-] = {}
-
-
-def _connections() -> aiohttp.ClientSession:
-    """The running loop's connections, kept open between turns and episodes.
-
-    They are closed when the loop shuts down its asynchronous generators, as `asyncio.run` does.
-    """
+def _open_session() -> aiohttp.ClientSession:
     import aiohttp
 
-    loop = asyncio.get_running_loop()
-    kept = _sessions.get(loop)
-    if kept is None:
-        for other in [other for other in _sessions if other.is_closed()]:
-            del _sessions[other]
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
-        )
-        closing = _close_with_loop(loop, session)
-        # The first step registers the generator with the loop; it does not suspend.
-        with contextlib.suppress(StopIteration):
-            closing.__anext__().send(None)
-        kept = _sessions[loop] = (session, closing)
-    return kept[0]
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+    )
 
 
-async def _close_with_loop(
-    loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession
-) -> AsyncGenerator[None, None]:
-    try:
-        yield
-    finally:
-        _sessions.pop(loop, None)
-        await session.close()
+_sessions: PerLoop[aiohttp.ClientSession] = PerLoop(lambda session: session.close())
+"""Connections of each event loop, kept open between turns and episodes."""
