@@ -1,4 +1,4 @@
-"""The vocabulary as types: what the layers hand to each other. Standard library only.
+"""The records that the layers hand to each other. Standard library only.
 
 Records are frozen, because they cross tasks, threads, processes and JSON. One word per thing:
 
@@ -17,12 +17,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib import import_module
 from operator import attrgetter
-from types import MappingProxyType, NoneType
+from types import MappingProxyType
 from typing import Any, Literal, NotRequired, TypedDict
-
-from areal_gym.utils.markup import block, counted, dialogue, number, pairs, short, table
-from areal_gym.utils.records import quickly_made
 
 __all__ = [
     "FinishReason",
@@ -45,7 +43,7 @@ Origin = Literal["prompt", "policy", "env"]
 
 
 class FunctionCall(TypedDict):
-    """Which function a tool call names, and its arguments *as an object*.
+    """The function that a tool call names, and its arguments *as an object*.
 
     Arguments kept as a JSON string would be quoted a second time by most chat templates.
     """
@@ -55,7 +53,7 @@ class FunctionCall(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """One call of a tool, in OpenAI's shape but for `arguments` being an object."""
+    """One call of a tool, in OpenAI's format, except that `arguments` is an object."""
 
     id: str
     type: Literal["function"]
@@ -63,28 +61,22 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict):
-    """One chat message, in OpenAI's shape: what chat templates and clients take."""
+    """One chat message, in OpenAI's format, which chat templates and clients take."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
     reasoning_content: NotRequired[str]
-    """What an assistant thought before it spoke (role "assistant")."""
+    """The reasoning before the answer (role "assistant")."""
     tool_calls: NotRequired[list[ToolCall]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
-    """The name of the tool that answers (role "tool")."""
+    """The name of the tool (role "tool")."""
     parse_error: NotRequired[str]
-    """What is malformed in an assistant's attempt at a tool call; environments answer with it."""
-
-
-# What most values are: to ask whether they are a mapping takes five times as long.
-_PLAIN = (str, int, float, NoneType)
+    """What is malformed in an assistant's tool call; environments reply with it."""
 
 
 def freeze(value: Any) -> Any:
-    """A read-only deep copy: mappings become mapping proxies, lists become tuples."""
-    if isinstance(value, _PLAIN):
-        return value
+    """Return a read-only deep copy: mappings become mapping proxies, lists become tuples."""
     if isinstance(value, Mapping):
         return MappingProxyType({key: freeze(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
@@ -93,10 +85,8 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """The reverse of `freeze`: plain dicts and lists, fit for JSON."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (MappingProxyType, Mapping)):
+    """Reverse `freeze`: return plain dicts and lists, fit for JSON."""
+    if isinstance(value, Mapping):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [thaw(item) for item in value]
@@ -104,9 +94,22 @@ def thaw(value: Any) -> Any:
 
 
 def content_hash(value: Any) -> str:
-    """16 hex digits that depend on the content only, not on key order, process or machine."""
+    """Return 16 hex digits that depend on the content only, not on key order or machine."""
     text = json.dumps(thaw(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def notebook_html(record: Any) -> str:
+    """Return the HTML of a record in a notebook; what formats it is imported on use."""
+    html: str = import_module("areal_gym.report.notebook").html_of(record)
+    return html
+
+
+def _short(value: object, limit: int = 80) -> str:
+    """Return the value as one line of at most `limit` characters, invisible ones by their names."""
+    text = " ".join(str(value)[: 4 * limit].split())
+    text = "".join(c if c.isprintable() else f"[U+{ord(c):04X}]" for c in text)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +120,9 @@ class Task:
     """
 
     id: str
-    """Stable across processes and machines; unique inside one environment."""
+    """Stable across processes and machines; unique within one environment."""
     data: Mapping[str, Any]
-    """The row. Frozen on construction: no sibling of a group can change it for the others."""
+    """The row. Frozen on construction: one sibling of a group cannot change it for the others."""
     split: str = "train"
     """"train", "test", or what the environment's docstring names."""
 
@@ -127,18 +130,21 @@ class Task:
         object.__setattr__(self, "data", freeze(self.data))
 
     def __repr__(self) -> str:
-        return f"<Task {short(self.id)} ({short(self.split, 20)}): {short(thaw(self.data), 160)}>"
+        return f"<{self.headline}: {_short(thaw(self.data), 160)}>"
 
-    def _repr_html_(self) -> str:
-        rows = {name: short(thaw(value), 400) for name, value in list(self.data.items())[:20]}
-        return block(f"Task {short(self.id)} ({short(self.split, 20)})", pairs(rows))
+    _repr_html_ = notebook_html
+
+    @property
+    def headline(self) -> str:
+        """Id and split, on one line."""
+        return f"Task {_short(self.id)} ({_short(self.split, 20)})"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Mapping proxies do not pickle; tasks do cross process borders.
         return (_task, (self.id, thaw(self.data), self.split))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-ready form; `reset(options={"task": task.to_dict()})` accepts it."""
+        """Return the JSON-ready form; `reset(options={"task": task.to_dict()})` accepts it."""
         return {"id": self.id, "split": self.split, "data": thaw(self.data)}
 
 
@@ -161,58 +167,58 @@ class StopReason(StrEnum):
     """Why an episode ended."""
 
     COMPLETED = "completed"
-    """The environment terminated it: the task's own end."""
+    """The environment terminated the episode."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
-    """The policy ran into its limit of new tokens, or the context is full."""
+    """The policy reached its limit of new tokens, or the context is full."""
     TRUNCATED = "truncated"
-    """Another limit of the environment's own."""
+    """The episode reached another limit of the environment."""
     ENV_ERROR = "env_error"
     REWARD_ERROR = "reward_error"
-    """A reward was no finite number; not played again, for that would select by reward."""
+    """A reward was not finite. The episode is not repeated: that would select by reward."""
     AGENT_ERROR = "agent_error"
     ENGINE_ERROR = "engine_error"
     SANDBOX_ERROR = "sandbox_error"
     WORKER_ERROR = "worker_error"
-    """The process that played the episode died."""
+    """The process that ran the episode died."""
     TIMEOUT = "timeout"
-    """The episode's wall-clock limit: an infrastructure failure, for it depends on the machine."""
+    """The wall-clock limit: an infrastructure failure, because it depends on the machine."""
     CANCELLED = "cancelled"
-    """The run ended first."""
+    """The run ended before the episode."""
 
     @property
     def is_truncation(self) -> bool:
-        """A limit, not the task's own end; the trajectory is kept and trained on."""
+        """Whether a limit ended the episode; the trajectory is kept and trained on."""
         return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TRUNCATED)
 
     @property
     def is_failure(self) -> bool:
-        """Infrastructure failed: excluded from the group, counted, never a reward."""
+        """Whether infrastructure failed: excluded from the group, counted, never a reward."""
         return not (self is StopReason.COMPLETED or self.is_truncation)
 
 
-@quickly_made
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpan:
-    """A run of consecutive tokens with one origin (and, for the policy's, one version).
+    """Consecutive tokens with one origin and, for sampled ones, one policy version.
 
     Example: `TokenSpan(origin="policy", token_ids=(9, 12), logprobs=(-0.1, -0.7),
     policy_version=3, turn=0)`
     """
 
     origin: Origin
-    """Who wrote these tokens; only "policy" tokens are trained on."""
+    """The author of these tokens; only "policy" tokens are trained on."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
-    """Of the sampling distribution, one per token; None unless origin is "policy"."""
+    """Log-probabilities under the sampling distribution, one per token; None unless origin is
+    "policy"."""
     policy_version: int | None = None
     """The version of the weights that sampled these tokens; None unless origin is "policy"."""
     turn: int = 0
-    """Index of the engine call: a prompt or env span carries the turn that it precedes."""
+    """Index of the engine call; a prompt or env span has the index of the turn after it."""
     branch: int = 0
-    """Which of the trajectory's token sequences this belongs to: +1 whenever history changed."""
+    """Index of the token sequence that it belongs to: +1 whenever history was rewritten."""
     teacher_logprobs: tuple[float, ...] | None = None
-    """What a teacher gives these tokens, where there is one and origin is "policy"."""
+    """A teacher's log-probabilities of these tokens, if there is one and origin is "policy"."""
 
     def __post_init__(self) -> None:
         if self.origin == "policy":
@@ -233,7 +239,6 @@ class TokenSpan:
         return f"<TokenSpan {self.origin}, turn {self.turn}: {len(self):,} tokens{version}>"
 
 
-@quickly_made
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """One engine call and the environment's reply to it."""
@@ -247,10 +252,9 @@ class Turn:
     env_s: float = 0.0
     """Wall seconds of the environment's reply, tools included."""
     tool_s: float = 0.0
-    """Of these, in tools."""
+    """The part of `env_s` that tools took."""
 
 
-@quickly_made
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """All turns of one agent in one episode: token-exact, append-only."""
@@ -261,7 +265,7 @@ class Trajectory:
     env_id: str
     agent_id: str = "chat"
     spans: tuple[TokenSpan, ...] = ()
-    """What the engine saw and sampled, in order; `branches` are the exact token sequences."""
+    """Tokens that the engine saw and sampled, in order; `branches` are the exact sequences."""
     turns: tuple[Turn, ...] = ()
     messages: tuple[Message, ...] = ()
     """The same dialogue for reading; never re-encoded."""
@@ -269,31 +273,25 @@ class Trajectory:
     error: str | None = None
     """What failed, when `stop_reason.is_failure`."""
     is_lost: bool = False
-    """An outage ended it: a server, worker or sandbox that it needs is gone. It is played again."""
+    """Whether an outage ended it: a server, worker or sandbox is gone. The episode is repeated."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The environment's own measurements (tool calls, tool errors, ...)."""
+    """Measurements by the environment (tool calls, tool errors, ...)."""
     seed: int = 0
     """The seed that the episode was reset with."""
 
     def __repr__(self) -> str:
-        return f"<Trajectory {short(self.id)}: {self._outcome()}>"
+        return f"<{self.headline}>"
 
-    def _repr_html_(self) -> str:
-        facts = {
-            "task": short(self.task.id),
-            **{f"reward, {short(n, 40)}": number(x) for n, x in self.reward_parts.items()},
-            **{short(n, 40): number(x) for n, x in self.metrics.items()},
-        }
-        if self.error is not None:
-            facts["error"] = short(self.error, 400)
-        title = f"Trajectory {short(self.id)}: {self._outcome()}"
-        return block(title, pairs(dict(list(facts.items())[:20])), dialogue(self.messages))
+    _repr_html_ = notebook_html
 
-    def _outcome(self) -> str:
-        reward = "failed" if self.stop_reason.is_failure else f"reward {number(self.reward)}"
+    @property
+    def headline(self) -> str:
+        """Id and outcome, on one line."""
+        reward = "failed" if self.stop_reason.is_failure else f"reward {self.reward:,.4g}"
+        turns = f"{len(self.turns)} turn{'' if len(self.turns) == 1 else 's'}"
         tokens = f", {self.num_policy_tokens:,} tokens" if self.spans else ""
         return (
-            f"{short(self.env_id, 40)}, {reward}, {counted(len(self.turns), 'turn')}{tokens}, "
+            f"Trajectory {_short(self.id)}: {_short(self.env_id, 40)}, {reward}, {turns}{tokens}, "
             f"{self.stop_reason}"
         )
 
@@ -304,7 +302,7 @@ class Trajectory:
 
     @property
     def reward_parts(self) -> dict[str, float]:
-        """Named parts, summed over the turns."""
+        """Named parts of the reward, summed over the turns."""
         parts: dict[str, float] = {}
         for turn in self.turns:
             for name, value in turn.reward_parts.items():
@@ -313,16 +311,16 @@ class Trajectory:
 
     @property
     def branches(self) -> list[tuple[TokenSpan, ...]]:
-        """One sequence of spans per branch: the concatenated ids are what the engine was given.
+        """One sequence of spans per branch; its concatenated ids are what the engine was given.
 
-        A dialogue that only grows has one. Where the agent or the chat template rewrites what was
-        sent before, a fork begins a new one with a prompt of its own.
+        A dialogue that only grows has one branch. Where the agent or the chat template rewrites
+        earlier messages, a fork begins a new branch with its own prompt.
         """
         return [tuple(spans) for _, spans in itertools.groupby(self.spans, attrgetter("branch"))]
 
     @property
     def num_forks(self) -> int:
-        """How often what was sent before was rewritten."""
+        """How often earlier messages were rewritten."""
         return self.spans[-1].branch if self.spans else 0
 
     @property
@@ -337,13 +335,13 @@ class Trajectory:
 
     @property
     def num_policy_tokens(self) -> int:
-        """How many tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(len(span) for span in self.spans if span.origin == "policy")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, the line format of `trajectories/*.jsonl`.
+        """Return the JSON-ready form, the line format of `trajectories/*.jsonl`.
 
-        The spans come last: whoever lists trajectories reads a line up to them.
+        The spans come last, so that a list of trajectories can be read without them.
         """
         return {
             "id": self.id,
@@ -371,7 +369,7 @@ class Trajectory:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
-        """The reverse of `to_dict`."""
+        """Make a trajectory from the form that `to_dict` returns."""
         return cls(
             id=row["id"],
             group_id=row["group_id"],
@@ -410,12 +408,12 @@ def _floats(values: Sequence[float | None] | None) -> tuple[float, ...] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The sibling trajectories of one task: what GRPO normalises in and staleness counts in."""
+    """The sibling trajectories of one task: the unit of GRPO's normalisation and of staleness."""
 
     id: str
     task: Task
     trajectories: tuple[Trajectory, ...]
-    """The scored members. Failed siblings are not in here; they are counted in `num_failed`."""
+    """The scored members. Failed siblings are left out, and counted in `num_failed`."""
     num_failed: int = 0
 
     def __len__(self) -> int:
@@ -425,24 +423,19 @@ class Group:
         return iter(self.trajectories)
 
     def __repr__(self) -> str:
-        return f"<Group {short(self.id)}: {self._outcome()}>"
+        return f"<{self.headline}>"
 
-    def _repr_html_(self) -> str:
-        shown = self.trajectories[:20]
-        rows = (
-            (t.id, number(t.reward), len(t.turns), f"{t.num_policy_tokens:,}", t.stop_reason)
-            for t in shown
-        )
-        return block(
-            f"Group {short(self.id)}: {self._outcome()}",
-            table(("trajectory", "reward", "turns", "tokens", "stopped by"), rows),
-        )
+    _repr_html_ = notebook_html
 
-    def _outcome(self) -> str:
-        rewards = " ".join(map(number, self.rewards_G[:16]))
+    @property
+    def headline(self) -> str:
+        """Id, task and rewards, on one line."""
+        rewards = " ".join(f"{reward:,.4g}" for reward in self.rewards_G[:16])
         more = " ..." if len(self) > 16 else ""
         failed = f", {self.num_failed} failed" if self.num_failed else ""
-        return f"task {short(self.task.id)}, rewards {rewards}{more}{failed}"
+        return (
+            f"Group {_short(self.id)}: task {_short(self.task.id)}, rewards {rewards}{more}{failed}"
+        )
 
     @property
     def rewards_G(self) -> Sequence[float]:

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     # 0: records, errors, helpers without words of reinforcement learning
     "errors": set(),
     "version": set(),
-    "types": {"utils.markup", "utils.records"},
+    "types": set(),
     "utils": {"errors"},
     "_moved": set(),
     # 1: what can be plugged in
@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "sandbox": COMMON,
     "loggers": COMMON,
     "report": COMMON | {"run_dir"},
-    "run_dir": COMMON | {"report"},
+    "run_dir": COMMON,
     # 4: environments know sandboxes by their contract and the shared pool, engines know models
     "envs": COMMON | {"sandbox.base", "sandbox="},
     "engines": COMMON | {"models"},

@@ -201,7 +201,7 @@ def test_mistakes_are_told_before_anything_is_made(tmp_path, monkeypatch):
         areal_gym.train(env="tirr")
     with pytest.raises(ConfigError, match="needs the run's directory"):
         areal_gym.train(env="tir", mode="resume")
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="is not a run directory"):
         areal_gym.train(out="nowhere", mode="resume")
     with pytest.raises(UsageError, match="is no callback"):
         areal_gym.train(env="tir", callbacks=[print])

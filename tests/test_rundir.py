@@ -24,7 +24,8 @@ from areal_gym.errors import (
     TrainError,
     UsageError,
 )
-from areal_gym.run_dir.run_dir import RunDir, list_runs, new_run_path
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.run_dir.run_list import list_runs, new_run_path
 from areal_gym.types import FinishReason, Task, TokenSpan, Trajectory, Turn
 from areal_gym.utils.files import write_atomic
 
@@ -134,13 +135,13 @@ def test_clean_replaces_the_run_and_nothing_else(run):
 @pytest.mark.parametrize("mode", ["new", "clean"])
 def test_a_directory_that_is_no_run_is_left_alone(tmp_path, mode):
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(UsageError, match="is no run"):
+    with pytest.raises(UsageError, match="is not a run directory"):
         RunDir.open(tmp_path, mode)
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
 def test_nothing_to_resume(tmp_path):
-    with pytest.raises(UsageError, match="no run to resume"):
+    with pytest.raises(UsageError, match="nothing to resume"):
         RunDir.open(tmp_path / "none", "resume")
     assert not (tmp_path / "none").exists()
 

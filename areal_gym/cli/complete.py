@@ -112,7 +112,7 @@ def _ids(kind: Kind) -> Iterator[tuple[str, str]]:
 
 
 def _runs(incomplete: str) -> list[CompletionItem[str]]:
-    from areal_gym.run_dir.run_dir import run_paths
+    from areal_gym.run_dir.run_list import run_paths
 
     typed = Path(incomplete)
     folders = [Path("runs")]

@@ -98,7 +98,7 @@ def eval_command(
         require_env,
         resolve,
     )
-    from areal_gym.run_dir.run_dir import new_run_path
+    from areal_gym.run_dir.run_list import new_run_path
 
     bar = _parse_bar(fail_under)
     if sum(given is not None for given in (run, checkpoint, model)) > 1:

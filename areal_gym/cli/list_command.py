@@ -104,7 +104,8 @@ def _list_algorithms(as_json: bool) -> None:
 
 
 def _list_runs(root: Path, as_json: bool) -> None:
-    from areal_gym.run_dir.run_dir import RunDir, error_of, run_info, run_paths
+    from areal_gym.run_dir.run_dir import RunDir
+    from areal_gym.run_dir.run_list import run_info, run_paths
 
     runs = []
     for path in run_paths(root):
@@ -121,7 +122,7 @@ def _list_runs(root: Path, as_json: bool) -> None:
             "steps": run.num_steps,
             "is_finished": run.is_finished,
             "status": (status := RunDir(run.path).status),
-            "error": error_of(RunDir(run.path)) if status == "failed" else None,
+            "error": RunDir(run.path).error if status == "failed" else None,
             "reward": run.reward,
             "heldout_before": run.summary.get("heldout_before"),
             "heldout_after": run.summary.get("heldout_after"),

@@ -48,7 +48,7 @@ def replay_command(
     the checkpoint before it; the exit code is 1 when it is not finite now, either.
     """
     from areal_gym.cli.setting_flags import resolve
-    from areal_gym.run_dir.run_dir import no_run_hints
+    from areal_gym.run_dir.run_list import no_run_hints
 
     recipe = run / "config.yaml"
     if not recipe.is_file():

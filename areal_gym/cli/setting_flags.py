@@ -16,7 +16,7 @@ from areal_gym.config.objective_settings import OBJECTIVES, SUPERVISED
 from areal_gym.config.trust import require_chosen
 from areal_gym.errors import NothingToDoError, UsageError
 from areal_gym.run_dir.provenance import entries_used
-from areal_gym.run_dir.run_dir import no_run_hints
+from areal_gym.run_dir.run_list import no_run_hints
 
 
 def resolve(

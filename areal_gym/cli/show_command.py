@@ -86,7 +86,7 @@ def _require_no_path(id: str) -> None:
     Raises:
         UsageError: it looks like one.
     """
-    from areal_gym.run_dir.run_dir import no_run_hints
+    from areal_gym.run_dir.run_list import no_run_hints
 
     path = Path(id)
     if path.is_dir():
@@ -159,7 +159,8 @@ def _sample(entry: Entry) -> dict[str, Any]:
 
 
 def _run_card(path: Path) -> dict[str, Any]:
-    from areal_gym.run_dir.run_dir import RunDir, run_info
+    from areal_gym.run_dir.run_dir import RunDir
+    from areal_gym.run_dir.run_list import run_info
 
     info = run_info(path)
     run = RunDir(path)

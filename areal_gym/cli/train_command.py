@@ -102,7 +102,8 @@ def train_command(
     """
     from areal_gym.cli.setting_flags import describe, env_flags, require_env, resolve, to_yaml
     from areal_gym.config import require_plain_sampling
-    from areal_gym.run_dir.run_dir import RunDir, run_path
+    from areal_gym.run_dir.run_dir import RunDir
+    from areal_gym.run_dir.run_list import run_path
 
     mode = _mode(resume, clean, out)
     if from_step is not None and not resume:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from areal_gym.types import FinishReason
-from areal_gym.utils.records import quickly_made
 
 if TYPE_CHECKING:  # the protocol names tensors, but importing torch is the engine's business
     import torch
@@ -35,7 +34,6 @@ Grammar = tuple[Literal["json_schema", "structural_tag"], str]
 """What alone may be written, as JSON text: a JSON schema, or xgrammar's structural tag."""
 
 
-@quickly_made
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How to sample one turn."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_gym.report.charts import draw
 from areal_gym.report.comparison import Comparison, compare
 from areal_gym.report.content import Report, collect
 from areal_gym.report.html import as_html
 from areal_gym.report.markdown import as_markdown, sheet
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.utils.files import write_atomic
-from areal_gym.utils.markup import block, escaped, pairs, short
 
 __all__ = [
     "Comparison",
@@ -19,11 +17,8 @@ __all__ = [
     "collect",
     "compare",
     "keep_report",
-    "summary_html",
     "write_report",
 ]
-
-_SHOWN_CHARTS = 4
 
 
 def write_report(run: RunDir, file: Path) -> list[Path]:
@@ -43,18 +38,6 @@ def write_report(run: RunDir, file: Path) -> list[Path]:
     write_atomic(picture, sheet(report))
     write_atomic(file, as_markdown(report, picture.name))
     return [file, picture]
-
-
-def summary_html(run: RunDir) -> str:
-    """The run in a notebook: its outcome and its curves."""
-    title = f"Run {short(run.path, 200)}"
-    if not run.config_file.is_file():
-        return block(title, "<div>nothing is in it yet</div>")
-    report = collect(run)
-    charts = "".join(map(draw, report.charts[:_SHOWN_CHARTS]))
-    return block(
-        title, f"<div>{escaped(report.lead)}</div>", pairs(report.facts), f"<div>{charts}</div>"
-    )
 
 
 def keep_report(run: RunDir) -> Path | str:

@@ -22,7 +22,8 @@ from typing import Any, Literal
 from areal_gym.config.settings_model import flat
 from areal_gym.errors import NothingToDoError
 from areal_gym.report.content import evaluation_of
-from areal_gym.run_dir.run_dir import RunDir, no_run_hints
+from areal_gym.run_dir.run_files import RunFiles
+from areal_gym.run_dir.run_list import no_run_hints
 from areal_gym.run_dir.trajectory_files import TrajectoryFile
 from areal_gym.utils.statistics import Interval, difference_interval, mean, mean_interval
 
@@ -140,7 +141,7 @@ class _Side:
     """One run, read once."""
 
     def __init__(self, path: Path) -> None:
-        self.run = RunDir(path)
+        self.run = RunFiles(path)
         self.files = {file.stem: file for file in self.run.trajectories_dir.glob("eval*.jsonl")}
         if not self.run.config_file.is_file() and not self.files:
             raise NothingToDoError(

@@ -10,7 +10,8 @@ from typing import Any
 
 from areal_gym.config.settings_model import flat
 from areal_gym.errors import NothingToDoError
-from areal_gym.run_dir.run_dir import RunDir, no_run_hints
+from areal_gym.run_dir.run_files import RunFiles
+from areal_gym.run_dir.run_list import no_run_hints
 from areal_gym.run_dir.trajectory_files import TrajectoryFile, step_of
 from areal_gym.utils.markup import number
 
@@ -93,14 +94,14 @@ class Report:
     environment: Mapping[str, str]
 
 
-def collect(run: RunDir) -> Report:
+def collect(run: RunFiles) -> Report:
     """Read what there is to say.
 
     Raises:
         NothingToDoError: there is no run.
     """
     if not run.config_file.is_file():
-        raise NothingToDoError(f"{run.path} holds no run", hints=no_run_hints(run.path))
+        raise NothingToDoError(f"{run.path} is not a run directory", hints=no_run_hints(run.path))
     rows = run.read_metrics()
     summary = run.read_summary() or {}
     evaluations = [evaluation_of(row) for row in run.read_evaluations()]
@@ -231,7 +232,7 @@ def _changed(settings: Mapping[str, Any], leaves: Mapping[str, str]) -> dict[str
     return {name: _shown(value) for name, value in changed.items()}
 
 
-def _examples(run: RunDir) -> list[tuple[str, Mapping[str, Any]]]:
+def _examples(run: RunFiles) -> list[tuple[str, Mapping[str, Any]]]:
     """Of the newest step."""
     files = [path for path in run.trajectories_dir.glob("step-*.jsonl") if step_of(path)]
     return best_and_worst(max(files), _EXAMPLES) if files else []

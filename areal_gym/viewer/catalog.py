@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areal_gym.errors import DataError, NothingToDoError, UnknownIdError
-from areal_gym.run_dir.run_dir import RunDir, error_of
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.utils.files import path_hints
 from areal_gym.viewer.safe_paths import (
@@ -240,7 +240,7 @@ class Run:
 
     def _error(self) -> str | None:
         try:
-            return error_of(self.directory) if self._has_own_status else None
+            return self.directory.error if self._has_own_status else None
         except OSError:
             return None
 

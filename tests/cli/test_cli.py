@@ -151,7 +151,7 @@ def test_the_source_tree_serves_without_being_installed(tmp_path):
         (["train", "--env", "tir", "--resume", "--clean"], 2, ["exclude each other"]),
         (["train", "--env", "tir", "--resume"], 2, ["needs the run's directory"]),
         (["train", "--env", "tir", "--from-step", "3"], 2, ["goes with --resume"]),
-        (["train", "--resume", "--out", "gone"], 2, ["gone holds no run to resume"]),
+        (["train", "--resume", "--out", "gone"], 2, ["gone is not a run directory"]),
         (["eval"], 2, ["which environment?"]),
         (["eval", "--run", "gone"], 2, ["gone holds no run", "list runs"]),
         (["eval", "--env", "tir", "--checkpoint", "gone"], 2, ["gone holds no checkpoint"]),

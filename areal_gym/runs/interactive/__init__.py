@@ -17,7 +17,8 @@ from areal_gym.config import RunConfig, load_config
 from areal_gym.config.trust import require_chosen
 from areal_gym.errors import ConfigError
 from areal_gym.run_dir.provenance import entries_used
-from areal_gym.run_dir.run_dir import RunDir, RunMode, run_path
+from areal_gym.run_dir.run_dir import RunDir, RunMode
+from areal_gym.run_dir.run_list import run_path
 from areal_gym.runs.callbacks import Callback
 from areal_gym.runs.interactive.notebook_display import shown_display
 from areal_gym.runs.interactive.train_result import TrainingResult

@@ -1,0 +1,97 @@
+"""Directories of runs: listing them, describing one, and reserving the path of a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_gym.errors import InfrastructureError
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.utils.files import path_hints, readable_disk_errors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInfo:
+    """What a list of runs shows about one run."""
+
+    path: Path
+    env_id: str
+    num_steps: int
+    """The number of finished steps."""
+    is_finished: bool
+    reward: float | None
+    """Mean reward of the newest step."""
+    summary: Mapping[str, Any]
+    """`summary.json`; empty until the run has finished."""
+
+
+def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
+    """Return the runs directly under `root`, by name. Empty when there is no such directory."""
+    return [run_info(path) for path in run_paths(root)]
+
+
+def run_paths(root: Path) -> list[Path]:
+    """Return the paths of the runs directly under `root`, by name."""
+    if not root.is_dir():
+        return []
+    return [path for path in sorted(root.iterdir()) if RunDir(path).config_file.exists()]
+
+
+def no_run_hints(path: Path) -> list[str]:
+    """Return the hints of an error about `path`, which is not a run directory."""
+    return [*path_hints(path), "all runs: areal-gym list runs"]
+
+
+def run_info(path: Path) -> RunInfo:
+    """Read what a list shows about one run, finished or not."""
+    run = RunDir(path)
+    try:
+        env_id = str(run.read_config()["env"]["id"])
+    except (KeyError, TypeError):
+        env_id = "?"
+    rows = run.read_metrics()
+    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    return RunInfo(
+        path=run.path,
+        env_id=env_id,
+        num_steps=max((int(row.get("step", 0)) for row in rows), default=0),
+        is_finished=run.is_finished,
+        reward=rewards[-1] if rewards else None,
+        summary=run.read_summary() or {},
+    )
+
+
+def new_run_path(label: str, root: Path = Path("runs")) -> Path:
+    """Reserve `runs/LABEL-DATE-TIME`: an empty directory that no other process was given.
+
+    `RunDir.open(path, "new")` takes it; `path.rmdir()` gives it back.
+    """
+    stem = f"{re.sub('[/:]+', '-', label)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with readable_disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for suffix in ("", *(f"-{n}" for n in range(2, 10_000))):
+            path = root / (stem + suffix)
+            with contextlib.suppress(FileExistsError):
+                # Runs started in the same second must not meet: mkdir decides who is first.
+                path.mkdir()
+                return path
+    raise InfrastructureError(f"{root} has no free name left for {stem}")
+
+
+@contextlib.contextmanager
+def run_path(given: Path | None, label: str) -> Iterator[Path]:
+    """Yield `given`, or a path that is reserved; a directory that stays empty is removed."""
+    path = given or new_run_path(label)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+        if given is None:
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()  # `runs`, when this was to be the first one
