@@ -69,6 +69,7 @@ __all__ = [
     "UnknownIdError",
     "UsageError",
     "WorkerError",
+    "choices",
     "did_you_mean",
 ]
 
@@ -250,3 +251,10 @@ def did_you_mean(asked: str, existing: Iterable[str], *, limit: int = 3) -> str 
     if not close:
         return None
     return "did you mean " + " or ".join(repr(name) for name in close) + "?"
+
+
+def choices(asked: str, available: Iterable[str]) -> list[str]:
+    """Hints for an unknown name: the nearest one, if any is close, and all that are available."""
+    names = list(available)
+    near = did_you_mean(asked, names)
+    return [*([near] if near else []), f"available: {', '.join(names) or 'none'}"]

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     # 2: settings; messages and tokens
     "config": {"errors", "utils"},
     "chat": BASE,
-    "scaffold": {"errors"},
+    "scaffold": {"errors", "plugins"},
     # 3: each needs nothing but the floors below
     "models": COMMON,
     "sandbox": COMMON,

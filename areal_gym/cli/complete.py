@@ -1,12 +1,12 @@
-"""What can stand where a person presses TAB: ids, runs, settings and their values.
+"""Completions for TAB: ids, runs, settings and their values.
 
-Functions for click's `shell_complete`. They import what they need on use, and say nothing.
+Functions for click's `shell_complete`. They import what they need on use and print nothing.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -17,20 +17,9 @@ from areal_gym.plugins import KINDS, Kind, registry
 
 _Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem[str]]]
 
-_KINDS_OF_SETTINGS: Mapping[str, Kind] = {
-    "env.id": "envs",
-    "agent.id": "agents",
-    "engine.id": "engines",
-    "trainer.id": "trainers",
-    "trainer.advantage": "advantages",
-    "trainer.loss": "losses",
-    "trainer.weight_sync.id": "weight-syncs",
-}
-"""Settings whose value is an id."""
-
 
 def ids(kind: Kind) -> _Completer:
-    """Ids of one kind; of an adapter, as far as the colon."""
+    """Complete ids of one kind; those of adapters up to the colon."""
 
     def complete(
         ctx: click.Context, param: click.Parameter, incomplete: str
@@ -43,13 +32,13 @@ def ids(kind: Kind) -> _Completer:
 def any_id(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """Runs, and ids of every kind."""
-    found = [pair for kind in KINDS for pair in _ids(kind)]
-    return _runs(incomplete) + _matching(found, incomplete)
+    """Complete runs and ids of every kind."""
+    pairs = [pair for kind in KINDS for pair in _ids(kind)]
+    return _runs(incomplete) + _matching(pairs, incomplete)
 
 
 def one_of(*words: str) -> _Completer:
-    """Some words."""
+    """Complete one of a few words."""
 
     def complete(
         ctx: click.Context, param: click.Parameter, incomplete: str
@@ -60,14 +49,14 @@ def one_of(*words: str) -> _Completer:
 
 
 def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-    """Run directories at hand; without any that fits, directories."""
+    """Complete run directories; if none matches, directories."""
     return _runs(incomplete) or [CompletionItem(incomplete, type="dir")]
 
 
 def settings(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """`key=` of all settings, and the values of those that have a choice."""
+    """Complete `key=` of all settings, and the values of those with a fixed choice."""
     key, separator, value = _pieces(ctx, param, incomplete)
     if not separator:
         return _matching(_setting_keys(), key)
@@ -78,7 +67,7 @@ def settings(
 def env_arguments(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """`key=` of the arguments of the environment that stands before."""
+    """Complete `key=` of the arguments of the environment named before."""
     env = ctx.params.get("env") or ctx.params.get("what")
     if not env:
         return []
@@ -88,7 +77,7 @@ def env_arguments(
 
 
 def _pieces(ctx: click.Context, param: click.Parameter, incomplete: str) -> tuple[str, str, str]:
-    """Key, "=" and value of an override: bash takes the three for words of their own."""
+    """Split an override into key, "=" and value, which bash passes as three words."""
     from areal_gym.config import field_names
 
     before: Sequence[str] = ctx.params.get(param.name or "") or ()
@@ -101,8 +90,8 @@ def _pieces(ctx: click.Context, param: click.Parameter, incomplete: str) -> tupl
 
 
 def _matching(pairs: Iterable[tuple[str, str]], incomplete: str) -> list[CompletionItem[str]]:
-    found = {value: about for value, about in pairs if value.startswith(incomplete)}
-    return [CompletionItem(value, help=about or None) for value, about in found.items()]
+    matching = {value: about for value, about in pairs if value.startswith(incomplete)}
+    return [CompletionItem(value, help=about or None) for value, about in matching.items()]
 
 
 def _ids(kind: Kind) -> Iterator[tuple[str, str]]:
@@ -120,13 +109,12 @@ def _runs(incomplete: str) -> list[CompletionItem[str]]:
         folders.append(typed)
     elif incomplete:
         folders.append(typed.parent)
-    found = [
-        path
+    return [
+        CompletionItem(str(path))
         for folder in dict.fromkeys(folders)
         for path in run_paths(folder)
         if str(path).startswith(incomplete)
     ]
-    return [CompletionItem(str(path)) for path in found]
 
 
 def _setting_keys() -> Iterator[tuple[str, str]]:
@@ -140,9 +128,10 @@ def _choices(key: str) -> Iterator[tuple[str, str]]:
     from areal_gym.config import setting_fields
     from areal_gym.config.algorithm_settings import PRESETS
 
-    if key in _KINDS_OF_SETTINGS:
-        yield from _ids(_KINDS_OF_SETTINGS[key])
-    elif key == "trainer.algorithm":
+    for kind, spec in KINDS.items():
+        if spec.setting == key:
+            yield from _ids(kind)
+    if key == "trainer.algorithm":
         yield from ((name, preset.summary) for name, preset in PRESETS.items())
     for name, info in setting_fields():
         if name == key:

@@ -10,9 +10,8 @@ import click
 
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk, warn
-from areal_gym.errors import DataError, NothingToDoError, UsageError, did_you_mean
+from areal_gym.errors import DataError, NothingToDoError, UsageError, choices
 from areal_gym.plugins import KINDS, Entry, Kind, registry
-from areal_gym.plugins.registry import as_kind
 from areal_gym.utils.markup import counted, short
 
 WHAT = (*KINDS, "algorithms", "runs")
@@ -43,20 +42,15 @@ def list_command(what: str | None, as_json: bool, root: Path) -> None:
     elif what is None:
         _list_everything(as_json)
     elif what not in KINDS:
-        near = did_you_mean(what, WHAT)
-        raise UsageError(
-            f"no kind of things is called {what!r}",
-            hints=[*([near] if near else []), f"there are: {', '.join(WHAT)}"],
-        )
+        raise UsageError(f"unknown kind of plugin {what!r}", hints=choices(what, WHAT))
     else:
-        kind = as_kind(what)
-        entries = registry().entries(kind)
+        entries = registry().entries(what)
         if as_json:
             print_json([entry.to_dict() for entry in entries])
         else:
             _print_entries(entries)
-            talk(_count(kind, entries))
-        registry().check_duplicates(kind)
+            talk(_count(what, entries))
+        registry().check_duplicates(what)
 
 
 def _list_everything(as_json: bool) -> None:

@@ -12,23 +12,9 @@ import click
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
 from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
-from areal_gym.plugins import KINDS, Entry, EnvSpec, registry
+from areal_gym.plugins import KINDS, Entry, EnvSpec, Spec, registry
 from areal_gym.plugins.registry import as_kind
 from areal_gym.utils.markup import visible
-
-_SET_BY = {
-    "environment": "env.kwargs.NAME=VALUE",
-    "agent": "agent.kwargs.NAME=VALUE",
-    "engine": "engine.kwargs.NAME=VALUE",
-    "advantage estimator": "trainer.advantage_kwargs.NAME=VALUE",
-    "policy loss": "trainer.loss_kwargs.NAME=VALUE",
-    "weight sync": "trainer.weight_sync.kwargs.NAME=VALUE",
-    "filter": '"rollout.filters=[{{id: {id}, kwargs: {{NAME: VALUE}}}}]"',
-    "curriculum": '"rollout.curriculum={{id: {id}, kwargs: {{NAME: VALUE}}}}"',
-    "logger": '"loggers=[{{id: {id}, kwargs: {{NAME: VALUE}}}}]"',
-}
-_CALLED_BY_RUN = ("engine", "trainer", "advantage estimator", "policy loss", "weight sync")
-"""A run gives these what they cannot do without."""
 
 
 @click.command("show")
@@ -54,7 +40,7 @@ def show_command(id: str, kind: str | None, as_json: bool) -> None:
     if as_json:
         print_json(card)
     else:
-        _print_card(card)
+        _print_card(card, entry.spec)
 
 
 def _find(id: str, kind: str | None) -> Entry:
@@ -203,7 +189,7 @@ def _in_words(value: Any) -> str:
     return str(value)
 
 
-def _print_card(card: dict[str, Any]) -> None:
+def _print_card(card: dict[str, Any], spec: Spec) -> None:
     print_data(f"{card['id']}: {card['summary']}")
     source = f", from {card['distribution']} {card['version']}" if card["version"] else ""
     print_data(f"{card['kind']} of plugin {card['plugin']}{source} ({card['entry_point']})")
@@ -214,9 +200,9 @@ def _print_card(card: dict[str, Any]) -> None:
     if card.get("description"):
         print_data("\n" + card["description"])
     if card.get("arguments"):
-        how = _SET_BY.get(card["kind"], "").format(id=card["id"])
+        how = spec.set_by.format(id=card["id"])
         print_data(f"\narguments{f', set by {how}' if how else ''}:")
-        needed = "from the run" if card["kind"] in _CALLED_BY_RUN else "required"
+        needed = "from the run" if spec.takes_from_run else "required"
         rows = [
             (
                 row["name"],

@@ -1,9 +1,10 @@
-"""Plugins: everything that a `plugin.py` needs, and the registry of what plugins offer."""
+"""Plugins: what a `plugin.py` imports, and the registry of what plugins offer."""
 
 from areal_gym.plugins.hookspecs import HookSpecs, hookimpl
 from areal_gym.plugins.manager import Candidate, Plugin, PluginManager
-from areal_gym.plugins.registry import KINDS, Entry, Kind, Registry, registry, set_registry
+from areal_gym.plugins.registry import Entry, Kind, Registry, registry, set_registry
 from areal_gym.plugins.specs import (
+    KINDS,
     AdvantageSpec,
     AgentSpec,
     CommandSpec,

@@ -1,4 +1,4 @@
-"""Finding and loading plugins. One that is broken is kept with its reason, never raised.
+"""Finds and loads plugins. A broken plugin is kept with the reason; it never raises.
 
 entry points --> candidates, sorted --> [blocked?] --> [imports?] --> [hooks fit?] --> specs
                                              \\____________\\______________\\--> problems
@@ -18,7 +18,7 @@ import pluggy
 
 from areal_gym.errors import did_you_mean
 from areal_gym.plugins.hookspecs import GROUP, HookSpecs
-from areal_gym.plugins.specs import Spec
+from areal_gym.plugins.specs import KINDS, Spec
 from areal_gym.version import __version__
 
 DISTRIBUTION = "areal-gym"
@@ -32,7 +32,7 @@ BUILT_IN: Mapping[str, str] = {
     "sandboxes": "areal_gym.sandbox.plugin",
     "trainer": "areal_gym.trainer.plugin",
 }
-"""The entry points of our own distribution, for a tree that is not installed."""
+"""The entry points of areal-gym itself, for a source tree that is not installed."""
 
 # Namespaces end in "/"; ":" is left to adapters ("textarena:wordle").
 _ID = re.compile(r"[a-z0-9][\w.+-]*(?:[/:][\w.+-]+)*", re.ASCII | re.IGNORECASE)
@@ -41,14 +41,14 @@ _ENTRY_POINT = re.compile(r"[\w.]+:[\w.]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A plugin that could be loaded. Tests make their own, with a module as the target."""
+    """A plugin that could be loaded. Tests make candidates with a module as the target."""
 
     name: str
     """The entry point's name: what `-p no:NAME` and AREAL_GYM_PLUGINS name."""
     target: str | ModuleType
     """The plugin module, or where to import it from."""
     distribution: str = "(not installed)"
-    """Who ships it."""
+    """The distribution that ships it."""
     version: str = ""
 
 
@@ -62,20 +62,20 @@ class Plugin:
     module: str
     is_blocked: bool = False
     hooks: tuple[str, ...] = ()
-    """The hooks it implements."""
+    """The hooks that it implements."""
     problems: tuple[str, ...] = ()
-    """What is wrong with it, one sentence each; its healthy hooks serve nevertheless."""
+    """What is wrong with it, one sentence each; its other hooks are used nevertheless."""
 
     @property
     def source(self) -> str:
-        """`"areal-gym-countdown 0.1.0"`; of a module that no distribution has brought, its name."""
+        """`"areal-gym-countdown 0.1.0"`; for a module without a distribution, its name."""
         if self.distribution.startswith("("):
             return f"{self.name} {self.distribution}"
         return f"{self.distribution} {self.version}".strip()
 
     @property
     def status(self) -> str:
-        """ "loaded", "partly loaded", "failed" or "blocked"."""
+        """One of "loaded", "partly loaded", "failed" and "blocked"."""
         if self.is_blocked:
             return "blocked"
         if not self.problems:
@@ -96,10 +96,10 @@ class Registration(NamedTuple):
 
 
 def discover() -> list[Candidate]:
-    """The installed plugins, by (distribution, name): the order of entry points is arbitrary.
+    """Return the installed plugins, sorted by (distribution, name).
 
-    Ours are found like everyone else's. Only when our own distribution is not installed
-    (`PYTHONPATH=. python -m areal_gym`) does the table in this module stand in for it.
+    Built-in plugins are entry points like all others. Only when areal-gym is not installed
+    (`PYTHONPATH=. python -m areal_gym`) are they taken from `BUILT_IN`.
     """
     candidates = [
         Candidate(
@@ -119,7 +119,7 @@ def discover() -> list[Candidate]:
 
 
 class PluginManager:
-    """Loads candidates and asks their hooks.
+    """Loads candidates and calls their hooks.
 
     Example: `PluginManager([Candidate(name="mine", target=my_plugin_module)])`.
 
@@ -141,9 +141,9 @@ class PluginManager:
         self.plugins: list[Plugin] = []
         """All candidates, loaded or not, in order."""
         self.registrations: list[Registration] = []
-        """What the loaded ones yielded, in order."""
+        """The specs that the loaded plugins yielded, in order."""
         self.notices: list[str] = []
-        """What a person should know before anything else; the command line prints it."""
+        """Remarks about the installation, which the command line prints first."""
         known = []
         for candidate in candidates:
             known.append(candidate.name)
@@ -153,18 +153,18 @@ class PluginManager:
                 self._load(candidate)
         for name in (*(only or ()), *blocked):
             if name not in known:
-                near = did_you_mean(name, known) or f"there is: {', '.join(known) or 'none'}"
+                near = did_you_mean(name, known) or f"available: {', '.join(known) or 'none'}"
                 self.notices.append(f"no plugin is named {name!r}; {near}")
 
     @classmethod
     def installed(
         cls, *, blocked: Collection[str] = (), modules: Sequence[str] = ()
     ) -> PluginManager:
-        """All installed plugins, or those that AREAL_GYM_PLUGINS=a,b names.
+        """Load all installed plugins, or those that AREAL_GYM_PLUGINS=a,b names.
 
         Args:
             blocked: names of plugins not to load.
-            modules: further plugin modules, which no distribution declares.
+            modules: further plugin modules that no distribution declares.
         """
         chosen = os.environ.get("AREAL_GYM_PLUGINS")
         only = None
@@ -174,7 +174,7 @@ class PluginManager:
         manager = cls(candidates, only=only, blocked=blocked)
         if not _is_installed():
             manager.notices.append(
-                f"{DISTRIBUTION} is not installed; its built-in plugins serve from the source tree"
+                f"{DISTRIBUTION} is not installed; built-in plugins are loaded from the source tree"
             )
         return manager
 
@@ -188,7 +188,7 @@ class PluginManager:
         try:
             module = import_module(target) if isinstance(target, str) else target
             self._pluggy.register(module, name=f"{candidate.distribution}:{candidate.name}")
-        # SystemExit: a module that calls sys.exit() on import must not end us either.
+        # SystemExit: a module that calls sys.exit() on import must not end the process.
         except (Exception, SystemExit) as error:
             self.plugins.append(_plugin(candidate, problems=(_reason(error),)))
             return
@@ -241,7 +241,7 @@ def _is_installed() -> bool:
 
 
 def _hook_names() -> list[str]:
-    return [name for name in vars(HookSpecs) if name.startswith("register_")]
+    return [spec.hook for spec in KINDS.values()]
 
 
 def _misnamed_hooks(module: ModuleType) -> Iterator[str]:
@@ -253,14 +253,14 @@ def _misnamed_hooks(module: ModuleType) -> Iterator[str]:
 
 def _checked(hook: str, specs: object) -> Iterator[Spec]:
     if not isinstance(specs, Iterable):
-        raise TypeError(f"it gave {specs!r}; yield specs, or return a list of them")
+        raise TypeError(f"it returned {specs!r}; yield specs, or return a list of them")
     for spec in specs:
         if not isinstance(spec, Spec) or spec.hook != hook:
-            raise TypeError(f"it gave a {type(spec).__name__}, which this hook does not take")
+            raise TypeError(f"it yielded a {type(spec).__name__}, which this hook does not accept")
         if not _ID.fullmatch(spec.id):
-            raise ValueError(f"{spec.id!r} is no id; write name or namespace/name")
+            raise ValueError(f"{spec.id!r} is not a valid id; write name or namespace/name")
         if not _ENTRY_POINT.fullmatch(spec.entry_point):
-            raise ValueError(f"{spec.id}: {spec.entry_point!r} is no entry point 'module:Name'")
+            raise ValueError(f"{spec.id}: {spec.entry_point!r} is not an entry point 'module:Name'")
         yield spec
 
 

@@ -1,4 +1,4 @@
-"""Looking things up by kind and id: `registry().load("losses", "ppo_clip")`."""
+"""Looks plugins up by kind and id: `registry().load("losses", "ppo_clip")`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any
 
 from areal_gym.errors import (
     ConfigError,
@@ -16,105 +16,47 @@ from areal_gym.errors import (
     PluginError,
     UnknownIdError,
     UsageError,
+    choices,
     did_you_mean,
 )
 from areal_gym.plugins.manager import Plugin, PluginManager
-from areal_gym.plugins.specs import (
-    AdvantageSpec,
-    AgentSpec,
-    CommandSpec,
-    CurriculumSpec,
-    EngineSpec,
-    EnvSpec,
-    FilterSpec,
-    LoggerSpec,
-    PolicyLossSpec,
-    RetrieverSpec,
-    SandboxSpec,
-    Spec,
-    ToolSpec,
-    TrainerSpec,
-    WeightSyncSpec,
-)
+from areal_gym.plugins.specs import KINDS, EnvSpec, Spec
 
-Kind = Literal[
-    "envs",
-    "agents",
-    "tools",
-    "retrievers",
-    "sandboxes",
-    "engines",
-    "trainers",
-    "advantages",
-    "losses",
-    "weight-syncs",
-    "filters",
-    "curricula",
-    "loggers",
-    "commands",
-]
-
-KINDS: dict[Kind, type[Spec]] = dict(
-    zip(
-        get_args(Kind),
-        (
-            EnvSpec,
-            AgentSpec,
-            ToolSpec,
-            RetrieverSpec,
-            SandboxSpec,
-            EngineSpec,
-            TrainerSpec,
-            AdvantageSpec,
-            PolicyLossSpec,
-            WeightSyncSpec,
-            FilterSpec,
-            CurriculumSpec,
-            LoggerSpec,
-            CommandSpec,
-        ),
-        strict=True,
-    )
-)
-"""The words that people type (`areal-gym list WORD`), and the specs they mean."""
+Kind = str
+"""A word of `KINDS`, like "losses"."""
 
 
 def as_kind(word: str) -> Kind:
-    """The kind that the word names.
+    """Return the kind that the word names.
 
     Raises:
-        UsageError: none; with a suggestion.
+        UsageError: there is no such kind; with a suggestion.
     """
-    for kind in KINDS:
-        if word == kind:
-            return kind
-    near = did_you_mean(word, KINDS)
-    raise UsageError(
-        f"no kind of things is called {word!r}",
-        hints=[*([near] if near else []), f"there are: {', '.join(KINDS)}"],
-    )
+    if word in KINDS:
+        return word
+    raise UsageError(f"unknown kind of plugin {word!r}", hints=choices(word, KINDS))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A registered thing, and whose it is."""
+    """A registered spec and the plugin that registered it."""
 
     spec: Spec
     plugin: Plugin
 
     @property
     def id(self) -> str:
-        """What people type."""
+        """The id that people type."""
         return self.spec.id
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Import names that the thing requires and that are not installed."""
+        """Import names that the entry requires and that are not installed."""
         return tuple(name for name in self.spec.requires if not _is_importable(name))
 
     @property
     def install_command(self) -> str:
-        """What to type to get what is missing; empty when nothing is."""
+        """The command that installs what is missing; empty when nothing is."""
         if not self.missing:
             return ""
         has_extras = not self.plugin.distribution.startswith("(")  # "(not installed)" has none
@@ -123,7 +65,7 @@ class Entry:
         return f"pip install {' '.join(self.missing)}"
 
     def require_installed(self) -> None:
-        """Refuse a thing whose packages are not there, without importing it.
+        """Raise if a required package is not installed, without importing anything.
 
         Raises:
             ConfigError: a required package is not installed.
@@ -144,18 +86,18 @@ class Entry:
         self.require_installed()
         module_name, _, path = self.spec.entry_point.partition(":")
         try:
-            found: Any = import_module(module_name)
+            target: Any = import_module(module_name)
             for name in path.split("."):
-                found = getattr(found, name)
+                target = getattr(target, name)
         except Exception as error:
             raise PluginError(
                 f"{self.spec.kind} {self.id!r} of plugin {self.plugin} cannot be imported from "
                 f"{self.spec.entry_point}: {type(error).__name__}: {error}"
             ) from error
-        return found
+        return target
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: what `areal-gym list --json` prints and a run directory records."""
+        """Return what `areal-gym list --json` prints and a run directory records, JSON-ready."""
         return {
             "id": self.id,
             "kind": self.spec.kind,
@@ -170,22 +112,22 @@ class Entry:
 
 
 class Registry:
-    """Everything that the plugins of one manager offer."""
+    """Looks up what the plugins of one manager offer."""
 
     def __init__(self, manager: PluginManager) -> None:
         self.manager = manager
 
     def entries(self, kind: Kind) -> list[Entry]:
-        """All things of a kind, by id. An id that two plugins claim is in here twice."""
-        spec_type = KINDS[kind]
-        found = [Entry(*r) for r in self.manager.registrations if isinstance(r.spec, spec_type)]
-        return sorted(found, key=lambda entry: entry.id)
+        """Return all entries of a kind, by id. An id claimed by two plugins occurs twice."""
+        spec_type = KINDS[as_kind(kind)]
+        entries = [Entry(*r) for r in self.manager.registrations if isinstance(r.spec, spec_type)]
+        return sorted(entries, key=lambda entry: entry.id)
 
     def get(self, kind: Kind, id: str) -> Entry:
-        """The one thing of that kind and id; `adapter:NAME` is the adapter with that argument.
+        """Return the entry of that kind and id; `adapter:NAME` is the adapter with that argument.
 
         Raises:
-            UnknownIdError: nobody registered it.
+            UnknownIdError: no plugin registered it.
             DuplicateIdError: several plugins did.
         """
         entries = self.entries(kind)
@@ -199,11 +141,11 @@ class Registry:
         return claims[0]
 
     def load(self, kind: Kind, id: str) -> Any:
-        """Import and return the thing itself; raises what `get` and `Entry.load` raise."""
+        """Import and return what the entry names; raises what `get` and `Entry.load` raise."""
         return self.get(kind, id).load()
 
     def make(self, kind: Kind, id: str, **kwargs: Any) -> Any:
-        """Load a class and construct it: the spec's own arguments, then `kwargs` on top.
+        """Load a class and construct it with the spec's own arguments, overridden by `kwargs`.
 
         Raises:
             UsageError: it does not take such arguments; besides what `load` raises.
@@ -217,11 +159,11 @@ class Registry:
         except TypeError as error:
             known = list(signature.parameters)
             wrong = [name for name in arguments if name not in known]
-            of_adapter = entry.spec.shown_id != entry.id
+            is_adapter = entry.spec.shown_id != entry.id
             raise UsageError(
                 f"{entry.spec.kind} {id!r}: {error}",
                 hints=[
-                    *([f"say which, after a colon: {entry.spec.shown_id}"] if of_adapter else []),
+                    *([f"name it after a colon: {entry.spec.shown_id}"] if is_adapter else []),
                     *filter(None, (did_you_mean(name, known) for name in wrong)),
                     f"it takes: {', '.join(known) or 'no arguments'}",
                 ],
@@ -238,13 +180,13 @@ class Registry:
                 raise _duplicate(claims)
 
     def absences(self) -> list[str]:
-        """Why something may be missing: plugins that failed or are blocked, a sentence each."""
+        """Return reasons why an id may be missing: plugins that failed or are blocked."""
         return [
-            f"plugin {plugin} failed to load, and it may be its: {problem}"
+            f"plugin {plugin} failed to load and may be the one that offers it: {problem}"
             for plugin in self.manager.plugins
             for problem in plugin.problems
         ] + [
-            f"plugin {plugin} is blocked, and with it what it offers"
+            f"plugin {plugin} is blocked, with everything it offers"
             for plugin in self.manager.plugins
             if plugin.is_blocked
         ]
@@ -252,7 +194,7 @@ class Registry:
     def _unknown(self, kind: Kind, id: str, known: list[str]) -> UnknownIdError:
         near = did_you_mean(id.partition(":")[0], known)
         hints = [near] if near else []
-        hints.append(f"all of them: areal-gym list {kind}")
+        hints.append(f"see all: areal-gym list {kind}")
         hints += self.absences()
         return UnknownIdError(f"no {KINDS[kind].kind} {id!r}", hints=hints)
 
@@ -270,7 +212,7 @@ def _duplicate(claims: list[Entry]) -> DuplicateIdError:
     return DuplicateIdError(
         f"{spec.kind} id {spec.id!r} is registered twice, by plugin "
         + " and by plugin ".join(str(claim.plugin) for claim in claims),
-        hints=[f"leave one out: areal-gym -p no:{claims[-1].plugin.name} ..."],
+        hints=[f"block one: areal-gym -p no:{claims[-1].plugin.name} ..."],
     )
 
 
@@ -290,11 +232,11 @@ _chosen: Registry | None = None
 
 
 def registry() -> Registry:
-    """The registry of this process: all installed plugins, found once."""
+    """Return the registry of this process: all installed plugins, loaded once."""
     return _chosen or _installed()
 
 
 def set_registry(chosen: Registry | None) -> None:
-    """Let `registry()` answer with `chosen`, or with the installed plugins again (None)."""
+    """Make `registry()` return `chosen`, or the installed plugins again (None)."""
     global _chosen
     _chosen = chosen

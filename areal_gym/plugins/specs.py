@@ -1,4 +1,8 @@
-"""What plugins yield: typed descriptions with lazy entry points. Nothing heavy is imported."""
+"""The kinds of plugins, one class each: typed descriptions whose entry points load on use.
+
+A new kind is one class statement here (and its name in `areal_gym.plugins`). Its hook, its place in
+`KINDS`, `areal-gym list`, `areal-gym show`, completion and the tests of the docs follow.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from areal_gym.plugins.hookspecs import add_hook
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+KINDS: dict[str, type[Spec]] = {}
+"""The words that people type (`areal-gym list WORD`), and the specs they stand for."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One thing that a plugin offers."""
+    """One thing that a plugin offers. Subclasses are kinds; their docstring is the contract.
+
+    Class arguments:
+        kind: what messages call one thing of the kind, like "policy loss".
+        plural: the word of `areal-gym list`, like "losses".
+        hook: the function that yields such specs; by default `register_` and the plural.
+        setting: the setting whose value is an id of this kind, like "trainer.loss".
+        set_by: how keyword arguments are set on the command line; `{id}` stands for the id.
+        takes_from_run: whether a run passes the arguments that have no default.
+    """
 
     kind: ClassVar[str] = "thing"
-    """The word people use for it in messages."""
+    plural: ClassVar[str] = ""
     hook: ClassVar[str] = ""
-    """The hook that yields specs of this kind."""
+    setting: ClassVar[str] = ""
+    set_by: ClassVar[str] = ""
+    takes_from_run: ClassVar[bool] = False
 
     id: str
     """What people type; `namespace/name` or `name`."""
@@ -27,138 +47,161 @@ class Spec:
     extra: str = ""
     """The extra of the plugin's own distribution that installs them; "" installs them by name."""
 
+    def __init_subclass__(
+        cls,
+        *,
+        kind: str = "",
+        plural: str = "",
+        hook: str = "",
+        setting: str = "",
+        set_by: str = "",
+        takes_from_run: bool = False,
+    ) -> None:
+        super().__init_subclass__()
+        if not plural:  # a plugin's own subclass of a kind
+            return
+        cls.kind, cls.plural = kind, plural
+        cls.hook = hook or f"register_{plural}"
+        cls.setting, cls.set_by, cls.takes_from_run = setting, set_by, takes_from_run
+        KINDS[plural] = cls
+        add_hook(cls.hook, cls.__name__, cls.__doc__ or "")
+
     @property
     def shown_id(self) -> str:
         """The id, as lists show it."""
         return self.id
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnvSpec(Spec):
-    """An environment: a `TextEnv` subclass."""
-
-    kind: ClassVar[str] = "environment"
-    hook: ClassVar[str] = "register_envs"
+@dataclass(frozen=True, kw_only=True)
+class EnvSpec(
+    Spec, kind="environment", plural="envs", setting="env.id", set_by="env.kwargs.NAME=VALUE"
+):
+    """An environment: a subclass of `areal_gym.TextEnv`."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments for the class; a person's settings come on top."""
+    """Keyword arguments for the class; the user's settings override them."""
     tags: tuple[str, ...] = ()
     version: int = 0
     """The `-vN` of the Gymnasium id; raised when scores stop being comparable."""
     argument: str = ""
-    """An adapter's: the keyword argument that the text after a colon is, as in `gymnasium:NAME`."""
+    """An adapter's: the keyword argument that takes the text after a colon (`gymnasium:NAME`)."""
 
     @property
     def shown_id(self) -> str:
-        """The id, with what an adapter wants to have after a colon."""
+        """The id, for an adapter with a placeholder for the text after the colon."""
         return f"{self.id}:<{self.argument}>" if self.argument else self.id
 
     def named(self, text: str) -> EnvSpec:
-        """Of an adapter: the one environment that `text` names."""
+        """Return the environment that an adapter makes of `text`."""
         return replace(
             self, id=f"{self.id}:{text}", kwargs={**self.kwargs, self.argument: text}, argument=""
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentSpec(Spec):
-    """An agent: a class with `async play(episode)`."""
-
-    kind: ClassVar[str] = "agent"
-    hook: ClassVar[str] = "register_agents"
+class AgentSpec(
+    Spec, kind="agent", plural="agents", setting="agent.id", set_by="agent.kwargs.NAME=VALUE"
+):
+    """An agent: a class with `async def play(self, episode)`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolSpec(Spec):
-    """A tool: an `areal_gym.envs.tools.Tool`."""
-
-    kind: ClassVar[str] = "tool"
-    hook: ClassVar[str] = "register_tools"
+class ToolSpec(Spec, kind="tool", plural="tools"):
+    """A tool: an `areal_gym.Tool` object, made by `@areal_gym.tool`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetrieverSpec(Spec):
-    """Who answers queries in `search`: a class with the `Retriever` protocol."""
-
-    kind: ClassVar[str] = "retriever"
-    hook: ClassVar[str] = "register_retrievers"
+class RetrieverSpec(Spec, kind="retriever", plural="retrievers"):
+    """A retriever for `search`: a class with the protocol in `areal_gym.envs.search.retrievers`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SandboxSpec(Spec):
-    """A sandbox: a class with the `Sandbox` protocol."""
-
-    kind: ClassVar[str] = "sandbox"
-    hook: ClassVar[str] = "register_sandboxes"
+class SandboxSpec(Spec, kind="sandbox", plural="sandboxes"):
+    """A sandbox: a class with the protocol `areal_gym.sandbox.base.Sandbox`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSpec(Spec):
-    """An engine: a class with the `Engine` protocol."""
-
-    kind: ClassVar[str] = "engine"
-    hook: ClassVar[str] = "register_engines"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerSpec(Spec):
-    """A trainer: a class that takes steps on groups."""
-
-    kind: ClassVar[str] = "trainer"
-    hook: ClassVar[str] = "register_trainers"
+class EngineSpec(
+    Spec,
+    kind="engine",
+    plural="engines",
+    setting="engine.id",
+    set_by="engine.kwargs.NAME=VALUE",
+    takes_from_run=True,
+):
+    """An engine: a class with the protocol `areal_gym.engines.base.Engine`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdvantageSpec(Spec):
-    """An advantage estimator: a pure function of rewards and group ids."""
-
-    kind: ClassVar[str] = "advantage estimator"
-    hook: ClassVar[str] = "register_advantage_estimators"
+class TrainerSpec(
+    Spec, kind="trainer", plural="trainers", setting="trainer.id", takes_from_run=True
+):
+    """A trainer: a class that takes optimizer steps on groups."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyLossSpec(Spec):
-    """A policy loss: a pure function of log-probabilities and advantages."""
+class AdvantageSpec(
+    Spec,
+    kind="advantage estimator",
+    plural="advantages",
+    hook="register_advantage_estimators",
+    setting="trainer.advantage",
+    set_by="trainer.advantage_kwargs.NAME=VALUE",
+    takes_from_run=True,
+):
+    """An advantage estimator: a pure function of rewards, group ids and what else it names.
 
-    kind: ClassVar[str] = "policy loss"
-    hook: ClassVar[str] = "register_policy_losses"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightSyncSpec(Spec):
-    """A way to bring new weights to the engine."""
-
-    kind: ClassVar[str] = "weight sync"
-    hook: ClassVar[str] = "register_weight_syncs"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FilterSpec(Spec):
-    """A group filter: a class whose objects say why a finished group is not worth training on."""
-
-    kind: ClassVar[str] = "filter"
-    hook: ClassVar[str] = "register_filters"
+    `areal_gym.testing.check_advantage_estimator` checks the contract.
+    """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CurriculumSpec(Spec):
-    """A curriculum: a class whose objects choose the next task from how the last ones went."""
+class PolicyLossSpec(
+    Spec,
+    kind="policy loss",
+    plural="losses",
+    hook="register_policy_losses",
+    setting="trainer.loss",
+    set_by="trainer.loss_kwargs.NAME=VALUE",
+    takes_from_run=True,
+):
+    """A policy loss: a pure function of log-probabilities and advantages.
 
-    kind: ClassVar[str] = "curriculum"
-    hook: ClassVar[str] = "register_curricula"
+    `areal_gym.testing.check_policy_loss` checks the contract.
+    """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoggerSpec(Spec):
-    """A destination for metrics besides `metrics.jsonl`."""
+class WeightSyncSpec(
+    Spec,
+    kind="weight sync",
+    plural="weight-syncs",
+    hook="register_weight_syncs",
+    setting="trainer.weight_sync.id",
+    set_by="trainer.weight_sync.kwargs.NAME=VALUE",
+    takes_from_run=True,
+):
+    """A weight sync: a class that brings new weights to the engine."""
 
-    kind: ClassVar[str] = "logger"
-    hook: ClassVar[str] = "register_loggers"
+
+class FilterSpec(
+    Spec,
+    kind="filter",
+    plural="filters",
+    set_by='"rollout.filters=[{{id: {id}, kwargs: {{NAME: VALUE}}}}]"',
+):
+    """A group filter: a class whose objects reject groups (`areal_gym.rollout.filters`)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommandSpec(Spec):
-    """A command of `areal-gym`: a click command."""
+class CurriculumSpec(
+    Spec,
+    kind="curriculum",
+    plural="curricula",
+    setting="rollout.curriculum",
+    set_by='"rollout.curriculum={{id: {id}, kwargs: {{NAME: VALUE}}}}"',
+):
+    """A curriculum: a class whose objects choose the next task (`areal_gym.rollout.curriculum`)."""
 
-    kind: ClassVar[str] = "command"
-    hook: ClassVar[str] = "register_commands"
+
+class LoggerSpec(
+    Spec,
+    kind="logger",
+    plural="loggers",
+    set_by='"loggers=[{{id: {id}, kwargs: {{NAME: VALUE}}}}]"',
+):
+    """A destination for metrics besides `metrics.jsonl` (`areal_gym.loggers.base`)."""
+
+
+class CommandSpec(Spec, kind="command", plural="commands"):
+    """A command of `areal-gym`: a click command, whose id is the word that people type."""

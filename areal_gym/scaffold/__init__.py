@@ -1,14 +1,14 @@
-"""New packages that offer something to areal-gym, with tests that pass: `areal-gym new`.
+"""Templates of plugin packages with passing tests: `areal-gym new`.
 
     areal-gym-dice/
       pyproject.toml                      the entry point that areal-gym looks for
       README.md
       areal_gym_dice/__init__.py
-      areal_gym_dice/plugin.py            what is offered
-      areal_gym_dice/env.py               the thing itself
+      areal_gym_dice/plugin.py            the hooks
+      areal_gym_dice/env.py               the environment
       tests/test_areal_gym_dice.py
 
-The texts are in `templates/`, with `$names` in them: those of a kind have its name.
+The files are in `templates/`, with `$names` in them; each kind has its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.errors import UsageError, choices
+from areal_gym.plugins import KINDS as SPECS
+from areal_gym.plugins import Spec
 
 __all__ = ["KINDS", "Kind", "Package", "plan"]
 
@@ -29,65 +31,56 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 class Kind(NamedTuple):
-    """Something that can be made."""
+    """A kind of plugin with a template."""
 
     listed: str
-    """What `areal-gym list` calls many of it."""
-    spec: str
-    hook: str
+    """Its word in `areal-gym list`."""
     summary: str
-    """Of the example that the template makes."""
+    """The summary of the template's example."""
     requires: str
-    """What the package depends on."""
+    """The dependency of the package."""
     use: str
-    """How to use it in a run."""
+    """The command that uses it in a run."""
+
+    @property
+    def spec(self) -> type[Spec]:
+        """The class of its specs."""
+        return SPECS[self.listed]
 
 
 KINDS: Mapping[str, Kind] = {
     "env": Kind(
         "envs",
-        "EnvSpec",
-        "register_envs",
         "count a letter in a word, with a tool that spells",
         "areal-gym",
         "areal-gym train --env $name",
     ),
     "agent": Kind(
         "agents",
-        "AgentSpec",
-        "register_agents",
         "plain dialogue, and a second look before the first answer",
         "areal-gym",
         "areal-gym train --env tir --agent $name",
     ),
     "loss": Kind(
         "losses",
-        "PolicyLossSpec",
-        "register_policy_losses",
         "the policy gradient with truncated importance weights",
         "areal-gym[train]",
         "areal-gym train --env tir trainer.loss=$name",
     ),
     "advantage": Kind(
         "advantages",
-        "AdvantageSpec",
-        "register_advantage_estimators",
         "reward - group median",
         "areal-gym[train]",
         "areal-gym train --env tir trainer.advantage=$name",
     ),
     "sandbox": Kind(
         "sandboxes",
-        "SandboxSpec",
-        "register_sandboxes",
         "walled-in Python processes that know some names already",
         "areal-gym",
         "areal-gym train --env tir env.kwargs.sandbox=$name",
     ),
     "logger": Kind(
         "loggers",
-        "LoggerSpec",
-        "register_loggers",
         "a CSV file with a row per number",
         "areal-gym",
         'areal-gym train --env tir "loggers=[$name]"',
@@ -97,13 +90,13 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """A package that is not written yet."""
+    """A package, not yet written to disk."""
 
     directory: Path
     files: Mapping[str, str]
-    """Texts by path inside the directory."""
+    """Contents by path inside the directory."""
     use: str
-    """What to type to use what it offers."""
+    """The command that uses it in a run."""
 
     def write(self) -> None:
         """Write all files.
@@ -115,7 +108,7 @@ class Package:
             self.directory.mkdir(parents=True)
         except FileExistsError:
             raise UsageError(
-                f"{self.directory} exists already", hints=["another place: --path DIR"]
+                f"{self.directory} exists already", hints=["choose another directory: --path DIR"]
             ) from None
         for path, text in self.files.items():
             file = self.directory / path
@@ -124,19 +117,17 @@ class Package:
 
 
 def plan(kind: str, name: str, parent: Path) -> Package:
-    """The package `areal-gym-NAME` in `parent`, which offers one thing with the id NAME.
+    """Plan the package `areal-gym-NAME` in `parent`, which offers one plugin with the id NAME.
 
     Raises:
-        UsageError: there is no such kind, or the name is none for a package.
+        UsageError: there is no such kind, or the name is not a valid package name.
     """
     if kind not in KINDS:
-        near = did_you_mean(kind, KINDS)
-        hints = [*([near] if near else []), f"there is: {', '.join(KINDS)}"]
-        raise UsageError(f"no template for {kind!r}", hints=hints)
+        raise UsageError(f"no template for {kind!r}", hints=choices(kind, KINDS))
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or keyword.iskeyword(name):
         better = "-".join(re.findall(r"[a-z0-9]+", name.lower())).lstrip("0123456789-")
         raise UsageError(
-            f"{name!r} is no name for a package",
+            f"{name!r} is not a valid package name",
             hints=[
                 *([f"did you mean {better!r}?"] if better not in ("", name) else []),
                 "lower-case letters and digits, with single dashes between words: letter-count",
@@ -151,6 +142,8 @@ def plan(kind: str, name: str, parent: Path) -> Package:
         "package": f"areal_gym_{snake}",
         "object": snake if is_function else f"{camel}{kind.capitalize()}",
         "kind": kind,
+        "spec": known.spec.__name__,
+        "hook": known.spec.hook,
         **known._asdict(),
     }
     names["use"] = Template(known.use).substitute(names)

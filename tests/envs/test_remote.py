@@ -242,7 +242,7 @@ def test_what_is_no_address_is_refused():
         RemoteEnv("localhost:80")
     with pytest.raises(UsageError) as caught:
         areal_gym.make("remote")
-    assert caught.value.hints[0] == "say which, after a colon: remote:<url>"
+    assert caught.value.hints[0] == "name it after a colon: remote:<url>"
 
 
 def test_a_turn_that_is_asked_for_again_is_not_played_again():

@@ -112,7 +112,7 @@ def test_an_unknown_id_suggests_and_says_where_to_look():
     with pytest.raises(UnknownIdError) as caught:
         registry_of(with_env(env_spec())).get("envs", "dicee")
     assert str(caught.value) == "no environment 'dicee'"
-    assert caught.value.hints == ("did you mean 'dice'?", "all of them: areal-gym list envs")
+    assert caught.value.hints == ("did you mean 'dice'?", "see all: areal-gym list envs")
 
 
 def failing():
@@ -131,8 +131,8 @@ def failing():
             plugin(register_envs=lambda: [PolicyLossSpec(id="x", entry_point="a:b", summary="")]),
             "a PolicyLossSpec",
         ),
-        (with_env(env_spec("two words")), "'two words' is no id"),
-        (with_env(env_spec(entry_point="no_colon")), "is no entry point"),
+        (with_env(env_spec("two words")), "'two words' is not a valid id"),
+        (with_env(env_spec(entry_point="no_colon")), "is not an entry point"),
         (plugin(register_env=lambda: []), "did you mean 'register_envs'"),
         (plugin(register_envs=lambda unknown: []), "PluginValidationError"),
         (types.ModuleType("empty"), "@hookimpl"),
@@ -230,6 +230,40 @@ def test_kinds_and_hooks_belong_together():
     with pytest.raises(UsageError) as caught:
         as_kind("env")
     assert caught.value.hints[0] == "did you mean 'envs'?"
+
+
+NEW_KIND = """
+import types
+from collections.abc import Iterable
+from areal_gym.cli.app import run
+from areal_gym.plugins import Candidate, PluginManager, Registry, Spec, hookimpl, set_registry
+
+
+class VerifierSpec(Spec, kind="verifier", plural="verifiers"):
+    'A verifier: a function of a text.'
+
+
+@hookimpl
+def register_verifiers() -> Iterable[VerifierSpec]:
+    yield VerifierSpec(id="upper", entry_point="builtins:str.isupper", summary="capital letters")
+
+
+module = types.ModuleType("my_plugin")
+module.register_verifiers = register_verifiers
+found = Registry(PluginManager([Candidate(name="mine", target=module)]))
+assert found.manager.failed == []
+assert found.load("verifiers", "upper")("ABC")
+set_registry(found)
+assert run(["list", "verifiers"]) == 0
+"""
+
+
+def test_new_kind_is_one_class_statement():
+    done = subprocess.run(
+        [sys.executable, "-c", NEW_KIND], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "1 verifier from 1 plugin\n")
+    assert done.stdout.split() == ["upper", "capital", "letters", "mine", "(not", "installed)"]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
