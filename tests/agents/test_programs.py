@@ -1,4 +1,4 @@
-"""Agents that are functions of a client, the Agents SDK's, or programs, in whole episodes."""
+"""Function agents, OpenAI Agents SDK agents and programs play whole episodes."""
 
 import asyncio
 import io
@@ -67,17 +67,17 @@ async def with_tools(client, task):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
 
-def plain(client, task):
+def blocking(client, task):
     reply = client.chat.completions.create(model="gpt-4o", messages=task.messages)
     task.wait(task.reply(reply.choices[0].message.content))
 
 
-async def with_claude(client, task):
+async def anthropic_solve(client, task):
     reply = await client.messages.create(model="claude", max_tokens=99, messages=task.messages)
     return reply.content[0].text
 
 
-def test_all_are_registered_and_can_be_made():
+def test_every_agent_is_registered():
     ids = {spec.id for spec in register_agents()}
     expected = {"anthropic", "chat", "human", "online", "openai", "openai_agents", "program"}
     assert ids == expected
@@ -89,14 +89,14 @@ def test_all_are_registered_and_can_be_made():
     "agent",
     [
         OpenAIFunctionAgent(solve),
-        OpenAIFunctionAgent(plain),
-        AnthropicFunctionAgent(with_claude),
+        OpenAIFunctionAgent(blocking),
+        AnthropicFunctionAgent(anthropic_solve),
         OpenAIAgentsAgent(),
         OpenAIAgentsAgent(api="responses"),
     ],
     ids=["openai", "openai-blocking", "anthropic", "sdk-chat", "sdk-responses"],
 )
-def test_an_answer_is_graded_by_the_environment(agent):
+def test_answer_is_graded_by_the_environment(agent):
     trajectory = play(agent, ["It is 10."])
     assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
     assert trajectory.reward == 1.0
@@ -109,7 +109,7 @@ def test_an_answer_is_graded_by_the_environment(agent):
     "agent",
     [OpenAIFunctionAgent(with_tools), OpenAIAgentsAgent(), OpenAIAgentsAgent(api="responses")],
 )
-def test_tools_of_the_environment_run_in_it_once_for_all_calls_of_a_message(agent):
+def test_parallel_tool_calls_run_as_one_environment_message(agent):
     trajectory = play(agent, [f"Let me see. {CALL}{CALL}", "It is 10."])
     assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
     assert trajectory.metrics == {"calls": 2}  # both, and as one message
@@ -118,14 +118,14 @@ def test_tools_of_the_environment_run_in_it_once_for_all_calls_of_a_message(agen
     assert "7" in bytes(i for i in trajectory.spans[2].token_ids if i < 256).decode()
 
 
-def short():
+def one_turn_env():
     env = Sums()
     env.max_turns = 1
     return env
 
 
 async def careful(client, task):
-    """Stops where the environment has ended the episode, though it has not answered."""
+    """Stops when a tool call ends the episode, before the policy has answered."""
     reply = await client.chat.completions.create(
         model="x", messages=task.messages, tools=task.tools
     )
@@ -135,12 +135,12 @@ async def careful(client, task):
 
 
 async def persistent(client, task):
-    """Asks on, is told, and goes on without the policy."""
+    """Asks again after the end, gets the error, and returns a text that is ignored."""
     await careful(client, task)
     with pytest.raises(openai.BadRequestError, match="has ended this episode") as caught:
         await client.chat.completions.create(model="x", messages=task.messages)
     assert caught.value.code == "episode_over"
-    return "nobody reads this"
+    return "ignored"
 
 
 @pytest.mark.parametrize(
@@ -148,22 +148,22 @@ async def persistent(client, task):
     [
         OpenAIFunctionAgent(careful),
         OpenAIFunctionAgent(persistent),
-        OpenAIFunctionAgent(with_tools),  # is told, and raises
+        OpenAIFunctionAgent(with_tools),  # does not catch the error
         OpenAIAgentsAgent(),
         OpenAIAgentsAgent(api="responses"),
     ],
     ids=["careful", "persistent", "raises", "sdk-chat", "sdk-responses"],
 )
-def test_nobody_asks_after_the_environments_end(agent):
+def test_policy_is_not_called_after_the_episode_ends(agent):
     engine = ScriptedEngine([f"Let me see. {CALL}", "It is 10."])
-    trajectory = play(agent, [], env=short(), engine=engine)
+    trajectory = play(agent, [], env=one_turn_env(), engine=engine)
     assert trajectory.stop_reason is StopReason.MAX_TURNS, trajectory.error
     assert trajectory.error is None
     assert [turn.reward for turn in trajectory.turns] == [0.25]
     assert engine.num_calls == 1
 
 
-def test_what_a_function_returns_is_text_reward_or_nothing():
+def test_function_agent_returns_text_reward_or_none():
     async def number(client, task):
         await solve(client, task)
         return 0.5
@@ -192,7 +192,7 @@ def test_what_a_function_returns_is_text_reward_or_nothing():
         assert trajectory.stop_reason is reason
 
 
-def test_an_agent_that_raises_is_an_agent_error_and_no_reward():
+def test_exception_in_agent_is_an_agent_error():
     async def broken(client, task):
         await solve(client, task)
         raise RuntimeError("oh")
@@ -203,7 +203,7 @@ def test_an_agent_that_raises_is_an_agent_error_and_no_reward():
     assert len(trajectory.turns) == 1
 
 
-def test_what_fails_behind_the_gateway_is_not_the_agent_s_fault():
+def test_engine_failure_behind_the_gateway_is_an_engine_error():
     class Broken(ScriptedEngine):
         async def generate(self, prompt_ids, params, *, session=None):
             raise EngineError("no server is left")
@@ -213,7 +213,7 @@ def test_what_fails_behind_the_gateway_is_not_the_agent_s_fault():
     assert "no server is left" in trajectory.error
 
 
-def test_an_environment_that_fails_behind_a_tool_is_its_own_fault():
+def test_environment_failure_in_a_tool_is_an_env_error():
     @tool
     def add(a: int, b: int) -> str:
         """Add two numbers."""
@@ -223,7 +223,7 @@ def test_an_environment_that_fails_behind_a_tool_is_its_own_fault():
         tools = (add,)
 
     async def stubborn(client, task):
-        """Goes on whatever a tool says."""
+        """Swallows every tool error."""
         try:
             return await with_tools(client, task)
         except Exception:
@@ -239,7 +239,7 @@ def test_an_environment_that_fails_behind_a_tool_is_its_own_fault():
         assert "the disk is full" in trajectory.error
 
 
-def test_calls_that_the_environment_does_not_know_are_not_its_business():
+def test_unknown_tool_calls_never_reach_the_environment():
     async def confused(client, task):
         reply = await client.chat.completions.create(
             model="x", messages=task.messages, tools=[{**task.tools[0], "function": {"name": "f"}}]
@@ -256,7 +256,7 @@ def test_calls_that_the_environment_does_not_know_are_not_its_business():
     assert trajectory.metrics == {}
 
 
-def test_a_full_context_is_a_truncation_that_is_kept():  # trap 16
+def test_full_context_is_a_truncation_and_trajectory_is_kept():  # trap 16
     async def chatter(client, task):
         messages = task.messages
         while True:
@@ -271,7 +271,7 @@ def test_a_full_context_is_a_truncation_that_is_kept():  # trap 16
     assert len(trajectory.token_ids) <= 400
 
 
-def test_an_agent_that_never_ends_meets_a_limit():
+def test_endless_agent_hits_turn_and_time_limits():
     async def endless(client, task):
         while True:
             await client.chat.completions.create(model="x", messages=task.messages)
@@ -289,7 +289,7 @@ def test_an_agent_that_never_ends_meets_a_limit():
     assert len(trajectory.turns) == 3
 
 
-def test_a_slow_answer_is_not_cut_by_a_timeout_of_ours_or_the_client_s():  # trap 17
+def test_slow_answer_is_not_cut_by_gateway_or_client_timeout():  # trap 17
     engine = ScriptedEngine(["10"], latency_s=1.0)
     agent = OpenAIFunctionAgent(solve)
     assert play(agent, [], engine=engine).reward == 1.0
@@ -301,15 +301,15 @@ def test_a_slow_answer_is_not_cut_by_a_timeout_of_ours_or_the_client_s():  # tra
     assert play(OpenAIFunctionAgent(timeouts), ["10"]).reward == 1.0
 
 
-def test_the_policy_s_mistakes_are_told_or_end_the_episode():
-    """A call of a tool that there is not is the policy's mistake, not the agent's failure."""
+def test_unknown_tool_call_is_a_policy_mistake():
+    """Calling a tool that does not exist is the policy's mistake, not the agent's failure."""
     unknown = '<tool_call>{"name": "nothing", "arguments": {}}</tool_call>'
     trajectory = play(OpenAIAgentsAgent(), [unknown])
     assert trajectory.stop_reason is StopReason.COMPLETED
     assert trajectory.reward == 0.0
 
 
-def test_several_agents_and_handoffs_are_one_trajectory_with_a_branch_each():
+def test_handoffs_are_branches_of_one_trajectory():
     def build(tools):
         solver = agents.Agent(name="Solver", instructions="Add with the tool.", tools=tools)
         return agents.Agent(name="Triage", instructions="Hand over.", handoffs=[solver])
@@ -326,10 +326,10 @@ def test_several_agents_and_handoffs_are_one_trajectory_with_a_branch_each():
     assert len(trajectory.branches) == 2  # the solver has other instructions
     assert [len({s.turn for s in branch}) for branch in trajectory.branches] == [1, 2]
     assert trajectory.reward == 1.25
-    assert trajectory.metrics == {"calls": 1}  # handing over is no tool of the environment
+    assert trajectory.metrics == {"calls": 1}  # a handoff is not an environment tool
 
 
-def test_an_agent_as_a_tool_of_another():
+def test_agent_used_as_a_tool_of_another_agent():
     def build(tools):
         helper = agents.Agent(name="Helper", instructions="You help.", tools=tools)
         ask = helper.as_tool(tool_name="ask_helper", tool_description="Ask.")
@@ -349,12 +349,12 @@ def test_an_agent_as_a_tool_of_another():
     assert turns == [1, 1, 2]  # two helpers at once, and the boss before and after
 
 
-def test_functions_are_found_by_name_or_file(tmp_path):
+def test_load_function_by_module_name_or_file(tmp_path):
     assert load_function("json:dumps") is json.dumps
     file = tmp_path / "mine.py"
     file.write_text("def solve(client, task):\n    return 1\n")
     assert load_function(f"{file}:solve")(None, None) == 1
-    for path, said in (
+    for path, expected in (
         ("json:dump_all", "did you mean"),
         ("nothing_there:x", "nothing_there"),
         (f"{tmp_path}/no.py:x", "no file"),
@@ -362,10 +362,10 @@ def test_functions_are_found_by_name_or_file(tmp_path):
     ):
         with pytest.raises(ConfigError) as caught:
             load_function(path)
-        assert said in str(caught.value) + " ".join(caught.value.hints)
+        assert expected in str(caught.value) + " ".join(caught.value.hints)
 
 
-def test_a_package_that_is_missing_is_named(tmp_path):
+def test_load_function_names_the_missing_package(tmp_path):
     file = tmp_path / "theirs.py"
     file.write_text("import nowhere_to_be_found\n")
     with pytest.raises(ConfigError, match="No module named 'nowhere_to_be_found'") as caught:
@@ -373,12 +373,12 @@ def test_a_package_that_is_missing_is_named(tmp_path):
     assert caught.value.hints[0].startswith("nowhere_to_be_found must be installed")
 
 
-def test_agents_travel_to_other_processes(tmp_path, monkeypatch):
+def test_agents_can_be_pickled(tmp_path, monkeypatch):
     (tmp_path / "theirs.py").write_text("def solve(client, task):\n    return 1\n")
     monkeypatch.chdir(tmp_path)
-    found = pickle.dumps((OpenAIFunctionAgent("theirs.py:solve"), OpenAIAgentsAgent(build)))
+    pickled = pickle.dumps((OpenAIFunctionAgent("theirs.py:solve"), OpenAIAgentsAgent(build)))
     monkeypatch.chdir("/")
-    agent, _ = pickle.loads(found)
+    agent, _ = pickle.loads(pickled)
     assert agent._function.function(None, None) == 1
 
 
@@ -386,7 +386,7 @@ def build(tools):
     return agents.Agent(name="One", tools=tools)
 
 
-def test_time_in_which_somebody_thinks_does_not_count():
+def test_idle_time_does_not_count_toward_the_timeout():
     class Thinking:
         async def play(self, episode):
             with episode.idle():
@@ -401,13 +401,13 @@ def test_time_in_which_somebody_thinks_does_not_count():
     assert play(agent, ["10"], timeout_s=0.4).stop_reason is StopReason.TIMEOUT
 
 
-def test_a_person_remarks_and_lets_pass(monkeypatch, capsys):
+def test_human_agent_comments_and_accepts(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Add 7.\n\n"))
     trajectory = play(HumanAgent(), ["It is 9.", "It is 10."])
     assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
     assert trajectory.reward == 1.0
-    said = [message["content"] for message in trajectory.messages]
-    assert said == ["What is 3 + 7?", "It is 9.", "Add 7.", "It is 10."]
+    contents = [message["content"] for message in trajectory.messages]
+    assert contents == ["What is 3 + 7?", "It is 9.", "Add 7.", "It is 10."]
     assert "[end] reward 1" in capsys.readouterr().err
 
 
@@ -439,9 +439,9 @@ POST = (
     + """
 reply = post("/chat/completions", {"messages": messages, "tools": given["tools"]})
 message = reply["choices"][0]["message"]
-said = post("/rl/tool", {"call_id": message["tool_calls"][0]["id"]})["content"]
-assert said == "7"
-tool = {"role": "tool", "content": said, "tool_call_id": message["tool_calls"][0]["id"]}
+result = post("/rl/tool", {"call_id": message["tool_calls"][0]["id"]})["content"]
+assert result == "7"
+tool = {"role": "tool", "content": result, "tool_call_id": message["tool_calls"][0]["id"]}
 reply = post("/chat/completions", {"messages": [*messages, message, tool], "tools": given["tools"]})
 end = post("/rl/answer", {"content": reply["choices"][0]["message"]["content"]})
 assert end == {"messages": [], "is_over": True}
@@ -450,13 +450,13 @@ assert end == {"messages": [], "is_over": True}
 
 
 @pytest.mark.parametrize(("code", "replies"), [(PRINT, ["10"]), (POST, [CALL, "10"])])
-def test_a_program_prints_or_posts_its_answer(code, replies):
+def test_program_agent_prints_or_posts_its_answer(code, replies):
     trajectory = play(ProgramAgent([sys.executable, "-c", code]), replies)
     assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
     assert trajectory.turns[-1].reward == 1.0
 
 
-def test_a_program_that_fails_says_why():
+def test_failing_program_reports_exit_code_and_output():
     agent = ProgramAgent([sys.executable, "-c", PRINT + "sys.exit('no luck')"])
     trajectory = play(agent, ["10"])
     assert trajectory.stop_reason is StopReason.AGENT_ERROR
@@ -466,7 +466,7 @@ def test_a_program_that_fails_says_why():
     assert "does not start" in trajectory.error
 
 
-def test_a_program_and_all_it_has_started_ends_with_its_episode(tmp_path):
+def test_program_and_its_children_end_with_the_episode(tmp_path):
     file = tmp_path / "pid"
     code = (
         "import subprocess, sys, time\n"

@@ -1,4 +1,4 @@
-"""The embedded engine gives what the plain model gives, whatever happens around it."""
+"""The embedded engine agrees with the plain model under batching, caching and new weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = DecoderConfig(
     max_position_embeddings=256,
 )
 ATTENTION = {"C": CONFIG, "torch": replace(CONFIG, head_dim=8)}
-"""What the engine attends with on a CPU; C needs heads of 16 or a multiple of it."""
+"""Attention kernels on a CPU; the one in C needs a head_dim that is a multiple of 16."""
 
 
 def decoder(seed: int = 0, attention: str = "C") -> Decoder:
@@ -48,7 +48,7 @@ def logprobs(model: Decoder, ids: list[int]) -> torch.Tensor:
 
 
 def run(play, *, model: Decoder | None = None, **settings):
-    """Play with a started engine; it is closed whatever happens."""
+    """Run `play` with a started engine, and close it afterwards."""
 
     async def main():
         engine = EmbeddedEngine(model or decoder(), **{"max_context": 128, **settings})
@@ -61,11 +61,13 @@ def run(play, *, model: Decoder | None = None, **settings):
     return asyncio.run(main())
 
 
-def worst_gap(model: Decoder, prompt: list[int], found: Generation) -> float:
-    scores = logprobs(model, [*prompt, *found.token_ids])
+def worst_gap(model: Decoder, prompt: list[int], generation: Generation) -> float:
+    scores = logprobs(model, [*prompt, *generation.token_ids])
     return max(
         abs(float(scores[len(prompt) + i - 1, token]) - logprob)
-        for i, (token, logprob) in enumerate(zip(found.token_ids, found.logprobs, strict=True))
+        for i, (token, logprob) in enumerate(
+            zip(generation.token_ids, generation.logprobs, strict=True)
+        )
     )
 
 
@@ -73,13 +75,13 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(CONFIG.vocab_size) for _ in range(length)]
 
 
-def test_it_has_the_protocol():
+def test_embedded_engine_has_the_engine_protocol():
     assert isinstance(EmbeddedEngine(decoder()), Engine)
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("num_slots", [2, 8])
-def test_log_probabilities_through_turns_siblings_refills_and_evictions(num_slots, attention):
+def test_logprobs_are_exact_through_turns_siblings_and_evictions(num_slots, attention):
     model = decoder(0, attention)
     rng = random.Random(0)
     prompts = [prompt_of(rng, rng.randint(5, 30)) for _ in range(3)]
@@ -91,9 +93,9 @@ def test_log_probabilities_through_turns_siblings_refills_and_evictions(num_slot
             params = SamplingParams(
                 max_new_tokens=own.randint(1, 12), stop_token_ids=(3, 4, 5), seed=index * 9 + turn
             )
-            found = await engine.generate(ids, params, session=f"s{index}")
-            worst = max(worst, worst_gap(model, ids, found))
-            ids += [*found.token_ids, *prompt_of(own, own.randint(1, 5))]
+            generation = await engine.generate(ids, params, session=f"s{index}")
+            worst = max(worst, worst_gap(model, ids, generation))
+            ids += [*generation.token_ids, *prompt_of(own, own.randint(1, 5))]
             await asyncio.sleep(own.random() * 0.003)
         engine.release(f"s{index}")
         return worst
@@ -108,8 +110,8 @@ def test_log_probabilities_through_turns_siblings_refills_and_evictions(num_slot
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_it_agrees_with_transformers(shape, tmp_path):
-    """Over two turns, beyond the window: entering prompts and decoded tokens, cached or new."""
+def test_embedded_engine_agrees_with_transformers(shape, tmp_path):
+    """Two turns beyond the attention window: prompts and decoded tokens, cached or new."""
     theirs = tiny_model(shape)
     theirs.save_pretrained(tmp_path)
     rng = random.Random(1)
@@ -121,9 +123,9 @@ def test_it_agrees_with_transformers(shape, tmp_path):
             params = SamplingParams(
                 max_new_tokens=WINDOW + 5 + index, temperature=temperature, seed=index
             )
-            found = await engine.generate(ids, params, session=str(index))
-            turns.append((ids, found))
-            ids = [*ids, *found.token_ids, *prompt_of(rng, 4 + turn)]
+            generation = await engine.generate(ids, params, session=str(index))
+            turns.append((ids, generation))
+            ids = [*ids, *generation.token_ids, *prompt_of(rng, 4 + turn)]
         return turns
 
     async def main():
@@ -145,7 +147,7 @@ def test_it_agrees_with_transformers(shape, tmp_path):
         torch.testing.assert_close(torch.tensor(warm.logprobs), expected, atol=2e-5, rtol=0)
 
 
-def test_a_seed_decides_whoever_else_is_in_the_batch():
+def test_seeded_samples_do_not_depend_on_the_batch():
     prompt = prompt_of(random.Random(2), 10)
     params = SamplingParams(max_new_tokens=15, seed=11)
 
@@ -159,20 +161,20 @@ def test_a_seed_decides_whoever_else_is_in_the_batch():
         ]
         return (await asyncio.gather(*others, engine.generate(prompt, params)))[-1]
 
-    found = run(alone)
-    assert found.token_ids == run(crowded).token_ids
+    generation = run(alone)
+    assert generation.token_ids == run(crowded).token_ids
     if products.has_kernel(torch.empty(0, 16)):
-        assert found.logprobs == run(crowded).logprobs  # every digit
+        assert generation.logprobs == run(crowded).logprobs  # every digit
     assert (
-        found.token_ids
+        generation.token_ids
         != run(
             lambda engine: engine.generate(prompt, SamplingParams(max_new_tokens=15, seed=12))
         ).token_ids
     )
 
 
-def test_siblings_read_their_prompt_together_and_stay_right(monkeypatch):
-    """Families of several sizes, rows alone, turns that end at different times, new weights."""
+def test_siblings_share_prompt_attention_and_stay_exact(monkeypatch):
+    """Covers families of several sizes, single rows, staggered ends and new weights."""
     old, new = decoder(0), decoder(1)
     rng = random.Random(11)
     prompts = [prompt_of(rng, length) for length in (40, 33, 50)]
@@ -181,9 +183,9 @@ def test_siblings_read_their_prompt_together_and_stay_right(monkeypatch):
     families_of = Scheduler._families
 
     def families(self, decoding):
-        found = families_of(self, decoding)
-        shared.update(family.num_shared for family in found)
-        return found
+        result = families_of(self, decoding)
+        shared.update(family.num_shared for family in result)
+        return result
 
     monkeypatch.setattr(Scheduler, "_families", families)
 
@@ -191,11 +193,11 @@ def test_siblings_read_their_prompt_together_and_stay_right(monkeypatch):
         ids, worst = prompts[index], 0.0
         for turn in range(2):
             params = SamplingParams(max_new_tokens=20 + 3 * index, seed=index)
-            found = await engine.generate(ids, params, session=str(index))
-            if len(set(found.versions)) == 1:
-                model = new if found.versions[0] else old
-                worst = max(worst, worst_gap(model, ids, found))
-            ids = [*ids, *found.token_ids, turn]
+            generation = await engine.generate(ids, params, session=str(index))
+            if len(set(generation.versions)) == 1:
+                model = new if generation.versions[0] else old
+                worst = max(worst, worst_gap(model, ids, generation))
+            ids = [*ids, *generation.token_ids, turn]
         return worst
 
     async def play(engine: EmbeddedEngine):
@@ -209,8 +211,8 @@ def test_siblings_read_their_prompt_together_and_stay_right(monkeypatch):
     assert shared == {0, 32, 39}  # the last token of a prompt is computed by each
 
 
-@pytest.mark.parametrize("what", ["rewrites its history", "goes on under new weights"])
-def test_a_row_that_goes_its_own_way_is_no_sibling_any_more(what):
+@pytest.mark.parametrize("change", ["rewrites its history", "continues under new weights"])
+def test_diverging_row_leaves_its_sibling_family(change):
     old, new = decoder(0), decoder(1)
     rng = random.Random(12)
     prompt = prompt_of(rng, 40)
@@ -219,11 +221,11 @@ def test_a_row_that_goes_its_own_way_is_no_sibling_any_more(what):
         long = SamplingParams(max_new_tokens=200, seed=0)
         first = asyncio.create_task(engine.generate(prompt, long, session="first"))
         short = SamplingParams(max_new_tokens=3, seed=1)
-        found = await engine.generate(prompt, short, session="second")
-        if what == "rewrites its history":
+        generation = await engine.generate(prompt, short, session="second")
+        if change == "rewrites its history":
             longer = [*prompt[:20], *prompt_of(rng, 30)]
         else:
-            longer = [*prompt, *found.token_ids, 1]
+            longer = [*prompt, *generation.token_ids, 1]
             await engine.publish(new.state_dict().items(), 1)
         again = await engine.generate(
             longer, SamplingParams(max_new_tokens=20, seed=2), session="second"
@@ -232,7 +234,7 @@ def test_a_row_that_goes_its_own_way_is_no_sibling_any_more(what):
         return longer, again, await first
 
     longer, again, first = run(play, model=old, max_context=250)
-    if what == "rewrites its history":
+    if change == "rewrites its history":
         assert worst_gap(old, longer, again) < 1e-4
         assert worst_gap(old, prompt, first) < 1e-4
     else:
@@ -260,7 +262,7 @@ def test_siblings_compute_their_prompt_once():
     assert stats.reused == 6 * 39
 
 
-def test_a_turn_prefills_new_tokens_only():
+def test_turn_prefills_new_tokens_only():
     prompt = prompt_of(random.Random(4), 30)
 
     async def play(engine: EmbeddedEngine):
@@ -281,7 +283,7 @@ def test_a_turn_prefills_new_tokens_only():
     assert worst_gap(model, rewritten, third) < 1e-4
 
 
-def test_published_weights_stamp_and_sample_the_rest_of_a_turn():
+def test_published_weights_sample_the_rest_of_a_turn():
     old, new = decoder(0), decoder(1)
     prompt = prompt_of(random.Random(5), 8)
 
@@ -310,7 +312,7 @@ def test_published_weights_stamp_and_sample_the_rest_of_a_turn():
     assert worst_gap(new, prompt, after) < 1e-4
 
 
-def test_the_turn_after_an_interrupted_one_sees_nothing_of_the_old_weights():
+def test_cache_of_old_weights_is_not_reused_after_publish():
     old, new = decoder(0), decoder(1)
     prompt = prompt_of(random.Random(6), 8)
 
@@ -335,7 +337,7 @@ def test_the_turn_after_an_interrupted_one_sees_nothing_of_the_old_weights():
     assert worst_gap(new, longer, second) < 1e-4
 
 
-def test_weights_that_are_not_finite_fail_the_turn_and_leave_nothing_behind():
+def test_nonfinite_weights_fail_the_turn_only():
     good, broken = decoder(), decoder()
     with torch.no_grad():
         broken.lm_head_weight.fill_(torch.nan)
@@ -350,20 +352,20 @@ def test_weights_that_are_not_finite_fail_the_turn_and_leave_nothing_behind():
     assert worst_gap(good, [1, 2], run(play)) < 1e-4
 
 
-def test_siblings_and_sessions_take_turns_on_a_single_slot():
+def test_sessions_share_a_single_slot():
     prompt = prompt_of(random.Random(7), 12)
 
     async def episode(engine: EmbeddedEngine, name: str) -> float:
         ids, worst = list(prompt), 0.0
         for turn in range(3):
             params = SamplingParams(max_new_tokens=4, seed=turn)
-            found = await engine.generate(ids, params, session=name)
-            worst = max(worst, worst_gap(model, ids, found))
-            ids += [*found.token_ids, 7]
+            generation = await engine.generate(ids, params, session=name)
+            worst = max(worst, worst_gap(model, ids, generation))
+            ids += [*generation.token_ids, 7]
         return worst
 
     async def play(engine: EmbeddedEngine):
-        # Nobody releases a session: idle ones have to make room.
+        # No session is released: idle ones have to make room.
         return await asyncio.wait_for(
             asyncio.gather(*(episode(engine, name) for name in "abcd")), timeout=30
         )
@@ -372,7 +374,7 @@ def test_siblings_and_sessions_take_turns_on_a_single_slot():
     assert max(run(play, model=model, num_slots=1)) < 1e-4
 
 
-def test_two_turns_of_one_session_follow_one_another():
+def test_turns_of_one_session_run_in_order():
     model = decoder()
     prompts = [prompt_of(random.Random(8), 10), prompt_of(random.Random(9), 14)]
 
@@ -387,31 +389,31 @@ def test_two_turns_of_one_session_follow_one_another():
         engine.release("a")  # too early: what is in flight still ends
         return await asyncio.wait_for(asyncio.gather(*turns), timeout=30)
 
-    for prompt, found in zip(prompts, run(play, model=model), strict=True):
-        assert worst_gap(model, prompt, found) < 1e-4
+    for prompt, generation in zip(prompts, run(play, model=model), strict=True):
+        assert worst_gap(model, prompt, generation) < 1e-4
 
 
-def test_rows_are_compacted_and_stay_right():
+def test_compacted_rows_stay_exact():
     model = decoder()
     rng = random.Random(10)
     prompts = [prompt_of(rng, rng.randint(3, 20)) for _ in range(40)]
 
-    async def one(engine: EmbeddedEngine, index: int):
+    async def two_turns(engine: EmbeddedEngine, index: int):
         # Most are short, and keep their rows; the long ones move to the front.
         length = 60 if index % 10 == 9 else 3
         params = SamplingParams(max_new_tokens=length, seed=index)
-        found = await engine.generate(prompts[index], params, session=str(index))
-        longer = [*prompts[index], *found.token_ids, 5]
+        generation = await engine.generate(prompts[index], params, session=str(index))
+        longer = [*prompts[index], *generation.token_ids, 5]
         again = await engine.generate(longer, params, session=str(index))
-        return max(worst_gap(model, prompts[index], found), worst_gap(model, longer, again))
+        return max(worst_gap(model, prompts[index], generation), worst_gap(model, longer, again))
 
     async def play(engine: EmbeddedEngine):
-        return await asyncio.gather(*(one(engine, i) for i in range(40)))
+        return await asyncio.gather(*(two_turns(engine, i) for i in range(40)))
 
     assert max(run(play, model=model, num_slots=40, max_context=200)) < 1e-4
 
 
-def test_weights_of_another_model_are_refused_and_the_old_ones_stay():
+def test_weights_of_another_shape_are_refused():
     model = decoder()
 
     async def play(engine: EmbeddedEngine):
@@ -419,23 +421,23 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay():
             await engine.publish([("lm_head.weight", torch.zeros(1))], 1)
         return engine.policy_version, await engine.generate([1, 2], SamplingParams())
 
-    version, found = run(play, model=model)
+    version, generation = run(play, model=model)
     assert version == 0
-    assert worst_gap(model, [1, 2], found) < 1e-4
+    assert worst_gap(model, [1, 2], generation) < 1e-4
 
 
-def test_stop_tokens_end_a_turn_and_are_part_of_it():
+def test_stop_token_ends_a_turn_and_is_part_of_it():
     async def play(engine: EmbeddedEngine):
         params = SamplingParams(max_new_tokens=60, stop_token_ids=tuple(range(30)), seed=0)
         return await engine.generate([1, 2, 3], params)
 
-    found = run(play)
-    assert found.finish_reason is FinishReason.STOP
-    assert found.token_ids[-1] < 30
-    assert all(token >= 30 for token in found.token_ids[:-1])
+    generation = run(play)
+    assert generation.finish_reason is FinishReason.STOP
+    assert generation.token_ids[-1] < 30
+    assert all(token >= 30 for token in generation.token_ids[:-1])
 
 
-def test_a_stream_is_the_whole_answer_token_by_token():
+def test_stream_equals_the_whole_answer():
     async def play(engine: EmbeddedEngine):
         params = SamplingParams(max_new_tokens=40, stop_token_ids=(5, 6, 7), seed=3)
         whole = await engine.generate([1, 2, 3], params)
@@ -460,7 +462,7 @@ def test_a_stream_is_the_whole_answer_token_by_token():
     assert run(play) > 3
 
 
-def test_who_stops_listening_frees_the_row():
+def test_closed_stream_frees_its_row():
     async def play(engine: EmbeddedEngine):
         params = SamplingParams(max_new_tokens=100)
         for _ in range(3 * 8):  # more than there are rows
@@ -472,7 +474,7 @@ def test_who_stops_listening_frees_the_row():
     assert len(run(play).token_ids) == 2
 
 
-def test_a_stream_ends_with_its_engine():
+def test_stream_ends_when_its_engine_closes():
     async def play(engine: EmbeddedEngine):
         stream = engine.stream([1, 2, 3], SamplingParams(max_new_tokens=100))
         await anext(stream)
@@ -484,7 +486,7 @@ def test_a_stream_ends_with_its_engine():
     run(play)
 
 
-def test_the_context_limits_a_turn():
+def test_context_limits_a_turn():
     async def play(engine: EmbeddedEngine):
         full = await engine.generate([1] * 120, SamplingParams(max_new_tokens=50))
         with pytest.raises(EngineError, match="128 tokens"):
@@ -493,9 +495,9 @@ def test_the_context_limits_a_turn():
             await engine.generate([], SamplingParams())
         return full
 
-    found = run(play)
-    assert len(found.token_ids) == 8
-    assert found.finish_reason is FinishReason.LENGTH
+    generation = run(play)
+    assert len(generation.token_ids) == 8
+    assert generation.finish_reason is FinishReason.LENGTH
 
 
 def test_top_k_and_top_p():
@@ -504,7 +506,7 @@ def test_top_k_and_top_p():
     best = set(scores.topk(3).indices.tolist())
 
     async def play(engine: EmbeddedEngine):
-        found = await asyncio.gather(
+        generations = await asyncio.gather(
             *(
                 engine.generate([5, 6], SamplingParams(max_new_tokens=1, top_k=3, seed=i))
                 for i in range(30)
@@ -513,7 +515,7 @@ def test_top_k_and_top_p():
         nucleus = await engine.generate(
             [5, 6], SamplingParams(max_new_tokens=1, top_p=1e-6, seed=1)
         )
-        return {g.token_ids[0] for g in found}, nucleus
+        return {g.token_ids[0] for g in generations}, nucleus
 
     sampled, nucleus = run(play, model=model, num_slots=30)
     assert sampled <= best
@@ -527,19 +529,21 @@ def test_samples_follow_the_distribution():
     expected = logprobs(model, [5, 6])[-1].exp()
 
     async def play(engine: EmbeddedEngine):
-        found = await asyncio.gather(
+        generations = await asyncio.gather(
             *(
                 engine.generate([5, 6], SamplingParams(max_new_tokens=1, seed=i))
                 for i in range(4000)
             )
         )
-        return torch.bincount(torch.tensor([g.token_ids[0] for g in found]), minlength=61) / 4000
+        return (
+            torch.bincount(torch.tensor([g.token_ids[0] for g in generations]), minlength=61) / 4000
+        )
 
     frequency = run(play, model=model)
     assert float((frequency - expected).abs().sum()) / 2 < 0.06  # total variation
 
 
-def test_a_cancelled_turn_frees_its_slot():
+def test_cancelled_turn_frees_its_slot():
     async def play(engine: EmbeddedEngine):
         endless = [
             asyncio.create_task(engine.generate([1], SamplingParams(max_new_tokens=120)))
@@ -554,7 +558,7 @@ def test_a_cancelled_turn_frees_its_slot():
     assert len(run(play, num_slots=2).token_ids) == 3
 
 
-def test_closing_fails_what_waits_and_ends_the_thread():
+def test_closing_fails_waiting_turns_and_ends_the_thread():
     async def main():
         engine = EmbeddedEngine(decoder(), max_context=128)
         await engine.start()
@@ -571,7 +575,7 @@ def test_closing_fails_what_waits_and_ends_the_thread():
     assert not any(thread.name == "areal-gym-engine" for thread in threading.enumerate())
 
 
-def test_a_broken_network_fails_the_turns_and_serves_again(monkeypatch):
+def test_engine_serves_again_after_a_network_error(monkeypatch):
     async def play(engine: EmbeddedEngine):
         network = engine._scheduler.network
         forward = network.forward
@@ -589,24 +593,24 @@ def test_a_broken_network_fails_the_turns_and_serves_again(monkeypatch):
     assert worst_gap(model, [1, 2], run(play, model=model)) < 1e-4
 
 
-def test_an_unknown_dtype_is_refused():
+def test_unknown_dtype_is_refused():
     with pytest.raises(ConfigError, match="float13"):
         EmbeddedEngine(decoder(), dtype="float13")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda():
+def test_logprobs_are_exact_on_cuda():
     model = decoder()
-    found = run(
+    generation = run(
         lambda engine: engine.generate([1, 2, 3], SamplingParams(seed=0)),
         model=model,
         device="cuda",
     )
-    assert worst_gap(model, [1, 2, 3], found) < 1e-3
+    assert worst_gap(model, [1, 2, 3], generation) < 1e-3
 
 
-def test_a_snapshot_keeps_its_weights_while_the_engine_goes_on():
+def test_snapshot_keeps_its_weights_after_publish():
     prompt, params = [1, 2, 3], SamplingParams(max_new_tokens=20, seed=5)
     old, new = decoder(0), decoder(1)
 
@@ -633,7 +637,7 @@ def test_a_snapshot_keeps_its_weights_while_the_engine_goes_on():
     run(play, model=old)
 
 
-def test_a_snapshot_of_a_stopped_engine_is_refused():
+def test_snapshot_of_a_stopped_engine_is_refused():
     async def play(engine):
         await engine.aclose()
         with pytest.raises(EngineError, match="not running"):

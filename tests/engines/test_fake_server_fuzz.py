@@ -1,4 +1,4 @@
-"""Wrong types at every field of the fake SGLang server: refused, and it serves afterwards."""
+"""The fake SGLang server refuses wrong types in every field, and keeps serving."""
 
 import asyncio
 import json
@@ -30,15 +30,15 @@ VALID = {
 }  # fmt: skip
 
 
-def test_fake_server_refuses_noise_and_serves_on():
-    dice = random.Random(3)
+def test_fake_server_refuses_malformed_bodies_and_keeps_serving():
+    rng = random.Random(3)
 
     async def use():
         engine = ScriptedEngine(lambda question: "Hello.")
         async with FakeSGLangServer(engine) as server, aiohttp.ClientSession() as http:
             for path, valid in VALID.items():
                 for _ in range(30):
-                    body = body_bytes(mutated(valid, dice), dice)
+                    body = body_bytes(mutated(valid, rng), rng)
                     async with http.post(server.url + path, data=body) as answer:
                         assert answer.status < 500, (path, body, await answer.text())
             body = json.dumps(VALID["/generate"])

@@ -17,11 +17,11 @@ def ask(engine, prompt=(1, 2), params=PARAMS, **options):
     return asyncio.run(engine.generate(prompt, params, **options))
 
 
-def test_it_is_an_engine():
+def test_scripted_engine_has_the_engine_protocol():
     assert isinstance(ScriptedEngine([]), Engine)
 
 
-def test_every_session_plays_the_script_from_its_start():
+def test_each_session_plays_the_script_from_its_start():
     engine = ScriptedEngine(["one", "two"])
     decode = engine.tokenizer.decode
     assert [decode(ask(engine, session=s).token_ids) for s in "aba"] == [
@@ -37,7 +37,7 @@ def test_every_session_plays_the_script_from_its_start():
     assert engine.num_calls == 5
 
 
-def test_a_function_sees_the_prompt_and_the_turn():
+def test_script_function_gets_prompt_and_turn():
     engine = ScriptedEngine(lambda q: f"{q.text}{q.turn}")
     generation = ask(engine, tuple(b"hi"), session="a")
     assert generation.token_ids == (*b"hi0", END)
@@ -45,7 +45,7 @@ def test_a_function_sees_the_prompt_and_the_turn():
     assert len(generation.logprobs) == len(generation.versions) == 4
 
 
-def test_limits_cut_replies():
+def test_limits_truncate_replies():
     cut = ask(ScriptedEngine(["x" * 50]))
     assert cut.finish_reason is FinishReason.LENGTH
     assert cut.token_ids == tuple(b"x" * 20)
@@ -58,7 +58,7 @@ def test_limits_cut_replies():
         ask(ScriptedEngine(["x"], max_context=2))
 
 
-def test_weights_published_inside_a_turn_stamp_its_second_half():
+def test_weights_published_within_a_turn_stamp_its_second_half():
     async def scenario():
         engine = ScriptedEngine(["abc"], latency_s=0.01)
         turn = asyncio.create_task(engine.generate([1], PARAMS))
@@ -70,13 +70,13 @@ def test_weights_published_inside_a_turn_stamp_its_second_half():
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_bytes_round_trip(text):
+def test_byte_tokenizer_round_trips(text):
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(st.lists(st.integers(0, 258)), st.text(st.characters()))
-def test_bytes_take_anything(ids, text):
+def test_byte_tokenizer_accepts_any_text_and_ids(ids, text):
     tokenizer = ByteTokenizer()
     assert isinstance(tokenizer.decode(ids), str)
     assert all(0 <= i < tokenizer.vocab_size for i in tokenizer.encode(text))

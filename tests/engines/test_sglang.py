@@ -29,7 +29,7 @@ from areal_gym.types import FinishReason
 # ---- one server ---------------------------------------------------------------------------------
 
 
-def test_it_samples_as_an_engine_does():
+def test_sglang_samples_and_stops():
     async def scenario():
         async with serving(fake()) as engine:
             assert isinstance(engine, RemoteEngine)
@@ -47,7 +47,7 @@ def test_it_samples_as_an_engine_does():
     asyncio.run(scenario())
 
 
-def test_a_stream_is_the_whole_answer_in_pieces():
+def test_sglang_stream_equals_the_whole_answer():
     async def scenario():
         async with serving(fake()) as engine:
             assert isinstance(engine, StreamingEngine)
@@ -68,18 +68,19 @@ def test_a_stream_is_the_whole_answer_in_pieces():
     asyncio.run(scenario())
 
 
-def test_who_stops_listening_stops_the_sampling():
+def test_closed_stream_stops_the_sampling():
     async def scenario():
         async with serving(fake()) as engine:
-            async with aclosing(engine.stream([1, 2], SamplingParams(max_new_tokens=500))) as it:
-                async for _ in it:
+            params = SamplingParams(max_new_tokens=500)
+            async with aclosing(engine.stream([1, 2], params)) as pieces:
+                async for _ in pieces:
                     break
             assert engine.stats.num_tokens == 16
 
     asyncio.run(scenario())
 
 
-def test_the_server_limits_the_context_too():
+def test_sglang_uses_the_servers_context_limit():
     async def scenario():
         small = FakeSGLangServer(ScriptedEngine(count, max_context=50))
         async with serving(small, max_context=4096) as engine:
@@ -94,7 +95,7 @@ def test_the_server_limits_the_context_too():
     asyncio.run(scenario())
 
 
-def test_a_refusal_is_an_error_with_the_servers_words():
+def test_refusal_quotes_the_servers_message():
     async def scenario():
         small = FakeSGLangServer(ScriptedEngine(count, max_context=50))
         async with serving(small) as engine:
@@ -106,7 +107,7 @@ def test_a_refusal_is_an_error_with_the_servers_words():
     asyncio.run(scenario())
 
 
-def test_settings_name_servers_and_arguments():
+def test_sglang_from_settings():
     async def scenario():
         async with fake() as server:
             settings = EngineConfig(id="sglang", url=server.url, kwargs={"max_retries": 0})
@@ -125,7 +126,7 @@ def test_settings_name_servers_and_arguments():
         SGLangEngine(POLICY, urls=["ftp://a:1"])
 
 
-def test_a_cancelled_call_ends_on_the_server_too():
+def test_cancelled_call_is_aborted_on_the_server():
     async def scenario():
         server = fake(latency_s=0.005)
         async with serving(server) as engine:
@@ -140,7 +141,7 @@ def test_a_cancelled_call_ends_on_the_server_too():
     asyncio.run(scenario())
 
 
-# ---- what is no server --------------------------------------------------------------------------
+# ---- not an SGLang server ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_cancelled_call_ends_on_the_server_too():
     ],
     ids=["html", "broken", "other", "list", "404"],
 )
-def test_another_service_is_refused_at_the_start(answer, words):
+def test_non_sglang_service_is_refused_at_start(answer, words):
     async def handle(request):
         return answer()
 
@@ -168,8 +169,8 @@ def test_another_service_is_refused_at_the_start(answer, words):
     asyncio.run(scenario())
 
 
-def test_a_server_with_another_vocabulary_is_refused_before_it_gets_a_token(tiny_policy, tmp_path):
-    """An id beyond its vocabulary would kill it."""
+def test_server_with_another_vocabulary_is_refused_before_sampling(tiny_policy, tmp_path):
+    """A token id beyond its vocabulary would kill the server."""
     vocab_size = json.loads((tiny_policy / "config.json").read_text())["vocab_size"]
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 77}}')
 
@@ -188,7 +189,7 @@ def test_a_server_with_another_vocabulary_is_refused_before_it_gets_a_token(tiny
     asyncio.run(scenario())
 
 
-def test_nobody_there_names_the_command_that_starts_a_server():
+def test_unreachable_server_error_has_the_start_command():
     async def scenario():
         engine = SGLangEngine(POLICY, urls=["127.0.0.1:9"])
         with pytest.raises(
@@ -206,7 +207,7 @@ def test_nobody_there_names_the_command_that_starts_a_server():
 # ---- several servers ----------------------------------------------------------------------------
 
 
-def test_sessions_stay_where_their_prefix_is_and_are_balanced():
+def test_sessions_stay_on_one_server_and_are_balanced():
     async def scenario():
         servers = [fake(), fake(), fake()]
         async with serving(*servers) as engine:
@@ -222,7 +223,7 @@ def test_sessions_stay_where_their_prefix_is_and_are_balanced():
     asyncio.run(scenario())
 
 
-def test_calls_without_a_session_go_to_the_least_busy():
+def test_calls_without_session_go_to_the_least_busy_server():
     async def scenario():
         servers = [fake(latency_s=0.01), fake(latency_s=0.01)]
         async with serving(*servers) as engine:
@@ -232,7 +233,7 @@ def test_calls_without_a_session_go_to_the_least_busy():
     asyncio.run(scenario())
 
 
-def test_work_moves_off_a_server_that_dies_in_the_middle():
+def test_calls_move_off_a_dead_server():
     async def scenario():
         servers = [fake(latency_s=0.01), fake(latency_s=0.01)]
         async with serving(*servers) as engine:
@@ -249,7 +250,7 @@ def test_work_moves_off_a_server_that_dies_in_the_middle():
     asyncio.run(scenario())
 
 
-def test_an_idle_server_that_dies_is_noticed():
+def test_idle_server_death_is_noticed():
     async def scenario():
         servers = [fake(), fake()]
         async with serving(*servers) as engine:
@@ -261,8 +262,8 @@ def test_an_idle_server_that_dies_is_noticed():
     asyncio.run(scenario())
 
 
-def test_a_server_that_answers_no_more_is_given_up():
-    """Connections are accepted, and nothing comes: only the look at its health tells."""
+def test_unresponsive_server_is_given_up():
+    """The server accepts connections and never answers: only the health check notices."""
 
     async def scenario():
         stuck = asyncio.Event()
@@ -287,7 +288,7 @@ def test_a_server_that_answers_no_more_is_given_up():
     asyncio.run(scenario())
 
 
-def test_no_server_left_is_an_error_after_the_grace_period():
+def test_no_server_left_is_an_error_after_grace_period():
     async def scenario():
         server = fake(latency_s=0.01)
         async with serving(server) as engine:
@@ -306,14 +307,14 @@ def test_no_server_left_is_an_error_after_the_grace_period():
     asyncio.run(scenario())
 
 
-def test_a_spent_budget_is_an_error_and_no_short_answer():
+def test_spent_retry_budget_is_an_error():
     async def scenario():
-        asked = []
+        requests = []
 
         async def handle(request):
             if not await is_sampling(request):
                 return None
-            asked.append(1)
+            requests.append(request)
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
 
         async with fake() as behind, website(handle, behind=behind) as url:
@@ -321,13 +322,13 @@ def test_a_spent_budget_is_an_error_and_no_short_answer():
             await engine.start()
             with pytest.raises(EngineError, match=r"budget is spent.*out of memory"):
                 await ask(engine)
-            assert len(asked) == 2
+            assert len(requests) == 2
             await engine.aclose()
 
     asyncio.run(scenario())
 
 
-def test_a_slow_answer_is_cut_by_the_setting_alone_and_asked_for_again():
+def test_slow_answer_is_cut_only_by_request_timeout_and_retried():
     async def scenario():
         async with serving(fake(latency_s=0.2), request_timeout_s=0.1, max_retries=1) as engine:
             with pytest.raises(EngineError, match=r"no answer within 0\.1 s"):
@@ -337,7 +338,7 @@ def test_a_slow_answer_is_cut_by_the_setting_alone_and_asked_for_again():
     asyncio.run(scenario())
 
 
-def test_a_closed_engine_says_so():
+def test_closed_engine_fails_its_calls():
     async def scenario():
         server = fake(latency_s=0.01)
         async with serving(server) as engine:
@@ -352,7 +353,7 @@ def test_a_closed_engine_says_so():
     asyncio.run(scenario())
 
 
-def test_scores_are_asked_of_the_server():
+def test_sglang_scores_through_the_server():
     async def scenario():
         async def handle(request):
             if not await is_sampling(request):

@@ -1,4 +1,4 @@
-"""Servers that the engine starts itself."""
+"""The engine starts SGLang servers itself, restarts and ends them."""
 
 import asyncio
 import os
@@ -28,20 +28,20 @@ class Healthy(BaseHTTPRequestHandler):
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
 """
-"""Starts quickly, is healthy, and has a child, as SGLang has."""
+"""A server that starts quickly, is healthy and has a child process, as SGLang has."""
 
 
 def members_of(group):
-    """Processes of a process group that have not ended."""
-    found = []
+    """Return the running processes of a process group."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
         except OSError:
             continue
-        if int(of_group) == group and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+        if int(its_group) == group and state != "Z":
+            pids.append(int(stat.parent.name))
+    return pids
 
 
 def wait_until_gone(group):
@@ -51,7 +51,7 @@ def wait_until_gone(group):
         time.sleep(0.02)
 
 
-def test_the_engine_starts_servers_restarts_the_dead_and_ends_them(tiny_policy, tmp_path):
+def test_engine_starts_restarts_and_ends_servers(tiny_policy, tmp_path):
     async def scenario():
         engine = SGLangEngine(
             tiny_policy,
@@ -86,7 +86,7 @@ def test_the_engine_starts_servers_restarts_the_dead_and_ends_them(tiny_policy, 
     asyncio.run(scenario())
 
 
-def test_a_server_that_ends_at_the_start_is_an_error_with_its_last_words(tiny_policy):
+def test_server_exit_at_start_is_an_error_with_its_last_output(tiny_policy):
     async def scenario():
         engine = SGLangEngine(
             tiny_policy, command=[sys.executable, "-c", "print('no GPU here'); exit(3)"]
@@ -102,7 +102,7 @@ def test_a_server_that_ends_at_the_start_is_an_error_with_its_last_words(tiny_po
     asyncio.run(scenario())
 
 
-def test_a_command_that_there_is_not_is_named(tiny_policy, tmp_path):
+def test_missing_server_command_is_named(tiny_policy, tmp_path):
     async def scenario():
         server = LaunchedServer(tiny_policy, command="no-such-program", log=tmp_path / "log")
         with pytest.raises(EngineError, match="no-such-program"):
@@ -112,7 +112,7 @@ def test_a_command_that_there_is_not_is_named(tiny_policy, tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_server_that_never_serves_is_given_up_and_ended(tiny_policy, tmp_path):
+def test_server_that_never_serves_is_ended(tiny_policy, tmp_path):
     async def scenario():
         server = LaunchedServer(
             tiny_policy,
@@ -130,7 +130,7 @@ def test_a_server_that_never_serves_is_given_up_and_ended(tiny_policy, tmp_path)
     asyncio.run(scenario())
 
 
-def test_ending_takes_the_whole_family_and_the_log(tiny_policy, tmp_path):
+def test_closing_ends_all_child_processes_and_removes_the_log(tiny_policy, tmp_path):
     stub = tmp_path / "stub.py"
     stub.write_text(STUB)
 
@@ -149,7 +149,7 @@ def test_ending_takes_the_whole_family_and_the_log(tiny_policy, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_server_outlives_us(tmp_path, number):
+def test_launched_server_does_not_outlive_its_parent(tmp_path, number):
     stub = tmp_path / "stub.py"
     stub.write_text(STUB)
     script = f"""
@@ -177,7 +177,7 @@ asyncio.run(main())
     wait_until_gone(group)
 
 
-def test_a_server_that_dies_again_and_again_is_left_alone(tiny_policy, tmp_path):
+def test_server_that_keeps_dying_is_not_restarted_again(tiny_policy, tmp_path):
     flag = tmp_path / "started"
     stub = tmp_path / "stub.py"
     stub.write_text(

@@ -1,4 +1,4 @@
-"""One server: what it says, and what becomes of answers that are none."""
+"""A single SGLang server: requests, refusals and malformed answers."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ def post_to(url, route="/x", body=None, **options):
         (400, ["odd"], "odd"),
     ],
 )
-def test_every_shape_of_refusal_keeps_the_servers_words(status, answer, words):
+def test_every_form_of_refusal_quotes_the_server(status, answer, words):
     async def handle(request):
         return web.json_response(answer, status=status)
 
@@ -57,7 +57,7 @@ def test_every_shape_of_refusal_keeps_the_servers_words(status, answer, words):
         ({"text": '{"a": 1}', "content_type": "application/json"}, {"a": 1}),
     ],
 )
-def test_answers_without_json_are_answers_too(response, answer):
+def test_plain_text_answers_are_accepted(response, answer):
     async def handle(request):
         return web.Response(**response)
 
@@ -68,7 +68,7 @@ def test_answers_without_json_are_answers_too(response, answer):
     asyncio.run(scenario())
 
 
-def test_silence_is_unreachable_within_the_given_time():
+def test_unanswered_request_times_out_as_unreachable():
     async def handle(request):
         await asyncio.sleep(60)
 
@@ -80,7 +80,7 @@ def test_silence_is_unreachable_within_the_given_time():
     asyncio.run(scenario())
 
 
-def test_closing_fails_whoever_waits_at_once():
+def test_closing_fails_waiting_requests():
     async def scenario():
         asked = asyncio.Event()
 
@@ -101,12 +101,12 @@ def test_closing_fails_whoever_waits_at_once():
 
 
 @pytest.mark.parametrize("url", ["", "ftp://a:1", "http://", "http://a:port", "http://a:99999"])
-def test_what_is_no_url_is_refused(url):
+def test_invalid_url_is_refused(url):
     with pytest.raises(ConfigError, match="is no URL"):
         SGLangServer(url)
 
 
-def test_urls_may_be_short():
+def test_short_urls_are_completed():
     assert SGLangServer("a:30000/").url == "http://a:30000"
     assert "--host a --port 443" in SGLangServer("https://a").start_command
 
@@ -125,12 +125,12 @@ def test_urls_may_be_short():
     ],
     ids=["empty", "finish", "row", "spans"],
 )
-def test_a_generation_that_lacks_something_is_an_error(meta):
+def test_incomplete_generation_is_an_error(meta):
     with pytest.raises(EngineError):
         read_answer({"meta_info": meta})
 
 
-def test_looking_tells_old_servers_from_new():
+def test_probe_recognises_server_versions():
     async def scenario():
         facts = {}
         for version in ("0.5.18", "0.5.20", "0.5.23"):
@@ -147,20 +147,20 @@ def test_looking_tells_old_servers_from_new():
     asyncio.run(scenario())
 
 
-# ---- the fake server, where the engine does not reach ------------------------------------------
+# ---- the fake server, beyond what the engine uses -----------------------------------------------
 
 
-def test_the_fake_answers_and_says_no_as_sglang_does():
+def test_fake_answers_and_refuses_as_sglang_does():
     async def scenario():
         async with FakeSGLangServer(ScriptedEngine(count, max_context=50)) as running:
             body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}}
-            one = await post_to(running.url, "/generate", body)
-            assert one["output_ids"] == [3, 4, 5]
-            assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
-            assert one["meta_info"]["weight_versions"] == [
+            answer = await post_to(running.url, "/generate", body)
+            assert answer["output_ids"] == [3, 4, 5]
+            assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+            assert answer["meta_info"]["weight_versions"] == [
                 {"version": "default", "start": 0, "end": 3}
             ]
-            assert "output_token_logprobs" not in one["meta_info"]
+            assert "output_token_logprobs" not in answer["meta_info"]
             for wrong, words in (
                 ({"input_ids": []}, "cannot be empty"),
                 ({"text": "hello"}, "takes input_ids"),
@@ -177,15 +177,15 @@ def test_the_fake_answers_and_says_no_as_sglang_does():
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_the_fake_pauses(mode):
+def test_fake_pauses_generation(mode):
     async def scenario():
         async with fake(latency_s=0.002) as running:
             sampling = {"max_new_tokens": 100}
-            ask = {"input_ids": [1, 2], "sampling_params": sampling, "rid": "a"}
-            before = asyncio.create_task(post_to(running.url, "/generate", ask))
+            request = {"input_ids": [1, 2], "sampling_params": sampling, "rid": "a"}
+            before = asyncio.create_task(post_to(running.url, "/generate", request))
             await until(lambda: running.num_running)
             await post_to(running.url, "/pause_generation", {"mode": mode})
-            held = asyncio.create_task(post_to(running.url, "/generate", {**ask, "rid": "b"}))
+            held = asyncio.create_task(post_to(running.url, "/generate", {**request, "rid": "b"}))
             await asyncio.sleep(0.03)
             assert before.done() == (mode == "abort")
             assert not held.done()
@@ -200,7 +200,7 @@ def test_the_fake_pauses(mode):
     asyncio.run(scenario())
 
 
-def test_the_fake_aborts_one_of_two():
+def test_fake_aborts_one_of_two_requests():
     async def scenario():
         async with fake(latency_s=0.002) as running:
             sampling = {"max_new_tokens": 100}

@@ -1,4 +1,4 @@
-"""New weights in the middle of turns: they go on, and every token has its version."""
+"""New weights within turns: the turns continue, and every token has its version."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ KINDS = [("abort", "0.5.23"), ("retract", "0.5.23"), ("abort", "0.5.20"), ("abor
 
 
 @pytest.mark.parametrize(("interrupt", "emulate"), KINDS)
-def test_interrupted_turns_continue_under_the_new_weights(tiny_policy, interrupt, emulate):
+def test_interrupted_turns_continue_with_new_weights(tiny_policy, interrupt, emulate):
     async def scenario():
         server = fake(latency_s=0.005, emulate=emulate)
         async with serving(server, interrupt=interrupt) as engine:
@@ -56,10 +56,8 @@ def test_interrupted_turns_continue_under_the_new_weights(tiny_policy, interrupt
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     kind=st.sampled_from(KINDS),
 )
-def test_no_schedule_gives_a_token_a_version_it_was_not_sampled_under(
-    tiny_policy, pauses, lengths, kind
-):
-    """The policy behind the server writes down under which weights it sampled each token."""
+def test_token_versions_are_exact_under_random_publications(tiny_policy, pauses, lengths, kind):
+    """The policy behind the server records the version that sampled each token."""
     interrupt, emulate = kind
     truth = {}
 
@@ -98,9 +96,7 @@ def test_no_schedule_gives_a_token_a_version_it_was_not_sampled_under(
     lengths=st.lists(st.integers(1, 80), min_size=1, max_size=8),
     interrupt=st.sampled_from(["abort", "retract"]),
 )
-def test_servers_die_and_come_back_while_weights_change_and_no_turn_suffers(
-    tiny_policy, events, lengths, interrupt
-):
+def test_token_versions_are_exact_while_servers_restart(tiny_policy, events, lengths, interrupt):
     truth = {}
 
     def serve():
@@ -145,7 +141,7 @@ def test_servers_die_and_come_back_while_weights_change_and_no_turn_suffers(
     asyncio.run(scenario())
 
 
-def test_calls_wait_while_weights_change(tiny_policy):
+def test_calls_wait_during_a_publication(tiny_policy):
     async def scenario():
         server = fake()
         async with serving(server) as engine:
@@ -160,14 +156,14 @@ def test_calls_wait_while_weights_change(tiny_policy):
     asyncio.run(scenario())
 
 
-def test_a_server_that_did_not_take_the_weights_serves_no_more_until_it_does(tiny_policy):
+def test_server_without_the_new_weights_does_not_serve(tiny_policy):
     async def scenario():
         servers = [fake(latency_s=0.002), fake(latency_s=0.002)]
         async with serving(*servers) as engine:
             calls = [asyncio.create_task(ask(engine, 100, session=f"s{i}")) for i in range(4)]
             await asyncio.sleep(0.01)
-            async with engine.updating(1) as given_out:
-                await given_out[1].post(
+            async with engine.updating(1) as updated_servers:
+                await updated_servers[1].post(
                     "/update_weight_version", {"new_version": "1", "abort_all_requests": False}
                 )
             assert engine.policy_version == 1
@@ -181,7 +177,7 @@ def test_a_server_that_did_not_take_the_weights_serves_no_more_until_it_does(tin
     asyncio.run(scenario())
 
 
-def test_a_publication_that_nobody_took_changes_nothing():
+def test_publication_no_server_took_changes_nothing():
     async def scenario():
         async with serving(fake()) as engine:
             with pytest.raises(EngineError, match="no server reports version 1"):
@@ -197,7 +193,7 @@ def test_a_publication_that_nobody_took_changes_nothing():
 
 
 @pytest.mark.parametrize("by_disk", [True, False])
-def test_a_restarted_server_gets_the_last_checkpoint_or_waits_for_the_next(tiny_policy, by_disk):
+def test_restarted_server_reloads_or_waits_for_weights(tiny_policy, by_disk):
     async def scenario():
         servers = [fake(latency_s=0.002), fake(latency_s=0.002)]
         async with serving(*servers) as engine:
@@ -221,7 +217,7 @@ def test_a_restarted_server_gets_the_last_checkpoint_or_waits_for_the_next(tiny_
     asyncio.run(scenario())
 
 
-def test_a_lone_server_that_came_back_with_old_weights_is_said_to_have(tiny_policy):
+def test_restarted_only_server_with_old_weights_is_an_error(tiny_policy):
     async def scenario():
         server = fake()
         async with serving(server) as engine:
@@ -237,7 +233,7 @@ def test_a_lone_server_that_came_back_with_old_weights_is_said_to_have(tiny_poli
     asyncio.run(scenario())
 
 
-def test_a_restart_behind_our_back_is_seen_in_the_answer(tiny_policy):
+def test_unnoticed_restart_is_detected_from_the_answer(tiny_policy):
     async def scenario():
         server = fake()
         async with serving(server, health_interval_s=0.2, grace_s=5) as engine:
@@ -250,7 +246,7 @@ def test_a_restart_behind_our_back_is_seen_in_the_answer(tiny_policy):
     asyncio.run(scenario())
 
 
-def test_what_an_earlier_run_has_left_is_version_0(tiny_policy):
+def test_weights_of_an_earlier_run_are_version_0(tiny_policy):
     async def scenario():
         server = fake()
         server.version = "60"
@@ -263,7 +259,7 @@ def test_what_an_earlier_run_has_left_is_version_0(tiny_policy):
     asyncio.run(scenario())
 
 
-def test_a_pause_that_a_killed_run_has_left_is_ended():
+def test_sglang_resumes_after_a_pause_of_a_killed_run():
     async def scenario():
         server = fake()
         async with serving(server) as killed:
@@ -276,7 +272,7 @@ def test_a_pause_that_a_killed_run_has_left_is_ended():
     asyncio.run(scenario())
 
 
-def test_all_servers_lost_at_a_publication_is_an_error(tiny_policy):
+def test_publication_without_servers_is_an_error(tiny_policy):
     async def scenario():
         server = fake()
         async with serving(server) as engine:
@@ -288,24 +284,24 @@ def test_all_servers_lost_at_a_publication_is_an_error(tiny_policy):
     asyncio.run(scenario())
 
 
-def test_a_server_that_dies_during_a_publication_is_left_out(tiny_policy):
+def test_server_dying_during_publication_is_left_out(tiny_policy):
     async def scenario():
         servers = [fake(latency_s=0.002), fake(latency_s=0.002)]
         async with serving(*servers) as engine:
             calls = [asyncio.create_task(ask(engine, 100, session=f"s{i}")) for i in range(4)]
             await asyncio.sleep(0.01)
-            async with engine.updating(1) as given_out:
+            async with engine.updating(1) as updated_servers:
                 await servers[0].die()
                 with pytest.raises(EngineError):
-                    await given_out[0].load_from_disk(tiny_policy, 1)
-                await given_out[1].load_from_disk(tiny_policy, 1)
+                    await updated_servers[0].load_from_disk(tiny_policy, 1)
+                await updated_servers[1].load_from_disk(tiny_policy, 1)
             assert all(len(g.token_ids) == 100 for g in await asyncio.gather(*calls))
             assert [member.is_serving for member in engine.members] == [False, True]
 
     asyncio.run(scenario())
 
 
-def test_servers_that_cannot_set_requests_aside_are_refused():
+def test_retract_needs_a_server_that_supports_it():
     async def scenario():
         async with fake(emulate="0.5.20") as server:
             engine = SGLangEngine(POLICY, urls=[server.url], interrupt="retract")
@@ -316,8 +312,8 @@ def test_servers_that_cannot_set_requests_aside_are_refused():
     asyncio.run(scenario())
 
 
-def test_a_request_that_arrives_after_the_abort_is_aborted_too(tiny_policy):
-    """It was on its way when the gate closed; an old server would sample it during the update."""
+def test_request_arriving_after_the_abort_is_aborted(tiny_policy):
+    """A request already on its way would be sampled by an old server during the update."""
 
     async def scenario():
         async def handle(request):
@@ -341,7 +337,7 @@ def test_a_request_that_arrives_after_the_abort_is_aborted_too(tiny_policy):
     asyncio.run(scenario())
 
 
-def test_a_server_that_aborts_by_itself_costs_budget():
+def test_server_side_abort_costs_retry_budget():
     async def scenario():
         async def handle(request):
             if await is_sampling(request):

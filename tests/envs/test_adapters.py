@@ -1,4 +1,4 @@
-"""Environments of other libraries, with the real packages, where they are installed."""
+"""Adapters for environments of other libraries, with the real packages if installed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from areal_gym.errors import EnvError, UnknownIdError, UsageError
 from areal_gym.plugins import registry
 
 
-def broken(env_id, **settings):
+def broken_rules(env_id, **settings):
     results = check_env(env_id, num_tasks=4, num_concurrent=64, **settings)
     return [result for result in results if not result.is_ok]
 
 
-def needs(package):
-    return pytest.importorskip(package, reason=f"needs {package}, which is not installed")
+def require(package):
+    return pytest.importorskip(package, reason=f"require {package}, which is not installed")
 
 
 # ---- ids with a colon ----------------------------------------------------------------------------
 
 
-def test_a_name_after_a_colon_is_an_argument():
+def test_id_suffix_after_a_colon_is_an_argument():
     entry = registry().get("envs", "gymnasium:FrozenLake-v1")
     assert entry.id == "gymnasium:FrozenLake-v1"
     assert dict(entry.spec.kwargs) == {"name": "FrozenLake-v1"}
@@ -43,11 +43,11 @@ def test_a_name_after_a_colon_is_an_argument():
         assert any("did you mean" in hint for hint in caught.value.hints)
 
 
-def test_lists_show_what_comes_after_the_colon(capsys):
+def test_list_and_show_of_adapter_ids(capsys):
     assert run(["list", "envs"]) == 0
     out = capsys.readouterr().out
-    for shown in ("gymnasium:<name>", "reasoning_gym:<dataset>", "remote:<url>"):
-        assert shown in out
+    for shown_id in ("gymnasium:<name>", "reasoning_gym:<dataset>", "remote:<url>"):
+        assert shown_id in out
     assert run(["show", "gymnasium:FrozenLake-v1"]) == 0
     out = capsys.readouterr().out
     assert "[S]FFF" in out
@@ -60,10 +60,10 @@ def test_lists_show_what_comes_after_the_colon(capsys):
 
 @pytest.mark.parametrize("name", ["FrozenLake-v1", "Blackjack-v1"])
 def test_gymnasium_environments_keep_the_contract(name):
-    assert broken(f"gymnasium:{name}") == []
+    assert broken_rules(f"gymnasium:{name}") == []
 
 
-def test_frozen_lake_is_played_in_words():
+def test_frozen_lake_takes_text_actions():
     env = areal_gym.make("gymnasium:FrozenLake-v1", make={"is_slippery": False})
     observation, info = env.reset(seed=0)
     assert observation == "[S]FFF\nFHFH\nFFFH\nHFFG"
@@ -81,7 +81,7 @@ def test_frozen_lake_is_played_in_words():
     assert step.info["metrics"] == {"invalid_actions": 1}
 
 
-def test_our_reward_is_that_of_the_environment_itself():
+def test_adapter_reward_equals_gymnasiums():
     ours = areal_gym.make("gymnasium:FrozenLake-v1")
     theirs = gymnasium.make("FrozenLake-v1")
     rng = random.Random(3)
@@ -97,13 +97,13 @@ def test_our_reward_is_that_of_the_environment_itself():
                 break
 
 
-def test_one_of_our_own_comes_back_as_it_is():
+def test_areal_gym_env_through_gymnasium_is_unwrapped():
     env = areal_gym.make("gymnasium:areal_gym/countdown-v0")
     env.reset(seed=1)
     assert env.step("5").terminated
 
 
-def test_what_gymnasium_cannot_make_is_said():
+def test_gymnasium_make_errors_are_explained():
     with pytest.raises(UnknownIdError) as caught:
         areal_gym.make("gymnasium:FrozenLak-v1")
     assert "FrozenLake-v1" in caught.value.hints[0]
@@ -120,12 +120,12 @@ def test_what_gymnasium_cannot_make_is_said():
 
 @pytest.mark.parametrize("dataset", ["leg_counting", "chain_sum", "graph_color"])
 def test_reasoning_gym_keeps_the_contract(dataset):
-    needs("reasoning_gym")
-    assert broken(f"reasoning_gym:{dataset}") == []
+    require("reasoning_gym")
+    assert broken_rules(f"reasoning_gym:{dataset}") == []
 
 
-def test_reasoning_gym_grades_as_it_does_by_itself():
-    reasoning_gym = needs("reasoning_gym")
+def test_reasoning_gym_scores_equal_the_librarys():
+    reasoning_gym = require("reasoning_gym")
     env = areal_gym.make("reasoning_gym:leg_counting", config={"max_animals": 4})
     _, info = env.reset(seed=3)
     data = info["task"]["data"]
@@ -139,8 +139,8 @@ def test_reasoning_gym_grades_as_it_does_by_itself():
         assert step.info["reward_parts"]["format"] == 1.0
 
 
-def test_graders_of_their_own_are_asked_apart():
-    needs("reasoning_gym")
+def test_reasoning_gym_custom_grader_errors_are_counted():
+    require("reasoning_gym")
     env = areal_gym.make("reasoning_gym:prime_factorization")
     (step,) = play(env, lambda e: e.gold_action(), seed=1)
     assert step.reward == 1.0
@@ -152,8 +152,8 @@ def test_graders_of_their_own_are_asked_apart():
         env.step("5")
 
 
-def test_datasets_that_are_none_are_said():
-    needs("reasoning_gym")
+def test_unknown_reasoning_gym_datasets_are_named():
+    require("reasoning_gym")
     with pytest.raises(UnknownIdError) as caught:
         areal_gym.make("reasoning_gym:leg_counter")
     assert "'leg_counting'" in caught.value.hints[0]
@@ -164,37 +164,37 @@ def test_datasets_that_are_none_are_said():
     assert "{name: leg_counting" in caught.value.hints[0]
 
 
-def test_several_datasets_are_one():
-    needs("reasoning_gym")
+def test_composite_reasoning_gym_dataset():
+    require("reasoning_gym")
     datasets = [{"name": "leg_counting", "weight": 2}, {"name": "chain_sum", "config": {}}]
     env = areal_gym.make("reasoning_gym:composite", config={"datasets": datasets})
-    asked = set()
+    is_leg_question = set()
     for index in range(20):
         env.reset(seed=0, options={"split": "train", "index": index})
-        asked.add("legs" in env.task.data["question"])
+        is_leg_question.add("legs" in env.task.data["question"])
         assert env.step(env.gold_action()).reward == 1
         env.reset(seed=0, options={"split": "train", "index": index})
         assert env.step("<answer>none</answer>").reward < 1
-    assert asked == {True, False}
+    assert is_leg_question == {True, False}
     env.close()
 
 
 @pytest.mark.slow
-def test_it_trains_on_the_embedded_engine(tiny_policy, tmp_path, capsys):
-    needs("reasoning_gym")
-    # The problems are longer than what the tiny policy is made for.
+def test_reasoning_gym_trains_on_the_embedded_engine(tiny_policy, tmp_path, capsys):
+    require("reasoning_gym")
+    # The problems exceed the tiny policy's context.
     policy = shutil.copytree(tiny_policy, tmp_path / "policy")
     config = json.loads((policy / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
     small = ("rollout.batch_groups=2", "rollout.group_size=2", "rollout.max_new_tokens=8")
-    code = run(
+    exit_code = run(
         [
             *("train", "--env", "reasoning_gym:leg_counting", "--steps", "1", "--plain"),
             *("--out", str(tmp_path / "run"), f"engine.model={policy}", "eval.num_tasks=4"),
             *("engine.max_context=2048", *small),
         ]
     )
-    assert code == 0, capsys.readouterr().err
+    assert exit_code == 0, capsys.readouterr().err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["num_steps"] == 1
 
 
@@ -203,12 +203,12 @@ def test_it_trains_on_the_embedded_engine(tiny_policy, tmp_path, capsys):
 
 @pytest.mark.parametrize("game", ["TowerOfHanoi-v0", "GuessTheNumber-v0"])
 def test_textarena_keeps_the_contract(game):
-    needs("textarena")
-    assert broken(f"textarena:{game}") == []
+    require("textarena")
+    assert broken_rules(f"textarena:{game}") == []
 
 
-def test_a_game_is_won():
-    needs("textarena")
+def test_textarena_tower_of_hanoi_is_won():
+    require("textarena")
     env = areal_gym.make("textarena:TowerOfHanoi-v0")
     observation, _ = env.reset(seed=0)
     assert "Tower of Hanoi with 3 disks" in observation
@@ -216,11 +216,11 @@ def test_a_game_is_won():
     steps = [env.step(f"I move [{move}].") for move in moves]
     assert [step.terminated for step in steps] == [False] * 6 + [True]
     assert steps[-1].reward == 1.0
-    assert "Tower of Hanoi with 3 disks" not in steps[0].observation, "only what is new is told"
+    assert "Tower of Hanoi with 3 disks" not in steps[0].observation, "only new text is sent"
 
 
-def test_a_number_is_found_by_halving():
-    needs("textarena")
+def test_textarena_guess_the_number_by_bisection():
+    require("textarena")
     env = areal_gym.make("textarena:GuessTheNumber-v0")
     for seed in range(5):
         env.reset(seed=seed)
@@ -235,16 +235,16 @@ def test_a_number_is_found_by_halving():
         assert step.reward == 1.0
 
 
-def test_games_leave_the_global_generators_alone():
-    needs("textarena")
+def test_textarena_keeps_global_random_state():
+    require("textarena")
     areal_gym.make("textarena:GuessTheNumber-v0").reset(seed=1)
     before = random.getstate(), np.random.get_state()[1].tobytes()
     play(areal_gym.make("textarena:GuessTheNumber-v0"), lambda e: "[7]", seed=1)
     assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
 
 
-def test_games_for_several_are_refused():
-    needs("textarena")
+def test_multiplayer_textarena_games_are_refused():
+    require("textarena")
     with pytest.raises(UsageError, match="no game for one player"):
         areal_gym.make("textarena:TicTacToe-v0")
     with pytest.raises(UnknownIdError):
@@ -307,8 +307,8 @@ def openenv_server():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_openenv_server_is_played():
-    needs("openenv")
+def test_openenv_server_is_played():
+    require("openenv")
     with openenv_server() as url:
         env = areal_gym.make(f"openenv:{url}", action_field="text")
         rewards = []
@@ -338,8 +338,8 @@ def test_an_openenv_server_is_played():
         plain.close()
 
 
-def test_an_openenv_server_that_is_not_there_is_an_error_of_the_environment():
-    needs("openenv")
+def test_unreachable_openenv_server_is_an_env_error():
+    require("openenv")
     with pytest.raises(EnvError, match="the OpenEnv server at http://127"):
         areal_gym.make("openenv:http://127.0.0.1:1").reset(seed=0)
     with pytest.raises(UsageError, match="no address of a server"):

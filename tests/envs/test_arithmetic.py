@@ -21,7 +21,7 @@ from areal_gym.errors import UsageError
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_sampled_expressions_have_whole_values_and_the_levels_size(level):
+def test_sampled_expressions_fit_their_level(level):
     rng = random.Random(level)
     settings = LEVELS[level]
     for _ in range(300):
@@ -32,14 +32,14 @@ def test_sampled_expressions_have_whole_values_and_the_levels_size(level):
         assert ("(" in expression) <= settings.has_parentheses
 
 
-def test_five_phrasings_or_more_hold_the_expression():
+def test_questions_use_at_least_five_phrasings():
     assert len(set(PHRASINGS)) >= 5
     rng = random.Random(0)
     questions = {sample_question(rng, "37*48+12") for _ in range(200)}
     assert questions == {phrasing.format("37*48+12") for phrasing in PHRASINGS}
 
 
-def test_canonical_ignores_order_and_grouping_only():
+def test_canonical_form_ignores_order_and_grouping_only():
     assert canonical("37*48+12") == canonical("12+48*37") == canonical("(12)+(37*48)")
     assert canonical("1-(2-3)") == canonical("3+1-2")
     assert canonical("5*84/7") == canonical("84/7*5")
@@ -51,7 +51,7 @@ def test_canonical_ignores_order_and_grouping_only():
 @given(st.integers(0, 2**32), st.sampled_from(sorted(LEVELS)))
 def test_equal_canonical_forms_have_equal_values(seed, level):
     expression = sample_expression(random.Random(seed), LEVELS[level])
-    # The canonical form is itself an expression, but for the operator in front of each first term.
+    # The canonical form is an expression apart from the operator before each first term.
     assert evaluate(expression) == eval(
         canonical(expression).replace("(*", "(1*").replace("(/", "(1/")
     )
@@ -75,19 +75,19 @@ def test_equal_canonical_forms_have_equal_values(seed, level):
         "٣+1",
     ],
 )
-def test_what_is_no_plain_arithmetic_is_refused(text):
+def test_evaluate_refuses_other_than_plain_arithmetic(text):
     with pytest.raises(ValueError, match=r"arithmetic|more than|division by zero"):
         evaluate(text)
 
 
 @given(st.text(alphabet="0123456789+-*/() ", max_size=60))
-def test_evaluate_gives_a_fraction_or_a_value_error(text):
+def test_evaluate_returns_a_fraction_or_raises_value_error(text):
     with contextlib.suppress(ValueError):
         assert isinstance(evaluate(text), Fraction)
 
 
 @pytest.mark.parametrize("level", [0, 6, True, "2"])
-def test_an_unknown_level_is_named(level):
+def test_unknown_level_is_named(level):
     with pytest.raises(UsageError, match="no level") as caught:
         level_named(level)
     assert caught.value.hints == ("levels are 1 to 5",)

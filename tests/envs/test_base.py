@@ -24,7 +24,7 @@ def add(a: int, b: int = 1) -> str:
 
 
 class Echo(TextEnv):
-    """Says what the response factory says."""
+    """Returns the result of the response factory."""
 
     tools = (add,)
 
@@ -55,7 +55,7 @@ class Sleeper(Echo):
         return Response(reward=1, is_terminated=True)
 
 
-def started(cls=Echo, **kwargs):
+def make_started(cls=Echo, **kwargs):
     env = cls(**kwargs)
     env.reset(seed=0)
     return env
@@ -66,27 +66,27 @@ def call(name="add", arguments="{}"):
 
 
 @pytest.mark.parametrize("reward", [1, True, 0.5, np.float32(0.5), np.int64(1), np.bool_(True)])
-def test_any_real_number_is_a_reward(reward):
-    step = started(respond=lambda: Response(reward=reward, is_terminated=True)).step("x")
+def test_every_real_number_type_is_a_reward(reward):
+    step = make_started(respond=lambda: Response(reward=reward, is_terminated=True)).step("x")
     assert type(step.reward) is float
     assert step.reward == float(reward)
 
 
 @pytest.mark.parametrize("reward", [None, "1", math.nan, math.inf, 1j])
-def test_what_is_no_number_is_the_environments_mistake(reward):
+def test_nonfinite_or_non_number_reward_is_an_env_error(reward):
     with pytest.raises(EnvError, match="finite number"):
-        started(respond=lambda: Response(reward=reward)).step("x")
+        make_started(respond=lambda: Response(reward=reward)).step("x")
 
 
 def test_terminated_and_truncated_are_never_both():
-    env = started(respond=lambda: Response(is_terminated=True))
+    env = make_started(respond=lambda: Response(is_terminated=True))
     env.max_turns = 1
     step = env.step("x")
     assert (step.terminated, step.truncated) == (True, False)
 
 
-def test_the_turn_limit_truncates():
-    env = started(respond=Response)
+def test_turn_limit_truncates():
+    env = make_started(respond=Response)
     env.max_turns = 2
     assert env.step("x").truncated is False
     step = env.step("x")
@@ -96,18 +96,18 @@ def test_the_turn_limit_truncates():
         env.step("x")
 
 
-def test_a_crash_is_an_env_error_and_ends_the_episode():
+def test_exception_in_respond_is_an_env_error():
     def crash():
         raise KeyError("row")
 
-    env = started(respond=crash)
+    env = make_started(respond=crash)
     with pytest.raises(EnvError, match="KeyError"):
         env.step("x")
     with pytest.raises(UsageError, match="over"):
         env.step("x")
 
 
-def test_using_it_wrongly_says_what_to_do():
+def test_env_usage_errors_are_explained():
     env = Echo()
     with pytest.raises(UsageError, match="reset"):
         _ = env.task
@@ -122,33 +122,33 @@ def test_using_it_wrongly_says_what_to_do():
         env.step(None)
 
 
-def test_awaiting_without_saying_so_is_explained():
+def test_missing_suspends_flag_is_explained():
     class Forgetful(Sleeper):
         suspends = False
 
     with pytest.raises(EnvError, match="suspends = True"):
-        started(Forgetful).step("x")
+        make_started(Forgetful).step("x")
 
 
-def test_a_suspending_environment_steps_synchronously_and_in_a_forked_child():
-    assert started(Sleeper).step("x").reward == 1
+def test_suspending_environment_steps_synchronously_and_after_fork():
+    assert make_started(Sleeper).step("x").reward == 1
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if started(Sleeper).step("x").reward == 1 else 1)
+        os._exit(0 if make_started(Sleeper).step("x").reward == 1 else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_tasks_are_frozen():
-    env = started()
+    env = make_started()
     with pytest.raises(TypeError):
         env.task.data["rows"] = []
     with pytest.raises(TypeError):
         env.task.data["rows"][1]["deep"] = 3
 
 
-def test_a_seed_is_an_episode():
-    assert started().task == started().task
-    env = started()
+def test_equal_seeds_reset_to_equal_tasks():
+    assert make_started().task == make_started().task
+    env = make_started()
     first = env.task
     env.reset()
     assert env.task != first
@@ -157,7 +157,7 @@ def test_a_seed_is_an_episode():
 # ---- tools --------------------------------------------------------------------------------------
 
 
-def test_a_tool_describes_itself():
+def test_tool_schema_comes_from_its_function():
     assert add.schema() == {
         "type": "function",
         "function": {
@@ -184,14 +184,14 @@ def test_a_tool_describes_itself():
         (call("sub"), "error: no tool 'sub'; there is: add"),
     ],
 )
-def test_calls_and_mistakes_are_answered(action, answer):
-    step = started().step(action)
+def test_tool_calls_and_argument_errors_are_answered(action, answer):
+    step = make_started().step(action)
     assert step.observation == answer
     assert step.info["metrics"]["errors"] == answer.startswith("error")
 
 
-def test_a_flood_of_calls_is_bounded():
-    step = started().step(call(arguments='{"a": 2}') * 1_000)
+def test_number_of_tool_calls_is_limited():
+    step = make_started().step(call(arguments='{"a": 2}') * 1_000)
     assert len(step.info["messages"]) == Echo.max_calls + 1
     assert step.observation == "error: 984 more calls were not run; at most 16 are"
 
@@ -211,7 +211,7 @@ def test_optional_and_asynchronous_tools():
         asyncio.run(Tool(name="x", description="", parameters={})({}))
 
 
-def test_a_parameter_without_a_schema_is_refused_at_definition():
+def test_tool_parameter_without_schema_is_refused():
     with pytest.raises(TypeError, match="no JSON schema"):
 
         @tool
@@ -222,7 +222,7 @@ def test_a_parameter_without_a_schema_is_refused_at_definition():
 # ---- spaces -------------------------------------------------------------------------------------
 
 
-def test_any_text_is_in_the_space():
+def test_text_space_contains_any_text():
     space = TextSpace(max_length=5)
     assert "" in space
     assert "\ud800 \0é" in space
@@ -235,7 +235,7 @@ def test_any_text_is_in_the_space():
 
 
 class Careless(TextEnv):
-    """Does what libraries and tired people do."""
+    """Returns malformed messages or responses, exits, and fails to close."""
 
     suspends = True
 
@@ -262,7 +262,7 @@ class Careless(TextEnv):
 @pytest.mark.parametrize(
     "message", [{"content": "hi"}, {"role": "user", "content": 3}, {"role": "user"}, "hi", None]
 )
-def test_what_is_no_message_is_named(message):
+def test_malformed_messages_are_named(message):
     with pytest.raises(EnvError, match=r"first_messages gave .*which is no message"):
         Careless(first=[message]).reset(seed=0)
     env = Careless(answer=Response(messages=[message]))
@@ -275,7 +275,7 @@ def test_what_is_no_message_is_named(message):
     ("answer", "complaint"),
     [(None, "gave None, which is no Response"), ("exit", r"respond failed: SystemExit\(7\)")],
 )
-def test_no_answer_and_an_exit_are_failures_of_the_environment(answer, complaint):
+def test_missing_response_and_exit_are_env_errors(answer, complaint):
     env = Careless(answer=answer)
     env.reset(seed=0)
     with pytest.raises(EnvError, match=complaint):

@@ -27,7 +27,7 @@ from areal_gym.errors import ToolError
         ("3 × 4 ÷ 2", "6"),
     ],
 )
-def test_arithmetic(expression, result):
+def test_calculator_computes_arithmetic(expression, result):
     assert calculate(expression) == result
 
 
@@ -53,13 +53,13 @@ def test_arithmetic(expression, result):
         ("a\0b", "null|no arithmetic"),
     ],
 )
-def test_what_it_does_not_compute_is_explained(expression, problem):
+def test_calculator_errors_are_explained(expression, problem):
     with pytest.raises(ToolError, match=problem):
         calculate(expression)
 
 
 @settings(deadline=1000)
 @given(st.text(alphabet="0123456789+-*/()^.%, episqrtlogmax", max_size=60))
-def test_it_computes_or_explains(expression):
+def test_calculator_returns_or_raises_tool_error(expression):
     with contextlib.suppress(ToolError):
         assert calculate(expression)

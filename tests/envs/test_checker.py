@@ -1,4 +1,4 @@
-"""The checker finds what is wrong with environments that are wrong in one way each."""
+"""The checker names the rule that each of these environments breaks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Miser(Good):
 
 
 class Crashing(Good):
-    """Cannot stand NUL."""
+    """Crashes on NUL."""
 
     async def respond(self, message):
         assert "\0" not in message["content"]
@@ -111,7 +111,7 @@ class Undocumented(Good):
 
 
 class Remembering(Good):
-    """Its first episode is another one than those that follow."""
+    """Keeps a counter of episodes across resets."""
 
     num_episodes = 0
 
@@ -127,7 +127,7 @@ class Remembering(Good):
 
 
 class Seeding(Good):
-    """Seeds what is everybody's."""
+    """Seeds numpy's global generator."""
 
     async def respond(self, message):
         np.random.seed(3)
@@ -143,7 +143,7 @@ class Exporting(Good):
 
 
 class Lenient(Good):
-    """Takes whatever options there are."""
+    """Accepts unknown options."""
 
     def sample_task(self, rng, options):
         known = {k: v for k, v in options.items() if k == "split" and v in ("train", "test")}
@@ -151,7 +151,7 @@ class Lenient(Good):
 
 
 class Secretive(Good):
-    """Its infos are no JSON."""
+    """Its info is not JSON."""
 
     async def respond(self, message):
         response = await super().respond(message)
@@ -165,7 +165,7 @@ def shout(word: str) -> str:
 
 
 class Fragile(Good):
-    """Its tool cannot stand half of a surrogate pair."""
+    """Its tool crashes on a lone surrogate."""
 
     tools = (shout,)
 
@@ -176,7 +176,7 @@ class Fragile(Good):
 
 
 class Misdescribed(Good):
-    """Its tool requires an argument that is nowhere described."""
+    """Its tool requires an argument that has no schema."""
 
     tools = (
         Tool(
@@ -188,7 +188,7 @@ class Misdescribed(Good):
 
 
 class Guess(Good):
-    """All tasks open alike; nobody knows a perfect policy."""
+    """All tasks start alike, and no perfect policy exists."""
 
     has_gold = False
 
@@ -204,7 +204,7 @@ def broken_rules(cls):
     return {rule for rule, result in results_of(cls).items() if not result.is_ok}
 
 
-def test_a_good_environment_passes_every_rule():
+def test_good_environment_passes_every_rule():
     started = []
     results = results_of(Good, started=started.append)
     assert all(result.is_ok and not result.reason for result in results.values()), results
@@ -214,7 +214,7 @@ def test_a_good_environment_passes_every_rule():
     assert results["concurrent"].measured.startswith("64 episodes in ")
 
 
-def test_a_game_that_nobody_can_solve_for_sure_is_checked_as_far_as_possible():
+def test_environment_without_gold_skips_the_gold_rule():
     results = results_of(Guess)
     assert all(result.is_ok for result in results.values()), results
     assert [r.rule for r in results.values() if r.reason.startswith("skipped")] == ["gold"]
@@ -238,26 +238,26 @@ def test_a_game_that_nobody_can_solve_for_sure_is_checked_as_far_as_possible():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_rule_that_is_broken_is_named(cls, rules):
+def test_broken_rule_is_named(cls, rules):
     assert broken_rules(cls) == rules
 
 
-def test_hidden_state_is_found():
+def test_hidden_state_breaks_determinism_rules():
     assert {"deterministic", "processes"} <= broken_rules(Random)
     assert {"deterministic", "concurrent"} <= broken_rules(Sharing)
 
 
-def test_what_changes_the_process_is_named(monkeypatch):
+def test_process_wide_change_is_named(monkeypatch):
     monkeypatch.setenv("AREAL_GYM_TEST_CHECKER", "")
     assert results_of(Exporting)["globals"].reason == "it changes os.environ"
 
 
-def test_a_crash_is_told_with_the_action_that_caused_it():
+def test_crash_reason_names_the_action():
     reason = results_of(Fragile)["hostile"].reason
     assert reason.startswith("shout of a lone surrogate: EnvError: ")
 
 
-def test_a_crash_is_told_with_its_place():
+def test_crash_reason_names_file_and_line():
     class Crashing(Good):
         """Raises."""
 
@@ -268,12 +268,12 @@ def test_a_crash_is_told_with_its_place():
     assert re.fullmatch(r"NameError: strr \(test_checker\.py, line \d+\)", reason)
 
 
-def test_an_endless_episode_is_found():
+def test_endless_episode_breaks_the_gold_rule():
     results = results_of(Endless)
     assert "does not end" in results["gold"].reason
 
 
-def test_a_local_class_skips_what_needs_another_process():
+def test_local_class_skips_the_processes_rule():
     class Local(Good):
         """Here only."""
 
@@ -282,6 +282,6 @@ def test_a_local_class_skips_what_needs_another_process():
     assert processes.reason == "skipped: no other process can import it"
 
 
-def test_an_unknown_id_raises():
+def test_check_of_unknown_id_raises():
     with pytest.raises(UnknownIdError, match="no environment 'tri'"):
         check_env("tri")

@@ -18,7 +18,7 @@ PLAIN = {
 }
 
 
-def started(tmp_path, row=PLAIN, **kwargs):
+def make_started(tmp_path, row=PLAIN, **kwargs):
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps(row))
     env = areal_gym.make("code", path=path, test_path=path, **kwargs)
@@ -31,7 +31,7 @@ def block(code):
 
 
 @pytest.mark.parametrize("level", CODE_LEVELS)
-def test_solutions_of_generated_tasks_pass_their_own_tests(level):
+def test_gold_solutions_pass_their_tests(level):
     env = areal_gym.make("code", level=level)
     for index in range(25):
         env.reset(options={"split": "train", "index": index})
@@ -42,11 +42,11 @@ def test_solutions_of_generated_tasks_pass_their_own_tests(level):
         assert len(set(results)) > 1
 
 
-def test_levels_are_different_and_held_out_functions_are_not_trained_on():
+def test_code_levels_have_disjoint_train_and_test_functions():
     keys = {split: set() for split in ("train", "test")}
-    for split, found in keys.items():
+    for split, functions in keys.items():
         for index in range(60):
-            found.add(code_tasks(3).at(index, split).data["question"].partition("that ")[2])
+            functions.add(code_tasks(3).at(index, split).data["question"].partition("that ")[2])
     assert keys["train"].isdisjoint(keys["test"])
     with pytest.raises(UsageError, match="no level 4"):
         code_tasks(4)
@@ -71,13 +71,13 @@ def test_levels_are_different_and_held_out_functions_are_not_trained_on():
         ("print = eval = exec = repr = None\ndef add(a, b):\n    return a + b", 0.0),
     ],
 )
-def test_the_share_of_the_tests_that_pass_is_the_reward(tmp_path, code, share):
-    step = started(tmp_path).step(block(code))
+def test_code_reward_is_the_share_of_passed_tests(tmp_path, code, share):
+    step = make_started(tmp_path).step(block(code))
     assert step.reward == share
     assert step.info["reward_parts"] == {"tests": share, "format": 1.0}
 
 
-def test_expected_results_never_enter_the_sandbox(tmp_path):
+def test_expected_results_do_not_enter_the_sandbox(tmp_path):
     row = {**PLAIN, "tests": [{"args": [], "result": "s3cret"}], "entry_point": "f"}
     spy = """
 def f():
@@ -90,23 +90,23 @@ def f():
             seen += [v for v in (thing.values() if isinstance(thing, dict) else thing)]
     return next((s for s in seen if isinstance(s, str) and s == wanted), 0)
 """
-    assert started(tmp_path, row).step(block(spy)).reward == 0.0
+    assert make_started(tmp_path, row).step(block(spy)).reward == 0.0
 
 
-def test_all_or_nothing(tmp_path):
+def test_all_or_nothing_needs_every_test(tmp_path):
     half = block("def add(a, b):\n    return 2")
-    assert started(tmp_path, all_or_nothing=True).step(half).reward == 0.0
-    env = started(tmp_path, all_or_nothing=True)
+    assert make_started(tmp_path, all_or_nothing=True).step(half).reward == 0.0
+    env = make_started(tmp_path, all_or_nothing=True)
     assert env.step(env.gold_action()).reward == 1.0
 
 
-def test_further_versions_may_be_handed_in(tmp_path):
-    env = started(tmp_path, max_turns=3)
+def test_code_can_be_revised_within_max_turns(tmp_path):
+    env = make_started(tmp_path, max_turns=3)
     assert "no code" in env.step("hm").observation
     assert "1 of 4 tests pass" in env.step(block("def add(a, b):\n    return 2")).observation
     step = env.step(env.gold_action())
     assert (step.reward, step.terminated) == (1.0, True)
-    env = started(tmp_path, max_turns=1)
+    env = make_started(tmp_path, max_turns=1)
     assert env.step("hm").terminated
 
 
@@ -121,7 +121,7 @@ def test_further_versions_may_be_handed_in(tmp_path):
         ("", None),
     ],
 )
-def test_which_code_counts(text, code):
+def test_find_code_takes_the_last_block(text, code):
     assert find_code(text) == code
 
 
@@ -144,20 +144,20 @@ HUMANEVAL = {
 
 
 @pytest.mark.parametrize(("row", "num_tests"), [(MBPP, 3), (HUMANEVAL, 1)])
-def test_rows_of_benchmarks(tmp_path, row, num_tests):
-    env = started(tmp_path, row)
+def test_mbpp_and_humaneval_rows(tmp_path, row, num_tests):
+    env = make_started(tmp_path, row)
     assert env.task.data["entry_point"] in env.messages[-1]["content"]
     step = env.step(env.gold_action())
     assert step.reward == 1.0
     assert step.info["metrics"]["tests"] == num_tests
-    env = started(tmp_path, row)
+    env = make_started(tmp_path, row)
     name = env.task.data["entry_point"]
     assert env.step(block(f"def {name}(x):\n    return 99")).reward == 0.0
 
 
-def test_many_tests_are_run(tmp_path):
+def test_fifty_tests_are_run(tmp_path):
     row = {**PLAIN, "tests": [{"args": [n, n], "result": 2 * n} for n in range(50)]}
-    env = started(tmp_path, row)
+    env = make_started(tmp_path, row)
     step = env.step(env.gold_action())
     assert (step.reward, step.info["metrics"]["tests_passed"]) == (1.0, 50)
 
@@ -172,17 +172,17 @@ def test_many_tests_are_run(tmp_path):
         ({"entry_point": "f", "test": "x"}, "no field 'prompt'"),
     ],
 )
-def test_broken_rows_are_named(tmp_path, row, problem):
+def test_broken_code_rows_are_named(tmp_path, row, problem):
     with pytest.raises(DataError, match=problem) as caught:
-        started(tmp_path, row)
+        make_started(tmp_path, row)
     assert "q.jsonl, line 1" in str(caught.value)
 
 
-def test_a_sandbox_that_fails_is_no_reward(tmp_path):
+def test_failing_sandbox_is_a_sandbox_error(tmp_path):
     class Broken:
         async def run(self, code, *, limits=None):
             return SandboxResult(status=SandboxStatus.UNAVAILABLE, stderr="gone")
 
-    env = started(tmp_path, sandbox=Broken())
+    env = make_started(tmp_path, sandbox=Broken())
     with pytest.raises(SandboxError, match="gone"):
         env.step(env.gold_action())

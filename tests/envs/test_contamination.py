@@ -15,7 +15,7 @@ LONG = (
 
 
 class Leaky(areal_gym.TextEnv):
-    """Its splits are whatever a test says."""
+    """Its splits are the given questions."""
 
     tasks = {"train": [], "test": []}
 
@@ -37,41 +37,41 @@ def leaky(train, test):
     return env
 
 
-def test_the_same_question_is_found_whatever_its_case_and_space():
-    found = find_contamination(leaky(["One  plus one?", "x"], ["two?", "one plus ONE?"]))
-    (overlap,) = found.overlaps
+def test_equal_questions_overlap_despite_case_and_space():
+    contamination = find_contamination(leaky(["One  plus one?", "x"], ["two?", "one plus ONE?"]))
+    (overlap,) = contamination.overlaps
     assert (overlap.heldout_id, overlap.train_id, overlap.similarity) == ("test/1", "train/0", 1)
-    assert (found.num_train, found.num_heldout, found.num_same) == (2, 2, 1)
+    assert (contamination.num_train, contamination.num_heldout, contamination.num_same) == (2, 2, 1)
 
 
-def test_a_question_that_is_nearly_the_same_is_found():
+def test_reworded_question_overlaps():
     reworded = LONG.replace("How far has it gone by then?", "Tell how far it has gone by then.")
-    found = find_contamination(leaky(["x", reworded], [LONG]), threshold=0.5)
-    (overlap,) = found.overlaps
+    contamination = find_contamination(leaky(["x", reworded], [LONG]), threshold=0.5)
+    (overlap,) = contamination.overlaps
     assert overlap.train_id == "train/1"
     assert 0.5 < overlap.similarity < 1
-    assert found.num_same == 0
+    assert contamination.num_same == 0
     assert not find_contamination(leaky(["x", reworded], [LONG]), threshold=0.95).overlaps
 
 
-def test_other_numbers_are_another_question():
+def test_other_numbers_do_not_overlap():
     other = LONG.replace("forty", "fifty").replace("three", "nine").replace("noon", "dawn")
     assert not find_contamination(leaky([other], [LONG])).overlaps
 
 
 @pytest.mark.parametrize("env_id", ["math", "tir", "search", "code", "countdown"])
-def test_built_in_environments_keep_their_splits_apart(env_id):
-    found = find_contamination(areal_gym.make(env_id))
-    assert found.num_same == 0
-    assert found.num_heldout > 100
-    if env_id == "search":  # it has an end, and a run would warn of others
-        assert not found.overlaps
+def test_built_in_splits_do_not_overlap(env_id):
+    contamination = find_contamination(areal_gym.make(env_id))
+    assert contamination.num_same == 0
+    assert contamination.num_heldout > 100
+    if env_id == "search":  # its splits are finite: all of it is compared
+        assert not contamination.overlaps
 
 
-def test_short_questions_may_differ_in_one_word():
-    one, other = (f"From which town is the author of The Quiet Bridge of {x}?" for x in "AB")
-    assert not find_contamination(leaky([one], [other])).overlaps
-    assert find_contamination(leaky([one], [one])).num_same == 1
+def test_short_questions_differing_in_one_word_do_not_overlap():
+    first, other = (f"From which town is the author of The Quiet Bridge of {x}?" for x in "AB")
+    assert not find_contamination(leaky([first], [other])).overlaps
+    assert find_contamination(leaky([first], [first])).num_same == 1
 
 
 def questions(path, rows):
@@ -79,7 +79,7 @@ def questions(path, rows):
     return str(path)
 
 
-def test_rows_are_filtered_by_their_fields(tmp_path):
+def test_where_filters_rows_by_fields(tmp_path):
     rows = [
         {"question": f"{n}?", "answer": str(n), "level": n % 5, "subject": "AB"[n % 2]}
         for n in range(100)

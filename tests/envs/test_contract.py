@@ -1,4 +1,4 @@
-"""Every built-in environment keeps the contract, under our checker and through Gymnasium."""
+"""Every built-in environment passes the checker, and works through Gymnasium."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BUILT_IN = [
     for entry in registry().entries("envs")
     if entry.plugin.distribution == "areal-gym"
     and entry.spec.shown_id == entry.id
-    # has no tasks of its own: programs outside have them
+    # its tasks come from outside programs
     and entry.id != "online"
 ]
 
 
 @pytest.mark.parametrize("env_id", BUILT_IN)
-def test_every_environment_keeps_the_contract(env_id):
+def test_built_in_environments_pass_the_checker(env_id):
     try:
         areal_gym.make(env_id).close()
     except (ConfigError, DataError) as error:
@@ -36,7 +36,7 @@ def test_every_environment_keeps_the_contract(env_id):
 
 @pytest.mark.parametrize("env_id", IDS)
 @pytest.mark.parametrize("prefix", ["", "areal_gym:"])
-def test_gymnasium_makes_it(env_id, prefix):
+def test_gymnasium_make(env_id, prefix):
     env = gymnasium.make(f"{prefix}areal_gym/{env_id}-v0")
     observation, _ = env.reset(seed=3)
     ours = areal_gym.make(env_id)
@@ -48,7 +48,7 @@ def test_gymnasium_makes_it(env_id, prefix):
 
 @pytest.mark.parametrize("env_id", IDS)
 @pytest.mark.parametrize(("mode", "kwargs"), [("sync", {}), ("async", {"shared_memory": False})])
-def test_gymnasium_makes_vectors_of_it(env_id, mode, kwargs):
+def test_gymnasium_make_vec(env_id, mode, kwargs):
     vector = gymnasium.make_vec(
         f"areal_gym/{env_id}-v0", num_envs=3, vectorization_mode=mode, vector_kwargs=kwargs
     )

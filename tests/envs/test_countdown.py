@@ -13,7 +13,7 @@ TASK = {"id": "x", "data": {"numbers": [75, 85, 71], "target": 81, "solution": "
 
 
 @pytest.mark.parametrize("num_numbers", [3, 4, 5, 6])
-def test_every_task_is_solvable(num_numbers):
+def test_generated_countdown_tasks_are_solvable(num_numbers):
     env = CountdownEnv(num_numbers=num_numbers)
     for seed in range(50):
         data = env.reset(seed=seed)[1]["task"]["data"]
@@ -40,7 +40,7 @@ def test_every_task_is_solvable(num_numbers):
         ("", 0.0),
     ],
 )
-def test_rewards(answer, reward):
+def test_countdown_rewards(answer, reward):
     env = CountdownEnv()
     env.reset(options={"task": TASK})
     step = env.step(f"I think \\boxed{{{answer}}}")
@@ -48,14 +48,14 @@ def test_rewards(answer, reward):
     assert step.terminated
 
 
-def test_latex_operators_count():
+def test_latex_operators_are_accepted():
     env = CountdownEnv()
     data = {"numbers": [6, 3, 4], "target": 8, "solution": "6*4/3"}
     env.reset(options={"task": {"id": "y", "data": data}})
     assert env.step(r"$\boxed{6 \times 4 \div 3}$").reward == 1.0
 
 
-def test_too_many_numbers_are_refused():
+def test_too_many_numbers_are_refused_by_countdown():
     with pytest.raises(UsageError, match="num_numbers = 7"):
         CountdownEnv(num_numbers=7)
 
@@ -64,7 +64,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data" / "countdown"
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
-def test_tasks_of_files():
+def test_countdown_tasks_of_files():
     env = CountdownEnv(path=DATA / "train.jsonl.gz", test_path=DATA / "test.jsonl")
     assert (env.num_tasks("train"), env.num_tasks("test")) == (4000, 500)
     for index in range(500):
@@ -73,7 +73,7 @@ def test_tasks_of_files():
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
-def test_unsolvable_tasks_have_no_gold():
+def test_unsolvable_tasks_have_no_gold_action():
     file = DATA / "unsolvable.jsonl"
     env = CountdownEnv(path=file, test_path=file)
     env.reset(options={"split": "test", "index": 0})
@@ -84,7 +84,7 @@ def test_unsolvable_tasks_have_no_gold():
     "row",
     [{"nums": [1, 2]}, {"nums": [], "target": 1}, {"nums": [1, -2], "target": 1}, {"target": 1}],
 )
-def test_broken_rows_are_named(tmp_path, row):
+def test_broken_countdown_rows_are_named(tmp_path, row):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n" + json.dumps(row))
     with pytest.raises(DataError, match=r"c\.jsonl, line 2: nums = "):

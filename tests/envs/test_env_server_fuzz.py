@@ -1,4 +1,4 @@
-"""Every route of a served environment, fuzzed from its schema: no turn, no session is lost."""
+"""Fuzz every route of a served environment from its schema: no turn or session is lost."""
 
 import asyncio
 import json
@@ -90,7 +90,7 @@ MAKERS = {
 
 
 class Serving:
-    """A server and a client's connections."""
+    """An environment server with an HTTP client."""
 
     def __init__(self, make, **settings):
         self.sessions = Sessions(make)
@@ -108,7 +108,7 @@ class Serving:
         await self.sessions.__aexit__(*exc_info)
 
     async def ask(self, method, path, body=None, headers=None):
-        """Status and content of an answer."""
+        """Return status and content of an answer."""
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         url = self.server.url + path
         async with self.http.request(method, url, data=data, headers=headers) as answer:
@@ -120,7 +120,7 @@ class Serving:
         return content["session"]
 
 
-def test_every_route_of_the_env_server_is_fuzzed():
+def test_fuzz_covers_every_route_of_the_env_server():
     async def use():
         async with Serving(Sums) as served:
             routes = served.server._site.runner.app.router.routes()
@@ -130,54 +130,54 @@ def test_every_route_of_the_env_server_is_fuzzed():
     assert routes == set(BODIES) | WITHOUT_BODY
 
 
-def noisy(dice, model, valid):
+def malformed_body(rng, model, valid):
     schema = model.model_json_schema()
-    if dice.random() < 0.6:
-        return body_bytes(mutated(valid, dice), dice)
-    return body_bytes(value(schema, schema.get("$defs", {}), dice), dice)
+    if rng.random() < 0.6:
+        return body_bytes(mutated(valid, rng), rng)
+    return body_bytes(value(schema, schema.get("$defs", {}), rng), rng)
 
 
 @pytest.mark.parametrize("name", MAKERS)
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
-def test_env_server_refuses_noise_and_loses_no_turn(name, seed):
-    dice = random.Random(seed)
+def test_env_server_refuses_malformed_bodies_and_keeps_the_episode(name, seed):
+    rng = random.Random(seed)
     local = MAKERS[name]()
     local.reset(seed=7)
 
     async def use():
         async with Serving(MAKERS[name]) as served:
-            mine = await served.open(7)
+            session = await served.open(7)
             for _ in range(10):
-                method, path = dice.choice([*BODIES, ("GET", "/v1/sessions/{session}/noop")])
+                method, path = rng.choice([*BODIES, ("GET", "/v1/sessions/{session}/noop")])
                 model, valid = BODIES.get((method, path), (OpenEpisode, {"seed": 1}))
-                body = None if method == "GET" else noisy(dice, model, valid)
-                # What is valid may be played: in a session of its own.
+                body = None if method == "GET" else malformed_body(rng, model, valid)
+                # Bodies that happen to be valid are played in another session.
                 place = path.replace("{session}", await served.open(7))
                 status, content = await served.ask(method, place, body)
                 assert status < 500, (path, body, content)
                 if status >= 400:
                     assert content["error"]["message"]
-                    place = path.replace("{session}", mine)
+                    place = path.replace("{session}", session)
                     assert (await served.ask(method, place, body))[0] in (400, 404, 413, 422)
-                    assert served.sessions.get(mine).env.num_turns == 0
-                    assert served.sessions.get(mine).env.messages == local.messages
+                    assert served.sessions.get(session).env.num_turns == 0
+                    assert served.sessions.get(session).env.messages == local.messages
             gold = {"turn": 1, "message": local.gold_action()}
-            status, content = await served.ask("POST", f"/v1/sessions/{mine}/step", gold)
+            status, content = await served.ask("POST", f"/v1/sessions/{session}/step", gold)
             assert (status, content["reward"]) == (200, 1.0)
 
     asyncio.run(use())
 
 
-def test_a_refused_reset_leaves_the_episode_as_it_was():
+def test_refused_reset_keeps_the_episode():
     async def use():
         async with Serving(lambda: areal_gym.make("countdown")) as served:
-            mine = await served.open(7)
-            env = served.sessions.get(mine).env
+            session = await served.open(7)
+            env = served.sessions.get(session).env
             before = env.task, list(env.messages), env.np_random.bit_generator.state
             for options in ({"split": "dev"}, {"task": 5}, {"task": {"id": 1}}, {"task": {}}):
                 body = {"seed": 1, "options": options}
-                status, _ = await served.ask("POST", f"/v1/sessions/{mine}/reset", body)
+                status, _ = await served.ask("POST", f"/v1/sessions/{session}/reset", body)
                 assert status == 400, options
             after = env.task, list(env.messages), env.np_random.bit_generator.state
             assert before == after
@@ -185,7 +185,7 @@ def test_a_refused_reset_leaves_the_episode_as_it_was():
     asyncio.run(use())
 
 
-def test_a_turn_that_is_repeated_after_a_refused_one_is_answered_again():
+def test_repeated_turn_after_a_refused_one_is_answered_again():
     async def use():
         async with Serving(Sums) as served:
             path = f"/v1/sessions/{await served.open(1)}/step"
@@ -198,34 +198,37 @@ def test_a_turn_that_is_repeated_after_a_refused_one_is_answered_again():
     asyncio.run(use())
 
 
-def test_gold_is_for_the_owner_of_the_server():
+def test_gold_action_needs_the_owner_key():
     async def use():
         async with Serving(Sums, owner_key="owner") as served:
-            mine = await served.open(1)
-            for headers in ({}, {OWNER_HEADER: "player"}, {OWNER_HEADER: mine}):
+            session = await served.open(1)
+            for headers in ({}, {OWNER_HEADER: "player"}, {OWNER_HEADER: session}):
                 status, content = await served.ask(
-                    "GET", f"/v1/sessions/{mine}/gold", headers=headers
+                    "GET", f"/v1/sessions/{session}/gold", headers=headers
                 )
                 assert (status, "action" in content) == (403, False)
                 assert (await served.ask("GET", "/v1/env", headers=headers))[1]["has_gold"] is False
             owner = {OWNER_HEADER: "owner"}
             assert (await served.ask("GET", "/v1/env", headers=owner))[1]["has_gold"] is True
-            status, content = await served.ask("GET", f"/v1/sessions/{mine}/gold", headers=owner)
-            assert (status, content["action"]) == (200, served.sessions.get(mine).env.gold_action())
+            status, content = await served.ask("GET", f"/v1/sessions/{session}/gold", headers=owner)
+            assert (status, content["action"]) == (
+                200,
+                served.sessions.get(session).env.gold_action(),
+            )
 
     asyncio.run(use())
 
 
-def test_a_player_without_the_owner_key_plays_and_a_checker_asks_for_none():
+def test_player_without_owner_key_can_play():
     local = Sums()
 
     async def use():
         async with Serving(Sums) as served:
-            # As in another process, which is not told the key.
+            # As in another process, which does not have the key.
             owner_keys.clear()
-            return await asyncio.to_thread(playing, f"remote:{served.server.url}")
+            return await asyncio.to_thread(play_remote, f"remote:{served.server.url}")
 
-    def playing(id):
+    def play_remote(id):
         remote = areal_gym.make(id)
         assert remote.has_gold is False
         remote.reset(seed=3)
@@ -240,17 +243,17 @@ def test_a_player_without_the_owner_key_plays_and_a_checker_asks_for_none():
     assert asyncio.run(use()) == play(Sums(), Sums.gold_action, seed=3)
 
 
-def test_env_server_survives_odd_http():
-    dice = random.Random(23)
+def test_env_server_survives_malformed_http():
+    rng = random.Random(23)
     limits = ConnectionLimits(header_s=2.0, body_s=2.0, idle_s=2.0)
 
     async def use():
         async with Serving(Sums, limits=limits) as served:
-            port, mine = served.server._port, await served.open(1)
-            paths = [path.replace("{session}", mine) for _, path in [*BODIES, *WITHOUT_BODY]]
-            paths = [path for path in paths if not path.endswith(mine)]
+            port, session = served.server._port, await served.open(1)
+            paths = [path.replace("{session}", session) for _, path in [*BODIES, *WITHOUT_BODY]]
+            paths = [path for path in paths if not path.endswith(session)]
             bodies = [b"", b"x", *(json.dumps(valid).encode() for _, valid in BODIES.values())]
-            odd = [odd_request(dice, paths, bodies) for _ in range(200)]
+            odd = [odd_request(rng, paths, bodies) for _ in range(200)]
             answers = await asyncio.gather(*(exchange(port, raw, ends=False) for raw in odd))
             for raw, answer in zip(odd, answers, strict=True):
                 assert all(status < 500 for status in statuses(answer)), (raw, answer)
@@ -263,7 +266,7 @@ def test_env_server_survives_odd_http():
     asyncio.run(use())
 
 
-def test_numbers_and_texts_that_json_can_hold_are_for_the_environment_to_judge():
+def test_odd_json_values_reach_the_environment():
     async def use():
         async with Serving(Sums) as served:
             path = f"/v1/sessions/{await served.open(1)}/step"

@@ -1,4 +1,4 @@
-"""Tools that raise or hang end an episode as a failure, and are no reward."""
+"""Tools that raise or hang end the episode as a failure, not as a reward."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BLOCKED = threading.Event()
 
 @tool(in_thread=True)
 def block() -> str:
-    """Hold up whoever calls."""
+    """Block the caller."""
     BLOCKED.wait(60)
     return "late"
 
 
 @tool(in_thread=True)
-def crash_aside() -> str:
+def crash_in_thread() -> str:
     """Break in a thread."""
     raise ZeroDivisionError("oops")
 
@@ -54,9 +54,9 @@ def complain() -> str:
 
 
 class WithTools(TextEnv):
-    """Calls what it is told to."""
+    """Runs the tool calls of the policy."""
 
-    tools = (hang, block, crash, crash_aside, add, complain)
+    tools = (hang, block, crash, crash_in_thread, add, complain)
     max_turns = 2
     suspends = True
 
@@ -80,38 +80,40 @@ class WithTools(TextEnv):
     [
         ("hang", StopReason.TIMEOUT, "more than 0.2 s"),
         ("block", StopReason.TIMEOUT, "more than 0.2 s"),
-        ("crash_aside", StopReason.ENV_ERROR, "ZeroDivisionError('oops')"),
+        ("crash_in_thread", StopReason.ENV_ERROR, "ZeroDivisionError('oops')"),
         ("crash", StopReason.ENV_ERROR, "ZeroDivisionError('oops')"),
     ],
 )
-def test_the_episode_fails_and_is_not_scored(name, reason, error):
+def test_failing_or_hanging_tool_fails_the_episode(name, reason, error):
     BLOCKED.clear()
-    played = areal_gym.rollout(lambda messages: write_call(name, {}), WithTools, n=2, timeout_s=0.2)
+    rollouts = areal_gym.rollout(
+        lambda messages: write_call(name, {}), WithTools, n=2, timeout_s=0.2
+    )
     BLOCKED.set()
-    assert {t.stop_reason for t in played} == {reason}
-    assert all(error in t.error for t in played)
-    assert played.scored == []
-    assert [row["reward"] for row in played.rows()] == [None, None]
+    assert {t.stop_reason for t in rollouts} == {reason}
+    assert all(error in t.error for t in rollouts)
+    assert rollouts.scored == []
+    assert [row["reward"] for row in rollouts.rows()] == [None, None]
 
 
-def test_a_tool_in_a_thread_is_like_any_other():
+def test_tool_in_a_thread_returns_its_result():
     assert add.parameters["required"] == ["a"]
 
     def policy(messages):
         return write_call("add", {"a": 2}) if len(messages) == 1 else "done"
 
-    (played,) = areal_gym.rollout(policy, WithTools, n=1)
-    assert played.messages[2]["content"] == "3"
+    (trajectory,) = areal_gym.rollout(policy, WithTools, n=1)
+    assert trajectory.messages[2]["content"] == "3"
     env = WithTools()
     env.reset(seed=0)
     assert env.step(write_call("add", {"a": 2, "b": 5})).observation == "7"
     env.close()
 
 
-def test_what_a_tool_complains_of_is_told():
+def test_tool_error_is_sent_to_the_policy():
     def policy(messages):
         return write_call("complain", {}) if len(messages) == 1 else "done"
 
-    (played,) = areal_gym.rollout(policy, WithTools, n=1)
-    assert played.messages[2]["content"] == "error: not like this"
-    assert played.reward == 1.5
+    (trajectory,) = areal_gym.rollout(policy, WithTools, n=1)
+    assert trajectory.messages[2]["content"] == "error: not like this"
+    assert trajectory.reward == 1.5

@@ -1,4 +1,4 @@
-"""What a policy writes cannot make an episode void: exceptions of judging are wrong answers."""
+"""Policies cannot void episodes: exceptions while judging their output are wrong answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_gym.sandbox import ProcessSandbox, SandboxStatus
 
 
 class PanicError(BaseException):
-    """As extension modules raise it: outside of `Exception`."""
+    """Derives from BaseException, as panics of extension modules do."""
 
 
 @tool
@@ -27,7 +27,7 @@ def shout(text: str) -> str:
 
 
 class Raising(TextEnv):
-    """Raises what its task says."""
+    """Raises `error` on every message."""
 
     tools = (shout,)
     error: BaseException = ValueError("judged")
@@ -46,13 +46,13 @@ class Raising(TextEnv):
 
 
 class Judged(Raising):
-    """The same, where the policy's output is to blame."""
+    """The same, and declares that all exceptions are caused by the policy's output."""
 
     judges_all_output = True
 
 
 class Block(Raising):
-    """Reads what the policy wrote in a block."""
+    """Parses the policy's text inside a judging block."""
 
     async def respond(self, message):
         is_right = False
@@ -70,7 +70,7 @@ PASSING = [SandboxError("x"), EnvError("x"), OSError("x"), ImportError("x")]
 
 
 @pytest.mark.parametrize("error", CAUSED, ids=lambda e: type(e).__name__)
-def test_exceptions_in_judging_are_wrong_and_counted(error):
+def test_exceptions_in_judging_are_wrong_answers_and_counted(error):
     env = Judged()
     env.error = error
     env.reset(seed=0)
@@ -80,7 +80,7 @@ def test_exceptions_in_judging_are_wrong_and_counted(error):
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda e: type(e).__name__)
-def test_failures_of_the_machine_are_not_judged(error):
+def test_infrastructure_failures_pass_through_judging(error):
     env = Judged()
     env.error = error
     env.reset(seed=0)
@@ -91,7 +91,7 @@ def test_failures_of_the_machine_are_not_judged(error):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError()])
-def test_interruptions_pass(error):
+def test_interrupts_pass_through_judging(error):
     env = Judged()
     env.error = error
     env.reset(seed=0)
@@ -99,7 +99,7 @@ def test_interruptions_pass(error):
         env.step("hm")
 
 
-def test_without_the_flag_an_exception_is_the_environments_failure():
+def test_exception_without_judges_all_output_is_an_env_error():
     env = Raising()
     env.reset(seed=0)
     with pytest.raises(EnvError, match="judged"):
@@ -107,7 +107,7 @@ def test_without_the_flag_an_exception_is_the_environments_failure():
 
 
 @pytest.mark.parametrize("name", ["ValueError", "PanicError"])
-def test_tools_that_raise_are_told_to_the_model(name):
+def test_tool_exceptions_are_sent_to_the_policy(name):
     call = {"name": "shout", "arguments": {"text": name}}
     env = Judged()
     env.reset(seed=0)
@@ -121,7 +121,7 @@ def test_tools_that_raise_are_told_to_the_model(name):
 
 
 @pytest.mark.parametrize(("text", "reward", "num"), [("3", 1.0, 0), ("4", 0.0, 0), ("x", 0.0, 1)])
-def test_a_block_of_judging_counts_what_it_swallows(text, reward, num):
+def test_judging_block_counts_swallowed_exceptions(text, reward, num):
     env = Block()
     env.reset(seed=0)
     step = env.step(text)
@@ -136,7 +136,7 @@ FORGED = [
 
 
 @pytest.mark.parametrize("wanted", [2, 2.5, "x", [1, 2], {"a": 1}, None])
-def test_results_that_are_made_to_break_the_comparison_are_wrong(tmp_path, wanted):
+def test_results_forged_to_break_the_comparison_are_wrong(tmp_path, wanted):
     path = tmp_path / "rows.jsonl"
     tests = [{"args": [n], "result": wanted} for n in range(len(FORGED))]
     path.write_text(json.dumps({"question": "?", "entry_point": "f", "tests": tests}))
@@ -152,7 +152,7 @@ def test_results_that_are_made_to_break_the_comparison_are_wrong(tmp_path, wante
 
 
 @pytest.mark.parametrize("value", ["{[]: 1}", "[" * 300, "{{}: 1}", "[1, 2]", "8"])
-def test_a_forged_list_of_results_is_wrong(tmp_path, value):
+def test_forged_result_list_is_wrong(tmp_path, value):
     path = tmp_path / "rows.jsonl"
     tests = [{"args": [1], "result": 1}]
     path.write_text(json.dumps({"question": "?", "entry_point": "f", "tests": tests}))
@@ -175,7 +175,7 @@ NASTY = [
 ]  # fmt: skip
 
 
-def test_no_answer_voids_an_episode_of_mathematics(tmp_path):
+def test_adversarial_answers_do_not_fail_a_math_episode(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": "\\sqrt{2}"}))
     env = areal_gym.make("math", path=path, test_path=path)
@@ -185,7 +185,7 @@ def test_no_answer_voids_an_episode_of_mathematics(tmp_path):
         assert (step.reward, step.terminated) == (0.0, True), answer[:40]
 
 
-def test_an_exception_of_the_grading_worker_is_a_wrong_answer(monkeypatch):
+def test_exception_in_the_grading_worker_is_a_wrong_answer(monkeypatch):
     monkeypatch.setattr(equality, "_are_equal", lambda *a: json.loads("{"))
     assert equality.is_equal_here("x", "y") is None
     assert is_equal("x", "y") is False
@@ -196,7 +196,7 @@ PEAKS = ["10**400", "-5", "True", "1e999", "'x'", "[]", "{}", "None", "2**70", "
 
 
 @pytest.mark.parametrize("peak", PEAKS)
-def test_forged_figures_of_a_session_are_bounded(peak):
+def test_forged_session_statistics_are_bounded(peak):
     forge = (
         "import json, sys\nsys.set_int_max_str_digits(0)\nreal = json.dumps\n"
         "def forged(message, *a, **k):\n    if 'peak_kb' in message:\n"
@@ -217,7 +217,7 @@ def test_forged_figures_of_a_session_are_bounded(peak):
         assert 0 <= result.peak_memory_mb < 1e9
 
 
-def test_every_signal_is_an_end_that_is_told():
+def test_every_signal_is_reported_as_killed():
     async def run():
         # Without a pid namespace, in which a snippet is deaf to its own signals.
         async with ProcessSandbox(

@@ -12,7 +12,7 @@ from areal_gym.errors import ConfigError, DataError, NothingToDoError, UsageErro
 
 
 @pytest.mark.parametrize("level", range(1, 6))
-def test_each_level_mixes_expressions_and_stories_with_whole_answers(level):
+def test_each_math_level_mixes_expressions_and_stories(level):
     env = MathEnv(level=level)
     questions = []
     for seed in range(60):
@@ -25,7 +25,7 @@ def test_each_level_mixes_expressions_and_stories_with_whole_answers(level):
     assert 10 < sum(questions) < 50
 
 
-def test_a_right_answer_terminates_with_its_parts():
+def test_right_answer_terminates_with_reward_parts():
     env = MathEnv()
     env.reset(seed=1)
     _, reward, terminated, truncated, info = env.step(env.gold_action())
@@ -36,7 +36,7 @@ def test_a_right_answer_terminates_with_its_parts():
 @pytest.mark.parametrize(
     ("action", "is_formatted"), [(r"\boxed{x}", 1.0), ("no idea", 0.0), ("", 0.0)]
 )
-def test_a_wrong_answer_terminates_without_reward(action, is_formatted):
+def test_wrong_answer_terminates_without_reward(action, is_formatted):
     env = MathEnv()
     env.reset(seed=1)
     step = env.step(action)
@@ -44,13 +44,13 @@ def test_a_wrong_answer_terminates_without_reward(action, is_formatted):
     assert step.info["reward_parts"] == {"answer": 0.0, "format": is_formatted}
 
 
-def test_repeating_the_expression_is_no_answer():
+def test_repeating_the_expression_is_not_an_answer():
     env = MathEnv()
     env.reset(seed=1)
     assert env.step(f"\\boxed{{{env.task.data['expression']}}}").reward == 0.0
 
 
-def test_questions_of_a_file_are_graded_symbolically(tmp_path):
+def test_file_questions_are_graded_symbolically(tmp_path):
     path = tmp_path / "q.jsonl"
     rows = [
         {"problem": "Half?", "solution": "Think.\n#### 1/2"},
@@ -68,7 +68,7 @@ def test_questions_of_a_file_are_graded_symbolically(tmp_path):
         env.reset(seed=0)
 
 
-def test_a_wrong_answer_is_told_and_costs_a_discount():
+def test_wrong_attempt_is_reported_and_discounts_the_reward():
     env = MathEnv(max_turns=3, discount=0.25)
     env.reset(seed=1)
     first, second = env.step("hm"), env.step(r"\boxed{x}")
@@ -79,7 +79,7 @@ def test_a_wrong_answer_is_told_and_costs_a_discount():
     assert [step.info["metrics"] for step in (first, second, third)] == [{"attempts": 1}] * 3
 
 
-def test_the_last_wrong_answer_is_a_limit_and_says_nothing_more():
+def test_last_wrong_attempt_truncates():
     env = MathEnv(max_turns=2)
     env.reset(seed=1)
     env.step(r"\boxed{x}")
@@ -93,7 +93,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
 
 @pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
 @pytest.mark.parametrize(("env_id", "num_test"), [("math/gsm8k", 1319), ("math/math500", 500)])
-def test_public_questions_come_from_the_data_directory(monkeypatch, env_id, num_test):
+def test_public_questions_are_read_from_the_data_directory(monkeypatch, env_id, num_test):
     monkeypatch.setenv("AREAL_GYM_DATA", str(DATA))
     env = areal_gym.make(env_id)
     assert env.num_tasks("test") == num_test
@@ -107,7 +107,7 @@ def test_public_questions_come_from_the_data_directory(monkeypatch, env_id, num_
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")
-def test_a_row_without_an_answer_is_named_or_left_out(monkeypatch):
+def test_row_without_answer_is_named_or_skipped(monkeypatch):
     file = DATA / "math_train" / "train.jsonl.gz"
     with pytest.raises(DataError, match="line 887: field 'answer' is None") as caught:
         MathEnv(path=file, question_field="problem")
@@ -116,14 +116,14 @@ def test_a_row_without_an_answer_is_named_or_left_out(monkeypatch):
     assert env.task_source.num_skipped == 4
 
 
-def test_a_data_directory_without_the_data_says_what_it_looked_for(monkeypatch, tmp_path):
+def test_missing_data_file_error_names_the_paths_tried(monkeypatch, tmp_path):
     monkeypatch.setenv("AREAL_GYM_DATA", str(tmp_path))
     with pytest.raises(DataError, match=r"has no gsm8k/train\.jsonl") as caught:
         areal_gym.make("math/gsm8k")
     assert str(tmp_path / "gsm8k" / "train.parquet") in caught.value.hints[0]
 
 
-def test_without_a_hub_a_data_directory_is_offered(monkeypatch):
+def test_unreachable_hub_error_suggests_the_data_directory(monkeypatch):
     def unreachable(*args, **kwargs):
         raise DataError("no hub")
 
@@ -134,7 +134,7 @@ def test_without_a_hub_a_data_directory_is_offered(monkeypatch):
     assert "math500/test.jsonl: export AREAL_GYM_DATA=DIR" in caught.value.hints[0]
 
 
-def test_what_is_wrong_with_a_table_is_said(tmp_path):
+def test_broken_csv_is_named_with_its_row(tmp_path):
     pytest.importorskip("datasets", reason="the extra `data` is not installed")
     path = tmp_path / "q.csv"
     path.write_text('question,answer\n"never closed,1\n')
@@ -143,7 +143,7 @@ def test_what_is_wrong_with_a_table_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".csv", ".parquet"])
-def test_other_kinds_of_files(tmp_path, suffix):
+def test_json_csv_and_parquet_files(tmp_path, suffix):
     rows = [{"question": f"{n} and {n}?", "answer": str(2 * n)} for n in range(50)]
     path = tmp_path / f"q{suffix}"
     if suffix == ".json":
@@ -158,14 +158,14 @@ def test_other_kinds_of_files(tmp_path, suffix):
     assert env.step(env.gold_action()).reward == 1.0
 
 
-def test_a_data_set_that_cannot_be_had_says_why():
+def test_unavailable_dataset_error_names_it():
     with pytest.raises((DataError, ConfigError)) as caught:
-        MathEnv(dataset="nobody/nothing-of-that-name")
-    assert "nobody/nothing-of-that-name" in str(caught.value)
+        MathEnv(dataset="no-such-owner/no-such-dataset")
+    assert "no-such-owner/no-such-dataset" in str(caught.value)
     assert caught.value.hints
 
 
-def test_bad_arguments(tmp_path):
+def test_wrong_math_arguments_are_refused(tmp_path):
     with pytest.raises(UsageError, match="two sources"):
         MathEnv(path=tmp_path, dataset="gsm8k")
     with pytest.raises(UsageError, match="test_path goes with path"):

@@ -1,4 +1,4 @@
-"""Every tool of an MCP server, fuzzed over HTTP from its schema: no failure, no lost turn."""
+"""Fuzz every tool of an MCP server over HTTP from its schema: no failure, no lost turn."""
 
 import asyncio
 import contextlib
@@ -27,11 +27,11 @@ META = {
     "io.modelcontextprotocol/clientCapabilities": {},
 }
 INTERNAL_ERROR = -32603
-"""What JSON-RPC calls a failure of the server itself."""
+"""The JSON-RPC code of a failure of the server itself."""
 
 
 def call_of(name, arguments):
-    """The body of a valid request that calls a tool."""
+    """Return the body of a valid request that calls a tool."""
     params = {"name": name, "arguments": arguments, "_meta": META}
     return {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
 
@@ -43,7 +43,7 @@ class Client:
         self.http, self.url = http, url
 
     async def post(self, body, method="tools/call", name="start_episode"):
-        """Status and content of the answer to any bytes."""
+        """Post any bytes; return status and content of the answer."""
         headers = {
             "Accept": "application/json, text/event-stream",
             "Content-Type": "application/json",
@@ -59,7 +59,7 @@ class Client:
             return answer.status, {"text": text}
 
     async def call(self, name, arguments):
-        """The result of a tool, or None where the request was refused."""
+        """Return the result of a tool, or None if the request was refused."""
         body = json.dumps(call_of(name, arguments)).encode()
         status, content = await self.post(body, name=name)
         assert status < 500, (name, arguments, content)
@@ -68,7 +68,7 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def serving(env, **options):
-    """A server of an environment on a free port, its sessions and a client."""
+    """Serve an environment on a free port; yield a client and the sessions."""
     sessions = Sessions(lambda: areal_gym.make(env))
     address = asyncio.get_running_loop().create_future()
     async with sessions, aiohttp.ClientSession() as http:
@@ -91,7 +91,7 @@ async def serving(env, **options):
 
 
 async def play_whole_episode(client, sessions, env, begun):
-    """Plays the gold policy in an episode that was begun before the noise."""
+    """Play the gold policy in an episode that was started before the malformed calls."""
     local = areal_gym.make(env)
     local.reset(seed=7)
     session = sessions.get(begun)
@@ -101,24 +101,24 @@ async def play_whole_episode(client, sessions, env, begun):
     assert result["structuredContent"]["reward"] == 1.0
 
 
-def noisy_call(dice, tools, episode):
-    """A request's body and the tool's name, made from the tool's schema with noise in it."""
-    tool = dice.choice(tools)
+def malformed_call(rng, tools, episode):
+    """Return a malformed request body made from a tool's schema, and the tool's name."""
+    tool = rng.choice(tools)
     schema = tool["inputSchema"]
-    arguments = value(schema, {}, dice)
-    if isinstance(arguments, dict) and "episode" in arguments and dice.random() < 0.8:
+    arguments = value(schema, {}, rng)
+    if isinstance(arguments, dict) and "episode" in arguments and rng.random() < 0.8:
         arguments["episode"] = episode
     content = call_of(tool["name"], arguments)
-    if dice.random() < 0.5:
-        content = mutated(content, dice)
-    return body_bytes(content, dice), tool["name"]
+    if rng.random() < 0.5:
+        content = mutated(content, rng)
+    return body_bytes(content, rng), tool["name"]
 
 
 @pytest.mark.parametrize("env", ["countdown", "tir"])
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
-def test_mcp_tools_refuse_noise_and_lose_no_turn(env, seed):
-    dice = random.Random(seed)
+def test_mcp_tools_refuse_malformed_calls_and_keep_the_episode(env, seed):
+    rng = random.Random(seed)
 
     async def use():
         async with serving(env) as (client, sessions):
@@ -126,21 +126,23 @@ def test_mcp_tools_refuse_noise_and_lose_no_turn(env, seed):
             _, content = await client.post(json.dumps(listed).encode(), "tools/list")
             tools = content["result"]["tools"]
             assert {tool["name"] for tool in tools} >= {"start_episode", "answer"}
-            mine = (await client.call("start_episode", {"seed": 7}))["structuredContent"]["episode"]
+            begun = (await client.call("start_episode", {"seed": 7}))["structuredContent"][
+                "episode"
+            ]
             other = (await client.call("start_episode", {"seed": 8}))["structuredContent"]
             for _ in range(20):
-                body, name = noisy_call(dice, tools, other["episode"])
+                body, name = malformed_call(rng, tools, other["episode"])
                 status, content = await client.post(body, name=name)
                 assert status < 500, (body, content)
                 assert content.get("error", {}).get("code") != INTERNAL_ERROR, (body, content)
             if env == "countdown":
-                await play_whole_episode(client, sessions, env, mine)
+                await play_whole_episode(client, sessions, env, begun)
 
     asyncio.run(use())
 
 
-def test_mcp_server_survives_odd_http():
-    dice = random.Random(29)
+def test_mcp_server_survives_malformed_http():
+    rng = random.Random(29)
     limits = ConnectionLimits(header_s=2.0, body_s=2.0, idle_s=2.0)
     bodies = [b"", b"x", json.dumps(call_of("start_episode", {"seed": 7})).encode()]
 
@@ -148,7 +150,7 @@ def test_mcp_server_survives_odd_http():
         async with serving("countdown", limits=limits) as (client, sessions):
             begun = await client.call("start_episode", {"seed": 7})
             port = int(client.url.rpartition(":")[2].partition("/")[0])
-            odd = [odd_request(dice, ["/mcp", "/mcp/", "/"], bodies) for _ in range(150)]
+            odd = [odd_request(rng, ["/mcp", "/mcp/", "/"], bodies) for _ in range(150)]
             answers = await asyncio.gather(*(exchange(port, raw, ends=False) for raw in odd))
             for raw, answer in zip(odd, answers, strict=True):
                 assert all(status < 500 for status in statuses(answer)), (raw, answer)

@@ -40,7 +40,7 @@ def using(use, make=lambda: areal_gym.make("tir"), **limits):
 
 
 async def play_with(client, seed):
-    """The gold policy of `tir`, as somebody at the other end would play; its last result."""
+    """Play the gold policy of `tir` through the client; return the last result."""
     env = areal_gym.make("tir")
     env.reset(seed=seed)
     begun = await client.call_tool("start_episode", {"seed": seed})
@@ -52,7 +52,7 @@ async def play_with(client, seed):
     return await client.call_tool("answer", answer)
 
 
-def test_the_tools_are_those_of_the_environment_and_two_more():
+def test_mcp_tools_are_the_environments_plus_two():
     async def use(client, sessions):
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         assert list(tools) == ["start_episode", "python", "answer"]
@@ -65,7 +65,7 @@ def test_the_tools_are_those_of_the_environment_and_two_more():
     using(use)
 
 
-def test_it_plays_as_at_home():
+def test_episodes_over_mcp_earn_their_reward():
     async def use(client, sessions):
         for seed in range(3):
             last = await play_with(client, seed)
@@ -77,15 +77,15 @@ def test_it_plays_as_at_home():
     using(use)
 
 
-def test_many_episodes_at_once_do_not_meet():
+def test_concurrent_mcp_episodes_are_independent():
     async def use(client, sessions):
-        lasts = await asyncio.gather(*(play_with(client, seed) for seed in range(16)))
-        assert [last.structured_content["reward"] for last in lasts] == [1.0] * 16
+        results = await asyncio.gather(*(play_with(client, seed) for seed in range(16)))
+        assert [last.structured_content["reward"] for last in results] == [1.0] * 16
 
     using(use)
 
 
-def test_the_task_can_be_named():
+def test_mcp_episode_of_a_chosen_task():
     async def use(client, sessions):
         begun = await client.call_tool("start_episode", {"split": "test", "index": 4})
         env = areal_gym.make("tir")
@@ -95,10 +95,10 @@ def test_the_task_can_be_named():
     using(use)
 
 
-def test_mistakes_are_told_and_harm_nothing():
+def test_mcp_client_mistakes_are_errors():
     async def use(client, sessions):
         episode = (await client.call_tool("start_episode", {})).structured_content["episode"]
-        for tool, arguments, told in (
+        for tool, arguments, message in (
             ("python", {"code": "1"}, "which episode?"),
             ("python", {"episode": "another", "code": "1"}, "no such session"),
             ("answer", {"episode": episode}, "answer takes a text"),
@@ -108,9 +108,9 @@ def test_mistakes_are_told_and_harm_nothing():
         ):
             result = await client.call_tool(tool, arguments)
             assert result.is_error
-            assert told in text_of(result)
+            assert message in text_of(result)
         assert len(sessions) == 1
-        # What the environment itself would tell a policy is no error of the call.
+        # Errors that the environment reports to a policy are not errors of the MCP call.
         result = await client.call_tool("python", {"episode": episode, "cod": "1"})
         assert "missing: code" in text_of(result)
         assert not result.is_error
@@ -118,7 +118,7 @@ def test_mistakes_are_told_and_harm_nothing():
     using(use)
 
 
-def test_episodes_are_limited():
+def test_mcp_sessions_are_limited():
     async def use(client, sessions):
         await client.call_tool("start_episode", {})
         result = await client.call_tool("start_episode", {})
@@ -128,7 +128,7 @@ def test_episodes_are_limited():
     using(use, max_sessions=1)
 
 
-def test_names_that_clients_need_are_refused():
+def test_reserved_tool_names_are_refused():
     class Clashing(areal_gym.TextEnv):
         """Its tool is called answer."""
 
@@ -143,7 +143,7 @@ COMMAND = ["-m", "areal_gym", "serve-env", "tir", "--mcp"]
 
 
 @pytest.mark.slow
-def test_over_stdio():
+def test_mcp_over_stdio():
     async def use():
         parameters = StdioServerParameters(
             command=sys.executable, args=[*COMMAND, "stdio"], env=ENV
@@ -156,7 +156,7 @@ def test_over_stdio():
 
 
 @pytest.mark.slow
-def test_over_http_with_a_token():
+def test_mcp_over_http_with_a_token():
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
@@ -168,19 +168,19 @@ def test_over_http_with_a_token():
         env={**ENV, "AREAL_GYM_ENV_TOKEN": "sesame"},
     )
     try:
-        said = json.loads(process.stdout.readline())
-        assert said["token"] == "sesame"
+        address = json.loads(process.stdout.readline())
+        assert address["token"] == "sesame"
 
         async def use():
             async with httpx2.AsyncClient() as http:
-                refused = await http.post(said["url"], json={})
+                refused = await http.post(address["url"], json={})
                 assert refused.status_code == 401
             headers = {"Authorization": "Bearer sesame"}
             async with httpx2.AsyncClient(headers=headers, timeout=30) as http:
-                transport = streamable_http_client(said["url"], http_client=http)
+                transport = streamable_http_client(address["url"], http_client=http)
                 async with Client(transport) as client:
-                    lasts = await asyncio.gather(*(play_with(client, seed) for seed in range(4)))
-                    assert [last.structured_content["reward"] for last in lasts] == [1.0] * 4
+                    results = await asyncio.gather(*(play_with(client, seed) for seed in range(4)))
+                    assert [last.structured_content["reward"] for last in results] == [1.0] * 4
 
         asyncio.run(use())
     finally:

@@ -10,14 +10,14 @@ from areal_gym.errors import UnknownIdError, UsageError
 TWO = [{"id": "tir", "weight": 0.7}, {"id": "math", "weight": 0.3}]
 
 
-def test_tasks_are_drawn_by_weight():
+def test_mix_draws_tasks_by_weight():
     env = areal_gym.make("mix", envs=TWO)
     drawn = Counter(env.reset(seed=seed)[1]["task"]["data"]["env"] for seed in range(600))
     assert 370 < drawn["tir"] < 470
     assert drawn.total() == 600
 
 
-def test_indexes_take_turns_by_weight():
+def test_mix_indices_alternate_by_weight():
     env = areal_gym.make("mix", envs=TWO)
     seen = []
     for index in range(100):
@@ -29,7 +29,7 @@ def test_indexes_take_turns_by_weight():
     assert len(set(seen)) == 100
 
 
-def test_what_has_no_more_tasks_is_passed_over(tmp_path):
+def test_mix_passes_over_exhausted_environments(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text("".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(3)))
     few = {"id": "math", "kwargs": {"path": str(path), "test_path": str(path)}}
@@ -43,7 +43,7 @@ def test_what_has_no_more_tasks_is_passed_over(tmp_path):
         both.reset(options={"split": "test", "index": 6})
 
 
-def test_each_task_has_the_tools_and_limits_of_its_own_environment():
+def test_mix_task_has_tools_and_limits_of_its_environment():
     envs = [{"id": "tir", "kwargs": {"max_turns": 4, "tool_dialect": "fenced"}}, {"id": "math"}]
     env = areal_gym.make("mix", envs=envs)
     for index in range(2):
@@ -62,7 +62,7 @@ def test_each_task_has_the_tools_and_limits_of_its_own_environment():
     env.close()
 
 
-def test_a_limit_of_turns_is_a_truncation_here_as_there():
+def test_mix_truncates_at_the_turn_limit():
     env = areal_gym.make("mix", envs=[{"id": "math", "kwargs": {"max_turns": 2}}])
     env.reset(seed=0)
     env.step("hm")
@@ -81,11 +81,11 @@ def test_a_limit_of_turns_is_a_truncation_here_as_there():
         ([{"id": "tir"}, {"id": "tir"}], "in the mix twice"),
     ],
 )
-def test_what_is_no_mix_is_refused(envs, problem):
+def test_invalid_mix_is_refused(envs, problem):
     with pytest.raises(UsageError, match=problem):
         areal_gym.make("mix", envs=envs)
 
 
-def test_an_unknown_environment_is_named():
+def test_mix_names_unknown_environments():
     with pytest.raises(UnknownIdError, match="'tri'"):
         areal_gym.make("mix", envs=[{"id": "tri"}])

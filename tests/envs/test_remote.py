@@ -1,4 +1,4 @@
-"""An environment that is served plays, for those who play it from afar, as it would at home."""
+"""A remote environment behaves like a local instance."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from areal_gym.errors import EnvError, InfrastructureError, RewardError, Sandbox
 
 @contextmanager
 def serving(make, env_id="served", *, max_sessions=4096, idle_s=600.0, **settings):
-    """The server, on a thread and a loop of its own."""
+    """Run the server on its own thread and event loop."""
     sessions = Sessions(make, max_sessions=max_sessions, idle_s=idle_s)
     ready, failures, box = threading.Event(), [], {}
 
@@ -54,7 +54,7 @@ def serving(make, env_id="served", *, max_sessions=4096, idle_s=600.0, **setting
 
 
 @pytest.fixture(autouse=True)
-def no_cards():
+def clear_card_cache():
     client._cards.clear()
 
 
@@ -68,35 +68,35 @@ def gold(env):
     return env.gold_action()
 
 
-def idle(env):
+def noop(env):
     return env.noop_action()
 
 
 # ---- the same episodes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [gold, idle], ids=["gold", "idle"])
-def test_equal_seeds_give_the_episodes_of_a_local_instance(tir, policy):
+@pytest.mark.parametrize("policy", [gold, noop], ids=["gold", "noop"])
+def test_remote_episodes_equal_local_ones(tir, policy):
     remote, local = areal_gym.make(f"remote:{tir.url}"), areal_gym.make("tir")
     for seed in range(4):
         assert play(remote, policy, seed=seed) == play(local, policy, seed=seed)
         assert remote.messages == local.messages
         assert remote.task == local.task
     for options in ({"split": "test", "index": np.int64(3)}, {"task": local.task}):
-        played = [play(env, policy, options=options) for env in (remote, local)]
-        assert played[0] == played[1]
+        episodes = [play(env, policy, options=options) for env in (remote, local)]
+        assert episodes[0] == episodes[1]
     assert [t.schema() for t in remote.tools] == [t.schema() for t in local.tools]
     assert (remote.max_turns, remote.num_tasks("test")) == (local.max_turns, None)
     remote.close()
 
 
-def test_it_keeps_the_contract(tir):
+def test_remote_environment_passes_the_checker(tir):
     results = check_env(lambda: RemoteEnv(tir.url), num_tasks=4, num_concurrent=256)
     assert [result for result in results if not result.is_ok] == []
     assert len(tir.sessions) < 16, "sessions are ended with their episodes"
 
 
-def test_it_can_be_one_of_several_environments(tir):
+def test_remote_environment_inside_a_mix(tir):
     mixed = areal_gym.make("mix", envs=[{"id": f"remote:{tir.url}", "name": "far"}, {"id": "math"}])
 
     async def episodes():
@@ -119,7 +119,7 @@ def test_it_can_be_one_of_several_environments(tir):
     assert names == {"far", "math"}
 
 
-def test_files_of_questions_end_where_they_end_at_home(tmp_path):
+def test_remote_file_environment_has_its_number_of_tasks(tmp_path):
     rows = [{"question": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(30)]
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,7 +136,7 @@ def test_files_of_questions_end_where_they_end_at_home(tmp_path):
             remote.num_tasks("dev")
 
 
-def test_several_loops_use_connections_of_their_own(tir):
+def test_each_event_loop_has_its_own_connections(tir):
     local = play(areal_gym.make("tir"), gold, seed=5)
 
     async def episode():
@@ -157,7 +157,7 @@ def test_several_loops_use_connections_of_their_own(tir):
 
 
 class Failing(areal_gym.TextEnv):
-    """Fails in whatever way it is told to."""
+    """Fails in the way that the message names."""
 
     max_turns = 4
 
@@ -181,7 +181,7 @@ class Failing(areal_gym.TextEnv):
                 return areal_gym.Response(messages=[{"role": "user", "content": "How?"}])
 
 
-def test_failures_over_there_are_the_same_failures_here():
+def test_remote_failures_keep_their_kind():
     with serving(Failing) as server:
         env = RemoteEnv(server.url)
         for action, error, text in (
@@ -208,7 +208,7 @@ def test_failures_over_there_are_the_same_failures_here():
         env.close()
 
 
-def test_a_server_that_ends_is_an_error_of_the_environment_and_no_reward():
+def test_lost_env_server_is_an_env_error():
     with serving(Failing) as server:
         env = RemoteEnv(server.url)
         env.reset(seed=0)
@@ -220,7 +220,7 @@ def test_a_server_that_ends_is_an_error_of_the_environment_and_no_reward():
     env.close()
 
 
-def test_a_server_that_was_started_anew_knows_no_old_sessions():
+def test_restarted_env_server_has_no_old_sessions():
     with serving(Failing) as server:
         env = RemoteEnv(server.url)
         env.reset(seed=0)
@@ -237,7 +237,7 @@ def test_a_server_that_was_started_anew_knows_no_old_sessions():
         env.close()
 
 
-def test_what_is_no_address_is_refused():
+def test_invalid_remote_address_is_refused():
     with pytest.raises(UsageError, match="no address"):
         RemoteEnv("localhost:80")
     with pytest.raises(UsageError) as caught:
@@ -245,7 +245,7 @@ def test_what_is_no_address_is_refused():
     assert caught.value.hints[0] == "name it after a colon: remote:<url>"
 
 
-def test_a_turn_that_is_asked_for_again_is_not_played_again():
+def test_repeated_turn_is_not_played_twice():
     async def ask_twice():
         async with Sessions(Failing) as sessions:
             session = sessions.open()
@@ -280,7 +280,7 @@ def test_sessions_are_limited_and_expire():
     asyncio.run(use())
 
 
-def test_a_full_server_fails_the_episode():
+def test_full_env_server_fails_the_episode():
     with serving(Failing, max_sessions=1) as server:
         first, second = RemoteEnv(server.url), RemoteEnv(server.url)
         first.reset(seed=0)
@@ -291,7 +291,7 @@ def test_a_full_server_fails_the_episode():
         second.close()
 
 
-def test_only_who_knows_the_token_comes_in(monkeypatch):
+def test_env_server_checks_the_token(monkeypatch):
     with serving(Failing, token="sesame") as server:
         for token in (None, "open"):
             with pytest.raises(UsageError, match="the token is missing or wrong"):
@@ -303,7 +303,7 @@ def test_only_who_knows_the_token_comes_in(monkeypatch):
         env.close()
 
 
-def test_other_machines_need_a_token():
+def test_listening_beyond_loopback_needs_a_token():
     sessions = Sessions(Failing)
     with pytest.raises(UsageError, match="a token is needed to listen at"):
         EnvServer(sessions, "x", host="0.0.0.0")
@@ -314,7 +314,7 @@ def test_other_machines_need_a_token():
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "headers", "status", "told"),
+    ("path", "body", "headers", "status", "message"),
     [
         ("/v1/env", None, {"Origin": "http://evil.example"}, 401, "browsers"),
         ("/v1/env", None, {"Host": "evil.example"}, 401, "browsers"),
@@ -329,16 +329,16 @@ def test_other_machines_need_a_token():
         ("/v1/sessions/x/gold", None, {}, 404, "no such session"),
     ],
 )  # fmt: skip
-def test_requests_that_nobody_should_send_are_answered(tir, path, body, headers, status, told):
+def test_malformed_requests_are_answered_with_errors(tir, path, body, headers, status, message):
     request = urllib.request.Request(tir.url + path, data=body, headers=headers)
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=10)
     with caught.value as response:
         assert response.status == status
-        assert told in json.loads(response.read())["error"]["message"]
+        assert message in json.loads(response.read())["error"]["message"]
 
 
-def test_a_message_that_is_none_is_refused_and_the_session_goes_on(tir):
+def test_malformed_message_is_refused_and_session_continues(tir):
     def post(path, body):
         request = urllib.request.Request(tir.url + path, data=json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=30) as response:
@@ -350,11 +350,11 @@ def test_a_message_that_is_none_is_refused_and_the_session_goes_on(tir):
             post(f"/v1/sessions/{session}/step", {"turn": 1, "message": message})
         with caught.value as response:
             assert response.status == 400
-    told = post(f"/v1/sessions/{session}/step", {"turn": 1, "message": "I do not know."})
-    assert told["terminated"]
+    answer = post(f"/v1/sessions/{session}/step", {"turn": 1, "message": "I do not know."})
+    assert answer["terminated"]
 
 
-def test_a_port_that_is_taken_is_said(tir):
+def test_taken_port_is_an_error(tir):
     taken = serving(Failing, port=tir._port)
     with pytest.raises(InfrastructureError, match="cannot listen"), taken:
         pass

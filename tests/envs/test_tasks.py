@@ -28,7 +28,7 @@ SOURCES += [countdown_tasks(3), countdown_tasks(4)]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_512_evaluation_tasks_are_512_expressions_that_training_never_sees(source):
+def test_tasks_are_distinct_and_never_in_training(source):
     tasks = [source.at(index, "test") for index in range(512)]
     keys = {key_of(task) for task in tasks}
     assert len(keys) == len({task.id for task in tasks}) == 512
@@ -38,14 +38,14 @@ def test_512_evaluation_tasks_are_512_expressions_that_training_never_sees(sourc
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**62), source=st.sampled_from(SOURCES))
-def test_no_drawn_training_expression_is_a_test_expression(seed, source):
+def test_drawn_training_tasks_are_never_test_tasks(seed, source):
     rng = np.random.default_rng(seed)
     for _ in range(20):
         assert split_of(key_of(source.draw(rng, "train"))) == "train"
     assert split_of(key_of(source.draw(rng, "test"))) == "test"
 
 
-def test_a_tenth_of_the_keys_is_held_out():
+def test_one_tenth_of_keys_is_held_out():
     share = sum(split_of(str(n)) == "test" for n in range(10_000)) / 10_000
     assert share == pytest.approx(0.1, abs=0.01)
 
@@ -57,18 +57,20 @@ def test_equal_seeds_draw_equal_tasks():
     assert first != source.draw(np.random.default_rng(8), "train")
 
 
-def test_the_fixed_sequence_does_not_depend_on_who_asked_before():
-    one, two = (GeneratedTasks("n", lambda r: Draft(str(n := r.random()), {"n": n})) for _ in "ab")
-    assert one.at(5, "test") == [two.at(i, "test") for i in (9, 0, 5)][2]
+def test_indexed_tasks_do_not_depend_on_earlier_calls():
+    first, second = (
+        GeneratedTasks("n", lambda r: Draft(str(n := r.random()), {"n": n})) for _ in "ab"
+    )
+    assert first.at(5, "test") == [second.at(i, "test") for i in (9, 0, 5)][2]
 
 
 @pytest.mark.parametrize("options", [{"split": "tset"}, {"index": -1}, {"index": True}])
-def test_wrong_options_are_refused(options):
+def test_wrong_task_options_are_refused(options):
     with pytest.raises(UsageError):
         choose_task(tir_tasks(2), np.random.default_rng(0), options)
 
 
-def test_an_exhausted_generator_says_how_many_there_are():
+def test_exhausted_generator_names_its_number_of_tasks():
     source = GeneratedTasks("coin", lambda rng: Draft(str(rng.randint(0, 20)), {}))
     with pytest.raises(UsageError, match="coin has only"):
         source.at(100, "train")
@@ -86,7 +88,7 @@ def source_of(path, **kwargs):
     return MathEnv(path=path, **kwargs).task_source
 
 
-def test_the_size_of_a_split_that_is_none_is_refused(tmp_path):
+def test_unknown_split_is_refused(tmp_path):
     source = source_of(write(tmp_path / "q.jsonl", rows(30)))
     assert source.num_tasks("train") + source.num_tasks("test") == 30
     with pytest.raises(UsageError, match="no split 'tset'") as caught:
@@ -98,7 +100,7 @@ def rows(num, prefix="question"):
     return [{"question": f"{prefix} {n}?", "answer": str(n)} for n in range(num)]
 
 
-def test_a_file_is_split_by_its_questions(tmp_path):
+def test_file_is_split_by_its_questions(tmp_path):
     source = source_of(write(tmp_path / "q.jsonl", rows(200)))
     num = {split: source.num_tasks(split) for split in ("train", "test")}
     assert sum(num.values()) == 200
@@ -107,13 +109,13 @@ def test_a_file_is_split_by_its_questions(tmp_path):
     assert len(ids) == 200
 
 
-def test_repeated_questions_count_once_and_wording_of_space_and_case_is_no_difference(tmp_path):
+def test_repeated_questions_count_once_despite_case_and_space(tmp_path):
     repeated = [{"question": "Why  me?", "answer": 1}, {"question": "why me?", "answer": 2}]
     source = source_of(write(tmp_path / "q.jsonl", repeated + rows(30)))
     assert source.num_tasks("train") + source.num_tasks("test") == 31
 
 
-def test_a_test_file_is_the_test_split_and_leaves_training(tmp_path):
+def test_file_is_the_test_split_and_removed_from_training(tmp_path):
     source = source_of(
         write(tmp_path / "train.jsonl", rows(20)), test_path=write(tmp_path / "t.jsonl", rows(5))
     )
@@ -122,7 +124,7 @@ def test_a_test_file_is_the_test_split_and_leaves_training(tmp_path):
     assert source.at(0, "train").data["question"] == "question 5?"
 
 
-def test_a_compressed_file_and_other_field_names(tmp_path):
+def test_compressed_file_with_other_field_names(tmp_path):
     path = tmp_path / "q.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"problem": "one?", "solution": 1.5}\n'))
     source = source_of(path, test_path=path, question_field="problem", answer_field="solution")
@@ -144,7 +146,7 @@ def test_a_compressed_file_and_other_field_names(tmp_path):
         (b"[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_broken_row_is_named_with_file_and_line(tmp_path, line, problem):
+def test_broken_row_is_named_with_file_and_line(tmp_path, line, problem):
     path = tmp_path / "q.jsonl"
     path.write_bytes(b'{"question": "1?", "answer": "1"}\n\n' + line + b"\n")
     with pytest.raises(DataError, match=problem) as caught:
@@ -152,7 +154,7 @@ def test_a_broken_row_is_named_with_file_and_line(tmp_path, line, problem):
     assert f"{path}, line 3" in str(caught.value)
 
 
-def test_a_mistyped_field_gets_a_suggestion(tmp_path):
+def test_mistyped_field_gets_a_suggestion(tmp_path):
     with pytest.raises(DataError) as caught:
         source_of(write(tmp_path / "q.jsonl", rows(1)), answer_field="anwser")
     assert caught.value.hints == ("did you mean 'answer'?",)
@@ -169,7 +171,7 @@ def test_missing_empty_and_truncated_files(tmp_path):
         source_of(cut)
 
 
-def test_an_empty_split_and_a_far_index_say_so(tmp_path):
+def test_empty_split_and_out_of_range_index_are_errors(tmp_path):
     path = write(tmp_path / "q.jsonl", rows(3))
     source = source_of(path, test_path=path)
     with pytest.raises(NothingToDoError, match="no task in split 'train'"):

@@ -18,7 +18,7 @@ TASK = {
 
 
 class FixedSandbox:
-    """Gives one result, and writes down what it was asked to run."""
+    """Returns one fixed result, and records the code."""
 
     def __init__(self, result=None):
         self.result = result or SandboxResult(status=SandboxStatus.OK, stdout="1788\n")
@@ -39,14 +39,14 @@ class FixedSandbox:
         self.num_open -= 1
 
 
-def started(**kwargs):
+def make_started(**kwargs):
     env = TirEnv(**kwargs)
     env.reset(seed=0, options={"task": TASK})
     return env
 
 
-def test_the_formats_are_fixed():
-    env = started()
+def test_tir_prompt_call_and_answer_formats():
+    env = make_started()
     assert [message["content"] for message in env.messages] == [
         r"Solve the problem. Put the final answer in \boxed{}.",
         "What is 37*48+12?",
@@ -64,7 +64,7 @@ def test_the_formats_are_fixed():
     assert step.info["metrics"] == {"tool_calls": 0, "tool_errors": 0}
 
 
-def test_the_default_level_has_two_or_three_operands_of_up_to_two_digits():
+def test_tir_default_level_has_2_to_3_two_digit_operands():
     env = TirEnv()
     for seed in range(100):
         data = env.reset(seed=seed)[1]["task"]["data"]
@@ -85,8 +85,8 @@ def test_the_default_level_has_two_or_three_operands_of_up_to_two_digits():
         ("open('/etc/passwd').read()", None, 1),
     ],
 )
-def test_what_the_tool_says(code, observation, num_errors):
-    step = started().step(python_call(code))
+def test_python_tool_observations(code, observation, num_errors):
+    step = make_started().step(python_call(code))
     if observation is not None:
         assert step.observation == observation
     assert step.info["metrics"] == {"tool_calls": 1, "tool_errors": num_errors}
@@ -96,47 +96,47 @@ REACHED = set(SandboxStatus) - {SandboxStatus.OK, SandboxStatus.UNAVAILABLE}
 
 
 @pytest.mark.parametrize("status", sorted(REACHED))
-def test_every_limit_is_told(status):
-    env = started(sandbox=FixedSandbox(SandboxResult(status=status)))
+def test_every_sandbox_limit_is_reported_to_the_policy(status):
+    env = make_started(sandbox=FixedSandbox(SandboxResult(status=status)))
     step = env.step(python_call("x"))
     assert step.observation
     assert step.info["metrics"]["tool_errors"] == 1
 
 
-def test_an_unavailable_sandbox_is_no_result():
-    env = started(sandbox=FixedSandbox(SandboxResult(status=SandboxStatus.UNAVAILABLE)))
+def test_unavailable_sandbox_is_a_sandbox_error():
+    env = make_started(sandbox=FixedSandbox(SandboxResult(status=SandboxStatus.UNAVAILABLE)))
     with pytest.raises(SandboxError):
         env.step(python_call("x"))
 
 
-def test_a_sandbox_is_chosen_by_its_id():
+def test_sandbox_is_chosen_by_its_id():
     with pytest.raises(UnknownIdError, match="'proces'"):
         TirEnv(sandbox="proces")
-    env = started(sandbox="process")
+    env = make_started(sandbox="process")
     assert env.step(python_call("print(6*7)")).observation == "42"
 
 
-def test_long_output_is_cut():
+def test_long_output_is_truncated():
     long = SandboxResult(status=SandboxStatus.OK, stdout="7" * 5_000)
-    step = started(sandbox=FixedSandbox(long)).step(python_call("x"))
+    step = make_started(sandbox=FixedSandbox(long)).step(python_call("x"))
     assert step.observation == "7" * 2_000 + "... (3000 more characters)"
 
 
 def test_only_assistant_text_is_graded():
-    env = started()
+    env = make_started()
     env.step(env.gold_action())
     assert env.step("It is what the tool says.").reward == 0.0
-    env = started()
+    env = make_started()
     assert env.step(r"\boxed{1788}" + python_call("print(1)")).terminated is False
 
 
-def test_a_box_inside_a_call_is_no_answer():
-    step = started().step(python_call(r"# \boxed{1788}"))
+def test_box_inside_a_tool_call_is_not_an_answer():
+    step = make_started().step(python_call(r"# \boxed{1788}"))
     assert (step.reward, step.terminated) == (0.0, False)
 
 
-def test_a_malformed_call_is_explained():
-    step = started().step("<tool_call>{oops</tool_call>")
+def test_malformed_call_is_explained():
+    step = make_started().step("<tool_call>{oops</tool_call>")
     assert step.observation.startswith("error: ")
     assert not step.terminated
     assert step.info["metrics"] == {"tool_calls": 0, "tool_errors": 1}
@@ -146,28 +146,28 @@ def test_a_malformed_call_is_explained():
     "arguments",
     [{}, {"code": 5}, {"code": "1", "x": 2}, {"code": "x" * 40_000}, {"code": "\ud800"}],
 )
-def test_bad_arguments_are_explained(arguments):
+def test_wrong_tool_arguments_are_explained(arguments):
     call = json.dumps({"name": "python", "arguments": arguments})
-    step = started().step(f"<tool_call>{call}</tool_call>")
+    step = make_started().step(f"<tool_call>{call}</tool_call>")
     assert step.observation.startswith("error: ")
     assert step.info["metrics"]["tool_errors"] == 1
 
 
-def test_three_turns_and_no_answer_is_a_truncation():
-    env = started(sandbox=FixedSandbox())
+def test_three_turns_without_answer_truncate():
+    env = make_started(sandbox=FixedSandbox())
     steps = [env.step(env.noop_action() and python_call("1")) for _ in range(3)]
     assert [step.truncated for step in steps] == [False, False, True]
     assert steps[-1].info["truncated_by"] == "max_turns"
 
 
-def test_a_failing_sandbox_is_its_own_failure_not_a_reward():
+def test_exception_in_the_sandbox_is_a_sandbox_error():
     with pytest.raises(SandboxError, match="gone"):
-        started(sandbox=FixedSandbox(SandboxError("gone"))).step(python_call("1"))
+        make_started(sandbox=FixedSandbox(SandboxError("gone"))).step(python_call("1"))
 
 
 @pytest.mark.parametrize(("is_stateful", "observation"), [(True, "5"), (False, None)])
-def test_names_live_on_in_a_stateful_episode_only(is_stateful, observation):
-    env = started(stateful=is_stateful)
+def test_python_names_persist_in_stateful_episodes_only(is_stateful, observation):
+    env = make_started(stateful=is_stateful)
     env.step(python_call("x = 5"))
     step = env.step(python_call("print(x)"))
     assert step.observation == (observation or "NameError: name 'x' is not defined")
@@ -175,9 +175,9 @@ def test_names_live_on_in_a_stateful_episode_only(is_stateful, observation):
 
 
 @pytest.mark.parametrize("ending", ["answer", "max_turns", "close"])
-def test_a_stateful_episode_leaves_no_interpreter_behind(ending):
+def test_stateful_episode_closes_its_session(ending):
     sandbox = FixedSandbox()
-    env = started(stateful=True, sandbox=sandbox)
+    env = make_started(stateful=True, sandbox=sandbox)
     env.step(python_call("1"))
     assert sandbox.num_open == 1
     if ending == "answer":
@@ -190,22 +190,22 @@ def test_a_stateful_episode_leaves_no_interpreter_behind(ending):
     assert sandbox.num_open == 0
 
 
-def test_many_episodes_share_the_loops_sandbox():
-    async def one(seed):
+def test_concurrent_episodes_share_the_loops_sandbox():
+    async def run_episode(seed):
         env = TirEnv()
         env.reset(seed=seed)
         await env.astep(env.gold_action())
         return (await env.astep(env.gold_action())).reward
 
-    async def all_of_them():
-        return await asyncio.gather(*(one(seed) for seed in range(64)))
+    async def run_all():
+        return await asyncio.gather(*(run_episode(seed) for seed in range(64)))
 
-    assert run_on_kept_loop(all_of_them()) == [1.0] * 64
+    assert run_on_kept_loop(run_all()) == [1.0] * 64
 
 
 @pytest.mark.parametrize("dialect", sorted(set(DIALECTS) - {"plain"}))
-def test_calls_are_written_in_the_dialect_that_was_chosen(dialect):
-    env = started(tool_dialect=dialect, sandbox=FixedSandbox())
+def test_tool_dialect_setting(dialect):
+    env = make_started(tool_dialect=dialect, sandbox=FixedSandbox())
     message = parse_assistant(env.gold_action(), dialect)
     (call,) = message["tool_calls"]
     assert call["function"]["arguments"]["code"].strip() == "print(37*48+12)"
@@ -213,19 +213,19 @@ def test_calls_are_written_in_the_dialect_that_was_chosen(dialect):
     assert env.step(env.gold_action()).reward == 1.0
 
 
-def test_a_dialect_that_is_none_is_refused():
+def test_unknown_tool_dialect_is_refused():
     with pytest.raises(ConfigError, match="no tool dialect 'hermse'"):
         TirEnv(tool_dialect="hermse")
     with pytest.raises(ConfigError, match="only python is called"):
         write_call("calculator", {"expression": "1"}, "fenced")
 
 
-def test_a_calculator_beside_or_instead_of_python():
-    env = started(tools=("calculator",))
+def test_calculator_beside_or_instead_of_python():
+    env = make_started(tools=("calculator",))
     step = env.step(env.gold_action())
     assert step.observation == "1788"
     assert env.step(env.gold_action()).reward == 1.0
-    both = started(tools=("python", "calculator"), sandbox=FixedSandbox())
+    both = make_started(tools=("python", "calculator"), sandbox=FixedSandbox())
     call = write_call("calculator", {"expression": "2 * (3 + 4)^2"})
     step = both.step(call + python_call("1") + call)
     assert [message["content"] for message in step.info["messages"]] == ["98", "1788", "98"]
@@ -236,9 +236,9 @@ def test_a_calculator_beside_or_instead_of_python():
             TirEnv(tools=tools)
 
 
-def test_calls_beyond_the_limit_of_the_episode_are_refused_and_counted():
+def test_max_tool_calls_refuses_and_counts():
     sandbox = FixedSandbox()
-    env = started(max_tool_calls=2, max_turns=5, sandbox=sandbox)
+    env = make_started(max_tool_calls=2, max_turns=5, sandbox=sandbox)
     first = env.step(python_call("1"))
     second = env.step(python_call("2") + python_call("3"))
     assert first.info["metrics"]["tool_refused"] == 0
@@ -249,7 +249,7 @@ def test_calls_beyond_the_limit_of_the_episode_are_refused_and_counted():
     assert env.step(python_call("1")).info["metrics"]["tool_refused"] == 0
 
 
-def test_questions_of_a_file_with_the_tool(tmp_path):
+def test_tir_questions_of_a_file(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps({"question": "A third of a half?", "answer": "1/6"}))
     env = TirEnv(path=path, test_path=path, sandbox=FixedSandbox())

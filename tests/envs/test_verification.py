@@ -1,4 +1,4 @@
-"""Statement tests of `code`: what right code may do, and what no code gets by with."""
+"""Statement tests of `code`: right code of many kinds passes, and cheats do not."""
 
 # ruff: noqa: E501
 
@@ -94,7 +94,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("row", [DOUBLE, CHECKED], ids=["mbpp", "humaneval"])
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS.keys())
-def test_statement_tests_are_not_deceived(tmp_path, row, cheat):
+def test_statement_tests_resist_cheats(tmp_path, row, cheat):
     if "def double" not in cheat and "exit" not in cheat:
         cheat = f"{cheat}\ndef double(x): return -1"
     assert graded(tmp_path, row, cheat)[0] == 0.0
@@ -144,7 +144,7 @@ def test_right_code_passes_statement_tests(tmp_path, row):
         ("def f(x): return x + 1", "for i in range(30):\n    assert f(i) == i + 1"),
     ],
 )  # fmt: skip
-def test_values_of_many_kinds_are_verified(tmp_path, code, test):
+def test_statement_tests_verify_many_kinds_of_values(tmp_path, code, test):
     assert graded(tmp_path, with_tests(test), code)[0] == 1.0
 
 
@@ -158,19 +158,19 @@ def test_values_of_many_kinds_are_verified(tmp_path, code, test):
         ("class E:\n    def __hash__(self): return 3\ndef f(): return E()", "assert f() in {3}"),
     ],
 )  # fmt: skip
-def test_what_only_the_policy_could_decide_is_wrong_and_counted(tmp_path, code, test):
+def test_unverifiable_results_are_wrong_and_counted(tmp_path, code, test):
     row = {**with_tests(test), "test_list": [f"True\n{test}", "assert f() == 'never'"]}
     reward, metrics = graded(tmp_path, row, code)
     assert reward == 0.0
     assert metrics["tests_unverifiable"] >= 1
 
 
-def test_mutated_arguments_are_no_way_to_move_the_expected_value(tmp_path):
+def test_mutating_arguments_does_not_change_the_expected_value(tmp_path):
     cheat = "def f(xs):\n    xs.clear()\n    return []"
     assert graded(tmp_path, with_tests("xs = [2, 1]\nassert f(xs) == sorted(xs)"), cheat)[0] == 0.0
 
 
-def test_names_that_tests_take_for_granted_do_not_come_from_the_policy():
+def test_implicit_imports_of_tests_do_not_come_from_the_policy():
     order = order_of("assert isclose(np.abs(f(math.pi)), g(1)) and len(x)", "", "f")
     assert order.imports == {
         "isclose": ("math", "isclose"),
@@ -192,10 +192,10 @@ plain = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(plain)
-def test_plain_values_come_back_as_they_were(value):
-    found = decode(parse(json.dumps(encode(value))), int)
-    assert found == value
-    assert type(found) is type(value)
+def test_plain_values_round_trip(value):
+    decoded = decode(parse(json.dumps(encode(value))), int)
+    assert decoded == value
+    assert type(decoded) is type(value)
 
 
 nodes = st.recursive(
@@ -208,7 +208,7 @@ nodes = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(nodes)
-def test_anything_that_is_not_plain_is_refused_by_one_error(node):
+def test_non_plain_values_raise_not_plain_error(node):
     try:
         decode(node, lambda number: object())
     except NotPlainError:
@@ -220,6 +220,6 @@ def test_anything_that_is_not_plain_is_refused_by_one_error(node):
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "NaN", "9" * 5_000, "", "{" * 9, '"' + "x" * 2**20]
 )
-def test_messages_are_bounded(text):
+def test_parse_refuses_oversized_messages(text):
     with pytest.raises(NotPlainError):
         parse(text)

@@ -1,4 +1,4 @@
-"""The examples of agents train on the embedded engine, and do what they say."""
+"""The agent examples do what they document, and train on the embedded engine."""
 
 import asyncio
 import os
@@ -56,7 +56,7 @@ def play(env, agent, replies, question="What is 6*7?"):
     return asyncio.run(episode)
 
 
-def test_triage_hands_over_and_the_calculator_calls_the_tool():
+def test_agents_sdk_example_hands_off_and_calls_the_tool():
     call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
     def reply(question):
@@ -73,7 +73,7 @@ def test_triage_hands_over_and_the_calculator_calls_the_tool():
     assert len(trajectory.branches) == 2
 
 
-def test_the_majority_answers():
+def test_black_box_example_takes_the_majority_answer():
     replies = iter(["\\boxed{42}", "\\boxed{7}", "It is \\boxed{42}"])
     agent = OpenAIFunctionAgent(f"{EXAMPLES}/black_box_agent.py:solve")
     trajectory = play(MathEnv(), agent, lambda question: next(replies))
@@ -84,7 +84,7 @@ def test_the_majority_answers():
 
 
 @needs_tools
-def test_the_shell_program_asks_twice():
+def test_shell_program_example_asks_twice():
     trajectory = play(MathEnv(), ProgramAgent(SHELL), ["Hm, \\boxed{41}?", "No: \\boxed{42}."])
     assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
     assert trajectory.reward == 1.0
@@ -111,7 +111,7 @@ def test_the_shell_program_asks_twice():
     ],
     ids=["openai_agents", "black_box", "program"],
 )
-def test_they_train(env, settings, tiny_policy, tmp_path):
+def test_agent_examples_train(env, settings, tiny_policy, tmp_path):
     torch.set_num_threads(1)
     config = load_config(None, [*SMALL, *settings, f"env.id={env}", f"engine.model={tiny_policy}"])
     train(config, run_dir=tmp_path / "run")
@@ -123,30 +123,33 @@ def test_they_train(env, settings, tiny_policy, tmp_path):
     assert all(t.num_policy_tokens for t in trajectories)
 
 
-def test_an_unmodified_program_learns_online(tiny_policy, tmp_path):
+def test_online_program_example_trains(tiny_policy, tmp_path):
     torch.set_num_threads(1)
     out = tmp_path / "run"
     settings = ["env.id=online", f"engine.model={tiny_policy}", "rollout.group_size=4"]
     config = load_config(None, [*SMALL[1:], *settings, "steps=3"])
-    found = {}
+    programs = []
 
     def follow():
         while not (out / "gateway.json").exists():
             time.sleep(0.05)
-        found["program"] = subprocess.Popen(
-            [sys.executable, EXAMPLES / "online_program.py", out / "gateway.json"],
-            stderr=subprocess.PIPE,
-            env=os.environ,
+        programs.append(
+            subprocess.Popen(
+                [sys.executable, EXAMPLES / "online_program.py", out / "gateway.json"],
+                stderr=subprocess.PIPE,
+                env=os.environ,
+            )
         )
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
     train(config, run_dir=out)
     follower.join()
-    _, errors = found["program"].communicate(timeout=60)
-    assert found["program"].returncode == 0, errors.decode()
+    (program,) = programs
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == 0, errors.decode()
     directory = RunDir(out)
     assert len(list(directory.read_metrics())) == 3
     for step in (1, 2, 3):
-        asked = {t.messages[0]["content"] for t in directory.read_trajectories(step)}
-        assert len(asked) == 1  # siblings have tried the same
+        prompts = {t.messages[0]["content"] for t in directory.read_trajectories(step)}
+        assert len(prompts) == 1  # all siblings had the same task

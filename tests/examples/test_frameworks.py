@@ -1,4 +1,4 @@
-"""Agents of other frameworks play and train, where those are installed; they are no dependency."""
+"""Agents of LangChain and CAMEL play and train where those optional packages are installed."""
 
 import asyncio
 import json
@@ -20,13 +20,16 @@ from areal_gym.types import StopReason, Task
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-NEEDS = {"langchain": ["langchain.agents", "langchain_openai"], "camel": ["camel.agents"]}
+REQUIRED_MODULES = {
+    "langchain": ["langchain.agents", "langchain_openai"],
+    "camel": ["camel.agents"],
+}
 
 
-@pytest.fixture(params=list(NEEDS))
+@pytest.fixture(params=list(REQUIRED_MODULES))
 def function(request):
-    for module in NEEDS[request.param]:
-        reason = f"{module} is no dependency, and not installed or not importable here"
+    for module in REQUIRED_MODULES[request.param]:
+        reason = f"optional package {module} is not installed or cannot be imported"
         pytest.importorskip(module, reason=reason, exc_type=ImportError)
     return f"{EXAMPLES}/{request.param}_agent.py:solve"
 
@@ -50,17 +53,17 @@ def play(function, replies, max_calls=8):
     return asyncio.run(episode)
 
 
-def test_the_environment_runs_the_tools(function):
+def test_environment_runs_the_tools(function):
     trajectory = play(function, [call("python"), "It is \\boxed{42}."])
     assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
     assert trajectory.reward == 1.0
-    # One dialogue, extended token by token: the framework has kept what it was told.
+    # One dialogue, extended token by token: the framework kept every message.
     assert (len(trajectory.branches), len(trajectory.turns)) == (1, 2)
-    (said,) = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
-    assert said == "42"
+    (result,) = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+    assert result == "42"
 
 
-def test_two_calls_of_one_message_get_a_result_each(function):
+def test_parallel_calls_get_one_result_each(function):
     both = call("python", "print(6*6)") + call("python", "print(6*8)")
     trajectory = play(function, [both, "It is \\boxed{42}."])
     assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
@@ -69,20 +72,20 @@ def test_two_calls_of_one_message_get_a_result_each(function):
     assert [results[call["id"]] for call in calls] == ["36", "48"]
 
 
-def test_a_tool_that_there_is_not_is_the_policys_mistake(function):
+def test_unknown_tool_is_the_policys_mistake(function):
     trajectory = play(function, [call("calculator"), "It is \\boxed{42}."])
     assert trajectory.stop_reason is StopReason.COMPLETED, trajectory.error
     assert trajectory.reward == 1.0
     assert len(trajectory.turns) == 2
 
 
-def test_a_policy_that_never_answers_is_truncated(function):
+def test_policy_that_never_answers_is_truncated(function):
     trajectory = play(function, lambda question: call("python"), max_calls=3)
     assert trajectory.stop_reason is StopReason.MAX_TURNS, trajectory.error
     assert len(trajectory.turns) == 3
 
 
-def test_it_trains(function, tiny_policy, tmp_path):
+def test_framework_agent_trains(function, tiny_policy, tmp_path):
     torch.set_num_threads(1)
     settings = [
         "env.id=tir",

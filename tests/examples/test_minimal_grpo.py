@@ -6,11 +6,11 @@ from pathlib import Path
 FILE = Path(__file__).parents[2] / "examples" / "minimal_grpo.py"
 
 
-def test_it_is_short():
+def test_minimal_grpo_is_below_200_lines():
     assert len(FILE.read_text().splitlines()) < 200
 
 
-def test_it_learns(capsys):
+def test_minimal_grpo_learns(capsys):
     spec = importlib.util.spec_from_file_location("minimal_grpo", FILE)
     assert spec is not None
     assert spec.loader is not None

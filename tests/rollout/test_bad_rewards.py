@@ -1,4 +1,4 @@
-"""Rewards that are no finite numbers: counted, not played again, and no selection by reward."""
+"""Non-finite rewards are counted and not retried, and their whole group is dropped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BAD = MappingProxyType({"nan": math.nan, "inf": math.inf, "minus inf": -math.inf
 
 
 def unlucky(bad, share):
-    """Sums whose reward is no finite number in one of `share` episodes, by the episode's seed."""
+    """Return `Sums` with a non-finite reward in one of `share` episodes, chosen by seed."""
 
     class Unlucky(Sums):
         async def respond(self, message):
@@ -56,7 +56,7 @@ def play(env, num_batches, **config):
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-def test_groups_with_a_bad_reward_are_dropped_whole(bad):
+def test_group_with_a_nonfinite_reward_is_dropped(bad):
     groups, stats, seen = play(unlucky(bad, 8), 4, max_failure_rate=0.9)
     failed = [t for t in seen if t.stop_reason is StopReason.REWARD_ERROR]
     assert failed
@@ -67,20 +67,20 @@ def test_groups_with_a_bad_reward_are_dropped_whole(bad):
     assert stats.num_groups_failed == len({t.group_id for t in failed})
 
 
-def test_bad_rewards_are_bounded():
+def test_too_many_nonfinite_rewards_stop_the_run():
     with pytest.raises(FailureBudgetError, match="reward_error") as caught:
         play(unlucky(math.nan, 1), 1)
     assert any("finite" in hint for hint in caught.value.hints)
 
 
-def test_bad_rewards_are_said_in_the_step_line():
+def test_step_line_counts_nonfinite_rewards():
     counter = IncidentCounter()
     assert describe_incidents(counter.count({"rollout/failures/reward_error": 0})) == ""
     line = describe_incidents(counter.count({"rollout/failures/reward_error": 2}))
     assert "2 rewards were not finite" in line
 
 
-def test_evaluations_do_not_play_bad_rewards_again():
+def test_evaluation_does_not_retry_nonfinite_rewards():
     seen = []
     report = asyncio.run(
         evaluate(
@@ -95,7 +95,7 @@ def test_evaluations_do_not_play_bad_rewards_again():
     assert report.num_failed == len(failed)
 
 
-def test_a_reward_that_is_not_finite_is_an_error_of_its_own():
+def test_nonfinite_reward_raises_reward_error():
     env = unlucky(math.nan, 1)()
     env.reset(seed=0, options={"split": "train"})
     with pytest.raises(RewardError, match="finite number"):

@@ -23,7 +23,7 @@ def played(num_tokens, stop_reason=StopReason.COMPLETED):
     )
 
 
-def test_the_longest_of_a_batch_is_no_truncation():  # trap 3
+def test_longest_trajectory_is_not_a_truncation():  # trap 3
     def truncated(*trajectories):
         group = Group(id="g", task=TASK, trajectories=trajectories)
         return batch_metrics([group], 0)["rollout/truncated"]

@@ -21,7 +21,7 @@ from areal_gym.types import Task
 
 
 class Levels(Sums):
-    """The level says how often the policy is right: see `Skilled`."""
+    """Tasks with a level, which decides how often `Skilled` is right."""
 
     difficulties = ("easy", "medium", "hard")
 
@@ -35,7 +35,7 @@ class Levels(Sums):
 
 
 class Skilled(ScriptedEngine):
-    """Right always, half the time or never, after a random time."""
+    """Answers right always, half the time or never, by level, after a random time."""
 
     def __init__(self):
         super().__init__(self.answer, latency_s=lambda q: random.choice([0, 0.001]))
@@ -73,7 +73,7 @@ def levels(taken):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_tasks_of_medium_difficulty_are_preferred_and_no_others_forgotten(max_staleness):
+def test_curriculum_prefers_medium_and_keeps_other_levels(max_staleness):
     engine = Skilled()
     runner = runner_of(engine, SuccessRateCurriculum(), max_staleness=max_staleness)
     taken, _ = asyncio.run(batches(runner, engine, 30))
@@ -83,7 +83,7 @@ def test_tasks_of_medium_difficulty_are_preferred_and_no_others_forgotten(max_st
     assert late["hard"] > 0
 
 
-def test_a_filtered_run_gets_its_groups_sooner_with_a_curriculum():
+def test_curriculum_lowers_the_number_of_filtered_groups():
     def num_rejected(curriculum):
         engine = Skilled()
         filters = {"zero-variance": ZeroVarianceFilter()}
@@ -98,7 +98,7 @@ def test_a_filtered_run_gets_its_groups_sooner_with_a_curriculum():
     )
 
 
-def test_a_synchronous_run_chooses_the_same_whatever_finishes_first():
+def test_synchronous_curriculum_is_independent_of_finishing_order():
     def play(max_in_flight):
         engine = Skilled()
         runner = runner_of(
@@ -114,7 +114,7 @@ def test_a_synchronous_run_chooses_the_same_whatever_finishes_first():
 
 
 @pytest.mark.parametrize("num_before", [1, 3])
-def test_what_was_learned_survives_an_interruption(num_before):
+def test_curriculum_state_survives_resume(num_before):
     def ids(taken):
         return [[(g.id, g.task.id) for g in batch] for batch in taken]
 
@@ -130,7 +130,7 @@ def test_what_was_learned_survives_an_interruption(num_before):
     assert ids(first + rest) == ids(whole)
 
 
-def test_indices_of_a_finite_environment_are_arms_too():
+def test_curriculum_uses_task_indices_of_a_finite_environment():
     class Four(Sums):
         def num_tasks(self, split):
             return 4
@@ -143,19 +143,19 @@ def test_indices_of_a_finite_environment_are_arms_too():
     assert set(chosen) == {0, 1, 2, 3}
 
 
-def test_an_environment_that_offers_no_choice_is_refused():
+def test_environment_without_difficulties_is_refused():
     with pytest.raises(ConfigError, match="nothing to choose") as caught:
         runner_of(ScriptedEngine(["10"]), SuccessRateCurriculum(), Sums)
     assert any("rollout.curriculum=null" in hint for hint in caught.value.hints)
 
 
 @pytest.mark.parametrize("wrong", [{"explore": 0.0}, {"explore": 1.5}, {"memory": 0.5}])
-def test_wrong_arguments_are_refused(wrong):
+def test_wrong_curriculum_arguments_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SuccessRateCurriculum(**wrong)
 
 
-def test_its_state_is_json_and_whole():
+def test_curriculum_state_round_trips_through_json():
     first = SuccessRateCurriculum()
     first.prepare(Levels(), "train")
     for level, rewards in (("easy", [1, 1]), ("hard", [0, 0]), ("easy", [1, 0])):
@@ -169,8 +169,8 @@ def test_its_state_is_json_and_whole():
 
 
 def test_curricula_are_plugins():
-    found = Registry(PluginManager([Candidate(name="rollout", target=plugin)]))
-    assert found.load("curricula", "success-rate") is SuccessRateCurriculum
+    registry = Registry(PluginManager([Candidate(name="rollout", target=plugin)]))
+    assert registry.load("curricula", "success-rate") is SuccessRateCurriculum
 
 
 @pytest.mark.parametrize("env_class", [TirEnv, MathEnv])
@@ -185,7 +185,7 @@ def test_generated_environments_offer_their_levels(env_class):
         env.reset(options={"difficulty": 9})
 
 
-def test_questions_of_a_file_are_chosen_by_index(tmp_path):
+def test_curriculum_chooses_file_questions_by_index(tmp_path):
     rows = (json.dumps({"question": f"{n}+1?", "answer": n + 1}) for n in range(50))
     (tmp_path / "q.jsonl").write_text("\n".join(rows))
     env = MathEnv(path=tmp_path / "q.jsonl")

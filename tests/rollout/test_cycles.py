@@ -1,4 +1,4 @@
-"""What `relax_garbage_collection` counts on: no episode waits for the garbage collector."""
+"""Episodes leave no reference cycles: no episode waits for the garbage collector."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ class BrokenEngine(ScriptedEngine):
 
 
 class RememberingAgent(ChatAgent):
-    """Knows whether its episode is still there."""
+    """Keeps a weak reference to its episode."""
 
     async def play(self, episode):
         self.episode = weakref.ref(episode)
@@ -46,7 +46,7 @@ class BrokenAgent(RememberingAgent):
 
 
 @pytest.mark.parametrize(
-    ("what", "stop_reason"),
+    ("case", "stop_reason"),
     [
         ({}, StopReason.COMPLETED),
         ({"env": BrokenEnv}, StopReason.ENV_ERROR),
@@ -57,12 +57,12 @@ class BrokenAgent(RememberingAgent):
         ({"latency_s": 60, "timeout_s": 0.001}, StopReason.TIMEOUT),
     ],
 )
-def test_nothing_is_left_of_an_episode_but_its_trajectory(what, stop_reason):
-    env, agent = what.get("env", Sums)(), what.get("agent", RememberingAgent)()
-    engine = what.get("engine", ScriptedEngine)(
+def test_episode_is_freed_without_garbage_collection(case, stop_reason):
+    env, agent = case.get("env", Sums)(), case.get("agent", RememberingAgent)()
+    engine = case.get("engine", ScriptedEngine)(
         [CALL, "It is 10."],
-        max_context=what.get("max_context", 4096),
-        latency_s=what.get("latency_s", 0.0),
+        max_context=case.get("max_context", 4096),
+        latency_s=case.get("latency_s", 0.0),
     )
     gc.disable()
     try:
@@ -74,7 +74,7 @@ def test_nothing_is_left_of_an_episode_but_its_trajectory(what, stop_reason):
                 RENDERER,
                 options={"split": "test"},
                 params=SamplingParams(max_new_tokens=200),
-                timeout_s=what.get("timeout_s"),
+                timeout_s=case.get("timeout_s"),
             )
         )
         assert agent.episode() is None

@@ -11,7 +11,8 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tools import tool
 from areal_gym.errors import EngineError, SandboxError, UsageError
-from areal_gym.rollout.episode import InFlight, derive_seed, play_episode
+from areal_gym.recording import derive_seed
+from areal_gym.rollout.episode import InFlight, play_episode
 from areal_gym.types import FinishReason, StopReason, Task, freeze
 
 RENDERER = byte_renderer()
@@ -27,7 +28,7 @@ def play(env, engine, agent=None, **options):
 
 
 class Once(TextEnv):
-    """Answers the first message with what `answer` gives."""
+    """Answers every message with the result of `answer`."""
 
     def __init__(self, answer):
         super().__init__()
@@ -43,14 +44,14 @@ class Once(TextEnv):
         return self.answer(message)
 
 
-class Asks:
-    """An agent given as a coroutine function."""
+class FunctionAgent:
+    """An agent made from a coroutine function."""
 
     def __init__(self, play):
         self.play = play
 
 
-def test_a_tool_episode_is_recorded_turn_by_turn():
+def test_tool_episode_is_recorded_turn_by_turn():
     trajectory = play(Sums(), [CALL, "It is 10."], seed=5, trajectory_id="a", group_id="g")
     assert trajectory.stop_reason is StopReason.COMPLETED
     assert [span.origin for span in trajectory.spans] == ["prompt", "policy", "env", "policy"]
@@ -65,7 +66,7 @@ def test_a_tool_episode_is_recorded_turn_by_turn():
     assert all(turn.engine_s >= 0 and turn.env_s >= 0 for turn in trajectory.turns)
 
 
-def test_an_episode_that_ends_in_a_tool_result_keeps_its_reward():  # trap 1
+def test_episode_ending_in_a_tool_result_keeps_its_reward():  # trap 1
     env = Sums()
     env.max_turns = 1
     trajectory = play(env, [CALL])
@@ -76,19 +77,19 @@ def test_an_episode_that_ends_in_a_tool_result_keeps_its_reward():  # trap 1
 
 
 @pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1)])
-def test_any_number_is_a_reward(reward):  # trap 4
+def test_every_number_type_is_a_reward(reward):  # trap 4
     trajectory = play(Once(lambda m: Response(reward=reward, is_terminated=True)), ["x"])
     assert trajectory.reward == 1.0
 
 
 @pytest.mark.parametrize("reward", [None, "1", math.nan, math.inf])
-def test_rewards_that_are_not_finite_numbers_are_reward_errors(reward):
+def test_nonfinite_rewards_are_reward_errors(reward):
     trajectory = play(Once(lambda m: Response(reward=reward, is_terminated=True)), ["x"])
     assert trajectory.stop_reason is StopReason.REWARD_ERROR
     assert trajectory.reward == 0.0
 
 
-def test_a_turn_that_is_cut_is_graded_and_ends_the_episode():
+def test_truncated_turn_is_graded_and_ends_the_episode():
     seen = []
 
     def answer(message):
@@ -103,10 +104,10 @@ def test_a_turn_that_is_cut_is_graded_and_ends_the_episode():
     assert trajectory.num_policy_tokens == 10
     ended = Once(lambda m: Response(is_terminated=True))
     trajectory = play(ended, ["x" * 50], params=SamplingParams(max_new_tokens=10))
-    assert trajectory.stop_reason is StopReason.MAX_TOKENS  # whatever the environment thought
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS  # although the environment terminated
 
 
-def test_a_full_context_truncates_between_turns():  # trap 16
+def test_full_context_truncates_between_turns():  # trap 16
     engine = ScriptedEngine([CALL] * 9, max_context=500)
     trajectory = play(Sums(), engine)
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
@@ -115,7 +116,7 @@ def test_a_full_context_truncates_between_turns():  # trap 16
     assert trajectory.reward == 0.25 * engine.num_calls
 
 
-def test_a_first_prompt_that_does_not_fit_is_a_truncation_without_tokens():
+def test_first_prompt_beyond_the_context_is_a_truncation_without_tokens():
     trajectory = play(Sums(), ScriptedEngine(["x"], max_context=20))
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     assert trajectory.spans == () == trajectory.turns
@@ -140,7 +141,7 @@ def raising(error):
         (Sums(), [[]], StopReason.ENGINE_ERROR),  # sampled nothing
     ],
 )
-def test_failures_are_attributed_to_one_boundary(env, replies, reason):
+def test_failures_are_attributed_to_env_sandbox_or_engine(env, replies, reason):
     trajectory = play(env, replies)
     assert trajectory.stop_reason is reason
     assert trajectory.error
@@ -148,17 +149,17 @@ def test_failures_are_attributed_to_one_boundary(env, replies, reason):
 
 
 class Leaving(BaseException):
-    """No Exception: what catches those lets it pass."""
+    """A BaseException: `except Exception` does not catch it."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by code that thinks it is a program."""
+    """A KeyboardInterrupt raised by the environment's own code."""
 
 
 @pytest.mark.parametrize(
     "error", [Leaving("gone"), Interrupted(), SystemExit(3), asyncio.CancelledError()]
 )
-def test_environment_that_raises_no_exception_fails_its_episode_only(error):
+def test_base_exception_in_environment_fails_only_its_episode(error):
     trajectory = play(Once(raising(error)), ["x"])
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert type(error).__name__ in trajectory.error
@@ -167,12 +168,12 @@ def test_environment_that_raises_no_exception_fails_its_episode_only(error):
     assert play(in_reset, ["x"]).stop_reason is StopReason.ENV_ERROR
 
 
-def test_interrupt_of_the_run_is_no_failure_of_the_environment():
+def test_keyboard_interrupt_is_not_an_environment_failure():
     with pytest.raises(KeyboardInterrupt):
         play(Once(raising(KeyboardInterrupt())), ["x"])
 
 
-def test_a_failing_reset_is_the_environments():
+def test_exception_in_reset_is_an_env_error():
     class Broken(Sums):
         def first_messages(self, task):
             raise KeyError("row without a question")
@@ -182,7 +183,7 @@ def test_a_failing_reset_is_the_environments():
     assert "row without a question" in trajectory.error
 
 
-def test_a_wrong_request_is_raised_not_recorded():
+def test_usage_error_is_raised_not_recorded():
     class Picky(Sums):
         def sample_task(self, rng, options):
             raise UsageError("no split 'tset'")
@@ -223,13 +224,13 @@ async def acts_on(episode):
         (acts_on, "acts after the end"),
     ],
 )
-def test_an_agents_mistakes_are_its_own(agent, words):
-    trajectory = play(Sums(), ["10", "10"], Asks(agent))
+def test_agent_protocol_mistakes_are_agent_errors(agent, words):
+    trajectory = play(Sums(), ["10", "10"], FunctionAgent(agent))
     assert trajectory.stop_reason is StopReason.AGENT_ERROR
     assert words in trajectory.error
 
 
-def test_an_agent_that_swallows_errors_does_not_hide_them():
+def test_agent_cannot_swallow_engine_errors():
     async def stubborn(episode):
         for _ in range(3):
             try:
@@ -237,24 +238,24 @@ def test_an_agent_that_swallows_errors_does_not_hide_them():
             except Exception:
                 continue
 
-    trajectory = play(Sums(), raising(OSError("gone")), Asks(stubborn))
+    trajectory = play(Sums(), raising(OSError("gone")), FunctionAgent(stubborn))
     assert trajectory.stop_reason is StopReason.ENGINE_ERROR
-    trajectory = play(Sums(), ScriptedEngine(["x"], max_context=20), Asks(stubborn))
+    trajectory = play(Sums(), ScriptedEngine(["x"], max_context=20), FunctionAgent(stubborn))
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
 
 
-def test_an_agent_may_think_before_it_acts():
+def test_agent_may_ask_twice_before_acting():
     async def thinks(episode):
         assert [t.name for t in episode.tools] == ["add"]
         await episode.ask([{"role": "system", "content": "Plan."}, *episode.first_messages])
         await episode.act(await episode.ask([{"role": "user", "content": "Now answer."}]))
 
-    trajectory = play(Sums(), ["plan", "10"], Asks(thinks))
+    trajectory = play(Sums(), ["plan", "10"], FunctionAgent(thinks))
     assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
     assert [m["role"] for m in trajectory.messages].count("assistant") == 2
 
 
-def test_the_wall_clock_is_a_failure_not_a_reward():  # trap 5
+def test_timeout_is_a_failure_not_a_reward():  # trap 5
     class Hangs(Sums):
         async def respond(self, message):
             await asyncio.sleep(60)
@@ -277,13 +278,13 @@ def test_siblings_cannot_change_the_task_they_share():  # trap 6
     assert trajectory.task is task
 
 
-def test_a_tool_error_is_told_to_the_policy():
+def test_tool_error_is_sent_to_the_policy():
     trajectory = play(Sums(), ['<tool_call>{"name": "sub"}</tool_call>', "10"])
     assert trajectory.stop_reason is StopReason.COMPLETED
     assert "no tool 'sub'" in trajectory.messages[2]["content"]
 
 
-def test_the_episode_is_released_everywhere_even_when_cancelled():
+def test_cancelled_episode_releases_engine_and_environment():
     released, closed = [], []
 
     class Engine(ScriptedEngine):
@@ -318,7 +319,7 @@ def test_the_episode_is_released_everywhere_even_when_cancelled():
     assert len(released) == len(closed) == 2
 
 
-def test_what_fails_while_closing_is_a_failure():
+def test_exception_in_aclose_is_an_env_error():
     class Leaks(Sums):
         async def aclose(self):
             raise OSError("the interpreter does not end")
@@ -333,7 +334,7 @@ def test_what_fails_while_closing_is_a_failure():
         assert "does not end" in trajectory.error
 
 
-def test_one_seed_one_episode():
+def test_equal_seeds_give_equal_episodes():
     seeds = []
 
     def reply(question):
@@ -349,7 +350,7 @@ def test_one_seed_one_episode():
     assert all(0 <= seed < 2**48 for seed in seeds)
 
 
-def test_tools_that_wait_are_awaited():
+def test_asynchronous_tools_are_awaited():
     @tool
     async def slow() -> str:
         """Wait."""
@@ -362,7 +363,7 @@ def test_tools_that_wait_are_awaited():
     assert trajectory.messages[2]["content"] == "done"
 
 
-def test_time_in_tools_is_told_apart_and_is_part_of_the_environments():
+def test_tool_time_is_part_of_environment_time():
     @tool
     async def slow() -> str:
         """Wait."""

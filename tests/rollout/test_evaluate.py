@@ -31,7 +31,7 @@ def right_for_even_tasks(question):
     return "10" if number_of(question) % 2 == 0 else "no idea"
 
 
-def test_it_counts_what_it_should():
+def test_evaluation_report_counts_tasks_samples_and_scores():
     seen, progress = [], []
     report = measure(
         right_for_even_tasks,
@@ -62,7 +62,7 @@ def test_it_counts_what_it_should():
     assert text.isascii()
 
 
-def test_greedy_asks_for_temperature_zero():
+def test_greedy_evaluation_samples_at_temperature_zero():
     temperatures = []
 
     def reply(question):
@@ -74,7 +74,7 @@ def test_greedy_asks_for_temperature_zero():
     assert "greedy" in report.to_text()
 
 
-def test_failures_are_excluded_and_counted():  # trap 5
+def test_evaluation_excludes_and_counts_failures():  # trap 5
     def reply(question):
         if number_of(question) % 4 == 1:
             raise EngineError("no answer")
@@ -89,13 +89,13 @@ def test_failures_are_excluded_and_counted():  # trap 5
 
 
 @pytest.mark.parametrize(("max_context", "num_unasked"), [(20, 4), (4096, 0)])
-def test_it_says_when_no_prompt_fits_into_the_context(max_context, num_unasked):
+def test_evaluation_reports_prompts_beyond_the_context(max_context, num_unasked):
     report = measure(ScriptedEngine(lambda _: "10", max_context=max_context), num_tasks=4)
     assert report.num_unasked == num_unasked
     assert ("engine.max_context" in report.to_text()) == bool(num_unasked)
 
 
-def test_tasks_do_not_depend_on_the_seed_and_sampling_does():
+def test_evaluation_seed_changes_samples_not_tasks():
     seeds, tasks = [], []
 
     def reply(question):
@@ -115,7 +115,7 @@ def test_tasks_do_not_depend_on_the_seed_and_sampling_does():
     assert set(seeds[:5]).isdisjoint(seeds[10:])
 
 
-def test_broken_engines_end_the_evaluation():
+def test_broken_engine_ends_the_evaluation():
     def gone(question):
         raise EngineError("no answer")
 
@@ -124,7 +124,7 @@ def test_broken_engines_end_the_evaluation():
             measure(gone, num_tasks=num_tasks)
 
 
-def test_small_splits_are_played_whole_and_empty_ones_refused():
+def test_small_split_is_played_whole_and_empty_split_refused():
     class Few(Sums):
         def num_tasks(self, split):
             return 7 if split == "test" else 0
@@ -141,7 +141,7 @@ def test_small_splits_are_played_whole_and_empty_ones_refused():
         measure(["10"], Picky)
 
 
-def test_a_callback_that_fails_ends_the_evaluation_with_its_own_error():
+def test_failing_callback_ends_the_evaluation_with_its_error():
     def disk_full(trajectory):
         raise OSError(28, "No space left on device")
 
@@ -150,24 +150,24 @@ def test_a_callback_that_fails_ends_the_evaluation_with_its_own_error():
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.sampled_from([1, 2, 4]))
-def test_intervals_hold_the_estimate(successes, k):
+def test_confidence_interval_contains_the_estimate(successes, k):
     interval = pass_at_k_interval([(4, c) for c in successes], k, num_samples=4)
     assert 0 <= interval.low <= interval.mean + 1e-9
     assert interval.mean <= interval.high + 1e-9 <= 1 + 2e-9
 
 
-def test_intervals_know_what_is_independent():
+def test_confidence_interval_uses_independent_samples():
     # One sample each: the plain score interval.
     single = pass_at_k_interval([(1, 1)] * 30 + [(1, 0)] * 70, 1, num_samples=1)
     assert single == pytest.approx(wilson_interval(30, 100))
-    # Tasks that agree in nothing but their mean: as good as all samples.
+    # Tasks that differ only by chance: as informative as all samples.
     assert pass_at_k_interval([(4, 2)] * 25, 1, num_samples=4) == pytest.approx(
         wilson_interval(50, 100)
     )
     assert math.isnan(pass_at_k_interval([(1, 1)], 2, num_samples=2).mean)
 
 
-def test_a_mix_is_reported_for_each_of_its_environments():
+def test_mix_is_reported_per_environment():
     def make():
         envs = [{"id": "math", "weight": 3}, {"id": "countdown", "weight": 1}]
         return areal_gym.make("mix", envs=envs)

@@ -33,7 +33,7 @@ def alternate(budget, num_bad, times):
         record(budget, GOOD)
 
 
-def test_what_never_worked_stops_as_soon_as_the_budget_is_spent():
+def test_run_without_success_stops_when_the_budget_is_spent():
     budget = FailureBudget(0.5, window=64)
     record(budget, BAD, 32)
     assert budget.pause_s == 0
@@ -41,7 +41,7 @@ def test_what_never_worked_stops_as_soon_as_the_budget_is_spent():
         record(budget, BAD)
 
 
-def test_failures_among_successes_are_a_share():
+def test_failure_rate_counts_failures_among_successes():
     budget = FailureBudget(0.5, window=64)
     alternate(budget, 1, times=200)
     with pytest.raises(FailureBudgetError) as caught:
@@ -49,7 +49,7 @@ def test_failures_among_successes_are_a_share():
     assert any("engine alive" in hint for hint in caught.value.hints)
 
 
-def test_an_outage_is_waited_for_and_counts_once():
+def test_outage_is_waited_for_and_counts_once():
     budget = FailureBudget(0.5, window=64, clock=(clock := Clock()))
     for _ in range(3):
         record(budget, GOOD, 30)
@@ -68,7 +68,7 @@ def test_an_outage_is_waited_for_and_counts_once():
         assert budget.pause_s == 0
 
 
-def test_an_outage_without_end_stops_the_run_whatever_the_rate():
+def test_endless_outage_stops_the_run_at_any_failure_rate():
     budget = FailureBudget(1.0, window=64, clock=(clock := Clock()))
     record(budget, GOOD)
     record(budget, BAD, 500)
@@ -77,7 +77,7 @@ def test_an_outage_without_end_stops_the_run_whatever_the_rate():
         record(budget, BAD)
 
 
-def test_a_lone_success_now_and_then_is_no_recovery():
+def test_rare_successes_are_not_a_recovery():
     budget = FailureBudget(0.5, window=64)
     record(budget, GOOD, 64)
     with pytest.raises(FailureBudgetError):
@@ -88,7 +88,7 @@ def test_a_lone_success_now_and_then_is_no_recovery():
 
 
 class Restarted(ScriptedEngine):
-    """Away for half a minute, twenty turns after the start: every request fails at once."""
+    """Fails every request at once for `seconds`, from the twentieth call on."""
 
     def __init__(self, seconds):
         super().__init__(["10"], latency_s=0.1)
@@ -127,20 +127,20 @@ def loop():
     return VirtualLoop()
 
 
-def test_a_run_survives_the_restart_of_its_server(loop):
+def test_run_survives_a_server_restart(loop):
     stats = play(loop, Sums, Restarted(30), 6)
     assert stats.num_groups == 24
     # Pauses grow: a few waves of what is in flight, not thousands of episodes.
     assert 16 <= stats.num_failures["engine_error"] <= 16 * 12
 
 
-def test_a_server_that_does_not_come_back_stops_the_run(loop):
+def test_lost_server_stops_the_run(loop):
     with pytest.raises(FailureBudgetError, match=r"nothing has come through for .* s"):
         play(loop, Sums, Restarted(10**6), 6)
     assert 60 < loop.time() < 90
 
 
-def test_tasks_that_are_away_for_a_while_are_waited_for(loop):
+def test_unavailable_tasks_are_waited_for(loop):
     class Away(Sums):
         def sample_task(self, rng, options):
             if 1 < loop.time() < 30:

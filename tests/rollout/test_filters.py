@@ -34,15 +34,15 @@ def group(*rewards):
     )
 
 
-def test_zero_variance():
+def test_zero_variance_filter():
     assert ZeroVarianceFilter().reject(group(0.5, 0.5, 0.5)) == "all-equal"
     assert ZeroVarianceFilter().reject(group(0.5)) == "all-equal"
     assert ZeroVarianceFilter().reject(group(0.5, 0.6)) is None
 
 
-def test_success_rate():
+def test_success_rate_filter():
     inside = SuccessRateFilter()
-    assert inside.reject(group(0.0, 0.9)) == "too-hard"  # 0.9 is no success
+    assert inside.reject(group(0.0, 0.9)) == "too-hard"  # 0.9 is not a success
     assert inside.reject(group(1.0, 1.0)) == "too-easy"
     assert inside.reject(group(1.0, 0.0)) is None
     band = SuccessRateFilter(low=0.25, high=0.75, success_reward=0.5)
@@ -54,7 +54,7 @@ def test_success_rate():
             SuccessRateFilter(low=low, high=high)
 
 
-def test_the_first_filter_that_rejects_names_the_reason():
+def test_rejection_reason_is_of_the_first_rejecting_filter():
     filters = {"zero-variance": ZeroVarianceFilter(), "success-rate": SuccessRateFilter()}
     assert rejection(filters, group(0, 0)) == "zero-variance/all-equal"
     assert rejection(filters, group(0, 0.5)) == "success-rate/too-hard"
@@ -62,13 +62,13 @@ def test_the_first_filter_that_rejects_names_the_reason():
 
 
 def test_filters_are_plugins():
-    found = Registry(PluginManager([Candidate(name="rollout", target=plugin)]))
-    assert {entry.id for entry in found.entries("filters")} == {"zero-variance", "success-rate"}
-    assert found.load("filters", "success-rate")(low=0.1).low == 0.1
+    registry = Registry(PluginManager([Candidate(name="rollout", target=plugin)]))
+    assert {entry.id for entry in registry.entries("filters")} == {"zero-variance", "success-rate"}
+    assert registry.load("filters", "success-rate")(low=0.1).low == 0.1
 
 
 class Coin(RecordingEngine):
-    """Right for some seeds: about half."""
+    """Answers right for odd seeds: about half."""
 
     async def generate(self, prompt_ids, params, *, session=None):
         await asyncio.sleep(random.choice([0, 0.001]))  # another order each time
@@ -111,7 +111,7 @@ def test_rejected_groups_are_replaced_and_counted(max_staleness):
     )
 
 
-def test_with_refills_a_synchronous_run_is_still_reproducible():
+def test_synchronous_run_with_refills_is_reproducible():
     def play(max_in_flight):
         engine = Coin()
         runner = runner_of(
@@ -130,7 +130,7 @@ def test_with_refills_a_synchronous_run_is_still_reproducible():
 
 
 @pytest.mark.parametrize(("batch_groups", "num_rejected"), [(3, 64), (16, 128)])
-def test_a_filter_that_rejects_everything_stops_the_run(batch_groups, num_rejected):  # trap 9
+def test_filter_that_rejects_everything_stops_the_run(batch_groups, num_rejected):  # trap 9
     engine = ScriptedEngine(["10"])
     runner = runner_of(
         engine, {"success-rate": SuccessRateFilter()}, max_staleness=1, batch_groups=batch_groups
@@ -142,7 +142,7 @@ def test_a_filter_that_rejects_everything_stops_the_run(batch_groups, num_reject
     assert any("curriculum" in hint for hint in caught.value.hints)
 
 
-def test_a_filter_that_is_broken_is_the_runs_error():
+def test_exception_in_a_filter_ends_the_run():
     class Broken:
         def reject(self, group):
             raise ZeroDivisionError("in the filter")

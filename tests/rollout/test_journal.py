@@ -45,7 +45,7 @@ def some_groups(num_groups=3, engine=None):
     return asyncio.run(play())
 
 
-def test_a_group_is_packed_without_losing_a_bit():
+def test_packed_group_round_trips_exactly():
     groups = [*some_groups(), *some_groups(engine=ScriptedEngine([CALL, CALL, "10 \ud800"]))]
     for group in groups:
         text = json.dumps(pack_group(group))
@@ -54,7 +54,7 @@ def test_a_group_is_packed_without_losing_a_bit():
         assert json.dumps([t.to_dict() for t in again]) == json.dumps([t.to_dict() for t in group])
 
 
-def test_known_groups(tmp_path):
+def test_journal_restores_every_group_state(tmp_path):
     file = tmp_path / "run" / "journal.jsonl"
     waiting, stale, trained = some_groups()
     with Journal(file) as journal:
@@ -80,7 +80,7 @@ def test_known_groups(tmp_path):
     assert list(known[4].rewards_G) == list(stale.rewards_G)
 
 
-def test_a_checkpoint_lets_go_of_what_it_is_done_with(tmp_path):
+def test_checkpoint_drops_finished_groups_from_the_journal(tmp_path):
     file = tmp_path / "journal.jsonl"
     one, two, three = some_groups()
     with Journal(file) as journal:
@@ -104,7 +104,7 @@ def test_a_checkpoint_lets_go_of_what_it_is_done_with(tmp_path):
         assert known[3].group == three
 
 
-def test_whatever_a_killed_process_left_is_read_up_to_the_last_whole_line(tmp_path):
+def test_truncated_journal_is_read_up_to_its_last_whole_line(tmp_path):
     file = tmp_path / "journal.jsonl"
     group = some_groups(1)[0]
     with Journal(file) as journal:
@@ -129,7 +129,7 @@ def test_whatever_a_killed_process_left_is_read_up_to_the_last_whole_line(tmp_pa
     assert file.read_bytes() == whole[: ends[0]]
 
 
-def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path):
+def test_full_disk_is_an_error_and_leaves_whole_lines(tmp_path):
     import resource
 
     group = some_groups(1)[0]
@@ -153,8 +153,8 @@ def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path):
 # ---- runs ---------------------------------------------------------------------------------------
 
 
-def test_finished_groups_are_not_played_again(tmp_path):
-    """Interrupted while it was ahead: what was complete is trained on, the rest is played."""
+def test_resumed_run_does_not_replay_finished_groups(tmp_path):
+    """A run that was interrupted while ahead trains its complete groups and plays the rest."""
 
     async def before():
         engine = ScriptedEngine(["10"])
@@ -182,7 +182,7 @@ def test_finished_groups_are_not_played_again(tmp_path):
     assert num_calls == stats.num_episodes == 0
 
 
-def test_restored_groups_keep_the_bound(tmp_path):
+def test_restored_groups_respect_max_staleness(tmp_path):
     async def play(version, state):
         engine = ScriptedEngine(["10"])
         engine.policy_version = version
@@ -198,7 +198,7 @@ def test_restored_groups_keep_the_bound(tmp_path):
     assert {v for g in batch for t in g for v in t.policy_versions} == {4}
 
 
-def test_a_batch_that_was_handed_out_but_never_learned_from_is_not_lost(tmp_path):
+def test_untrained_batch_is_not_lost(tmp_path):
     async def play(state):
         engine = ScriptedEngine(["10"])
         with Journal(tmp_path / "j") as journal:
@@ -224,7 +224,7 @@ def trained(directory):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_killed_again_and_again_the_run_trains_what_the_unbroken_run_does(tmp_path, max_staleness):
+def test_run_killed_repeatedly_trains_what_an_uninterrupted_run_does(tmp_path, max_staleness):
     num_steps = 40
     with start(tmp_path / "whole", num_steps, max_staleness) as process:
         process.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""What was lost in an outage is played again: nothing is dropped, shrunken or biased."""
+"""Episodes lost in an outage are played again: no group is dropped, shrunken or biased."""
 
 import asyncio
 import random
@@ -28,9 +28,9 @@ BATCH, SIZE = 6, 4
 
 
 class Lengths(ScriptedEngine):
-    """Answers take one second for each letter; their lengths do not depend on the seed given.
+    """Answers take one second per letter; their lengths do not depend on the given seed.
 
-    As with servers without seeds, what is asked again is another draw.
+    A retry is a new draw, as with servers that ignore seeds.
     """
 
     def __init__(self, error=EngineUnreachableError, outages=(), **options):
@@ -74,7 +74,7 @@ class Lengths(ScriptedEngine):
 
 
 def play(engine, *, num_batches=4, env=Sums, journal=None, **config):
-    """Batches of a run over the engine, its stats, and how long it took."""
+    """Return the batches of a run over the engine, its stats, and how long it took."""
     loop = VirtualLoop()
     config = {
         "batch_groups": BATCH,
@@ -108,7 +108,7 @@ def lengths_of(batch):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_outage_loses_and_shrinks_no_group(staleness):
+def test_outage_neither_loses_nor_shrinks_groups(staleness):
     engine = Lengths(outages=[(10, 40), (100, 600), (605, 620)])
     batches, stats, _ = play(engine, num_batches=6, max_staleness=staleness, max_retries=0)
     assert engine.num_lost >= 5
@@ -122,8 +122,8 @@ def test_outage_loses_and_shrinks_no_group(staleness):
         assert ids == [f"g{index:06d}" for index in range(6 * BATCH)]
 
 
-def test_batches_around_an_outage_are_as_long_as_any():
-    """Killed when the short episodes have ended: half of a batch would be much too short."""
+def test_batches_around_an_outage_have_unbiased_lengths():
+    """The server dies when the short episodes have ended: survivors alone would be too short."""
 
     def mean_length(outages):
         means = []
@@ -141,9 +141,9 @@ def test_batches_around_an_outage_are_as_long_as_any():
     assert disturbed == pytest.approx(undisturbed, abs=3.0)
 
 
-def test_complete_groups_that_an_outage_favoured_are_played_again(tmp_path):
+def test_groups_completed_during_an_outage_are_replayed(tmp_path):
     class Quick(Lengths):
-        """The first two tasks take long."""
+        """Takes long for the first two tasks only."""
 
         async def generate(self, prompt_ids, params, *, session=None):
             self.random = random.Random(len(self.seen))
@@ -161,14 +161,14 @@ def test_complete_groups_that_an_outage_favoured_are_played_again(tmp_path):
     assert len(engine.seen) >= 2 * BATCH * SIZE
     with Journal(tmp_path / "journal.jsonl") as journal:
         known = journal.take_known()
-    assert all(it.group is not None for it in known.values())
-    assert [it.group.trajectories[0].id for it in known.values()] == [
+    assert all(entry.group is not None for entry in known.values())
+    assert [entry.group.trajectories[0].id for entry in known.values()] == [
         group.trajectories[0].id for group in batches[0]
     ]
 
 
-def test_part_of_what_is_in_flight_is_lost():
-    """One worker of several dies: its groups are played again, all others are kept."""
+def test_loss_of_one_worker_replays_only_its_groups():
+    """One worker of several dies: its groups are played again, and all others are kept."""
 
     class OneOfMany(Lengths):
         async def break_down(self):
@@ -181,16 +181,18 @@ def test_part_of_what_is_in_flight_is_lost():
     assert all(len(group) == SIZE for batch in batches for group in batch)
 
 
-def test_outage_beyond_the_patience_stops_the_run():
+def test_outage_beyond_patience_stops_the_run():
     engine = Lengths(outages=[(50, 10**9)])
-    with pytest.raises(FailureBudgetError, match=r"waited 4\d\d s .*outage_patience_s = 400") as it:
+    with pytest.raises(
+        FailureBudgetError, match=r"waited 4\d\d s .*outage_patience_s = 400"
+    ) as caught:
         play(engine, outage_patience_s=400)
-    assert "connection refused" in str(it.value)
-    assert any("--resume" in hint for hint in it.value.hints)
+    assert "connection refused" in str(caught.value)
+    assert any("--resume" in hint for hint in caught.value.hints)
 
 
-def test_sandbox_that_fails_again_and_again_is_a_failure():
-    """Others come through: the group breaks it, and is not played for ever."""
+def test_repeated_sandbox_failure_is_not_an_outage():
+    """Other episodes succeed: the failing group is dropped instead of being replayed for ever."""
 
     class Breaks(Sums):
         num_breaks = 0
@@ -213,7 +215,7 @@ def test_sandbox_that_fails_again_and_again_is_a_failure():
     assert all(len(group) == SIZE for batch in batches for group in batch)
 
 
-def test_tasks_of_an_environment_server_that_is_gone_are_waited_for():
+def test_lost_environment_server_is_waited_for():
     class Away(Sums):
         def sample_task(self, rng, options):
             if 1 < asyncio.get_running_loop().time() < 300:
@@ -226,13 +228,13 @@ def test_tasks_of_an_environment_server_that_is_gone_are_waited_for():
     assert [group.id for group in batches[1]] == [f"g{i:06d}" for i in range(BATCH, 2 * BATCH)]
 
 
-def test_engine_that_never_worked_stops_the_run_soon():
+def test_engine_that_never_worked_stops_the_run():
     engine = Lengths(error=EngineError, outages=[(0, 10**9)])
     with pytest.raises(FailureBudgetError, match="connection refused"):
         play(engine, max_failure_rate=1.0)
 
 
-def test_outage_is_measured_from_its_first_loss():
+def test_outage_starts_at_its_first_loss():
     now = [0.0]
     outage = Outage(100, clock=lambda: now[0])
     assert (outage.seconds, outage.hold_s) == (0, 0)

@@ -53,7 +53,7 @@ def rows(taken):
 
 
 class SlowEngine(RecordingEngine):
-    """Takes a random time for each turn, other ones in each run."""
+    """Takes a random time for each turn, different in each run."""
 
     def __init__(self, seed, **options):
         super().__init__(**options)
@@ -83,7 +83,7 @@ def test_synchronous_batches_are_reproducible_token_for_token():
     )
 
 
-def test_the_event_loop_is_not_held_while_a_thousand_episodes_start():
+def test_starting_1000_episodes_does_not_block_the_event_loop():
     async def watch():
         engine = ScriptedEngine(["10"], latency_s=60)
         runner = runner_of(engine, batch_groups=250, max_in_flight=1000)
@@ -99,7 +99,7 @@ def test_the_event_loop_is_not_held_while_a_thousand_episodes_start():
     assert 0 < asyncio.run(watch()) <= 64
 
 
-def test_siblings_differ_but_share_the_task():
+def test_siblings_share_the_task_and_differ_in_tokens():
     engine = RecordingEngine()
     ((*_, group),) = asyncio.run(batches(runner_of(engine), engine, 1))
     assert len({t.token_ids for t in group}) > 1
@@ -129,7 +129,7 @@ def test_staleness_is_bounded_under_random_schedules(max_staleness):
     assert max_staleness == 0 or max(lags) > 0  # it does run ahead
 
 
-def test_groups_that_become_too_old_are_dropped_and_replaced():
+def test_stale_groups_are_dropped_and_replaced():
     async def scenario():
         engine = ScriptedEngine(["10"])
         runner = runner_of(engine, max_staleness=1)
@@ -145,7 +145,7 @@ def test_groups_that_become_too_old_are_dropped_and_replaced():
     asyncio.run(scenario())
 
 
-def test_it_runs_ahead_while_the_trainer_works_and_no_further():
+def test_runner_runs_ahead_up_to_max_staleness():
     async def scenario():
         engine = ScriptedEngine(["10"])
         runner = runner_of(engine, max_staleness=2, max_in_flight=4)
@@ -155,14 +155,14 @@ def test_it_runs_ahead_while_the_trainer_works_and_no_further():
                 await asyncio.sleep(0.1)
                 assert runner.stats().groups_ready == 6 + 3 * version  # 3 were taken
                 assert runner.stats().episodes_in_flight == 0
-                # Nobody calls the runner, but it notices the new version.
+                # The runner notices the new version without being called.
                 await engine.publish([], version + 1)
 
     asyncio.run(scenario())
 
 
 class Flaky(Sums):
-    """Fails for the seeds that `fails` names; what it does is a function of task and turn."""
+    """Fails where `fails(env)` is true; otherwise depends on task and turn only."""
 
     fails = staticmethod(lambda env: False)
 
@@ -176,7 +176,7 @@ def flaky(fails):
     return type("Flaky", (Flaky,), {"fails": staticmethod(fails)})
 
 
-def test_failed_members_are_left_out_and_counted():  # traps 2 and 5
+def test_failed_members_are_excluded_and_counted():  # traps 2 and 5
     seen = []
 
     def fails(env):  # by the episode's own seed: about half of them
@@ -191,14 +191,14 @@ def test_failed_members_are_left_out_and_counted():  # traps 2 and 5
     assert len(groups) == 12
     assert all(2 <= len(g) <= 4 and len(g) + g.num_failed == 4 for g in groups)
     assert any(g.num_failed for g in groups)
-    assert all(t.reward == 1.0 for g in groups for t in g)  # a failure is no reward of 0
+    assert all(t.reward == 1.0 for g in groups for t in g)  # a failure is not a reward of 0
     stats = runner.stats()
     assert stats.num_failures == {"env_error": sum(t.stop_reason.is_failure for t in seen)}
     assert stats.num_groups_failed > 0
     assert stats.num_retries == 0
 
 
-def test_a_failed_episode_is_played_again():
+def test_failed_episode_is_retried():
     tried = set()
 
     def fails(env):
@@ -218,7 +218,7 @@ def gone(question):
     raise EngineError("no answer from the engine")
 
 
-def test_a_broken_boundary_stops_the_run_by_name():  # trap 9
+def test_failing_engine_stops_the_run_and_is_named():  # trap 9
     engine = ScriptedEngine(gone)
     with pytest.raises(FailureBudgetError) as caught:
         asyncio.run(batches(runner_of(engine, batch_groups=16), engine, 1))
@@ -227,14 +227,14 @@ def test_a_broken_boundary_stops_the_run_by_name():  # trap 9
     assert caught.value.hints
 
 
-def test_a_run_without_a_budget_still_notices_that_nothing_comes_through():
+def test_run_without_failure_budget_stops_when_every_group_fails():
     engine = ScriptedEngine(gone)
     runner = runner_of(engine, max_failure_rate=1.0, batch_groups=2)
     with pytest.raises(FailureBudgetError, match="8 groups in a row"):
         asyncio.run(batches(runner, engine, 1))
 
 
-def test_an_environment_that_gives_no_task_is_a_failure_too():
+def test_environment_without_a_task_is_a_failure():
     class Empty(Sums):
         def sample_task(self, rng, options):
             raise EnvError("no task left")
@@ -244,24 +244,24 @@ def test_an_environment_that_gives_no_task_is_a_failure_too():
         asyncio.run(batches(runner_of(engine, Empty), engine, 1))
 
 
-def test_a_slow_reset_from_afar_holds_up_nobody_else():
-    """Remote environments answer `prepare` when they do: other episodes and draws go on."""
-    at_once = {"now": 0, "most": 0}
+def test_slow_remote_reset_does_not_block_other_episodes():
+    """While a remote environment's `prepare` waits, other episodes and draws go on."""
+    preparing = {"now": 0, "most": 0}
 
-    class Afar(Sums):
+    class RemoteSums(Sums):
         num_resets = 0
 
         async def prepare(self, seed, options):
-            at_once["now"] += 1
-            at_once["most"] = max(at_once["most"], at_once["now"])
-            Afar.num_resets += 1
+            preparing["now"] += 1
+            preparing["most"] = max(preparing["most"], preparing["now"])
+            RemoteSums.num_resets += 1
             # The third task that is drawn never comes.
-            await asyncio.sleep(0.01 if Afar.num_resets != 3 else 3600)
-            at_once["now"] -= 1
+            await asyncio.sleep(0.01 if RemoteSums.num_resets != 3 else 3600)
+            preparing["now"] -= 1
 
     async def play():
         engine = ScriptedEngine(["10"])
-        runner = runner_of(engine, Afar, max_staleness=4, max_in_flight=24)
+        runner = runner_of(engine, RemoteSums, max_staleness=4, max_in_flight=24)
         async with asyncio.timeout(20), runner:
             taken = [await runner.next_batch() for _ in range(4)]
             assert runner.stats().groups_running  # the one that still waits for its task
@@ -272,22 +272,28 @@ def test_a_slow_reset_from_afar_holds_up_nobody_else():
     indices = [int(group.id[1:]) for batch in taken for group in batch]
     assert len(indices) == 12
     assert 2 not in indices
-    assert at_once["most"] > 4
+    assert preparing["most"] > 4
 
-    async def measure_on():
-        Afar.num_resets = 3
+    async def evaluate_remote():
+        RemoteSums.num_resets = 3
         engine = ScriptedEngine(["10"])
         return await evaluate(
-            Afar, ChatAgent(), engine, RENDERER, num_tasks=64, max_in_flight=64, max_new_tokens=40
+            RemoteSums,
+            ChatAgent(),
+            engine,
+            RENDERER,
+            num_tasks=64,
+            max_in_flight=64,
+            max_new_tokens=40,
         )
 
-    at_once.update(now=0, most=0)
-    report = asyncio.run(measure_on())
+    preparing.update(now=0, most=0)
+    report = asyncio.run(evaluate_remote())
     assert report.num_episodes == 64
-    assert at_once["most"] == 64
+    assert preparing["most"] == 64
 
 
-def test_a_task_that_never_comes_is_a_failure():
+def test_reset_that_never_returns_times_out():
     class Silent(Sums):
         async def prepare(self, seed, options):
             await asyncio.sleep(3600)
@@ -298,7 +304,7 @@ def test_a_task_that_never_comes_is_a_failure():
         asyncio.run(batches(runner, engine, 1))
 
 
-def test_wrong_requests_and_full_disks_reach_the_trainer():
+def test_data_errors_and_full_disks_reach_the_trainer():
     class NoData(Sums):
         def sample_task(self, rng, options):
             raise DataError("row 7 is broken")
@@ -314,7 +320,7 @@ def test_wrong_requests_and_full_disks_reach_the_trainer():
         asyncio.run(batches(runner_of(engine, on_trajectory=disk_full), engine, 1))
 
 
-def test_closing_cancels_everything_and_wakes_the_trainer():
+def test_closing_cancels_episodes_and_wakes_the_trainer():
     async def scenario():
         engine = ScriptedEngine(["10"], latency_s=60)
         runner = runner_of(engine)
@@ -333,7 +339,7 @@ def test_closing_cancels_everything_and_wakes_the_trainer():
     asyncio.run(scenario())
 
 
-def test_a_cancelled_trainer_leaves_the_runner_whole():
+def test_cancelling_the_trainer_keeps_the_runner_usable():
     async def scenario():
         engine = ScriptedEngine(["10"], latency_s=0.02)
         async with runner_of(engine) as runner:
@@ -344,7 +350,7 @@ def test_a_cancelled_trainer_leaves_the_runner_whole():
     asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
-def test_slow_episodes_time_out_and_the_rest_goes_on():
+def test_slow_episodes_time_out_and_others_continue():
     engine = ScriptedEngine(["10"], latency_s=lambda q: 60 if q.params.seed % 5 == 0 else 0)
     runner = runner_of(engine, episode_timeout_s=0.05)
     taken = asyncio.run(batches(runner, engine, 2))
@@ -352,7 +358,7 @@ def test_slow_episodes_time_out_and_the_rest_goes_on():
     assert set(runner.stats().num_failures) == {"timeout"}
 
 
-def test_a_resumed_run_goes_on_where_the_other_stopped():  # trap 27
+def test_resumed_runner_continues_token_for_token():  # trap 27
     engine = RecordingEngine()
     whole = asyncio.run(batches(runner_of(engine), engine, 4))
 
@@ -376,7 +382,7 @@ def test_a_resumed_run_goes_on_where_the_other_stopped():  # trap 27
     assert rows(first + asyncio.run(resumed(None))) == rows(whole)
 
 
-def test_groups_in_flight_at_the_interruption_are_played_again():
+def test_groups_in_flight_at_an_interruption_are_replayed():
     async def scenario():
         engine = ScriptedEngine(["10"])
         runner = runner_of(engine, max_staleness=2, max_in_flight=4)
@@ -411,7 +417,7 @@ def test_evaluation_runs_beside_training_on_one_engine():  # trap 21
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
-def test_environments_are_used_again():
+def test_environments_are_reused():
     made = []
 
     def make():

@@ -1,4 +1,4 @@
-"""The pipeline under random schedules: no clock decides what happens, hypothesis does.
+"""The pipeline under random schedules: hypothesis instead of a clock decides what happens.
 
 Engine calls wait until a rule answers them, or fails them; time passes when a rule says so; the
 trainer takes batches and publishes versions at any moment; processes are killed and resumed from
@@ -33,7 +33,7 @@ TIMEOUT_S = 100.0
 
 
 class Gated:
-    """An engine whose every call waits for a rule."""
+    """An engine each of whose calls waits until a rule answers it."""
 
     max_context = 4096
 
@@ -71,7 +71,7 @@ class Gated:
 
 
 class Fragile(Sums):
-    """Fails at the boundary that the policy's text names."""
+    """Fails where the policy's text says "env"."""
 
     max_turns = 3
     is_away = False
@@ -127,7 +127,7 @@ class Schedules(RuleBasedStateMachine):
     def begin(self, is_filtered, has_curriculum, **settings):
         settings["min_group_size"] = min(settings["min_group_size"], settings["group_size"])
         self.config = RolloutConfig(episode_timeout_s=TIMEOUT_S, max_new_tokens=64, **settings)
-        # Of one member alone, all rewards are always equal.
+        # With a single member, all rewards are always equal.
         is_filtered = is_filtered and self.config.min_group_size > 1
         self.filters = {"zero-variance": ZeroVarianceFilter()} if is_filtered else {}
         self.has_curriculum = has_curriculum
@@ -153,15 +153,15 @@ class Schedules(RuleBasedStateMachine):
             journal=self.journal,
             state=state,
         )
-        self.asking = None
+        self.pending_batch = None
         self.error = None
 
     def settle(self, seconds=0.0):
         self.loop.settle(seconds)
-        if self.asking is not None and self.asking.done():
-            asking, self.asking = self.asking, None
+        if self.pending_batch is not None and self.pending_batch.done():
+            pending_batch, self.pending_batch = self.pending_batch, None
             try:
-                self.take(asking.result())
+                self.take(pending_batch.result())
             except (FailureBudgetError, TrainError) as error:
                 self.error = error
 
@@ -187,10 +187,10 @@ class Schedules(RuleBasedStateMachine):
     is_running = precondition(lambda self: self.error is None)
 
     @is_running
-    @precondition(lambda self: self.asking is None)
+    @precondition(lambda self: self.pending_batch is None)
     @rule()
-    def ask_for_a_batch(self):
-        self.asking = self.loop.create_task(self.runner.next_batch())
+    def request_batch(self):
+        self.pending_batch = self.loop.create_task(self.runner.next_batch())
         self.settle()
 
     @is_running
@@ -205,7 +205,7 @@ class Schedules(RuleBasedStateMachine):
     @is_running
     @precondition(lambda self: self.engine.waiting)
     @rule()
-    def the_server_dies(self):
+    def server_dies(self):
         while self.engine.waiting:
             self.engine.answer(0, EngineError("the server died"))
         self.settle()
@@ -219,9 +219,9 @@ class Schedules(RuleBasedStateMachine):
 
     @is_running
     @rule(num_slow=st.integers(0, 3))
-    def the_trainer_steps_while_some_are_slow(self, num_slow):
-        if self.asking is None:
-            self.ask_for_a_batch()
+    def trainer_steps_while_some_are_slow(self, num_slow):
+        if self.pending_batch is None:
+            self.request_batch()
         for turn in range(8):
             for position in range(len(self.engine.waiting) - num_slow):
                 self.engine.answer(num_slow, "10" if (turn + position) % 2 else "11")
@@ -249,7 +249,7 @@ class Schedules(RuleBasedStateMachine):
         self.journal.checkpoint(state)
 
     @rule()
-    def the_process_is_killed_and_resumed(self):
+    def process_is_killed_and_resumed(self):
         self.stop()
         _, state = self.saved
         state = state or {"next_group": 0, "unfinished": []}
@@ -257,20 +257,20 @@ class Schedules(RuleBasedStateMachine):
         with Journal(self.home / "copy.jsonl") as copy:
             known = copy.take_known()
         self.start()
-        # Every group is done with, dropped, or there; and none is two of that.
+        # Every group is done, dropped or unfinished, and only one of these.
         now = self.runner.state()
         done = set(range(state["next_group"])) - set(state["unfinished"])
         dropped = {index for index, group in known.items() if group.dropped} - done
         unfinished = set(now["unfinished"])
         assert not dropped & unfinished
         assert done | dropped | unfinished == set(range(now["next_group"]))
-        num_scored = sum(it.group is not None for i, it in known.items() if i not in done)
+        num_scored = sum(entry.group is not None for i, entry in known.items() if i not in done)
         assert self.runner.stats().num_groups_restored == num_scored
 
-    # ---- what always holds --------------------------------------------------------------------
+    # ---- invariants ---------------------------------------------------------------------------
 
     @invariant()
-    def every_group_is_somewhere_and_only_there(self):
+    def every_group_is_counted_once(self):
         if self.runner is None:
             return
         stats = self.runner.stats()
@@ -285,7 +285,7 @@ class Schedules(RuleBasedStateMachine):
         assert stats.num_groups == (self.num_taken - self.first_version) * self.config.batch_groups
 
     @invariant()
-    def no_more_runs_than_may(self):
+    def limits_hold(self):
         if self.runner is None:
             return
         config, stats = self.config, self.runner.stats()
@@ -312,13 +312,13 @@ class Schedules(RuleBasedStateMachine):
             shutil.rmtree(self.home)
 
     def drain(self):
-        """All is well again: batches must come, however things stood."""
+        """Answer every call: batches must come, whatever state the run was in."""
         target = self.num_taken + 2
         for turn in range(3000):
             if self.error is not None or self.num_taken >= target:
                 return
-            if self.asking is None:
-                self.asking = self.loop.create_task(self.runner.next_batch())
+            if self.pending_batch is None:
+                self.pending_batch = self.loop.create_task(self.runner.next_batch())
             for position, _ in enumerate(list(self.engine.waiting)):
                 self.engine.answer(0, "10" if (turn + position) % 2 else "11")
             if self.num_taken > self.engine.policy_version and turn % 3 == 0:
@@ -328,10 +328,10 @@ class Schedules(RuleBasedStateMachine):
 
     def stop(self):
         self.loop.run_until_complete(self.runner.aclose())
-        if self.asking is not None:
-            self.asking.cancel()
-            self.loop.run_until_complete(asyncio.gather(self.asking, return_exceptions=True))
-            self.asking = None
+        if self.pending_batch is not None:
+            self.pending_batch.cancel()
+            self.loop.run_until_complete(asyncio.gather(self.pending_batch, return_exceptions=True))
+            self.pending_batch = None
         self.journal.close()
 
 

@@ -19,13 +19,13 @@ def group(*versions):
     return Group(id="g", task=TASK, trajectories=(trajectory,))
 
 
-def test_one_old_token_makes_a_group_old():
+def test_one_stale_token_makes_a_group_stale():
     assert is_fresh(group(3, 5).oldest_version, 5, 2)
     assert not is_fresh(group(2, 5).oldest_version, 5, 2)
     assert is_fresh(group().oldest_version, 5, 0)  # nothing was sampled
 
 
-def test_synchronous_admission_is_one_batch_per_version():
+def test_synchronous_admission_allows_one_batch_per_version():
     admission = AdmissionControl(batch_groups=3, max_staleness=0)
     for version in range(4):
         assert admission.capacity(version) == 3
@@ -41,8 +41,8 @@ def test_synchronous_admission_is_one_batch_per_version():
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 3), st.integers(0, 5))
-def test_in_order_of_starting_no_group_is_ever_too_old(seed, batch_groups, max_staleness, start):
-    """Random schedules of starting, finishing, failing and training."""
+def test_groups_taken_in_starting_order_are_never_stale(seed, batch_groups, max_staleness, start):
+    """Play random schedules of starting, finishing, failing and training."""
     rng = random.Random(seed)
     version = start
     admission = AdmissionControl(batch_groups, max_staleness, num_accepted=start * batch_groups)
@@ -70,7 +70,7 @@ def test_in_order_of_starting_no_group_is_ever_too_old(seed, batch_groups, max_s
             assert admission.capacity(version) > 0
 
 
-def test_the_buffer_gives_what_was_started_first():
+def test_group_buffer_returns_groups_in_starting_order():
     buffer = GroupBuffer()
     groups = {index: group(index) for index in (4, 1, 3, 2)}
     for index, item in groups.items():

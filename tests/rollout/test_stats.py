@@ -20,7 +20,7 @@ class SlowTool(Sums):
         return Response(reward=1.0, is_terminated=True)
 
 
-def test_integrals_are_what_the_turns_measured():
+def test_runner_stats_equal_the_sums_over_turns():
     async def scenario():
         engine = ScriptedEngine([CALL, CALL, "10"], latency_s=0.01)
         config = RolloutConfig(batch_groups=3, group_size=4, max_in_flight=5)
@@ -43,7 +43,7 @@ def test_integrals_are_what_the_turns_measured():
     assert after.room == after.episodes_queued == after.groups_running == 0
 
 
-def test_a_snapshot_says_who_waits_for_what():
+def test_runner_stats_count_waiting_and_queued_episodes():
     async def scenario():
         engine = ScriptedEngine(["10"], latency_s=60)
         config = RolloutConfig(batch_groups=3, group_size=4, max_in_flight=5, max_staleness=1)
@@ -64,7 +64,7 @@ def test_a_snapshot_says_who_waits_for_what():
     assert dataclasses.asdict(stats)["num_groups_rejected"] == {}
 
 
-def test_occupancy_counts_and_integrates():
+def test_occupancy_counts_and_integrates_over_time():
     occupancy = Occupancy()
     occupancy.episodes += 2
     occupancy.engine += 1

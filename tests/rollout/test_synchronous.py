@@ -1,4 +1,4 @@
-"""`max_staleness = 0` is the synchronous algorithm, token for token."""
+"""With `max_staleness = 0` the pipeline is the synchronous algorithm, token for token."""
 
 import asyncio
 import hashlib
@@ -13,7 +13,7 @@ from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
-from areal_gym.rollout.episode import derive_seed
+from areal_gym.recording import derive_seed
 from areal_gym.rollout.filters import ZeroVarianceFilter
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import FinishReason, Task
@@ -25,7 +25,7 @@ CONFIG = RolloutConfig(
 
 
 class Chatter(TextEnv):
-    """Talks for three turns; what is said decides over the reward and the next message."""
+    """Takes three turns; the text decides the reward and the next message."""
 
     max_turns = 3
 
@@ -43,14 +43,14 @@ class Chatter(TextEnv):
 
 @pytest.fixture
 def policy(tiny_policy):
-    """The model, and a renderer for which so many ids end a turn that episodes have several."""
+    """A model, and a renderer with so many stop tokens that episodes have several turns."""
     renderer = Renderer.from_checkpoint(tiny_policy)
     renderer.stop_token_ids = tuple({*renderer.stop_token_ids, *range(0, 320, 10)})
     return load_checkpoint(tiny_policy), renderer
 
 
-def learned(weights, batch):
-    """A trainer: the next weights depend on every token and every reward of the batch."""
+def trained_weights(weights, batch):
+    """Return weights that depend on every token and every reward of the batch."""
     digest = hashlib.blake2b(repr(batch).encode(), digest_size=6).digest()
     rng = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return {
@@ -59,7 +59,7 @@ def learned(weights, batch):
     }
 
 
-async def pipelined(engine, renderer, weights, filters):
+async def pipelined_batches(engine, renderer, weights, filters):
     runner = RolloutRunner(
         Chatter, ChatAgent(), engine, renderer, CONFIG, seed=SEED, filters=filters
     )
@@ -68,13 +68,13 @@ async def pipelined(engine, renderer, weights, filters):
         for step in range(NUM_STEPS):
             groups = await runner.next_batch()
             batches.append([[(t.token_ids, t.reward) for t in group] for group in groups])
-            weights = learned(weights, batches[-1])
+            weights = trained_weights(weights, batches[-1])
             await engine.publish(weights.items(), step + 1)
     return batches
 
 
-async def plain(engine, renderer, weights, filters):
-    """The algorithm in one loop: an episode after the other, a step after the other."""
+async def plain_batches(engine, renderer, weights, filters):
+    """Run the algorithm in one loop: one episode, and one step, after the other."""
     batches, index = [], 0
     for step in range(NUM_STEPS):
         batch = []
@@ -89,7 +89,7 @@ async def plain(engine, renderer, weights, filters):
                 batch.append(members)
             index += 1
         batches.append(batch)
-        weights = learned(weights, batch)
+        weights = trained_weights(weights, batch)
         await engine.publish(weights.items(), step + 1)
     return batches
 
@@ -116,7 +116,7 @@ async def plain_episode(engine, renderer, task, seed):
     return tuple(ids), reward
 
 
-def played(way, policy, filters, num_slots):
+def run_batches(way, policy, filters, num_slots):
     torch.set_num_threads(1)
     decoder, renderer = policy
     weights = {name: tensor.detach().clone() for name, tensor in decoder.state_dict().items()}
@@ -133,7 +133,7 @@ def played(way, policy, filters, num_slots):
 
 
 @pytest.mark.parametrize("filters", [{}, {"zero-variance": ZeroVarianceFilter()}])
-def test_without_staleness_the_pipeline_is_the_plain_loop(policy, filters):
-    expected = played(plain, policy, filters, num_slots=1)
-    assert played(pipelined, policy, filters, num_slots=8) == expected
+def test_pipeline_without_staleness_equals_a_plain_loop(policy, filters):
+    expected = run_batches(plain_batches, policy, filters, num_slots=1)
+    assert run_batches(pipelined_batches, policy, filters, num_slots=8) == expected
     assert len({ids for batch in expected for group in batch for ids, _ in group}) == 18

@@ -27,8 +27,8 @@ MESSAGES = st.lists(
 )
 
 
-class Prepared(TextEnv):
-    """Answers with prepared messages, whatever the policy writes."""
+class PreparedEnv(TextEnv):
+    """Answers with prepared messages, independent of the policy."""
 
     def __init__(self, first, replies, tools=()):
         super().__init__()
@@ -78,11 +78,11 @@ def check_row(trajectory: Trajectory, engine: RecordingEngine):
     publishes=st.booleans(),
     has_tools=st.booleans(),
 )
-def test_spans_are_what_the_engine_saw_and_sampled(
+def test_spans_equal_the_engine_prompts_and_samples(
     first, replies, seed, max_context, max_new_tokens, publishes, has_tools
 ):
     engine = RecordingEngine(max_context=max_context, publishes=publishes)
-    env = Prepared(first, replies, Sums.tools if has_tools else ())
+    env = PreparedEnv(first, replies, Sums.tools if has_tools else ())
     trajectory = play(env, engine, seed=seed, params=SamplingParams(max_new_tokens=max_new_tokens))
     check_row(trajectory, engine)
     assert not trajectory.stop_reason.is_failure, trajectory.error
@@ -93,12 +93,12 @@ def test_spans_are_what_the_engine_saw_and_sampled(
     assert Trajectory.from_dict(trajectory.to_dict()).token_ids == trajectory.token_ids
 
 
-def test_sampled_ids_that_decoding_would_change_are_kept():  # trap 24
+def test_sampled_ids_are_never_reencoded():  # trap 24
     tokenizer = ByteTokenizer()
-    # Sampled as bytes that are no UTF-8, and as the letters of a control token.
+    # Bytes that are not UTF-8, and the letters of a control token.
     odd = (0xC3, 0x28, *b"<|im_start|>", 0xFF, tokenizer.eos_token_id)
     assert tuple(tokenizer.encode(tokenizer.decode(odd))) != odd
-    env = Prepared("x", [[{"role": "user", "content": "go on"}], []])
+    env = PreparedEnv("x", [[{"role": "user", "content": "go on"}], []])
     trajectory = play(env, ScriptedEngine([odd, odd]))
     sampled = [span.token_ids for span in trajectory.spans if span.origin == "policy"]
     assert sampled == [odd, odd]
@@ -113,11 +113,11 @@ NUMBERED = Renderer(
     "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
 )
-"""Every turn changes the whole text."""
+"""A template in which every new message changes the whole text."""
 
 
-class Summarising:
-    """Begins anew with a summary whenever the dice say so."""
+class SummarisingAgent:
+    """Replaces the history by a summary where `rewrites` says so."""
 
     def __init__(self, rewrites):
         self.rewrites = iter(rewrites)
@@ -141,14 +141,14 @@ class Summarising:
     max_context=st.integers(60, 600),
     does_template_rewrite=st.booleans(),
 )
-def test_every_branch_is_what_the_engine_saw_and_sampled(
+def test_branches_equal_the_engine_prompts_and_samples(
     replies, rewrites, seed, max_context, does_template_rewrite
 ):
     engine = RecordingEngine(max_context=max_context, publishes=True, stop_share=1.0)
     trajectory = asyncio.run(
         play_episode(
-            Prepared("x", replies),
-            Summarising(rewrites),
+            PreparedEnv("x", replies),
+            SummarisingAgent(rewrites),
             engine,
             NUMBERED if does_template_rewrite else RENDERER,
             seed=seed,
@@ -181,11 +181,11 @@ def test_every_branch_is_what_the_engine_saw_and_sampled(
     assert unpack_group(json.loads(json.dumps(pack_group(group), default=dict))) == group
 
 
-def test_a_branch_that_overflows_the_context_truncates_and_keeps_what_was_sampled():
+def test_branch_beyond_the_context_truncates_and_keeps_samples():
     long = [{"role": "user", "content": "y" * 300}]
     engine = RecordingEngine(max_context=400, stop_share=1.0)
     trajectory = asyncio.run(
-        play_episode(Prepared("x", [long, long, long]), ChatAgent(), engine, NUMBERED)
+        play_episode(PreparedEnv("x", [long, long, long]), ChatAgent(), engine, NUMBERED)
     )
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     assert 1 <= len(trajectory.turns) < 3

@@ -1,4 +1,4 @@
-"""A run whose servers and rollout workers Ray places: the real server where it is installed."""
+"""A run with servers and rollout workers placed by Ray, on the real server if installed."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from areal_gym.runs.train import train
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_over_servers_that_ray_places(kind, policies, tmp_path):
+def test_run_over_servers_placed_by_ray(kind, policies, tmp_path):
     require_retract(kind)
     # Servers take half a minute to start: one kind of publication each.
     sync = {"fake": "tensor", "real": "disk"}[kind]
@@ -41,7 +41,7 @@ def test_a_run_over_servers_that_ray_places(kind, policies, tmp_path):
     versions = {v for s in range(1, 4) for t in run.read_trajectories(s) for v in t.policy_versions}
     # On a busy machine no group may begin between two publications.
     assert {0} < versions <= {0, 1, 2}
-    # What the server says it sampled with is what the trainer computes.
+    # The server's log-probabilities are the trainer's.
     assert rows[0]["train/ratio"] == pytest.approx(1, abs=1e-4)
     assert all(not row["rollout/failures/worker_error"] for row in rows)
     assert replay(load_config(run.config_file), run.path).is_identical

@@ -15,7 +15,7 @@ from areal_gym.types import FinishReason
 
 @pytest.fixture
 def in_engine(server, policies, tmp_path):
-    """Runs a coroutine function with an engine that has policy 0."""
+    """Run a coroutine function with an engine that serves policy 0."""
 
     def run(test, **options):
         async def play():
@@ -32,7 +32,7 @@ def in_engine(server, policies, tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_the_trainers(in_engine, temperature):
+def test_server_logprobs_equal_the_trainers(in_engine, temperature):
     async def test(engine, decoder):
         generation = await ask(engine, temperature=temperature)
         assert len(generation.token_ids) == len(generation.logprobs) == 32
@@ -43,7 +43,7 @@ def test_log_probabilities_are_the_trainers(in_engine, temperature):
     in_engine(test)
 
 
-def test_a_stream_is_the_turn_in_pieces(in_engine):
+def test_stream_pieces_make_the_whole_turn(in_engine):
     async def test(engine, decoder):
         params = SamplingParams(max_new_tokens=40, temperature=0.0)
         pieces = [piece async for piece in engine.stream(PROMPT, params, session="s")]
@@ -61,7 +61,7 @@ def test_a_stream_is_the_turn_in_pieces(in_engine):
     in_engine(test)
 
 
-def test_scores_are_the_trainers(in_engine):
+def test_server_scores_equal_the_trainers(in_engine):
     async def test(engine, decoder):
         scores = await engine.score(PROMPT)
         mine = ours(decoder, PROMPT, 1)
@@ -71,7 +71,7 @@ def test_scores_are_the_trainers(in_engine):
     in_engine(test)
 
 
-def test_greedy_is_the_same_every_time(in_engine):
+def test_greedy_sampling_is_deterministic(in_engine):
     async def test(engine, decoder):
         first, second = await ask(engine, temperature=0.0), await ask(engine, temperature=0.0)
         assert first.token_ids == second.token_ids
@@ -80,7 +80,7 @@ def test_greedy_is_the_same_every_time(in_engine):
     in_engine(test)
 
 
-def test_a_stop_token_ends_the_turn_and_is_its_last_token(in_engine):
+def test_stop_token_is_the_last_token_of_the_turn(in_engine):
     async def test(engine, decoder):
         whole = await ask(engine, temperature=0.0)
         stop = whole.token_ids[5]
@@ -93,8 +93,8 @@ def test_a_stop_token_ends_the_turn_and_is_its_last_token(in_engine):
     in_engine(test)
 
 
-def test_the_models_own_end_of_text_ends_only_turns_that_name_it(in_engine, tmp_path):
-    """SGLang stops there whatever it is asked for, unless it is told to stop nowhere."""
+def test_model_eos_ends_only_turns_with_that_stop_token(in_engine, tmp_path):
+    """SGLang stops at the model's own eos unless the request switches that off."""
 
     async def test(engine, decoder):
         eos = decoder.config.eos_token_id
@@ -115,25 +115,25 @@ def test_the_models_own_end_of_text_ends_only_turns_that_name_it(in_engine, tmp_
         assert ended.finish_reason is FinishReason.STOP
         assert ended.token_ids == (eos,)
         sampling = {"max_new_tokens": 12, "temperature": 0.0}
-        asked = {"input_ids": PROMPT, "sampling_params": sampling}
-        answer = await engine.members[0].server.post("/generate", asked)
+        request = {"input_ids": PROMPT, "sampling_params": sampling}
+        answer = await engine.members[0].server.post("/generate", request)
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": eos}
         await sync.aclose()
 
     in_engine(test)
 
 
-def test_many_at_once(in_engine):
+def test_concurrent_turns_have_exact_logprobs(in_engine):
     async def test(engine, decoder):
         prompts = [[20 + i, *PROMPT] for i in range(24)]
-        found = await asyncio.gather(*(ask(engine, 16, prompt) for prompt in prompts))
-        for prompt, generation in zip(prompts, found, strict=True):
+        generations = await asyncio.gather(*(ask(engine, 16, prompt) for prompt in prompts))
+        for prompt, generation in zip(prompts, generations, strict=True):
             assert gap(decoder, generation, prompt) < TOLERANCE
 
     in_engine(test)
 
 
-def test_new_tokens_are_cut_to_what_the_context_leaves(in_engine):
+def test_new_tokens_are_limited_by_the_context(in_engine):
     async def test(engine, decoder):
         room = 5
         prompt = (PROMPT * 20)[: engine.max_context - room]
@@ -144,7 +144,7 @@ def test_new_tokens_are_cut_to_what_the_context_leaves(in_engine):
     in_engine(test)
 
 
-def test_a_prompt_that_fills_the_context_is_refused(in_engine):
+def test_prompt_filling_the_context_is_refused(in_engine):
     async def test(engine, decoder):
         with pytest.raises(EngineError, match="tokens"):
             await ask(engine, 8, (PROMPT * 20)[: engine.max_context])
@@ -158,14 +158,14 @@ def test_a_prompt_that_fills_the_context_is_refused(in_engine):
     in_engine(test)
 
 
-def test_who_stops_waiting_frees_the_server(in_engine):
+def test_cancelled_calls_free_the_server(in_engine):
     async def test(engine, decoder):
         tasks = await turns_in_flight(engine, 8, 400)
         for task in tasks:
             task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(end) for end in ends} == {asyncio.CancelledError}
-        # The next request is answered as if nothing had been.
+        # The next request is answered normally.
         assert gap(decoder, await ask(engine)) < TOLERANCE
 
     in_engine(test)

@@ -1,4 +1,4 @@
-"""kill -9 for the only server in the middle of a run: the batches around it are as any other."""
+"""kill -9 of the only server in the middle of a run does not bias the batches around it."""
 
 import os
 import signal
@@ -24,12 +24,12 @@ from areal_gym.runs.train import train
 
 BATCH, SIZE, STEPS, HIT = 8, 4, 5, 3
 SHORT = 10
-"""Answers of the hit batch that have ended when the server dies: the shortest."""
+"""The number of answers of the hit batch that have ended when the server dies."""
 
 
 @pytest.fixture(scope="module")
 def ending_policy(policies, tmp_path_factory):
-    """A random policy whose every token is the last one with a probability of about 0.07."""
+    """A random policy that ends its answer with probability 0.07 after each token."""
     import json
 
     known = json.loads((policies[0] / "config.json").read_text())
@@ -75,7 +75,7 @@ class Display(SilentDisplay):
 
 
 class Outage:
-    """Kills the server after so many episodes, and starts another one at the same address."""
+    """Kills the server after `die_at` episodes, and starts a new one at the same address."""
 
     def __init__(self, kind, policy, home):
         self.kind, self.policy, self.home = kind, policy, home
@@ -91,7 +91,7 @@ class Outage:
         log = self.home / "first.log"
         with running_server(self.kind, self.policy, log) as (url, process):
             self.url, self.process = url, process
-            ending_env.on_end.append(self.tell)
+            ending_env.on_end.append(self.count_episode)
             try:
                 yield url
             finally:
@@ -101,7 +101,7 @@ class Outage:
         if self.error is not None:
             raise self.error
 
-    def tell(self):
+    def count_episode(self):
         self.num_ended += 1
         if self.num_ended == self.die_at:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ class Outage:
 
 
 @pytest.mark.slow
-def test_outage_of_the_only_server_biases_no_batch(kind, ending_policy, ending, tmp_path):
+def test_outage_of_the_only_server_does_not_bias_batches(kind, ending_policy, ending, tmp_path):
     outage = Outage(kind, ending_policy, tmp_path)
     # Four held-out answers before the first step, sampled and greedy, are not of any batch.
     outage.die_at = 2 * 4 + (HIT - 1) * BATCH * SIZE + SHORT
@@ -152,7 +152,7 @@ def test_outage_of_the_only_server_biases_no_batch(kind, ending_policy, ending, 
     rows = run.read_metrics()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     batches = {step: list(run.read_trajectories(step)) for step in range(1, STEPS + 1)}
-    # No group is lost, none has shrunk, none was dropped.
+    # No group is lost, shrunken or dropped.
     groups = [group for batch in batches.values() for group in {t.group_id: 0 for t in batch}]
     assert groups == [f"g{index:06d}" for index in range(STEPS * BATCH)]
     assert all(len(batch) == BATCH * SIZE for batch in batches.values())

@@ -1,4 +1,4 @@
-"""New weights on every way there is, also while turns are in flight."""
+"""Weight publication over disk, tensor and distributed channels, also within turns."""
 
 import asyncio
 
@@ -51,7 +51,7 @@ async def checksums(url):
 
 
 @pytest.mark.parametrize(("id", "kwargs"), CHANNELS)
-def test_the_server_samples_with_what_was_published(
+def test_server_samples_with_the_published_weights(
     server, policies, decoders, tmp_path, id, kwargs
 ):
     # bfloat16 rounds the weights, and with them the log-probabilities.
@@ -80,7 +80,7 @@ def test_the_server_samples_with_what_was_published(
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract"])
 @pytest.mark.parametrize("id", ["disk", "tensor", "distributed"])
-def test_turns_in_flight_continue_under_the_new_weights(
+def test_turns_in_flight_continue_with_new_weights(
     kind, server, policies, decoders, tmp_path, id, interrupt
 ):
     if interrupt == "retract":
@@ -93,7 +93,7 @@ def test_turns_in_flight_continue_under_the_new_weights(
             async with busy(engine) as turns:
                 for version in (1, 2):
                     await sync.publish(decoders[version % 2].state_dict().items(), version)
-                    # Who asks now is sampled by the new weights, and the others go on beside.
+                    # New calls are sampled by the new weights while the others continue.
                     assert set((await ask(engine, 32)).versions) == {version}
             for generation in turns:
                 assert len(generation.token_ids) == len(generation.versions)
@@ -138,7 +138,7 @@ async def send_and_break_off(engine, bucket):
         raise EngineError("the connection is cut")
 
 
-def test_what_the_server_refuses_leaves_the_old_weights(server, policies, decoders, tmp_path):
+def test_refused_publication_keeps_the_old_weights(server, policies, decoders, tmp_path):
     async def play():
         async with engine_over(policies[0], server) as engine:
             sync = sync_of(engine, "disk", tmp_path / "weights")
@@ -154,7 +154,7 @@ def test_what_the_server_refuses_leaves_the_old_weights(server, policies, decode
     asyncio.run(play())
 
 
-def test_a_transfer_that_breaks_off_is_not_sampled_with(server, policies, decoders, tmp_path):
+def test_broken_transfer_is_never_sampled_with(server, policies, decoders, tmp_path):
     async def play():
         async with engine_over(policies[0], server) as engine:
             disk = sync_of(engine, "disk", tmp_path / "weights")
@@ -162,7 +162,7 @@ def test_a_transfer_that_breaks_off_is_not_sampled_with(server, policies, decode
             first, *_ = buckets(decoders[1].state_dict().items(), 50_000)
             with pytest.raises(EngineError, match="cut"):
                 await send_and_break_off(engine, first)
-            # What it holds is neither 1 nor 2; before it serves again it is given 1 anew.
+            # It holds neither 1 nor 2; before it serves again it gets version 1.
             generation = await ask(engine)
             assert set(generation.versions) == {1}
             assert gap(decoders[0], generation) < TOLERANCE
@@ -202,7 +202,7 @@ def merged_decoder(policy, adapter, alpha, rank=4):
     return decoder
 
 
-def test_adapters_are_versions(server, policies, decoders, tmp_path):
+def test_lora_adapters_are_policy_versions(server, policies, decoders, tmp_path):
     async def play():
         async with engine_over(policies[0], server) as engine:
             base = sync_of(engine, "disk", tmp_path / "weights")
@@ -231,21 +231,21 @@ def test_adapters_are_versions(server, policies, decoders, tmp_path):
     asyncio.run(play())
 
 
-def test_two_servers_take_the_same_weights(kind, server, policies, decoders, tmp_path):
+def test_publication_reaches_two_servers(kind, server, policies, decoders, tmp_path):
     async def play(other):
         async with engine_over(policies[0], server, other) as engine:
             for version, id in enumerate(("disk", "tensor", "distributed"), start=1):
                 sync = sync_of(engine, id, tmp_path / id)
                 decoder = decoders[version % 2]
                 await sync.publish(decoder.state_dict().items(), version)
-                found = await asyncio.gather(
+                generations = await asyncio.gather(
                     *(
                         engine.generate(PROMPT, _params(), session=f"{version}-{i}")
                         for i in range(8)
                     )
                 )
-                assert all(set(generation.versions) == {version} for generation in found)
-                assert all(gap(decoder, generation) < TOLERANCE for generation in found)
+                assert all(set(generation.versions) == {version} for generation in generations)
+                assert all(gap(decoder, generation) < TOLERANCE for generation in generations)
                 await sync.aclose()
 
     with running_server(kind, policies[0], tmp_path / "other.log") as (url, _):
@@ -258,8 +258,8 @@ def _params():
     return SamplingParams(max_new_tokens=16)
 
 
-def test_weights_of_another_shape_are_an_error_and_never_served(kind, policies, tmp_path):
-    """The real server does not survive them, so it gets one of its own."""
+def test_weights_of_another_shape_are_never_served(kind, policies, tmp_path):
+    """The real server does not survive such weights, so this test starts its own server."""
     config = DecoderConfig(
         vocab_size=64,
         hidden_size=32,

@@ -1,4 +1,4 @@
-"""Whole runs over servers: from the first probe to the summary, and what kill -9 does to them."""
+"""Whole runs over servers, from the first probe to the summary, also under kill -9."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ def config_of(policy, *overrides, steps=4):
 
 
 @pytest.mark.parametrize("sync", ["disk", "tensor", "distributed"])
-def test_a_run_over_a_server(server, policies, shaped_env, tmp_path, sync):
+def test_run_over_a_server(server, policies, shaped_env, tmp_path, sync):
     config = config_of(
         policies[0],
         f"engine.url={server}",
@@ -61,8 +61,8 @@ def test_a_run_over_a_server(server, policies, shaped_env, tmp_path, sync):
     assert replay(load_config(run.config_file), run.path).is_identical
 
 
-def test_a_run_that_publishes_adapters(server, policies, shaped_env, tmp_path):
-    """The base stays; every step is sampled with the newest adapter, as its ratios say."""
+def test_run_that_publishes_adapters(server, policies, shaped_env, tmp_path):
+    """The base is fixed; ratios of 1 show that each step is sampled with the newest adapter."""
     pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")
     base = load_checkpoint(policies[0]).state_dict()
 
@@ -86,7 +86,7 @@ def test_a_run_that_publishes_adapters(server, policies, shaped_env, tmp_path):
     assert all(name.endswith("_proj.weight") for name in changed)
 
 
-def test_a_server_with_another_model_is_refused(server, policies, shaped_env, tmp_path):
+def test_server_with_another_model_is_refused(server, policies, shaped_env, tmp_path):
     async def serve_the_other():
         async with engine_over(policies[1], server) as engine:
             sync = DiskWeightSync(engine, directory=tmp_path / "weights")
@@ -98,12 +98,12 @@ def test_a_server_with_another_model_is_refused(server, policies, shaped_env, tm
     with pytest.raises(ConfigError, match="not the same model") as caught:
         train(config, run_dir=tmp_path / "run")
     assert any("take_over" in hint for hint in caught.value.hints)
-    # Said on purpose, the run gives them its own weights first.
-    taken = config_of(policies[0], f"engine.url={server}", "engine.kwargs.take_over=true", steps=1)
-    train(taken, run_dir=tmp_path / "taken", mode="new")
+    # With take_over the run first publishes its own weights.
+    config = config_of(policies[0], f"engine.url={server}", "engine.kwargs.take_over=true", steps=1)
+    train(config, run_dir=tmp_path / "taken", mode="new")
 
 
-def test_a_killed_server_s_work_moves_to_the_other(kind, policies, tmp_path):
+def test_calls_of_a_killed_server_move_to_another(kind, policies, tmp_path):
     async def play(processes, urls):
         decoder = load_checkpoint(policies[0])
         async with engine_over(policies[0], *urls) as engine:
@@ -126,7 +126,7 @@ def test_a_killed_server_s_work_moves_to_the_other(kind, policies, tmp_path):
         asyncio.run(play([process for _, process in started], [url for url, _ in started]))
 
 
-def test_when_the_last_server_is_killed_the_error_says_how_to_start_one(kind, policies, tmp_path):
+def test_error_after_the_last_server_dies_has_the_start_command(kind, policies, tmp_path):
     async def play(url, process):
         async with engine_over(policies[0], url, grace_s=0.5, max_retries=20) as engine:
             turns = await turns_in_flight(engine, 12, 400)
@@ -141,7 +141,7 @@ def test_when_the_last_server_is_killed_the_error_says_how_to_start_one(kind, po
         asyncio.run(play(url, process))
 
 
-def test_a_launched_server_that_is_killed_is_started_again(kind, policies, tmp_path):
+def test_killed_launched_server_is_restarted(kind, policies, tmp_path):
     command, arguments = command_of(kind)
     others = set(servers_below())  # the one that the other tests share
 
@@ -165,7 +165,7 @@ def test_a_launched_server_that_is_killed_is_started_again(kind, policies, tmp_p
 
 
 def kill_servers(besides):
-    """kill -9 for every server below us but those, without a word to who watches it."""
+    """Kill -9 every server process of this one but those in `besides`, not their guards."""
     servers = [
         pid for pid in servers_below() if pid not in besides and "guard" not in command_line(pid)
     ]
@@ -176,7 +176,7 @@ def kill_servers(besides):
 
 
 def servers_below():
-    """The processes below this one that serve a model."""
+    """Return the descendants of this process that serve a model."""
     parents = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -185,11 +185,11 @@ def servers_below():
                     parents[int(entry)] = int(stat.read().rpartition(")")[2].split()[1])
             except (FileNotFoundError, ProcessLookupError):
                 continue
-    found, frontier = [], {os.getpid()}
+    descendants, frontier = [], {os.getpid()}
     while frontier:
         frontier = {pid for pid, parent in parents.items() if parent in frontier}
-        found += frontier
-    return [pid for pid in found if "model-path" in command_line(pid)]
+        descendants += frontier
+    return [pid for pid in descendants if "model-path" in command_line(pid)]
 
 
 def command_line(pid):
@@ -202,7 +202,7 @@ def command_line(pid):
 
 @NEEDS_REAL
 @pytest.mark.slow
-def test_a_run_that_starts_the_real_server_itself(policies, shaped_env, tmp_path):
+def test_run_that_launches_the_real_server(policies, shaped_env, tmp_path):
     require_retract("real")
     command, arguments = command_of("real")
     others = set(servers_below())
@@ -220,7 +220,7 @@ def test_a_run_that_starts_the_real_server_itself(policies, shaped_env, tmp_path
     assert set(servers_below()) <= others
 
 
-def test_a_url_that_answers_html_is_no_server(policies, shaped_env, tmp_path):
+def test_url_answering_html_is_refused(policies, shaped_env, tmp_path):
     import http.server
     import threading
 

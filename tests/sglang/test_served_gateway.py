@@ -15,7 +15,7 @@ from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 openai = pytest.importorskip("openai", reason="pip install 'areal-gym[agents]'")
 
 
-def test_a_client_before_the_gateway_before_the_server(server, policies):
+def test_openai_client_talks_to_sglang_through_the_gateway(server, policies):
     async def play():
         async with engine_over(policies[0], server, take_over=True) as engine:
             gateway = Gateway()
@@ -25,20 +25,20 @@ def test_a_client_before_the_gateway_before_the_server(server, policies):
                 async with openai.AsyncOpenAI(
                     base_url=session.base_url, api_key=session.api_key, max_retries=0
                 ) as client:
-                    asked = {
+                    request = {
                         "model": "policy",
                         "messages": [{"role": "user", "content": "Make 17 from 3, 4 and 5."}],
                         "max_completion_tokens": 40,
                         "temperature": 0.0,
                     }
-                    whole = await client.chat.completions.create(**asked)
-                    stream = await client.chat.completions.create(**asked, stream=True)
+                    whole = await client.chat.completions.create(**request)
+                    stream = await client.chat.completions.create(**request, stream=True)
                     parts = [chunk async for chunk in stream]
             finally:
                 await gateway.aclose()
         assert whole.usage.completion_tokens > 0
-        told = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-        assert told == (whole.choices[0].message.content or "")
+        text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        assert text == (whole.choices[0].message.content or "")
 
     asyncio.run(play())
 
@@ -53,8 +53,8 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": SUM}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}}
 
 
-def test_answers_of_a_form(server, kind, policies):
-    """A policy of random weights writes JSON and calls a tool where the server masks the rest."""
+def test_response_formats_and_forced_tools_use_the_servers_grammar(server, kind, policies):
+    """A policy with random weights writes JSON and calls a tool when the server masks the rest."""
 
     async def play():
         async with engine_over(policies[0], server, take_over=True) as engine:
@@ -65,7 +65,7 @@ def test_answers_of_a_form(server, kind, policies):
                 async with openai.AsyncOpenAI(
                     base_url=session.base_url, api_key=session.api_key, max_retries=0
                 ) as client:
-                    asked = {
+                    request = {
                         "model": "policy",
                         "messages": [{"role": "user", "content": "Make 17."}],
                         "max_completion_tokens": 300,
@@ -76,15 +76,15 @@ def test_answers_of_a_form(server, kind, policies):
                         for form in ({"response_format": FORMAT}, {"tools": [ADD]}):
                             choice = "required" if "tools" in form else openai.NOT_GIVEN
                             with pytest.raises(openai.BadRequestError, match="grammar-backend"):
-                                await create(**asked, **form, tool_choice=choice)
+                                await create(**request, **form, tool_choice=choice)
                         return
-                    whole = await create(**asked, response_format=FORMAT)
+                    whole = await create(**request, response_format=FORMAT)
                     assert json.loads(whole.choices[0].message.content)["sum"] in (5, 7)
-                    stream = await create(**asked, response_format=FORMAT, stream=True)
+                    stream = await create(**request, response_format=FORMAT, stream=True)
                     parts = [chunk async for chunk in stream]
-                    told = "".join(part.choices[0].delta.content or "" for part in parts)
-                    assert json.loads(told)["sum"] in (5, 7)
-                    forced = await create(**asked, tools=[ADD], tool_choice="required")
+                    text = "".join(part.choices[0].delta.content or "" for part in parts)
+                    assert json.loads(text)["sum"] in (5, 7)
+                    forced = await create(**request, tools=[ADD], tool_choice="required")
                     (call,) = forced.choices[0].message.tool_calls
                     assert call.function.name == "add"
                     assert json.loads(call.function.arguments)["sum"] in (5, 7)
@@ -94,8 +94,8 @@ def test_answers_of_a_form(server, kind, policies):
     asyncio.run(play())
 
 
-def test_log_probabilities_under_a_grammar_are_not_the_policys(server, kind, policies):
-    """Why nothing is learned from such answers; the fake server refuses them."""
+def test_logprobs_under_a_grammar_differ_from_the_policys(server, kind, policies):
+    """This is why such answers are not trained on; the fake server refuses them."""
 
     async def play():
         async with engine_over(policies[0], server, take_over=True) as engine:

@@ -26,7 +26,7 @@ texts_of = st.text(alphabet="abcd ", max_size=30)
 
 
 @given(st.lists(texts_of, min_size=1, max_size=12), texts_of, st.integers(1, 5))
-def test_bm25_is_its_formula(texts, query, k):
+def test_bm25_scores_equal_the_formula(texts, query, k):
     documents = [words(text) for text in texts]
     mean_length = sum(map(len, documents)) / len(documents)
 
@@ -41,10 +41,10 @@ def test_bm25_is_its_formula(texts, query, k):
         return total
 
     index = MemoryIndex(Passage(str(n), "", text) for n, text in enumerate(texts))
-    found = index.search(query, k)
+    hits = index.search(query, k)
     expected = sorted((s for s in map(score, documents) if s > 0), reverse=True)[:k]
-    assert [hit.score for hit in found] == pytest.approx(expected)
-    for hit in found:
+    assert [hit.score for hit in hits] == pytest.approx(expected)
+    for hit in hits:
         assert hit.score == pytest.approx(score(documents[int(hit.passage.id)]))
 
 
@@ -67,7 +67,7 @@ def open_index(monkeypatch, tmp_path):
     return open_index
 
 
-def test_an_index_is_built_once_and_finds_what_the_one_in_memory_finds(open_index, tmp_path):
+def test_disk_index_is_built_once_and_agrees_with_memory_index(open_index, tmp_path):
     corpus = corpus_file(tmp_path / "c.jsonl", world().passages)
     index, memory = open_index(corpus), MemoryIndex(world().passages)
     (place,) = (tmp_path / "cache" / "search").iterdir()
@@ -83,7 +83,7 @@ def test_an_index_is_built_once_and_finds_what_the_one_in_memory_finds(open_inde
     assert (place / "areal_gym.json").stat().st_mtime_ns == before
 
 
-def test_another_corpus_gets_another_index(open_index, tmp_path):
+def test_changed_corpus_gets_a_new_index(open_index, tmp_path):
     corpus = corpus_file(tmp_path / "c.jsonl", world().passages[:5])
     assert len(open_index(corpus)) == 5
     open_index.cache_clear()
@@ -91,7 +91,7 @@ def test_another_corpus_gets_another_index(open_index, tmp_path):
     assert len(open_index(corpus)) == 6
 
 
-def test_an_index_of_another_corpus_is_refused_by_its_hash(open_index, tmp_path):
+def test_index_of_another_corpus_is_refused(open_index, tmp_path):
     first = corpus_file(tmp_path / "first.jsonl", world().passages[:5])
     second = corpus_file(tmp_path / "second.jsonl", world().passages[5:9])
     open_index(first, tmp_path / "index")
@@ -111,7 +111,7 @@ def test_an_index_of_another_corpus_is_refused_by_its_hash(open_index, tmp_path)
         ("", "has no passages"),
     ],
 )
-def test_a_broken_corpus_is_named_and_leaves_no_index(open_index, tmp_path, text, problem):
+def test_broken_corpus_is_named_and_leaves_no_index(open_index, tmp_path, text, problem):
     corpus = tmp_path / "c.jsonl"
     corpus.write_text(text)
     with pytest.raises(DataError, match=problem):
@@ -119,7 +119,7 @@ def test_a_broken_corpus_is_named_and_leaves_no_index(open_index, tmp_path, text
     assert list((tmp_path / "cache" / "search").glob("*")) == []
 
 
-def test_search_r1_writes_a_title_on_the_first_line(tmp_path):
+def test_search_r1_contents_start_with_the_title(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text('{"id": "0", "contents": "\\"Ada\\"\\nShe wrote."}')
     assert list(read_corpus(path)) == [Passage("0", "Ada", "She wrote.")]
@@ -133,7 +133,7 @@ def test_search_r1_writes_a_title_on_the_first_line(tmp_path):
         ("search_factbook/passages.jsonl.gz", "search_factbook/qa.jsonl", 147),
     ],
 )
-def test_public_questions_are_played(open_index, corpus, questions, num_test):
+def test_public_questions_can_be_searched_and_answered(open_index, corpus, questions, num_test):
     env = areal_gym.make("search", corpus=DATA / corpus, questions=DATA / questions, top_k=10)
     assert num_test is None or env.num_tasks("test") == num_test
     num_found = 0
@@ -149,7 +149,7 @@ def test_public_questions_are_played(open_index, corpus, questions, num_test):
 
 
 class Server:
-    """A retriever in the shape of Search-R1's, which fails as often as it is told."""
+    """A Search-R1 retrieval server whose first answers are the given failures."""
 
     def __init__(self):
         self.index = MemoryIndex(world().passages)
@@ -187,7 +187,7 @@ def with_server(use):
     return asyncio.run(run())
 
 
-def test_a_server_is_asked_as_search_r1_asks():
+def test_http_retriever_speaks_search_r1():
     async def use(server, url):
         env = areal_gym.make("search", retriever="http", retriever_kwargs={"url": url})
         env.reset(options={"split": "train", "index": 0})
@@ -211,7 +211,7 @@ def test_a_server_is_asked_as_search_r1_asks():
 @pytest.mark.parametrize(
     "failures", [["down"], ["{"], ["hang", "down"], ["[]"], ['{"result": []}']]
 )
-def test_a_failing_server_is_asked_again_and_counted(failures):
+def test_http_retriever_retries_and_counts(failures):
     async def use(server, url):
         retriever = HttpRetriever(None, url=url, timeout_s=0.3)
         server.failures = list(failures)
@@ -223,7 +223,7 @@ def test_a_failing_server_is_asked_again_and_counted(failures):
     assert all(isinstance(hit, Hit) for hit in hits)
 
 
-def test_an_unreachable_server_fails_the_episode_and_is_no_reward():
+def test_unreachable_retriever_is_an_env_error():
     kwargs = {"url": "http://127.0.0.1:9/retrieve", "max_retries": 1}
     env = areal_gym.make("search", retriever="http", retriever_kwargs=kwargs)
     env.reset(seed=0)
@@ -239,7 +239,7 @@ def test_an_unreachable_server_fails_the_episode_and_is_no_reward():
 
 
 class Dense:
-    """Finds by the number of letters in common; what matters is that it is asked."""
+    """Returns the first passages for every query."""
 
     def __init__(self, corpus, *, num=1):
         self.passages = world().passages[:num]
@@ -256,7 +256,7 @@ def register_retrievers():
     yield RetrieverSpec(id="dense", entry_point=f"{__name__}:Dense", summary="by vectors")
 
 
-def test_a_retriever_may_be_a_plugin():
+def test_retriever_plugin_is_used():
     set_registry(Registry(PluginManager.installed(modules=[__name__])))
     try:
         env = areal_gym.make("search", retriever="dense", retriever_kwargs={"num": 2})
@@ -267,6 +267,6 @@ def test_a_retriever_may_be_a_plugin():
     assert [line.split()[0] for line in step.observation.splitlines()] == ["[p0]", "[p1]"]
 
 
-def test_a_corpus_without_questions_is_refused_before_it_is_indexed(tmp_path):
+def test_questions_without_corpus_are_refused(tmp_path):
     with pytest.raises(UsageError, match="go together"):
         areal_gym.make("search", questions=tmp_path / "q.jsonl")

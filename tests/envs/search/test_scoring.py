@@ -21,12 +21,12 @@ from areal_gym.envs.search.scoring import citation_score, cited_ids, exact_match
         ("x", [], 0.0, 0.0),
     ],
 )
-def test_short_answers(answer, golds, em, f1):
+def test_exact_match_and_f1_of_short_answers(answer, golds, em, f1):
     assert exact_match(answer, golds) == em
     assert f1_score(answer, golds) == pytest.approx(f1)
 
 
-def test_citations():
+def test_citation_scores():
     assert cited_ids("It is [a1], as [b2] and [a1] say; [not this] \\boxed{[c]}") == [
         "a1",
         "b2",

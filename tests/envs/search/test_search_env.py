@@ -16,13 +16,13 @@ def call(name, **arguments):
     return write_call(name, arguments)
 
 
-def started(**kwargs):
+def make_started(**kwargs):
     env = areal_gym.make("search", **kwargs)
     env.reset(options={"split": "train", "index": 0})
     return env
 
 
-def played(env, options):
+def play_gold(env, options):
     env.reset(options=options)
     steps = [env.step(env.gold_action())]
     while not (steps[-1].terminated or steps[-1].truncated):
@@ -31,19 +31,19 @@ def played(env, options):
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3])
-def test_every_built_in_question_can_be_answered_by_searching(hops):
+def test_built_in_questions_are_answerable_by_search(hops):
     env = areal_gym.make("search", hops=[hops])
     for index in range(env.num_tasks("test")):
-        steps = played(env, {"split": "test", "index": index})
+        steps = play_gold(env, {"split": "test", "index": index})
         assert len(steps) == hops + 1
         assert steps[-1].reward == 1.0
-        found = sum(step.info["metrics"].get("found", 0) for step in steps)
-        assert found == len(set(env.task.data["support"]))
+        num_support = sum(step.info["metrics"].get("found", 0) for step in steps)
+        assert num_support == len(set(env.task.data["support"]))
         # What the last search shows has the answer in it, and no earlier one is enough.
         assert env.task.data["answers"][0] in steps[-2].observation
 
 
-def test_the_built_in_questions_are_distinct_and_of_every_kind():
+def test_built_in_questions_are_distinct_with_1_to_3_hops():
     questions = list(world().questions())
     assert len({question.text for question in questions}) == len(questions) > 2_000
     assert {len(question.queries) for question in questions} == {1, 2, 3}
@@ -55,8 +55,8 @@ def test_the_built_in_world_is_the_same_in_every_version():
     assert content_hash(questions) == "9fcdaec185bc49d8"
 
 
-def test_a_search_shows_ids_titles_and_as_much_text_as_it_may():
-    env = started(top_k=2, max_snippet=8)
+def test_search_shows_ids_titles_and_limited_snippets():
+    env = make_started(top_k=2, max_snippet=8)
     step = env.step(call("search", query=env.task.data["queries"][0]))
     first, second = step.observation.splitlines()
     passage = world().passages[int(env.task.data["support"][0][1:])]
@@ -64,8 +64,8 @@ def test_a_search_shows_ids_titles_and_as_much_text_as_it_may():
     assert second.startswith("[p")
 
 
-def test_pages_are_opened_up_to_a_number():
-    env = started(max_pages=2, max_page=10)
+def test_opened_pages_are_limited():
+    env = make_started(max_pages=2, max_page=10)
     steps = [env.step(call("open", id=id)) for id in ("p0", "[p1]", "p2", "nope")]
     assert steps[0].observation.startswith(world().passages[0].title[:10])
     assert steps[1].info["metrics"]["pages"] == 1
@@ -77,8 +77,8 @@ def test_pages_are_opened_up_to_a_number():
     assert "no passage 'nope'" in env.step(call("open", id="nope")).observation
 
 
-def test_several_searches_in_one_call():
-    env = started(tools=("batch_search",), top_k=1)
+def test_batch_search():
+    env = make_started(tools=("batch_search",), top_k=1)
     queries = [passage.title for passage in world().passages[:2]]
     step = env.step(call("batch_search", queries=queries))
     assert [block.splitlines()[0] for block in step.observation.split("\n\n")] == [
@@ -92,14 +92,14 @@ def test_several_searches_in_one_call():
 @pytest.mark.parametrize(
     "query", ["", "  ", "\ud800", "\0", "a:b AND (c", "?!", "x" * 5_000, "\u202e"]
 )
-def test_hostile_queries_are_answered(query):
+def test_adversarial_queries_are_answered(query):
     text = json.dumps({"name": "search", "arguments": {"query": query}})
-    step = started().step(f"<tool_call>{text}</tool_call>")
+    step = make_started().step(f"<tool_call>{text}</tool_call>")
     assert isinstance(step.observation, str)
     assert not step.terminated
 
 
-def test_a_part_of_the_reward_is_for_citations():
+def test_citations_earn_part_of_the_reward():
     env = areal_gym.make("search", citations=0.4, hops=[2])
     env.reset(options={"split": "test", "index": 0})
     assert "Cite the passages" in env.messages[0]["content"]
@@ -112,17 +112,17 @@ def test_a_part_of_the_reward_is_for_citations():
         assert step.info["reward_parts"]["citation"] == pytest.approx(share)
     env.reset(options={"task": env.task})
     assert env.step(f"\\boxed{{nowhere}} [{support[0]}] [{support[1]}]").reward == 0.0
-    assert played(env, {"split": "test", "index": 1})[-1].reward == 1.0
+    assert play_gold(env, {"split": "test", "index": 1})[-1].reward == 1.0
 
 
-def test_f1_may_be_the_score():
+def test_score_f1():
     task = {"id": "t", "data": {"question": "Who?", "answers": ["Ada Lovelace King"]}}
     env = areal_gym.make("search", score="f1")
     env.reset(options={"task": task})
     assert env.step(r"\boxed{Ada Lovelace}").reward == pytest.approx(0.8)
 
 
-def test_what_does_not_go_together_is_refused(tmp_path):
+def test_wrong_search_settings_are_refused(tmp_path):
     with pytest.raises(UsageError, match="go together"):
         areal_gym.make("search", corpus=tmp_path / "c.jsonl")
     with pytest.raises(UsageError, match="score = 'rouge'"):
@@ -145,7 +145,7 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         ({"question": "?", "answers": ["a"], "split": "dev"}, "split 'dev'"),
     ],
 )
-def test_broken_questions_are_named(tmp_path, row, problem):
+def test_broken_question_rows_are_named(tmp_path, row, problem):
     pytest.importorskip("tantivy")
     corpus, questions = tmp_path / "c.jsonl", tmp_path / "q.jsonl"
     corpus.write_text('{"id": "a", "text": "b"}')
@@ -155,8 +155,8 @@ def test_broken_questions_are_named(tmp_path, row, problem):
     assert f"{questions}, line 1" in str(caught.value)
 
 
-def test_a_thousand_episodes_at_once_share_one_index():
-    async def one(env):
+def test_concurrent_episodes_share_one_index():
+    async def run_episode(env):
         env.reset(seed=7)
         reward = 0.0
         while True:
@@ -165,9 +165,9 @@ def test_a_thousand_episodes_at_once_share_one_index():
             if step.terminated:
                 return reward
 
-    async def all_of_them(envs):
-        return await asyncio.gather(*map(one, envs))
+    async def run_all(envs):
+        return await asyncio.gather(*map(run_episode, envs))
 
     envs = [areal_gym.make("search") for _ in range(1_024)]
     assert len({id(env.retriever) for env in envs}) == 1
-    assert set(asyncio.run(all_of_them(envs))) == {1.0}
+    assert set(asyncio.run(run_all(envs))) == {1.0}

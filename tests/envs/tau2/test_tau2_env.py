@@ -1,4 +1,4 @@
-"""The environments as the rest of areal-gym uses them."""
+"""The tau2 environments through the public API."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def gold(env):
 # ---- the built-in domain ------------------------------------------------------------------------
 
 
-def test_a_whole_conversation():
+def test_library_conversation_from_question_to_reward():
     env = areal_gym.make("tau2/mock")
     env.reset(options={"split": "test", "index": 0})
     data = env.task.data
@@ -46,7 +46,7 @@ def test_a_whole_conversation():
     assert step.info["metrics"]["db_match"] == 1.0
 
 
-def test_every_kind_of_wish_occurs_and_can_be_met():
+def test_every_library_request_occurs_and_is_solvable():
     env = areal_gym.make("tau2")
     seen = set()
     for index in range(60):
@@ -57,7 +57,7 @@ def test_every_kind_of_wish_occurs_and_can_be_met():
     assert seen == {(wish, late) for wish in ("renew", "take_back") for late in (True, False)}
 
 
-def test_doing_it_silently_or_saying_it_without_doing_it_is_not_enough():
+def test_reward_needs_both_action_and_message():
     env = areal_gym.make("tau2")
     tasks = (library_tasks().at(index, "train") for index in range(50))
     task = next(t for t in tasks if t.data["wish"] == "take_back")
@@ -69,7 +69,7 @@ def test_doing_it_silently_or_saying_it_without_doing_it_is_not_enough():
     assert env.step("Done.").reward == 0.0
 
 
-def test_solo_mode_has_the_users_tools_and_no_user():
+def test_solo_mode_offers_the_users_tools():
     env = areal_gym.make("tau2", solo=True)
     assert [tool.name for tool in env.tools][-2:] == ["read_card", "done"]
     steps = play(env, gold, seed=3)
@@ -82,7 +82,7 @@ def test_solo_mode_has_the_users_tools_and_no_user():
     assert [result for result in results if not result.is_ok] == []
 
 
-def test_library_tasks_are_domains_of_their_own():
+def test_each_library_task_has_its_own_domain():
     task = library_tasks().at(1, "test")
     domain, case = library_domain(task.data)
     world = domain.make_world()
@@ -93,7 +93,7 @@ def test_library_tasks_are_domains_of_their_own():
 # ---- mistakes ---------------------------------------------------------------------------------
 
 
-def test_mistakes_are_explained_and_counted():
+def test_tool_call_errors_are_explained_and_counted():
     env = areal_gym.make("tau2", max_errors=4)
     env.reset(seed=0)
     step = env.step("<tool_call>{broken</tool_call>")
@@ -108,7 +108,7 @@ def test_mistakes_are_explained_and_counted():
     assert (step.terminated, step.reward) == (True, 0.0)
 
 
-def test_more_calls_than_are_run_are_refused():
+def test_calls_beyond_the_limit_are_not_run():
     env = areal_gym.make("tau2", max_errors=100)
     env.reset(seed=0)
     step = env.step(call("look_up", card="1", item="saw") * 20)
@@ -116,14 +116,14 @@ def test_more_calls_than_are_run_are_refused():
     assert "4 more calls were not run" in step.observation
 
 
-def test_an_empty_message_ends_it():
+def test_empty_message_ends_the_episode():
     env = areal_gym.make("tau2")
     env.reset(seed=0)
     step = env.step("  ")
     assert (step.terminated, step.reward) == (True, 0.0)
 
 
-def test_steps_are_limited():
+def test_max_steps_truncates():
     env = areal_gym.make("tau2", max_steps=6)
     env.reset(seed=0)
     while not (step := env.step("What is your card number?")).truncated:
@@ -137,17 +137,17 @@ def test_steps_are_limited():
     [
         ({"domain": "banking"}, "no tau2 domain 'banking'"),
         ({"policy": "short"}, "no policy 'short'"),
-        ({"user": "nobody"}, "no user 'nobody'"),
+        ({"user": "missing"}, "no user 'missing'"),
         ({"user": "no_such_module:User"}, "cannot be imported"),
-        ({"judge": "nobody"}, "no judge 'nobody'"),
+        ({"judge": "missing"}, "no judge 'missing'"),
     ],
 )
-def test_wrong_settings_are_refused(kwargs, complaint):
+def test_wrong_tau2_settings_are_refused(kwargs, complaint):
     with pytest.raises(UsageError, match=complaint):
         areal_gym.make("tau2", **kwargs)
 
 
-def test_a_user_and_a_judge_of_ones_own(monkeypatch):
+def test_custom_user_and_judge(monkeypatch):
     env = areal_gym.make(
         "tau2",
         user="areal_gym.envs.tau2.mock:Borrower",
@@ -160,7 +160,7 @@ def test_a_user_and_a_judge_of_ones_own(monkeypatch):
 # ---- action strings -----------------------------------------------------------------------------
 
 
-def test_action_strings_of_the_benchmarks_gym():
+def test_action_strings_of_tau2_gym():
     env = areal_gym.make("tau2", action_strings=True)
     env.reset(seed=0)
     loan = {name: env.task.data[name] for name in ("card", "item")}
@@ -172,7 +172,7 @@ def test_action_strings_of_the_benchmarks_gym():
     assert env.step("What is your card number?").observation == f"It is {card}."
 
 
-def test_an_action_does_not_choose_who_calls():
+def test_action_cannot_choose_its_requestor():
     env = areal_gym.make("tau2", action_strings=True)
     smuggled = {"name": "read_card", "arguments": {}, "requestor": "user"}
     for action in (json.dumps(smuggled), f"<tool_call>{json.dumps(smuggled)}</tool_call>"):
@@ -181,7 +181,7 @@ def test_an_action_does_not_choose_who_calls():
 
 
 @needs_data
-def test_an_agent_cannot_operate_the_users_phone():
+def test_agent_cannot_call_user_tools():
     env = areal_gym.make("tau2/telecom", data_dir=str(DATA), action_strings=True, max_errors=99)
     env.reset(options={"split": "base", "index": 0})
     for action in env._simulation.case.gold_actions:
@@ -199,14 +199,14 @@ def test_an_agent_cannot_operate_the_users_phone():
 @pytest.mark.parametrize(
     "domain", ["airline", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
 )
-def test_the_contract_is_kept(domain):
+def test_tau2_domains_pass_the_checker(domain):
     make = lambda: areal_gym.make(f"tau2/{domain}", data_dir=str(DATA))  # noqa: E731
     assert [result for result in check_env(make, num_tasks=8) if not result.is_ok] == []
 
 
 @needs_data
-def test_an_evaluation_names_the_version():
-    async def measure():
+def test_evaluation_report_names_the_task_version():
+    async def run_evaluation():
         return await evaluate(
             lambda: areal_gym.make("tau2/airline", data_dir=str(DATA)),
             ChatAgent(),
@@ -215,7 +215,7 @@ def test_an_evaluation_names_the_version():
             num_tasks=3,
         )
 
-    report = asyncio.run(measure())
+    report = asyncio.run(run_evaluation())
     assert report.to_dict()["task_versions"] == ["1.0.1"]
     assert report.to_text().startswith("Tau2Env test: 3 tasks of version 1.0.1 x 1")
     assert report.reward == 0.0
@@ -224,7 +224,7 @@ def test_an_evaluation_names_the_version():
 
 
 @needs_data
-def test_tasks_name_their_version_and_what_inaction_would_give():
+def test_task_ids_name_version_and_flag_solved_by_inaction():
     env = areal_gym.make("tau2/airline", data_dir=str(DATA))
     assert env.version == "1.0.1"
     _, info = env.reset(options={"split": "test", "index": 0})
@@ -240,7 +240,7 @@ def test_tasks_name_their_version_and_what_inaction_would_give():
 
 
 @needs_data
-def test_unknown_tasks_have_their_hash_for_a_version(tmp_path):
+def test_changed_task_files_use_their_hash_as_version(tmp_path):
     folder = tmp_path / "tau2"
     shutil.copytree(DATA / "tau2" / "domains" / "airline", folder / "domains" / "airline")
     shutil.copytree(DATA / "tau2" / "user_simulator", folder / "user_simulator")
@@ -257,7 +257,7 @@ def test_unknown_tasks_have_their_hash_for_a_version(tmp_path):
 
 
 @needs_data
-def test_broken_data_is_named(tmp_path):
+def test_broken_tau2_data_is_named(tmp_path):
     (tmp_path / "tau2" / "domains" / "airline").mkdir(parents=True)
     with pytest.raises(DataError, match=r"cannot read .*tasks.json"):
         areal_gym.make("tau2/airline", data_dir=str(tmp_path))
@@ -270,7 +270,7 @@ def test_broken_data_is_named(tmp_path):
 
 
 @needs_data
-def test_policies_and_solo_mode_of_telecom():
+def test_telecom_policies_solo_mode_and_splits():
     manual = areal_gym.make("tau2/telecom", data_dir=str(DATA))
     workflow = areal_gym.make("tau2/telecom", data_dir=str(DATA), policy="workflow")
     solo = areal_gym.make("tau2/telecom", data_dir=str(DATA), solo=True)
@@ -292,7 +292,7 @@ def test_policies_and_solo_mode_of_telecom():
 
 @needs_data
 @pytest.mark.parametrize("domain", ["retail", "airline", "telecom"])
-def test_a_thousand_episodes_at_once_share_nothing_that_changes(domain):
+def test_concurrent_episodes_do_not_share_state(domain):
     benchmark = load_domain(domain, DATA)
 
     async def episode(index):
@@ -314,7 +314,7 @@ def test_a_thousand_episodes_at_once_share_nothing_that_changes(domain):
     assert benchmark.make_world().digests() == before
 
 
-def test_hostile_actions_do_not_spoil_later_episodes():
+def test_adversarial_actions_do_not_affect_later_episodes():
     env = areal_gym.make("tau2")
     for action in HOSTILE_ACTIONS.values():
         env.reset(seed=0)

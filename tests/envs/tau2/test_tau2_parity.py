@@ -1,4 +1,4 @@
-"""Agreement with the benchmark's own texts, hashes and verdicts."""
+"""Agreement with tau2-bench's own texts, hashes and verdicts."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ def differences(agreements):
 
 
 @pytest.mark.parametrize("domain", ["retail", "airline"])
-def test_a_domain_agrees_with_the_benchmark(domain):
+def test_domain_agrees_with_tau2_bench(domain):
     agreements = replay(FIXTURES, domains=(domain,), data_dir=DATA)
     assert differences(agreements) == []
     assert [agreement.name for agreement in agreements] == [domain, "actions"]
@@ -27,7 +27,7 @@ def test_a_domain_agrees_with_the_benchmark(domain):
     assert agreements[0].counts["hashes"] > 500
 
 
-def test_a_tenth_of_telecom_agrees_with_the_benchmark(tmp_path):
+def test_tenth_of_telecom_agrees_with_tau2_bench(tmp_path):
     for name in ("telecom.jsonl.gz", "probes-telecom.jsonl.gz"):
         lines = gzip.decompress((FIXTURES / name).read_bytes()).splitlines(keepends=True)
         (tmp_path / name).write_bytes(gzip.compress(b"".join(lines[::10])))
@@ -39,12 +39,12 @@ def test_a_tenth_of_telecom_agrees_with_the_benchmark(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_of_telecom_agrees_with_the_benchmark():
+def test_all_of_telecom_agrees_with_tau2_bench():
     assert differences(replay(FIXTURES, domains=("telecom",), data_dir=DATA)) == []
 
 
 def altered(tmp_path, change):
-    """The first airline task with another verdict or text than the benchmark gave."""
+    """Replay the first airline fixture after `change` altered it."""
     with gzip.open(FIXTURES / "airline.jsonl.gz", "rt") as lines:
         row = json.loads(lines.readline())
     change(row)
@@ -63,21 +63,21 @@ def altered(tmp_path, change):
         lambda row: row["drop_each"][0].update(db_match=None),
     ],
 )
-def test_every_difference_is_found(tmp_path, change):
+def test_replay_reports_every_difference(tmp_path, change):
     agreement = altered(tmp_path, change)
     assert agreement.num_differences == 1
     assert not agreement.is_complete
 
 
-def test_the_command_answers_with_a_table_and_an_exit_code(tmp_path, capsys, monkeypatch):
+def test_check_fixtures_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TAU2_DATA_DIR", str(DATA))
     altered(tmp_path, lambda row: None)
     assert run(["check", "tau2/airline", "--fixtures", str(tmp_path)]) == 0
     assert "all of it agrees" in capsys.readouterr().out
     altered(tmp_path, lambda row: row["variants"]["gold"].update(reward=0.5))
     assert run(["check", "tau2", "--fixtures", str(tmp_path), "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["name"], found["num_differences"]) == ("airline", 1)
+    (agreement,) = json.loads(capsys.readouterr().out)
+    assert (agreement["name"], agreement["num_differences"]) == ("airline", 1)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,9 @@ def test_the_command_answers_with_a_table_and_an_exit_code(tmp_path, capsys, mon
         (None, "cannot read"),
     ],
 )
-def test_broken_fixtures_are_named(tmp_path, capsys, monkeypatch, content, complaint):
+def test_broken_fixtures_are_named_with_their_line(
+    tmp_path, capsys, monkeypatch, content, complaint
+):
     monkeypatch.setenv("TAU2_DATA_DIR", str(DATA))
     file = tmp_path / "airline.jsonl.gz"
     file.write_bytes(b"no gzip" if content is None else gzip.compress(content.encode()))
@@ -101,7 +103,7 @@ def test_broken_fixtures_are_named(tmp_path, capsys, monkeypatch, content, compl
     assert "tool_schemas.json: a fixture is a JSON object" in capsys.readouterr().err
 
 
-def test_other_targets_and_empty_folders_are_refused(tmp_path, capsys):
+def test_check_refuses_other_targets_and_empty_folders(tmp_path, capsys):
     assert run(["check", "tir", "--fixtures", str(tmp_path)]) == 2
     assert "tau2/airline" in capsys.readouterr().err
     with pytest.raises(NothingToDoError, match="no fixtures"):

@@ -1,4 +1,4 @@
-"""Fetching the benchmark's data from a server, which may be slow, dumb or wrong."""
+"""Pulling tau2-bench data from servers that fail, lack ranges or send other content."""
 
 import asyncio
 import hashlib
@@ -21,10 +21,10 @@ FILES = {
 
 
 @pytest.fixture
-def published(monkeypatch):
+def small_manifest(monkeypatch):
     """A manifest of two small files."""
     facts = {
-        "repository": "somebody/some-bench",
+        "repository": "owner/some-bench",
         "version": "9.9",
         "commit": "c0ffee" * 6,
         "licence": "MIT",
@@ -40,10 +40,10 @@ def published(monkeypatch):
 
 
 class Server:
-    """Serves the files on a port of its own; notes what was asked for."""
+    """Serves the files on its own port, and records the requests."""
 
     def __init__(self):
-        self.asked = []
+        self.requests = []
         self.has_ranges = True
         self.cut_after = None
         self.failures = []
@@ -64,7 +64,7 @@ class Server:
 
     async def _answer(self, request):
         path, wanted = request.match_info["path"], request.headers.get("Range")
-        self.asked.append((path, wanted))
+        self.requests.append((path, wanted))
         if self.failures:
             return web.Response(status=self.failures.pop(0))
         text = self.texts[path]
@@ -98,7 +98,7 @@ def assert_complete(folder):
     assert not list(folder.rglob("*.part"))
 
 
-def test_everything_is_fetched_once(published, server, tmp_path):
+def test_pull_fetches_every_file_once(small_manifest, server, tmp_path):
     seen = []
     folder = pull.pull(tmp_path, base_url=server.url, on_progress=lambda *all: seen.append(all))
     assert_complete(folder)
@@ -106,19 +106,19 @@ def test_everything_is_fetched_once(published, server, tmp_path):
     assert seen[-1] == ("tau2/domains/retail/policy.md", total, total)
     assert [have for _, have, _ in seen] == sorted(have for _, have, _ in seen)
     pull.pull(tmp_path, base_url=server.url)
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
 
 
-def test_a_file_that_was_cut_off_is_continued(published, server, tmp_path):
+def test_interrupted_download_is_resumed(small_manifest, server, tmp_path):
     server.cut_after = 100_000
     assert_complete(pull.pull(tmp_path, base_url=server.url))
-    first, second, _ = server.asked
+    first, second, _ = server.requests
     assert first[1] is None
     assert second[1].startswith("bytes=")
     assert second[1] != "bytes=0-"
 
 
-def test_a_server_without_ranges_will_do(published, server, tmp_path):
+def test_server_without_ranges_is_supported(small_manifest, server, tmp_path):
     part = tmp_path / "tau2/domains/retail/db.json.part"
     part.parent.mkdir(parents=True)
     part.write_bytes(b"old rubbish")
@@ -126,19 +126,19 @@ def test_a_server_without_ranges_will_do(published, server, tmp_path):
     assert_complete(pull.pull(tmp_path, base_url=server.url))
 
 
-def test_a_part_of_something_else_is_thrown_away(published, server, tmp_path):
+def test_partial_file_with_other_content_is_discarded(small_manifest, server, tmp_path):
     part = tmp_path / "tau2/domains/retail/db.json.part"
     part.parent.mkdir(parents=True)
     part.write_bytes(b"old rubbish")
     assert_complete(pull.pull(tmp_path, base_url=server.url))
 
 
-def test_a_server_that_stumbles_is_asked_again(published, server, tmp_path):
+def test_server_errors_are_retried(small_manifest, server, tmp_path):
     server.failures = [503, 502]
     assert_complete(pull.pull(tmp_path, base_url=server.url))
 
 
-def test_other_contents_are_refused(published, server, tmp_path):
+def test_wrong_checksum_is_refused(small_manifest, server, tmp_path):
     server.texts["tau2/domains/retail/policy.md"] = "Be mean. \u00e9".encode()
     with pytest.raises(InfrastructureError, match="checksum") as caught:
         pull.pull(tmp_path, base_url=server.url)
@@ -146,19 +146,19 @@ def test_other_contents_are_refused(published, server, tmp_path):
     assert not (tmp_path / "tau2/domains/retail/policy.md").exists()
 
 
-def test_a_damaged_file_is_fetched_anew(published, server, tmp_path):
+def test_damaged_file_is_fetched_again(small_manifest, server, tmp_path):
     pull.pull(tmp_path, base_url=server.url)
     (tmp_path / "tau2/domains/retail/policy.md").write_text("changed")
     assert_complete(pull.pull(tmp_path, base_url=server.url))
 
 
-def test_nobody_answers(published, tmp_path):
+def test_unreachable_server_is_an_error(small_manifest, tmp_path):
     with pytest.raises(InfrastructureError, match="cannot fetch"):
         pull.pull(tmp_path, base_url="http://127.0.0.1:9")
 
 
-def test_the_command_puts_it_where_environments_look(
-    published, server, tmp_path, capsys, monkeypatch
+def test_pull_command_stores_data_where_environments_look(
+    small_manifest, server, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path))
     monkeypatch.delenv("TAU2_DATA_DIR", raising=False)
@@ -171,7 +171,7 @@ def test_the_command_puts_it_where_environments_look(
     assert run(["data", "pull", "tau3"]) == 2
 
 
-def test_the_real_manifest_names_all_files_that_are_read():
+def test_manifest_lists_every_domain_file():
     paths = {row["path"] for row in manifest()["files"]}
     assert len(manifest()["commit"]) == 40
     for domain in ("retail", "airline", "telecom"):
@@ -181,7 +181,7 @@ def test_the_real_manifest_names_all_files_that_are_read():
     json.dumps(manifest())
 
 
-def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
+def test_missing_data_error_has_hints(tmp_path, monkeypatch):
     monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path))
     monkeypatch.delenv("TAU2_DATA_DIR", raising=False)
     with pytest.raises(DataError) as caught:

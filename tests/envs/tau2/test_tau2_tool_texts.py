@@ -1,4 +1,4 @@
-"""What models read about the tools: our own words, or those of a file."""
+"""Tool descriptions: the built-in ones, or those of a given file."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ DOMAINS = ("retail", "airline", "telecom")
 
 
 def arguments_of(schema):
-    """Every argument's schema, those of objects within it included."""
+    """Yield every argument's schema, including those of nested objects."""
     for node in (schema, *schema.get("$defs", {}).values()):
         yield from node.get("properties", {}).values()
 
@@ -33,7 +33,7 @@ def texts_in(node):
 
 
 def rows_of(domain):
-    """Our tools in the shape of a file, each text in capitals."""
+    """Return the built-in tools as rows of a file, with each text in capitals."""
     rows = {
         side: {name: {"openai_schema": copy.deepcopy(info.schema)} for name, info in tools.items()}
         for side, tools in load_tools(domain).items()
@@ -45,14 +45,14 @@ def rows_of(domain):
     return {domain: rows}
 
 
-def written(tmp_path, rows):
+def write_rows(tmp_path, rows):
     file = tmp_path / "texts.json"
     file.write_text(json.dumps(rows))
     return file
 
 
 @pytest.mark.parametrize("domain", [*DOMAINS, "mock"])
-def test_every_tool_and_argument_is_described(domain):
+def test_every_tool_and_argument_has_a_description(domain):
     for tools in load_tools(domain).values():
         for name, info in tools.items():
             assert len(info.tool.description) > 10, name
@@ -61,7 +61,7 @@ def test_every_tool_and_argument_is_described(domain):
 
 
 @needs_fixtures
-def test_no_text_is_the_benchmarks():
+def test_own_descriptions_differ_from_tau2_bench():
     theirs = json.loads((FIXTURES / "tool_schemas.json").read_bytes())
     known = {text for domain in DOMAINS for text in texts_in(theirs[domain])}
     ours = {
@@ -77,7 +77,7 @@ def test_no_text_is_the_benchmarks():
 
 @needs_fixtures
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_given_texts_make_the_benchmarks_schemas_to_the_byte(domain):
+def test_given_tool_texts_make_the_exact_tau2_bench_schemas(domain):
     file = FIXTURES / "tool_schemas.json"
     theirs = json.loads(file.read_bytes())[domain]
     env = areal_gym.make(
@@ -92,7 +92,7 @@ def test_given_texts_make_the_benchmarks_schemas_to_the_byte(domain):
 
 
 @needs_data
-def test_texts_in_the_data_are_found(tmp_path):
+def test_tool_texts_in_the_data_directory_are_used(tmp_path):
     (tmp_path / "tau2").mkdir()
     for name in ("domains", "user_simulator"):
         (tmp_path / "tau2" / name).symlink_to(DATA / "tau2" / name)
@@ -106,9 +106,9 @@ def test_texts_in_the_data_are_found(tmp_path):
     ]
 
 
-def test_a_file_tells_both_sides(tmp_path):
+def test_tool_texts_file_covers_agent_and_user(tmp_path):
     ours = load_tools("telecom")
-    given = read_tools(written(tmp_path, rows_of("telecom")), "telecom")
+    given = read_tools(write_rows(tmp_path, rows_of("telecom")), "telecom")
     for side, tools in given.items():
         for name, info in tools.items():
             old = ours[side][name]
@@ -127,7 +127,7 @@ def test_a_file_tells_both_sides(tmp_path):
         ('{"retail": {"assistant": {}}}', "'calculate'"),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path, content, message):
+def test_wrong_tool_texts_file_is_refused(tmp_path, content, message):
     file = tmp_path / "texts.json"
     if content is not None:
         file.write_text(content)
@@ -135,21 +135,21 @@ def test_a_wrong_file_is_refused(tmp_path, content, message):
         read_tools(file, "retail")
 
 
-def test_a_file_cannot_change_what_a_tool_takes(tmp_path):
+def test_tool_texts_cannot_change_parameters(tmp_path):
     rows = rows_of("retail")
     function = rows["retail"]["assistant"]["calculate"]["openai_schema"]["function"]
     function["parameters"]["required"] = []
     with pytest.raises(DataError, match="'calculate' takes other arguments"):
-        read_tools(written(tmp_path, rows), "retail")
+        read_tools(write_rows(tmp_path, rows), "retail")
 
 
-def test_the_library_takes_no_texts(tmp_path):
+def test_mock_domain_refuses_tool_texts(tmp_path):
     with pytest.raises(UsageError, match="takes no tool_texts"):
         areal_gym.make("tau2", tool_texts=str(tmp_path))
 
 
 @needs_fixtures
-def test_the_check_compares_structure_and_order_but_no_descriptions(tmp_path, capsys, monkeypatch):
+def test_check_compares_schemas_without_descriptions(tmp_path, capsys, monkeypatch):
     theirs = json.loads((FIXTURES / "tool_schemas.json").read_bytes())
     function = theirs["airline"]["assistant"]["calculate"]["openai_schema"]["function"]
     function["description"] = "Another text."
@@ -166,6 +166,6 @@ def test_the_check_compares_structure_and_order_but_no_descriptions(tmp_path, ca
     assert agreement.num_differences == 1
 
 
-def test_an_argument_named_description_is_no_text():
+def test_argument_named_description_is_kept():
     schema = {"properties": {"description": {"type": "string", "description": "What it is."}}}
     assert without_descriptions(schema) == {"properties": {"description": {"type": "string"}}}

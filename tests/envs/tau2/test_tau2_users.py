@@ -1,4 +1,4 @@
-"""Users: by rule, without a language model; by URL, with one."""
+"""Simulated users: rule-based ones, and language models behind a URL."""
 
 import asyncio
 import dataclasses
@@ -42,12 +42,12 @@ def shop():
     return scene, Customer(scene)
 
 
-def test_first_person():
+def test_scenario_text_turns_into_first_person():
     text = "You want your money. You are Ada; give you back what you're owed."
     assert in_first_person(text) == "I want my money. I am Ada; give me back what I'm owed."
 
 
-def test_the_opening_is_the_reason_for_the_call(shop):
+def test_customer_opens_with_the_reason_for_the_call(shop):
     assert shop[1].open("Hi!") == "I want my red lamp of order #W0000001 in green."
 
 
@@ -65,11 +65,11 @@ def test_the_opening_is_the_reason_for_the_call(shop):
         ("I will exchange 1000000001 for 1000000002, is that correct?", "No, that is not what"),
     ],
 )
-def test_slots_and_confirmations(shop, question, answer):
+def test_customer_answers_questions_and_confirmations(shop, question, answer):
     assert ask(shop[1], question).startswith(answer)
 
 
-def test_it_stops_when_all_is_done_and_not_before(shop):
+def test_customer_stops_only_when_all_is_done(shop):
     scene, customer = shop
     assert STOP not in ask(customer, "Done. Is there anything else?")
     for action in scene.case.gold_actions:
@@ -77,7 +77,7 @@ def test_it_stops_when_all_is_done_and_not_before(shop):
     assert ask(customer, "Done. Is there anything else?") == STOP
 
 
-def test_it_stops_when_it_knows_what_it_wanted_to_know():
+def test_customer_stops_when_informed():
     case = shop_case(gold_actions=(), reward_basis=("DB", "COMMUNICATE"))
     domain = shop_domain(case)
     customer = Customer(Scene(domain=domain, case=case, world=domain.initial_world(case)))
@@ -85,7 +85,7 @@ def test_it_stops_when_it_knows_what_it_wanted_to_know():
     assert ask(customer, "It costs 25.5 more.") == STOP
 
 
-def test_it_believes_a_refusal_at_the_second_time(shop):
+def test_customer_insists_after_a_refusal(shop):
     _, customer = shop
     assert ask(customer, "I am unable to do that.").startswith("Are you sure?")
     # There is something to be done, so it insists until it hangs up.
@@ -94,7 +94,7 @@ def test_it_believes_a_refusal_at_the_second_time(shop):
     assert answers[-1] == GIVE_UP
 
 
-def test_nonsense_makes_it_hang_up_and_a_transfer_ends_it(shop):
+def test_customer_hangs_up_on_nonsense_and_accepts_transfer(shop):
     _, customer = shop
     answers = [ask(customer, "Xyzzy.") for _ in range(6)]
     assert answers[-1] == GIVE_UP
@@ -116,7 +116,7 @@ def owner_of(world, reason="You cannot send MMS messages."):
 
 
 def converse(world, owner, text):
-    """What the owner answers after all tool calls that it wants to make, and those calls."""
+    """Run the owner's tool calls; return its final answer and the names of the calls."""
     made = []
     turn = asyncio.run(owner.respond(text))
     while turn.calls:
@@ -156,7 +156,7 @@ def converse(world, owner, text):
         ("Please do: check_sim_status", "check_sim_status"),
     ],
 )
-def test_requests_in_a_models_own_words(text, tool):
+def test_phone_owner_understands_free_form_requests(text, tool):
     world = telecom_world()
     world.phone.break_apn_mms_setting()  # so that nothing mends it at once
     answer, made = converse(world, owner_of(world), text)
@@ -164,13 +164,13 @@ def test_requests_in_a_models_own_words(text, tool):
     assert answer not in (STOP, "")
 
 
-def test_it_does_nothing_twice():
+def test_phone_owner_does_not_repeat_actions():
     world = telecom_world()
     answer, made = converse(world, owner_of(world), "Please turn mobile data on.")
     assert (answer, made) == ("It is already on.", [])
 
 
-def test_it_ends_when_its_trouble_is_over():
+def test_phone_owner_stops_when_the_problem_is_solved():
     world = telecom_world()
     world.phone.remove_app_permission("messaging", "sms")
     owner = owner_of(world)
@@ -194,14 +194,14 @@ def test_it_ends_when_its_trouble_is_over():
         ("Xyzzy.", "I am not sure what you would like me to do. One step at a time, please."),
     ],
 )
-def test_what_else_it_says(text, answer):
+def test_phone_owner_answers_other_questions(text, answer):
     world = telecom_world()
     assert converse(world, owner_of(world), text)[0] == answer
 
 
 @needs_data
 @pytest.mark.parametrize("domain", ["retail", "airline", "telecom"])
-def test_gold_solutions_are_carried_through_with_rule_based_users(domain):
+def test_gold_solutions_succeed_with_rule_based_users(domain):
     env = areal_gym.make(f"tau2/{domain}", data_dir=str(DATA))
     for index in range(env.num_tasks("base")):
         steps = play(env, lambda e: e.gold_action(), options={"split": "base", "index": index})
@@ -212,11 +212,11 @@ def test_gold_solutions_are_carried_through_with_rule_based_users(domain):
 
 
 class Server:
-    """An OpenAI-compatible server that answers what it was told to answer."""
+    """An OpenAI-compatible server with scripted answers."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
-        self.asked = []
+        self.requests = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -231,7 +231,7 @@ class Server:
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _answer(self, request):
-        self.asked.append(await request.json())
+        self.requests.append(await request.json())
         answer = self.answers.pop(0)
         if isinstance(answer, int):
             return web.Response(status=answer, text="no")
@@ -261,24 +261,24 @@ def serve(monkeypatch):
         server.close()
 
 
-def test_a_model_plays_the_user_with_roles_swapped(serve, shop):
+def test_llm_user_swaps_roles(serve, shop):
     server = serve(503, "I am Ada.", f"Thanks. {STOP}")
     user = LLMUser(shop[0], ChatClient(server.url, model="m"))
     user.open("Hi!")
     assert ask(user, "Who are you?") == "I am Ada."
     assert STOP in ask(user, "Done.")
-    asked = server.asked[-1]
-    assert (asked["model"], asked["temperature"]) == ("m", 0.0)
-    assert [message["role"] for message in asked["messages"]] == [
+    request = server.requests[-1]
+    assert (request["model"], request["temperature"]) == ("m", 0.0)
+    assert [message["role"] for message in request["messages"]] == [
         *("system", "user", "assistant", "user", "assistant", "user"),
     ]
-    system = asked["messages"][0]["content"]
+    system = request["messages"][0]["content"]
     assert system.startswith("Play the user. \n\n<scenario>\n")
     assert "Unknown info:\n\tYou do not remember" in system
     assert "PERSONA_GUIDELINES" not in system
 
 
-def test_a_model_may_use_the_phone(serve):
+def test_llm_user_calls_phone_tools(serve):
     call = {
         "id": "c1",
         "type": "function",
@@ -296,9 +296,9 @@ def test_a_model_may_use_the_phone(serve):
     assert turn.calls == [("toggle_data", {})]
     result = world.call("user", *turn.calls[0])
     assert asyncio.run(user.respond([result])).text == "It is off."
-    assert server.asked[0]["tools"] == texts
+    assert server.requests[0]["tools"] == texts
     assert len(texts) == 30
-    assert server.asked[1]["messages"][-1] == {
+    assert server.requests[1]["messages"][-1] == {
         "role": "tool",
         "tool_call_id": "c1",
         "content": result.text,
@@ -317,14 +317,14 @@ def test_a_model_may_use_the_phone(serve):
         [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}],
     ],
 )
-def test_a_server_that_fails_is_an_error_and_no_reward(serve, shop, answers):
+def test_failing_llm_user_server_is_an_env_error(serve, shop, answers):
     user = LLMUser(shop[0], ChatClient(serve(*answers).url))
     user.open("Hi!")
     with pytest.raises(EnvError):
         ask(user, "Hello?")
 
 
-def test_nobody_listens(shop, monkeypatch):
+def test_unreachable_llm_user_is_an_env_error(shop, monkeypatch):
     monkeypatch.setattr("areal_gym.envs.chat_client.FIRST_WAIT_S", 0.001)
     user = LLMUser(shop[0], ChatClient("http://127.0.0.1:9/v1/"))
     user.open("Hi!")
@@ -332,7 +332,7 @@ def test_nobody_listens(shop, monkeypatch):
         ask(user, "Hello?")
 
 
-def test_an_environment_with_a_model_as_user(serve):
+def test_tau2_with_an_llm_user(serve):
     server = serve("It is 1234.", STOP)
     env = areal_gym.make("tau2", user=server.url)
     env.reset(seed=1)
@@ -342,7 +342,7 @@ def test_an_environment_with_a_model_as_user(serve):
     env.close()
 
 
-def test_a_failing_model_ends_the_episode_without_a_reward(serve):
+def test_failing_llm_user_fails_the_episode(serve):
     env = areal_gym.make("tau2", user=serve(404).url)
     env.reset(seed=1)
     with pytest.raises(EnvError, match="HTTP 404"):
@@ -350,18 +350,18 @@ def test_a_failing_model_ends_the_episode_without_a_reward(serve):
     env.close()
 
 
-def test_a_model_judges(serve):
+def test_llm_judge_returns_one_verdict_per_assertion(serve):
     transcript = [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": None}]
     server = serve('Here: {"met": [true, false]}')
     judge = LLMJudge(ChatClient(server.url))
     assert asyncio.run(judge.judge(transcript, ["a", "b"])) == [True, False]
-    question = server.asked[0]["messages"][1]["content"]
+    question = server.requests[0]["messages"][1]["content"]
     assert "assistant: Hi!" in question
     assert "2. b" in question
 
 
 @pytest.mark.parametrize("answer", ["yes", '{"met": [true]}', '{"met": ["yes", "no"]}', "{}"])
-def test_a_judge_that_does_not_answer_is_an_error(serve, answer):
+def test_malformed_judge_answer_is_an_env_error(serve, answer):
     judge = LLMJudge(ChatClient(serve(answer).url))
     with pytest.raises(EnvError, match="2 truth values"):
         asyncio.run(judge.judge([], ["a", "b"]))

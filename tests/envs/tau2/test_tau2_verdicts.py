@@ -16,19 +16,19 @@ from areal_gym.envs.tau2.verdicts import Call, evaluate, is_solved_by_inaction
 
 
 class Judge:
-    """Says what it was told to say."""
+    """A judge with scripted answers."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
-        self.asked = []
+        self.requests = []
 
     async def judge(self, transcript, assertions):
-        self.asked.append((list(transcript), list(assertions)))
+        self.requests.append((list(transcript), list(assertions)))
         return self.answers
 
 
-def judged(case, calls=(), says=(), termination="user_stop", judge=None):
-    """The verdict on an episode in which the assistant made these calls and said this."""
+def verdict_on(case, calls=(), says=(), termination="user_stop", judge=None):
+    """Return the verdict on an episode with these calls and messages of the assistant."""
     domain = shop_domain(case)
     world = domain.initial_world(case)
     for call in calls:
@@ -54,23 +54,23 @@ def gold_calls(case):
 # ---- parts of a verdict -------------------------------------------------------------------------
 
 
-def test_the_database_decides():
+def test_db_reward_compares_final_states():
     case = shop_case()
-    assert judged(case, gold_calls(case)).breakdown == {"DB": 1.0}
-    verdict = judged(case, gold_calls(case)[:1])
+    assert verdict_on(case, gold_calls(case)).breakdown == {"DB": 1.0}
+    verdict = verdict_on(case, gold_calls(case)[:1])
     assert (verdict.reward, verdict.db_match, verdict.action_checks) == (0.0, False, [True, False])
 
 
-def test_an_end_that_nobody_wanted_is_worth_nothing():
+def test_abnormal_termination_earns_nothing():
     case = shop_case()
     for termination in ("max_steps", "too_many_errors", "agent_error", "user_gave_up", ""):
-        verdict = judged(case, gold_calls(case), termination=termination)
+        verdict = verdict_on(case, gold_calls(case), termination=termination)
         assert (verdict.reward, verdict.breakdown) == (0.0, None)
-    assert judged(case, gold_calls(case), termination="agent_stop").reward == 1.0
+    assert verdict_on(case, gold_calls(case), termination="agent_stop").reward == 1.0
 
 
-def test_without_criteria_everything_is_right():
-    assert judged(shop_case(has_criteria=False)).reward == 1.0
+def test_case_without_criteria_earns_full_reward():
+    assert verdict_on(shop_case(has_criteria=False)).reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_without_criteria_everything_is_right():
         (("help",), [], [True]),  # the greeting counts
     ],
 )
-def test_what_was_communicated(infos, says, met):
+def test_communicate_checks(infos, says, met):
     case = shop_case(communicate_info=infos, reward_basis=("COMMUNICATE",))
-    verdict = judged(case, says=says)
+    verdict = verdict_on(case, says=says)
     assert verdict.communicate_checks == met
     assert verdict.reward == float(all(met))
 
@@ -103,22 +103,22 @@ def test_what_was_communicated(infos, says, met):
         ([], {"z": 0}, True),  # the name alone
     ],
 )
-def test_actions_are_compared_by_name_and_arguments(compare_args, arguments, is_met):
+def test_action_checks_compare_name_and_arguments(compare_args, arguments, is_met):
     gold = (Action("assistant", "calculate", {"a": 1, "b": 2}, compare_args),)
     case = shop_case(gold_actions=gold, reward_basis=("ACTION",))
-    assert judged(case, [Call("user", "calculate", arguments)]).action_checks == [is_met]
-    assert judged(case, [Call("user", "other", arguments)]).action_checks == [False]
+    assert verdict_on(case, [Call("user", "calculate", arguments)]).action_checks == [is_met]
+    assert verdict_on(case, [Call("user", "other", arguments)]).action_checks == [False]
 
 
-def test_parts_multiply():
+def test_reward_is_the_product_of_its_parts():
     case = shop_case(reward_basis=("DB", "COMMUNICATE"))
-    assert judged(case, gold_calls(case), ["It is 25.5 more."]).reward == 1.0
-    verdict = judged(case, gold_calls(case), ["Done."])
+    assert verdict_on(case, gold_calls(case), ["It is 25.5 more."]).reward == 1.0
+    verdict = verdict_on(case, gold_calls(case), ["Done."])
     assert verdict.breakdown == {"DB": 1.0, "COMMUNICATE": 0.0}
     assert verdict.reward == 0.0
 
 
-def test_assertions_about_the_world():
+def test_env_assertions_of_the_phone():
     world = telecom_world()
     assert world.holds("user", "assert_mobile_data_status", {"expected_status": True})
     speed = {"expected_speed": 200, "expected_desc": "excellent"}
@@ -126,39 +126,39 @@ def test_assertions_about_the_world():
     assert not world.holds("user", "assert_internet_speed", {"expected_speed": 221})
 
 
-def test_a_judge_decides_what_only_language_can_say():
+def test_judge_decides_nl_assertions():
     case = shop_case(
         communicate_info=(), nl_assertions=("is kind", "is brief"), reward_basis=("NL_ASSERTION",)
     )
     judge = Judge(True, False)
-    verdict = judged(case, judge=judge)
+    verdict = verdict_on(case, judge=judge)
     assert (verdict.reward, verdict.nl_checks, verdict.is_nl_judged) == (0.0, [True, False], True)
-    assert judge.asked == [([], ["is kind", "is brief"])]
-    assert judged(case, judge=Judge(True, True)).reward == 1.0
+    assert judge.requests == [([], ["is kind", "is brief"])]
+    assert verdict_on(case, judge=Judge(True, True)).reward == 1.0
 
 
-def test_without_a_judge_the_stand_in_is_flagged():
+def test_missing_judge_is_flagged():
     case = shop_case(nl_assertions=("is kind",), reward_basis=("DB", "NL_ASSERTION"))
-    verdict = judged(case, gold_calls(case), ["25.5"])
+    verdict = verdict_on(case, gold_calls(case), ["25.5"])
     assert (verdict.reward, verdict.is_nl_judged) == (1.0, False)
-    verdict = judged(case, gold_calls(case), ["Done."])
+    verdict = verdict_on(case, gold_calls(case), ["Done."])
     assert (verdict.reward, verdict.is_nl_judged) == (0.0, False)
 
 
-def test_assertions_outside_of_the_basis_bother_no_judge():
+def test_nl_assertions_outside_the_reward_basis_are_not_judged():
     judge = Judge(False)
     case = shop_case(nl_assertions=("is kind",))
-    verdict = judged(case, gold_calls(case), judge=judge)
-    assert (verdict.reward, verdict.is_nl_judged, judge.asked) == (1.0, True, [])
+    verdict = verdict_on(case, gold_calls(case), judge=judge)
+    assert (verdict.reward, verdict.is_nl_judged, judge.requests) == (1.0, True, [])
 
 
-def test_tasks_that_inaction_solves():
+def test_is_solved_by_inaction():
     case = shop_case()
     assert not is_solved_by_inaction(shop_domain(case), case)
     reads = dataclasses.replace(case, gold_actions=case.gold_actions[:1])
     assert is_solved_by_inaction(shop_domain(reads), reads)
-    told = dataclasses.replace(reads, reward_basis=("DB", "COMMUNICATE"))
-    assert not is_solved_by_inaction(shop_domain(told), told)
+    communicates = dataclasses.replace(reads, reward_basis=("DB", "COMMUNICATE"))
+    assert not is_solved_by_inaction(shop_domain(communicates), communicates)
     failing = Action("assistant", "get_order_details", {"order_id": "none"}, None)
     fails = dataclasses.replace(case, gold_actions=(failing,))
     assert is_solved_by_inaction(shop_domain(fails), fails)
@@ -173,7 +173,7 @@ def conversation(turns, **limits):
     return Simulation(shop_domain(case), case, factory, **limits)
 
 
-def test_every_message_after_the_greeting_is_a_step():
+def test_steps_count_every_message_after_the_greeting():
     talk = conversation([UserTurn("Yes.")])
     assert talk.open() == "Hello."
     assert talk.num_steps == 1
@@ -187,14 +187,14 @@ def test_every_message_after_the_greeting_is_a_step():
 
 
 @pytest.mark.parametrize("token", ["###STOP###", "bye ###TRANSFER###", "###OUT-OF-SCOPE### x"])
-def test_the_user_ends_it(token):
+def test_user_stop_tokens_end_the_conversation(token):
     talk = conversation([UserTurn(token)])
     talk.open()
     assert asyncio.run(talk.say("Hm.")) == ""
     assert talk.termination == "user_stop"
 
 
-def test_a_user_that_hangs_up_is_no_success():
+def test_user_hanging_up_earns_nothing():
     talk = conversation([UserTurn(GIVE_UP)])
     talk.open()
     asyncio.run(talk.say("Hm."))
@@ -202,7 +202,7 @@ def test_a_user_that_hangs_up_is_no_success():
     assert asyncio.run(talk.verdict(NoJudge())).reward == 0.0
 
 
-def test_steps_and_errors_are_limited():
+def test_steps_and_errors_are_limited_in_a_simulation():
     talk = conversation([UserTurn("Go on.")] * 50, max_steps=9)
     talk.open()
     while talk.termination is None:
@@ -216,7 +216,7 @@ def test_steps_and_errors_are_limited():
     assert talk.termination == "too_many_errors"
 
 
-def test_users_that_call_tools_for_ever_are_stopped():
+def test_endless_user_tool_calls_hit_max_steps():
     talk = conversation([UserTurn(calls=[("toggle_data", {})])] * 500, max_steps=20, max_errors=99)
     talk.open()
     assert asyncio.run(talk.say("Hm.")) == ""
@@ -235,7 +235,7 @@ def test_users_that_call_tools_for_ever_are_stopped():
         ('{"name": "f", "arguments": {"a": 1}}', "f", {"a": 1}),
     ],
 )
-def test_calls_in_action_strings(action, name, arguments):
+def test_action_string_parses_as_call(action, name, arguments):
     assert parse_action(action) == (None, name, arguments)
 
 
@@ -246,22 +246,22 @@ def test_calls_in_action_strings(action, name, arguments):
         "f(a=g(1))",
         "f(a=1)\nand more",
         '{"name": "f"}',
-        '{"name": "f", "arguments": {}, "requestor": "somebody"}',
+        '{"name": "f", "arguments": {}, "requestor": "other"}',
         "[" * 100_000,
         "f(" + "(" * 10_000 + ")" * 10_000 + ")",
         "f(a=" + "-" * 50_000 + "1)",
     ],
 )
-def test_everything_else_is_text(action):
+def test_other_action_strings_are_text(action):
     assert parse_action(action).content == action
 
 
-def test_blank_actions_are_refused():
+def test_blank_action_string_is_refused():
     with pytest.raises(ValueError, match="cannot be empty"):
         parse_action(" \n")
 
 
-def test_calls_are_written_as_they_are_read():
+def test_functional_call_round_trips():
     call = ("f", {"a": "it's", "b": None, "c": 1.5})
     text = to_functional(*call)
     assert text == r"f(a='it\'s', b=None, c=1.5)"
