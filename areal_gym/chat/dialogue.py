@@ -64,14 +64,14 @@ class _Ids:
         return self.sent[: self.num_sent] + self.said
 
     def prompt(self, new: tuple[int, ...]) -> tuple[int, ...]:
-        """All of them and `new`, which are to be sent."""
+        """Return all of them and `new`, which are to be sent."""
         ids = self.sent[: self.num_sent] + (self.said + new)
         self.num_sent += len(self.said)
         self.sent, self.said = ids, ()
         return ids
 
     def answer(self, sent: tuple[int, ...], said: tuple[int, ...]) -> None:
-        """The policy has said something to what was sent."""
+        """Return the policy has said something to what was sent."""
         self.sent, self.num_sent, self.said = sent, len(sent), said
 
 
@@ -172,7 +172,7 @@ class Dialogue:
         return Point(self._ids, len(self._ids), self.messages, len(self.messages))
 
     def stands_at(self, point: Point) -> bool:
-        """Whether nothing was said since."""
+        """Return whether nothing was said since."""
         return self._ids is point.ids and len(self._ids) == point.num_ids
 
     def fork(self, point: Point) -> Dialogue:
@@ -207,7 +207,7 @@ class Dialogue:
         return self._bridges[shape]
 
     def _as_written(self, message: Message) -> Message:
-        """A message of the policy with the text that it has written, for the template.
+        """Return a message of the policy with the text that it has written, for the template.
 
         Calls are handed over as objects where the template writes them in the policy's dialect.
         """

@@ -84,7 +84,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _small(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Any:
-        """Returns what stands for `str.format`, unless the format is of a very wide text."""
+        """Return what stands for `str.format`, unless the format is of a very wide text."""
         if isinstance(owner := getattr(value, "__self__", None), str):
             _require_small_format(owner)
         return super().wrap_str_format(value)
@@ -106,7 +106,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return bounded
 
     def _each(self, items: Any) -> Any:
-        """The items of a loop; each round looks at the clock, now and then."""
+        """Return the items of a loop; each round looks at the clock, now and then."""
         self._check_time()
         if isinstance(items, list | tuple | str | dict) and len(items) < 64:
             return items  # the loops inside of it look at the clock, too
@@ -193,7 +193,7 @@ def _concat(parts: list[Any]) -> str:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """Returns what a block, a macro or the whole template has written."""
+    """Return what a block, a macro or the whole template has written."""
     taken = list(parts)
     _require_length(sum(map(len, taken)))
     return "".join(taken)
@@ -231,7 +231,7 @@ def _with_small_replace(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _small_parts(separator: str, parts: Iterable[Any]) -> list[Any]:
-    """The parts of a text that is going to be joined, unless it would be too long."""
+    """Return the parts of a text that is going to be joined, unless it would be too long."""
     taken: list[Any] = []
     length = 0
     for part in parts:

@@ -22,7 +22,7 @@ What it answers comes back between <tool_response> tags."""
 
 
 def describe(messages: Sequence[Message], tools: ToolSchemas) -> list[Message]:
-    """The messages with the tools in the system message; there is one afterwards."""
+    """Return the messages with the tools in the system message; there is one afterwards."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _HOW.format(tools=listed)
     if messages and messages[0]["role"] == "system":
@@ -31,7 +31,8 @@ def describe(messages: Sequence[Message], tools: ToolSchemas) -> list[Message]:
 
 
 def as_user(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the answers of tools as the user's words, one message for all in a row.
+    """Return the messages with the answers of tools as the user's words, one message for all in a
+    row.
 
     What the user says right after them belongs to the same message: such templates often refuse two
     in a row.
@@ -54,7 +55,7 @@ def as_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def as_text(message: Message) -> Message:
-    """An assistant's message with its calls written out in its content."""
+    """Return an assistant's message with its calls written out in its content."""
     calls = [
         json.dumps(
             {key: call["function"][key] for key in ("name", "arguments")},

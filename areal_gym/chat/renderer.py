@@ -144,7 +144,7 @@ class Renderer:
     # ---- ids ----------------------------------------------------------------------------------
 
     def first_ids(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> tuple[int, ...]:
-        """The first prompt: `messages`, the description of `tools`, the assistant's header.
+        """Return the first prompt: `messages`, the description of `tools`, the assistant's header.
 
         Raises:
             ConfigError: the template refuses the messages.
@@ -160,7 +160,7 @@ class Renderer:
         return ids
 
     def bridge_ids(self, last_id: int, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The ids between a sampled turn and the next.
+        """Return the ids between a sampled turn and the next.
 
         Args:
             last_id: the last id that was sampled. When it ends a turn, the template's end of turn
@@ -227,19 +227,20 @@ class Renderer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, without the stop token at the end."""
+        """Return the text of sampled ids, without the stop token at the end."""
         if ids and ids[-1] in self.stop_token_ids:
             ids = ids[:-1]
         return self.tokenizer.decode(ids)
 
     def parse(self, text: str, dialect: str | None = None) -> Message:
-        """The message that a sampled text means; calls are in the model's dialect by default."""
+        """Return the message that a sampled text means; calls are in the model's dialect by
+        default."""
         return parse_assistant(text, dialect or self.tool_dialect, is_thinking=self.opens_thinking)
 
     # ---- text ---------------------------------------------------------------------------------
 
     def render(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> str:
-        """The template's text of a whole dialogue, `BREAK`s included.
+        """Return the template's text of a whole dialogue, `BREAK`s included.
 
         Raises:
             ConfigError: the template refuses the messages.
@@ -284,7 +285,7 @@ class Renderer:
         return plain_tools.as_user(messages)
 
     def _lists(self, messages: Sequence[Message], tools: ToolSchemas) -> bool:
-        """Whether the template tells the policy of the tools."""
+        """Return whether the template tells the policy of the tools."""
         has_system = any(message["role"] == "system" for message in messages)
         key = (has_system, self._key_of(tools))
         if key not in self._lists_tools:
@@ -295,7 +296,7 @@ class Renderer:
 
 
 def reply_shape(messages: Sequence[Message]) -> tuple[str, ...]:
-    """The roles in order; of a run of the same role, two stand for more."""
+    """Return the roles in order; of a run of the same role, two stand for more."""
     if len(messages) == 1:
         return (messages[0]["role"],)
     roles = [message["role"] for message in messages]

@@ -66,7 +66,7 @@ class ChatTemplate:
         *,
         adds_prompt: bool = True,
     ) -> str:
-        """The text of `messages`, with the header of the assistant's next turn at the end.
+        """Return the text of `messages`, with the header of the assistant's next turn at the end.
 
         Raises:
             ConfigError: the template refuses the messages.
@@ -106,7 +106,8 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _harmless(self, message: Message) -> Message:
-        """The message with its control tokens broken up, unless the policy has sampled them."""
+        """Return the message with its control tokens broken up, unless the policy has sampled
+        them."""
         content = message["content"]
         if message["role"] == "assistant" or self._control is None:
             return message

@@ -25,7 +25,7 @@ def first_messages(has_system: bool, text: str = "Go on.") -> list[Message]:
 
 
 def reference_answer(reply: Sequence[Message], *, has_call: bool) -> Message:
-    """An assistant's turn that `reply` answers; the sentinel is the last thing it says."""
+    """Return an assistant's turn that `reply` answers; the sentinel is the last thing it says."""
     if not has_call:
         return {"role": "assistant", "content": SENTINEL}
     asked = [message for message in reply if message["role"] == "tool"]
@@ -50,7 +50,7 @@ def _tool_answer(text: str, index: int = 0) -> Message:
 
 
 def accepts_calls(template: ChatTemplate, reply: Sequence[Message]) -> bool:
-    """Whether the template writes the calls that `reply` answers."""
+    """Return whether the template writes the calls that `reply` answers."""
     answer = reference_answer(reply, has_call=True)
     try:
         text = template.render([*first_messages(False), answer, *reply])
@@ -60,7 +60,7 @@ def accepts_calls(template: ChatTemplate, reply: Sequence[Message]) -> bool:
 
 
 def knows_tool_role(template: ChatTemplate) -> bool:
-    """Whether it renders what a tool answers to the assistant."""
+    """Return whether it renders what a tool answers to the assistant."""
     answer = _tool_answer(SENTINEL + "A")
     for has_call in (True, False):
         asking = reference_answer([answer], has_call=has_call)
@@ -84,35 +84,37 @@ def thinking_opening(template: ChatTemplate) -> str:
 def written_before_answers(renderer: Renderer) -> str:
     """What the template writes in history between the header of a turn and what is said."""
     asked = first_messages(False)
-    said: Message = {"role": "assistant", "content": SENTINEL}
+    answer: Message = {"role": "assistant", "content": SENTINEL}
     header = renderer.template.render(asked).removesuffix(renderer.opening)
-    before = renderer.template.render([*asked, said, *asked]).partition(SENTINEL)[0]
+    before = renderer.template.render([*asked, answer, *asked]).partition(SENTINEL)[0]
     return before.removeprefix(header) if before.startswith(header) else ""
 
 
 def drops_thinking(renderer: Renderer) -> bool:
-    """Whether it leaves out what an assistant has thought before its last turn, by design."""
+    """Return whether it leaves out what an assistant has thought before its last turn, by
+    design."""
     if END_THINK not in renderer.template.source:
         return False
-    said: Message = {"role": "assistant", "content": "Yes.", "reasoning_content": SENTINEL}
-    return SENTINEL not in renderer.render([*first_messages(False), said, *first_messages(False)])
+    answer: Message = {"role": "assistant", "content": "Yes.", "reasoning_content": SENTINEL}
+    return SENTINEL not in renderer.render([*first_messages(False), answer, *first_messages(False)])
 
 
 def find_dialect(renderer: Renderer) -> str | None:
-    """The dialect that reads back the calls which the template writes; None: it writes none."""
+    """Return the dialect that reads back the calls which the template writes; None: it writes
+    none."""
     answer = _tool_answer("7")
     if not accepts_calls(renderer.template, [answer]):
         return None
     asking = reference_answer([answer], has_call=True)
     head = renderer.template.render(first_messages(False), adds_prompt=False)
     text = renderer.template.render([*first_messages(False), asking, answer])
-    said = text[len(head) :].replace(BREAK, "").partition(renderer.end_of_turn)[0]
+    turn_text = text[len(head) :].replace(BREAK, "").partition(renderer.end_of_turn)[0]
     wanted = asking["tool_calls"][0]["function"]
     # The header of the turn comes before the call. No dialect minds what comes before it but
     # Llama's, whose calls are the whole text.
-    for start in (0, max(said.rfind('{"name"'), 0)):
+    for start in (0, max(turn_text.rfind('{"name"'), 0)):
         for dialect in DIALECTS:
-            message = parse_assistant(said[start:], dialect)
+            message = parse_assistant(turn_text[start:], dialect)
             if [call["function"] for call in message.get("tool_calls", [])] == [wanted]:
                 return dialect
     return None
@@ -198,20 +200,20 @@ def _difference(
     """
     for content, bridge in parts:
         end = whole.find(renderer.end_of_turn, len(text))
-        said = whole[len(text) : end]
-        if end < 0 or not whole.startswith(text) or content not in (None, said.strip()):
-            said = content or ""
-        if renderer.encode(said + bridge) != renderer.encode(said) + renderer.encode(bridge):
+        spoken = whole[len(text) : end]
+        if end < 0 or not whole.startswith(text) or content not in (None, spoken.strip()):
+            spoken = content or ""
+        if renderer.encode(spoken + bridge) != renderer.encode(spoken) + renderer.encode(bridge):
             return f"the end of a turn is not encoded apart from what comes before: {bridge[:40]!r}"
-        text += said + bridge
+        text += spoken + bridge
     if whole == text:
         return None
-    at = next(
+    start = next(
         (i for i, (a, b) in enumerate(zip(whole, text, strict=False)) if a != b),
         min(len(whole), len(text)),
     )
+    before, end = whole[max(0, start - 30) : start], start + 30
     return (
-        "the chat template rewrites earlier turns: "
-        f"a whole dialogue has {whole[at : at + 30]!r} after {whole[max(0, at - 30) : at]!r}, "
-        f"bridged turns have {text[at : at + 30]!r}"
+        "the chat template rewrites earlier turns: a whole dialogue has "
+        f"{whole[start:end]!r} after {before!r}, bridged turns have {text[start:end]!r}"
     )

@@ -15,7 +15,7 @@ _MOST_BYTES = 2**26
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; an empty one where there is no such file.
+    """Return the object in `file`; an empty one where there is no such file.
 
     Raises:
         ConfigError: it cannot be read.
@@ -30,7 +30,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_chat_template(directory: Path, config: Mapping[str, Any]) -> str:
-    """The template's text, from its own file or from the tokenizer's configuration.
+    """Return the template's text, from its own file or from the tokenizer's configuration.
 
     Raises:
         ConfigError: there is none.
@@ -66,7 +66,7 @@ def read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_stop_ids(directory: Path) -> list[int]:
-    """The ids at which the model's authors end generation."""
+    """Return the ids at which the model's authors end generation."""
     eos = read_json(directory / "generation_config.json").get("eos_token_id")
     if eos is None:
         return []

@@ -80,7 +80,7 @@ def parse_assistant(
 
 
 def require_dialect(dialect: str) -> str:
-    """The dialect itself.
+    """Return the dialect itself.
 
     Raises:
         ConfigError: there is none of that name.
@@ -94,7 +94,7 @@ def require_dialect(dialect: str) -> str:
 
 
 def write_call(name: str, arguments: dict[str, Any], dialect: str = DEFAULT_DIALECT) -> str:
-    """The text of an assistant that calls a tool; `parse_assistant` reads it back.
+    """Return the text of an assistant that calls a tool; `parse_assistant` reads it back.
 
     Raises:
         ConfigError: no such dialect, or it has no words for this call.
@@ -117,8 +117,8 @@ def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None,
     start = text.find(THINK)
     end = text.find(END_THINK)
     if start >= 0 and not text[:start].strip() and (end < 0 or start < end):
-        thought, closed, said = text[start + len(THINK) :].partition(END_THINK)
-        return thought.strip("\n"), said.lstrip("\n") if closed else ""
+        thought, closed, answer = text[start + len(THINK) :].partition(END_THINK)
+        return thought.strip("\n"), answer.lstrip("\n") if closed else ""
     if end >= 0 and (start < 0 or end < start):
         return text[:end].strip("\n"), text[end + len(END_THINK) :].lstrip("\n")
     if is_thinking:
@@ -246,28 +246,28 @@ def _parse_llama(text: str) -> _Parsed:
     elif not _LLAMA_CALL.match(text, start):
         return text, [], None
     calls: list[tuple[str, dict[str, Any]]] = []
-    at = start
+    position = start
     while True:
         try:
-            call, end = _decode_json(text, _skip_space(text, at), "the tool call")
+            call, end = _decode_json(text, _skip_space(text, position), "the tool call")
             calls.append(_named_arguments(call, "parameters"))
         except ValueError as error:
             # An answer in JSON is no call; a text that begins like a call is meant as one.
-            return text[at:].strip() if calls else text, calls, str(error)
-        at = _skip_space(text, end)
-        if not text.startswith(";", at):
-            return text[at:].strip(), calls, None
-        at += 1
+            return text[position:].strip() if calls else text, calls, str(error)
+        position = _skip_space(text, end)
+        if not text.startswith(";", position):
+            return text[position:].strip(), calls, None
+        position += 1
 
 
 def _parse_mistral(text: str) -> _Parsed:
-    said, marker, _ = text.partition(_TOOL_CALLS)
+    prose, marker, _ = text.partition(_TOOL_CALLS)
     if not marker:
         return text, [], None
     calls: list[tuple[str, dict[str, Any]]] = []
-    at = len(said)
-    while text.startswith(_TOOL_CALLS, at):
-        start = _skip_space(text, at + len(_TOOL_CALLS))
+    position = len(prose)
+    while text.startswith(_TOOL_CALLS, position):
+        start = _skip_space(text, position + len(_TOOL_CALLS))
         try:
             if text.startswith("[", start):
                 listed, end = _decode_json(text, start, "the list of tool calls")
@@ -279,10 +279,10 @@ def _parse_mistral(text: str) -> _Parsed:
                 arguments, end = _decode_json(text, named.end(), "the arguments")
                 calls.append(_named_arguments({"name": named[1], "arguments": arguments}))
         except ValueError as error:
-            kept = text if not calls else said + text[at:]
+            kept = text if not calls else prose + text[position:]
             return kept if not calls else kept.strip(), calls, str(error)
-        at = _skip_space(text, end)
-    return (said + text[at:]).strip(), calls, None
+        position = _skip_space(text, end)
+    return (prose + text[position:]).strip(), calls, None
 
 
 def _parse_plain(text: str) -> _Parsed:

@@ -38,7 +38,7 @@ def transcribe(
     *,
     num_given: int = 0,
 ) -> list[Transcript]:
-    """The branches of a dialogue, mostly one; what follows the last thing said is left out.
+    """Return the branches of a dialogue, mostly one; what follows the last thing said is left out.
 
     Args:
         renderer: of the policy.
@@ -51,7 +51,7 @@ def transcribe(
         ConfigError: the template refuses the messages.
     """
     dialogue = Dialogue(renderer, tools)
-    found: list[Transcript] = []
+    transcripts: list[Transcript] = []
     ids: list[int] = []
     mask: list[bool] = []
     num_prompt = 0
@@ -67,21 +67,21 @@ def transcribe(
                 else f"the assistant speaks twice in a row (message {place + 1})"
             )
         prompt = dialogue.prompt(new)
-        said = [*renderer.encode(said_text(renderer, message)), renderer.end_of_turn_id]
-        dialogue.answer(prompt, said)
+        sampled = [*renderer.encode(sampled_text(renderer, message)), renderer.end_of_turn_id]
+        dialogue.answer(prompt, sampled)
         if not prompt.num_kept:
             if ids:
-                found.append(_transcript(ids, mask, num_prompt))
+                transcripts.append(_transcript(ids, mask, num_prompt))
             ids, mask, num_prompt = [], [], len(prompt.token_ids)
-        ids += (*prompt.added, *said)
-        mask += [False] * len(prompt.added) + [True] * len(said)
+        ids += (*prompt.added, *sampled)
+        mask += [False] * len(prompt.added) + [True] * len(sampled)
         new = []
     if not ids:
         raise DataError("the assistant says nothing in it: there is nothing to learn")
-    return [*found, _transcript(ids, mask, num_prompt)]
+    return [*transcripts, _transcript(ids, mask, num_prompt)]
 
 
-def said_text(renderer: Renderer, message: Message) -> str:
+def sampled_text(renderer: Renderer, message: Message) -> str:
     """What a policy would have sampled, but for the end of turn, to say this message.
 
     Calls and thinking are in the template's own words where it has some.
@@ -95,20 +95,20 @@ def said_text(renderer: Renderer, message: Message) -> str:
         message = plain_tools.as_text(message)
     header = template.render(asked).removesuffix(renderer.opening)
     text = template.render([*asked, message], adds_prompt=False)
-    said, ended, _ = text.removeprefix(header).rpartition(renderer.end_of_turn)
+    spoken, ended, _ = text.removeprefix(header).rpartition(renderer.end_of_turn)
     if not text.startswith(header) or not ended:
         raise ConfigError(
             "the chat template writes an assistant's message in history otherwise than it is asked "
             f"for: {text[:60]!r} does not begin with {header[:60]!r}"
         )
-    said = said.replace(BREAK, "")
+    spoken = spoken.replace(BREAK, "")
     thought = message.get("reasoning_content", "")
-    if thought.strip() not in said:  # some templates never write thoughts in history
-        said = f"{THINK}\n{thought}\n{END_THINK}\n\n{said}"
-    if said.startswith(renderer.opening):
-        return said.removeprefix(renderer.opening)
+    if thought.strip() not in spoken:  # some templates never write thoughts in history
+        spoken = f"{THINK}\n{thought}\n{END_THINK}\n\n{spoken}"
+    if spoken.startswith(renderer.opening):
+        return spoken.removeprefix(renderer.opening)
     # The header has opened a thought that this message does not have.
-    return said if END_THINK in renderer.opening else f"\n{END_THINK}\n\n{said.lstrip()}"
+    return spoken if END_THINK in renderer.opening else f"\n{END_THINK}\n\n{spoken.lstrip()}"
 
 
 def closing_ids(renderer: Renderer) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ PHRASINGS = (
 
 
 def level_named(level: int) -> Level:
-    """The level of that number.
+    """Return the level of that number.
 
     Raises:
         UsageError: there is no such level.
@@ -74,7 +74,7 @@ def level_named(level: int) -> Level:
 
 
 def sample_expression(rng: random.Random, level: Level) -> str:
-    """An expression such as `"37*48+12"`: integers and operators, no spaces."""
+    """Return an expression such as `"37*48+12"`: integers and operators, no spaces."""
     num_operands = rng.randint(level.min_operands, level.max_operands)
     if level.has_parentheses:
         return _sample_tree(rng, level, num_operands)[0]
@@ -85,12 +85,12 @@ def sample_expression(rng: random.Random, level: Level) -> str:
 
 
 def sample_question(rng: random.Random, expression: str) -> str:
-    """The expression in a random phrasing."""
+    """Return the expression in a random phrasing."""
     return rng.choice(PHRASINGS).format(expression)
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of an expression of unsigned integers, + - * / and parentheses.
+    """Return the exact value of an expression of unsigned integers, + - * / and parentheses.
 
     Raises:
         ValueError: it is anything else, longer than 500 characters, or divides by zero.
@@ -120,7 +120,7 @@ def _sample_operand(rng: random.Random, level: Level) -> str:
 
 
 def _sample_tree(rng: random.Random, level: Level, num_operands: int) -> tuple[str, str]:
-    """A random expression and its outermost operator ("" for one operand)."""
+    """Return a random expression and its outermost operator ("" for one operand)."""
     if num_operands == 1:
         return _sample_operand(rng, level), ""
     num_left = rng.randint(1, num_operands - 1)

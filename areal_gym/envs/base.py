@@ -141,7 +141,7 @@ class TextEnv(gymnasium.Env[str, str]):
         raise NotImplementedError(f"{type(self).__name__}.sample_task")
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """The system and user messages that open the episode. Reset your own state here."""
+        """Return the system and user messages that open the episode. Reset your own state here."""
         raise NotImplementedError(f"{type(self).__name__}.first_messages")
 
     async def respond(self, message: Message) -> Response:
@@ -162,7 +162,8 @@ class TextEnv(gymnasium.Env[str, str]):
         return type(self).prepare is not TextEnv.prepare
 
     def num_tasks(self, split: str) -> int | None:
-        """How many distinct tasks `options={"index": i}` can name; None when there is no end."""
+        """Return how many distinct tasks `options={"index": i}` can name; None when there is no
+        end."""
         return None
 
     async def aclose(self) -> None:
@@ -171,17 +172,19 @@ class TextEnv(gymnasium.Env[str, str]):
     # ---- what every environment ships, for `areal-gym check` ---------------------------------
 
     def gold_action(self) -> str:
-        """The text a perfect policy would write now: played to the end it earns the full reward."""
+        """Return the text a perfect policy would write now: played to the end it earns the full
+        reward."""
         raise NotImplementedError(f"{type(self).__name__}.gold_action")
 
     def noop_action(self) -> str:
-        """The text of a policy that does nothing: it must not earn the full reward."""
+        """Return the text of a policy that does nothing: it must not earn the full reward."""
         return "I do not know."
 
     # ---- helpers for authors -----------------------------------------------------------------
 
     def judging(self) -> JudgingBoundary:
-        """A block in which exceptions are the fault of the policy's output, and not an error.
+        """Return a block in which exceptions are the fault of the policy's output, and not an
+        error.
 
         Set the verdict to "wrong" before it::
 
@@ -447,7 +450,7 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @final
     def render(self) -> str:
-        """The dialogue so far as text."""
+        """Return the dialogue so far as text."""
         return "\n".join(f"[{m['role']}] {m['content']}" for m in self._messages)
 
 
@@ -492,8 +495,8 @@ def _number(reward: object, env: TextEnv) -> float:
     # int, bool and numpy scalars are rewards; None, text and NaN are mistakes of the environment.
     if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
         return float(reward)
-    who = type(env).__name__
-    raise RewardError(f"{who}.respond gave the reward {reward!r}; a finite number is needed")
+    name = type(env).__name__
+    raise RewardError(f"{name}.respond gave the reward {reward!r}; a finite number is needed")
 
 
 _loop = KeptLoop("areal-gym-env-loop")

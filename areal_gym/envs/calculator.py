@@ -33,7 +33,7 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression such as `2 * (3 + 4) ** 2` or `sqrt(2)`.
+    """Return the value of an expression such as `2 * (3 + 4) ** 2` or `sqrt(2)`.
 
     Raises:
         ToolError: it is something else, too large, or has no value.

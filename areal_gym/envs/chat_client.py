@@ -51,7 +51,7 @@ class ChatClient:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Mapping[str, Any]:
-        """The answer: a message with `content`, `tool_calls` or both.
+        """Return the answer: a message with `content`, `tool_calls` or both.
 
         Raises:
             EnvError: the server does not answer, refuses, or answers with something else.

@@ -68,8 +68,8 @@ def find_contamination(
         twin = same.get(key_of_text(text))
         if twin is not None:
             overlaps.append(_overlap(id, twin, 1.0, text))
-        elif found := _nearest(_shingles(text), by_shingle, threshold):
-            number, similarity = found
+        elif nearest := _nearest(_shingles(text), by_shingle, threshold):
+            number, similarity = nearest
             # Rewordings may have all the passages, and are not the same.
             overlaps.append(_overlap(id, learned[number][0], min(similarity, 0.999), text))
     return Contamination(

@@ -52,7 +52,7 @@ def countdown_tasks(num_numbers: int) -> GeneratedTasks:
 
 
 def _sample_solution(rng: random.Random, numbers: Sequence[int]) -> tuple[str, int]:
-    """A random expression over all the numbers, and its value."""
+    """Return a random expression over all the numbers, and its value."""
     parts = [(str(number), number) for number in numbers]
     while len(parts) > 1:
         rng.shuffle(parts)
@@ -67,7 +67,7 @@ def _sample_solution(rng: random.Random, numbers: Sequence[int]) -> tuple[str, i
 
 
 def uses_exactly(expression: str, numbers: Sequence[int]) -> bool:
-    """Whether the expression holds each of the numbers once and no other."""
+    """Return whether the expression holds each of the numbers once and no other."""
     used = [int(digits) for digits in re.findall(r"\d{1,9}", expression)]
     return sorted(used) == sorted(numbers)
 
@@ -120,7 +120,7 @@ class CountdownEnv(QuestionEnv):
         super().__init__(tasks, render_mode=render_mode)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """The rules and the numbers."""
+        """Return the rules and the numbers."""
         *others, last = map(str, task.data["numbers"])
         question = (
             f"Use each of {', '.join(others)} and {last} once with + - * / "
@@ -151,7 +151,7 @@ class CountdownEnv(QuestionEnv):
         )
 
     def gold_action(self) -> str:
-        """The expression that the task was made from; of an unsolvable one, nothing."""
+        """Return the expression that the task was made from; of an unsolvable one, nothing."""
         solution = self.task.data.get("solution")
         return self.noop_action() if solution is None else f"\\boxed{{{solution}}}"
 
@@ -183,7 +183,7 @@ def _is_natural(value: object) -> bool:
 
 
 def _as_arithmetic(answer: str) -> str:
-    """The answer with plain operators, and without "= 81" at its end."""
+    """Return the answer with plain operators, and without "= 81" at its end."""
     for spelling, symbol in _SPELLINGS.items():
         answer = answer.replace(spelling, symbol)
     return answer.partition("=")[0].strip().strip("$").strip()

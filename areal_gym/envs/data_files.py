@@ -29,7 +29,7 @@ class SourceRow(NamedTuple):
 
 
 def read_file(path: Path) -> Iterator[SourceRow]:
-    """The rows of a `.jsonl`, `.jsonl.gz`, `.json`, `.parquet` or `.csv` file.
+    """Return the rows of a `.jsonl`, `.jsonl.gz`, `.json`, `.parquet` or `.csv` file.
 
     Raises:
         DataError: it is missing, of another kind or broken; the message names file and line.
@@ -55,7 +55,7 @@ def read_file(path: Path) -> Iterator[SourceRow]:
 
 
 def read_hub(name: str, subset: str | None = None) -> dict[str, Iterator[SourceRow]]:
-    """The rows of each split of a data set on the Hugging Face hub (or in its cache).
+    """Return the rows of each split of a data set on the Hugging Face hub (or in its cache).
 
     Raises:
         DataError: it cannot be had: no network, no such data set.
@@ -86,10 +86,10 @@ def _load(problem: str, hints: Iterable[str], **arguments: Any) -> Any:
         return datasets.load_dataset(**arguments)
     except Exception as error:  # of requests, huggingface_hub, pyarrow, ...
         # The data set was not generated: what says why stands behind that.
-        told = error.__cause__ if isinstance(error, DatasetGenerationError) else error
-        reason = str(told or error).strip().splitlines()
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        reason = str(cause or error).strip().splitlines()
         raise DataError(
-            f"{problem}: {type(told or error).__name__}: {reason[0] if reason else ''}",
+            f"{problem}: {type(cause or error).__name__}: {reason[0] if reason else ''}",
             hints=tuple(hints),
         ) from error
 
@@ -182,7 +182,7 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 
 def text_field(row: SourceRow, name: str) -> str:
-    """The row's field of that name, which must be a text that is not blank, or a number.
+    """Return the row's field of that name, which must be a text that is not blank, or a number.
 
     Raises:
         DataError: it is missing or something else.

@@ -28,7 +28,7 @@ _PASSES = (
 
 
 def is_caused_by_output(error: BaseException) -> bool:
-    """Returns whether an exception that judging raised is the judged output's fault.
+    """Return whether an exception that judging raised is the judged output's fault.
 
     `SystemExit` and exceptions outside of `Exception` (panics of extension modules) are, too.
     """

@@ -80,7 +80,7 @@ def _sample_story(rng: random.Random, level: int, largest: int) -> tuple[str, st
 
 @cache
 def math_tasks(level: int) -> GeneratedTasks:
-    """The generated tasks of a level: half bare expressions, half word problems."""
+    """Return the generated tasks of a level: half bare expressions, half word problems."""
     settings = level_named(level)
 
     def make_draft(rng: random.Random) -> Draft:

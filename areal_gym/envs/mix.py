@@ -67,7 +67,7 @@ class MixedEnv(TextEnv):
         return [sandbox for env in self._envs.values() for sandbox in env.sandboxes]
 
     def num_tasks(self, split: str) -> int | None:
-        """All tasks together; None when one of the environments has no end of them."""
+        """Return all tasks together; None when one of the environments has no end of them."""
         counts = [env.num_tasks(split) for env in self._envs.values()]
         return None if None in counts else sum(count or 0 for count in counts)
 
@@ -90,7 +90,7 @@ class MixedEnv(TextEnv):
         await self.playing.areset(seed=int(rng.integers(2**31)), options=options)
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A task of an environment drawn by weight, or the one that `options` names.
+        """Return a task of an environment drawn by weight, or the one that `options` names.
 
         Raises:
             UsageError: there is no such split or index.
@@ -128,17 +128,17 @@ class MixedEnv(TextEnv):
             await env.aclose()
 
     def gold_action(self) -> str:
-        """The gold policy of the task's own environment."""
+        """Return the gold policy of the task's own environment."""
         return self.playing.gold_action()
 
     def noop_action(self) -> str:
-        """The noop policy of the task's own environment."""
+        """Return the noop policy of the task's own environment."""
         return self.playing.noop_action()
 
     def _whose(
         self, rng: np.random.Generator, options: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, Any]]:
-        """The environment that has the next task, and what it is asked for."""
+        """Return the environment that has the next task, and what it is asked for."""
         split, index = asked_for(options)
         if index is None:
             shares = np.array(self._weights) / sum(self._weights)
@@ -186,7 +186,7 @@ class _Turns:
         self._counts: dict[str, list[int]] = {}
 
     def at(self, index: int, split: str) -> tuple[int, int]:
-        """The number of the environment, and the index of its task.
+        """Return the number of the environment, and the index of its task.
 
         Raises:
             UsageError: there are not that many tasks.

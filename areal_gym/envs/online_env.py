@@ -17,7 +17,7 @@ class OnlineEnv(TextEnv):
     """
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A name that no other has."""
+        """Return a name that no other has."""
         return Task(id=f"online/{rng.integers(2**48):012x}", data={})
 
     def first_messages(self, task: Task) -> Sequence[Message]:

@@ -52,7 +52,7 @@ class QuestionEnv(TextEnv):
         self._levels = levels
 
     def num_tasks(self, split: str) -> int | None:
-        """How many tasks the split has; None (endless) when they are generated."""
+        """Return how many tasks the split has; None (endless) when they are generated."""
         return self.task_source.num_tasks(split)
 
     @property
@@ -61,7 +61,7 @@ class QuestionEnv(TextEnv):
         return tuple(LEVELS) if self._levels is not None else ()
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A drawn task, or the one that `options` names; of another level if they say so.
+        """Return a drawn task, or the one that `options` names; of another level if they say so.
 
         Raises:
             UsageError: there is no such split, index or level.
@@ -74,7 +74,7 @@ class QuestionEnv(TextEnv):
         return choose_task(self._levels(difficulty), rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """The instruction and the question."""
+        """Return the instruction and the question."""
         return [
             {"role": "system", "content": self.system_prompt},
             {"role": "user", "content": task.data["question"]},
@@ -126,7 +126,7 @@ class AnswerEnv(QuestionEnv):
         return answer.rpartition("####")[2].strip()
 
     async def grade(self, message: Message) -> Response:
-        """The end of the episode: whether the assistant's text gives the right answer."""
+        """Return the end of the episode: whether the assistant's text gives the right answer."""
         answer, is_right = None, False
         with self.judging():
             answer = extract_answer(message["content"])
@@ -138,14 +138,14 @@ class AnswerEnv(QuestionEnv):
         )
 
     async def is_right(self, answer: str) -> bool:
-        """Whether an extracted answer is the right one."""
+        """Return whether an extracted answer is the right one."""
         # Generated answers are numbers: sympy stays out of the process that trains on them.
         if self._is_generated:
             return is_same_number(answer, self.gold)
         return await decide(answer, self.gold)
 
     def gold_action(self) -> str:
-        """The answer in a box."""
+        """Return the answer in a box."""
         return f"\\boxed{{{self.gold}}}"
 
 
@@ -160,7 +160,8 @@ def file_tasks(
     skip_broken: bool = False,
     where: Mapping[str, Any] | None = None,
 ) -> RowTasks:
-    """The tasks of a file, or of two: see `RowTasks`; `where` filters rows (see `row_filter`).
+    """Return the tasks of a file, or of two: see `RowTasks`; `where` filters rows (see
+    `row_filter`).
 
     Raises:
         DataError: a file is missing or has a broken row.
@@ -191,8 +192,8 @@ def hub_tasks(
     skip_broken: bool = False,
     where: Mapping[str, Any] | None = None,
 ) -> RowTasks:
-    """The tasks of a data set on the Hugging Face hub; its split "test" (or "validation") is held
-    out, and a tenth of "train" where there is neither.
+    """Return the tasks of a data set on the Hugging Face hub; its split "test" (or "validation") is
+    held out, and a tenth of "train" where there is neither.
 
     Raises:
         DataError: it cannot be had, or has a broken row.
@@ -287,14 +288,14 @@ def _dataset_tasks(dataset: str, chosen: _Chosen, data_dir: str | None) -> RowTa
 
 
 def _find(directory: Path, stem: str) -> Path:
-    found = [directory / f"{stem}{suffix}" for suffix in _SUFFIXES]
-    for file in found:
+    candidates = [directory / f"{stem}{suffix}" for suffix in _SUFFIXES]
+    for file in candidates:
         if file.is_file():
             return file
     raise DataError(
         f"{DATA_DIR_VARIABLE}={directory} has no {stem}.jsonl",
         hints=[
-            f"looked for: {', '.join(map(str, found))}",
+            f"looked for: {', '.join(map(str, candidates))}",
             f"without {DATA_DIR_VARIABLE}, it is loaded from the Hugging Face hub",
         ],
     )

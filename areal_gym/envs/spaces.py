@@ -27,13 +27,13 @@ class TextSpace(Space[str]):
         self.max_length = max_length
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """A short random text."""
+        """Return a short random text."""
         length = int(self.np_random.integers(0, min(32, self.max_length) + 1))
         letters = self.np_random.integers(0, len(_SAMPLE_ALPHABET), size=length)
         return "".join(_SAMPLE_ALPHABET[i] for i in letters)
 
     def contains(self, x: Any) -> bool:
-        """Whether `x` is a string that is not too long."""
+        """Return whether `x` is a string that is not too long."""
         return isinstance(x, str) and len(x) <= self.max_length
 
     @property

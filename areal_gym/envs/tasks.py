@@ -47,15 +47,15 @@ class TaskSource(Protocol):
     """Gives the tasks of an environment."""
 
     def num_tasks(self, split: str) -> int | None:
-        """How many distinct tasks the split has; None for a generator."""
+        """Return how many distinct tasks the split has; None for a generator."""
         ...
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
-        """A random task of the split."""
+        """Return a random task of the split."""
         ...
 
     def at(self, index: int, split: str) -> Task:
-        """The task of that index: distinct for distinct indexes, equal in every process."""
+        """Return the task of that index: distinct for distinct indexes, equal in every process."""
         ...
 
 
@@ -66,7 +66,8 @@ def split_of(key: str) -> str:
 
 
 def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-    """The task that `reset(options={"split": ..., "index": ...})` asks for; both are optional.
+    """Return the task that `reset(options={"split": ..., "index": ...})` asks for; both are
+    optional.
 
     Raises:
         UsageError: there is no such split or index.
@@ -76,7 +77,7 @@ def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[s
 
 
 def asked_for(options: Mapping[str, Any]) -> tuple[str, int | None]:
-    """The split and the index that options name; None: any task.
+    """Return the split and the index that options name; None: any task.
 
     Raises:
         UsageError: they name none.
@@ -140,7 +141,7 @@ class GeneratedTasks:
         return None
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
-        """A random task of the split; equal states of `rng` give equal tasks."""
+        """Return a random task of the split; equal states of `rng` give equal tasks."""
         # The standard library's generator draws single numbers ten times faster than numpy's.
         fast_rng = random.Random(int(rng.integers(2**63)))
         for _ in range(_MAX_REPEATS):
@@ -150,7 +151,7 @@ class GeneratedTasks:
         raise self._exhausted(split, 0)
 
     def at(self, index: int, split: str) -> Task:
-        """The task of that index; no two of them have the same key.
+        """Return the task of that index; no two of them have the same key.
 
         Raises:
             UsageError: there are not that many.
@@ -222,14 +223,14 @@ class RowTasks:
         """Training rows that were left out because the test split asks the same."""
         self._make_draft = make_draft
         self._skip_broken = skip_broken
-        found = self._read(train)
+        rows = self._read(train)
         if test is None:
-            by_split = {s: [row for row in found if row.split == s] for s in SPLITS}
+            by_split = {s: [row for row in rows if row.split == s] for s in SPLITS}
         else:
             held_out = self._read(test)
             keys = {row.key for row in held_out}
-            kept = [row for row in found if row.key not in keys]
-            self.num_contaminated = len(found) - len(kept)
+            kept = [row for row in rows if row.key not in keys]
+            self.num_contaminated = len(rows) - len(kept)
             by_split = {"train": kept, "test": held_out}
         if not any(by_split.values()):
             filtered = f" left after {self.num_filtered} were filtered" if self.num_filtered else ""
@@ -240,7 +241,7 @@ class RowTasks:
         }
 
     def num_tasks(self, split: str) -> int | None:
-        """How many distinct tasks the split has.
+        """Return how many distinct tasks the split has.
 
         Raises:
             UsageError: there is no such split.
@@ -249,12 +250,12 @@ class RowTasks:
         return len(self._tasks[split])
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
-        """A random task of the split."""
+        """Return a random task of the split."""
         tasks = self._of(split)
         return tasks[int(rng.integers(len(tasks)))]
 
     def at(self, index: int, split: str) -> Task:
-        """The task of that index, in the order of the file.
+        """Return the task of that index, in the order of the file.
 
         Raises:
             UsageError: the split has not that many.
@@ -267,7 +268,7 @@ class RowTasks:
         return tasks[index]
 
     def _read(self, rows: Iterable[SourceRow]) -> list[_Row]:
-        found = []
+        drafted = []
         for row in rows:
             if self._is_meant is not None and not self._is_meant(row):
                 self.num_filtered += 1
@@ -283,8 +284,8 @@ class RowTasks:
             id = f"{row.label}-{content_hash(draft.data)[:8]}"
             if draft.split not in (None, *SPLITS):
                 raise DataError(f"{row.where}: split {draft.split!r} is none of {SPLITS}")
-            found.append(_Row(draft.key, id, draft.data, draft.split or split_of(draft.key)))
-        return found
+            drafted.append(_Row(draft.key, id, draft.data, draft.split or split_of(draft.key)))
+        return drafted
 
     def _of(self, split: str) -> list[Task]:
         tasks = self._tasks[split]
@@ -308,5 +309,5 @@ def _distinct(rows: list[_Row]) -> list[_Row]:
 
 
 def key_of_text(text: str) -> str:
-    """The key of a question in words: spaces and case say nothing."""
+    """Return the key of a question in words: spaces and case say nothing."""
     return " ".join(text.split()).casefold()

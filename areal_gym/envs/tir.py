@@ -62,7 +62,7 @@ _REACHED = {
 
 @cache
 def tir_tasks(level: int) -> GeneratedTasks:
-    """The tasks of a level, shared by all environments of the process.
+    """Return the tasks of a level, shared by all environments of the process.
 
     `task.data` holds `question`, `expression` and `answer`, all text.
     """
@@ -83,7 +83,7 @@ def tir_tasks(level: int) -> GeneratedTasks:
 
 
 def python_call(code: str, dialect: str = DEFAULT_DIALECT) -> str:
-    """The text of an assistant that calls the tool `python`."""
+    """Return the text of an assistant that calls the tool `python`."""
     return write_call("python", {"code": code}, dialect)
 
 

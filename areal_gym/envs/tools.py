@@ -179,7 +179,8 @@ def _on_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[str]]:
 
 
 def _fits(value: object, schema: Mapping[str, Any]) -> bool:
-    """Whether the value is of the schema's outermost type; schemas without one take anything."""
+    """Return whether the value is of the schema's outermost type; schemas without one take
+    anything."""
     expected = _PYTHON_TYPES.get(schema.get("type", ""))
     if expected is None:
         return True

@@ -4,7 +4,7 @@ import pytest
 from families import TOOLS, renderer_of
 
 from areal_gym.chat import Dialogue
-from areal_gym.chat.transcript import closing_ids, said_text, transcribe
+from areal_gym.chat.transcript import closing_ids, sampled_text, transcribe
 from areal_gym.errors import DataError
 
 SYSTEM = {"role": "system", "content": "Be exact."}
@@ -69,7 +69,7 @@ def test_calls_are_in_the_template_s_words(family):
 
 def test_calls_are_written_out_where_the_template_writes_none():
     renderer = renderer_of("gemma3")
-    text = said_text(renderer, CALLED)
+    text = sampled_text(renderer, CALLED)
     assert renderer.parse(text)["tool_calls"] == CALLED["tool_calls"]
     assert "7" in "".join(
         marked(renderer, transcribe(renderer, [ASKED, CALLED, RESULT, ANSWER])[0])
@@ -97,7 +97,7 @@ def test_thinking_is_said():
 def test_a_thought_that_the_header_opens_is_closed():
     renderer = renderer_of("thinking")
     assert renderer.opening == "<think>\n"
-    parsed = renderer.parse(said_text(renderer, ANSWER))
+    parsed = renderer.parse(sampled_text(renderer, ANSWER))
     assert parsed["content"] == "It is 7."
 
 
@@ -106,7 +106,7 @@ def test_prompts_are_those_of_an_episode():
     dialogue = Dialogue(renderer, TOOLS)
     for new, said in (([SYSTEM, ASKED], CALLED), ([RESULT], ANSWER)):
         prompt = dialogue.prompt(new)
-        ids = [*renderer.encode(said_text(renderer, said)), renderer.end_of_turn_id]
+        ids = [*renderer.encode(sampled_text(renderer, said)), renderer.end_of_turn_id]
         dialogue.answer(prompt, ids)
     (transcript,) = transcribe(renderer, [SYSTEM, ASKED, CALLED, RESULT, ANSWER], TOOLS)
     assert transcript.token_ids == dialogue.token_ids

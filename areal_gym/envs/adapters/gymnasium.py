@@ -90,11 +90,11 @@ class GymnasiumEnv(TextEnv):
         self._instruction = instruction or default
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A seed."""
+        """Return a seed."""
         return choose_task(SeedTasks(), rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """The instruction, and what there is to see."""
+        """Return the instruction, and what there is to see."""
         observation, _ = self._env.reset(seed=task.data["seed"])
         return [
             {"role": "system", "content": self._instruction},
@@ -105,9 +105,9 @@ class GymnasiumEnv(TextEnv):
         """Take the step."""
         action = self._action(message["content"])
         if action is None:
-            told = f"There is no action in that. Choose one of: {', '.join(self._numbers)}."
+            text = f"There is no action in that. Choose one of: {', '.join(self._numbers)}."
             return Response(
-                messages=[{"role": "user", "content": told}], metrics={"invalid_actions": 1}
+                messages=[{"role": "user", "content": text}], metrics={"invalid_actions": 1}
             )
         observation, reward, is_terminated, is_truncated, _ = self._env.step(action)
         return Response(

@@ -98,12 +98,12 @@ class OpenEnvEnv(TextEnv):
         self._first = self._seen(result.observation)
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """The seed with which the session was reset."""
+        """Return the seed with which the session was reset."""
         assert self._next is not None
         return self._next
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """The instruction, if there is one, and what the server showed."""
+        """Return the instruction, if there is one, and what the server showed."""
         messages: list[Message] = [{"role": "user", "content": self._first}]
         if self._instruction:
             messages.insert(0, {"role": "system", "content": self._instruction})
@@ -174,6 +174,6 @@ def _invalid(text: str) -> Response:
 
 
 def _error_code(error: EnvError) -> str:
-    """Returns the code that a server gave for an error, which the client quotes, or ""."""
+    """Return the code that a server gave for an error, which the client quotes, or ""."""
     quoted = re.search(r"\(code: (\w+)\)$", str(error.__cause__))
     return quoted.group(1) if quoted else ""

@@ -91,11 +91,11 @@ class ReasoningGymEnv(TextEnv):
         return self._tasks.num_tasks(split)
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A drawn task, or the one that `options` names."""
+        """Return a drawn task, or the one that `options` names."""
         return choose_task(self._tasks, rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """The instruction and the problem."""
+        """Return the instruction and the problem."""
         return [
             {"role": "system", "content": _INSTRUCTION},
             {"role": "user", "content": task.data["question"]},
@@ -103,20 +103,20 @@ class ReasoningGymEnv(TextEnv):
 
     async def respond(self, message: Message) -> Response:
         """Grade the answer."""
-        found = _ANSWER.findall(message["content"])
-        answer = (found[-1] if found else message["content"]).strip()
+        tagged = _ANSWER.findall(message["content"])
+        answer = (tagged[-1] if tagged else message["content"]).strip()
         reward, num_errors = 0.0, 0
         if 0 < len(answer) <= _MAX_ANSWER:
             reward, num_errors = await self._score(answer)
         return Response(
             reward=reward,
-            reward_parts={"answer": reward, "format": float(bool(found))},
+            reward_parts={"answer": reward, "format": float(bool(tagged))},
             is_terminated=True,
             metrics={"grader_errors": num_errors},
         )
 
     def gold_action(self) -> str:
-        """The dataset's own answer."""
+        """Return the dataset's own answer."""
         return f"<answer>{self.task.data['answer']}</answer>"
 
     async def _score(self, answer: str) -> tuple[float, int]:
@@ -127,13 +127,13 @@ class ReasoningGymEnv(TextEnv):
             answer.encode()
         except UnicodeEncodeError:  # half of a surrogate pair is no text
             return 0.0, 1
-        found = await _grader()(*self._key, data["index"], data["question"], answer)
-        if found is None:
+        graded = await _grader()(*self._key, data["index"], data["question"], answer)
+        if graded is None:
             raise EnvError(
                 f"task {self.task.id} is another one in this version of reasoning_gym",
                 hints=["install the version that made it"],
             )
-        reward, num_errors = found
+        reward, num_errors = graded
         return reward, num_errors
 
 

@@ -18,7 +18,7 @@ _EXAMPLE = "such as config={datasets: [{name: leg_counting, weight: 2}, {name: c
 
 @cache
 def open_dataset(name: str, settings: str) -> Any:
-    """The dataset of that name.
+    """Return the dataset of that name.
 
     Args:
         name: one of reasoning_gym's.
@@ -53,10 +53,10 @@ def open_dataset(name: str, settings: str) -> Any:
 
 
 def _several(datasets: Iterable[Mapping[str, Any]] = (), **rest: Any) -> dict[str, Any]:
-    """The arguments of several datasets in one, whose library wants them as objects."""
+    """Return the arguments of several datasets in one, whose library wants them as objects."""
     from reasoning_gym.composite import DatasetSpec
 
-    made = [DatasetSpec(**{"weight": 1, "config": {}, **one}) for one in datasets]
+    made = [DatasetSpec(**{"weight": 1, "config": {}, **entry}) for entry in datasets]
     return {"datasets": made, **rest}
 
 
@@ -82,7 +82,7 @@ def score(
 
 
 def is_plain(dataset: Any) -> bool:
-    """Whether the dataset grades by comparing texts, and by nothing of its own."""
+    """Return whether the dataset grades by comparing texts, and by nothing of its own."""
     from reasoning_gym.dataset import ProceduralDataset
 
     return type(dataset).score_answer is ProceduralDataset.score_answer

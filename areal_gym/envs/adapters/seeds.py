@@ -17,10 +17,10 @@ class SeedTasks:
         return None
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
-        """A random seed of the split."""
+        """Return a random seed of the split."""
         return self.at(int(rng.integers(_MOST)), split)
 
     def at(self, index: int, split: str) -> Task:
-        """The seed of that index."""
+        """Return the seed of that index."""
         seed = 2 * index + (split == "test")
         return Task(id=f"{split}/{seed}", data={"seed": seed}, split=split)

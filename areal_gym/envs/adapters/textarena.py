@@ -59,25 +59,25 @@ class TextArenaEnv(TextEnv):
             self._game = _make(game, dict(options or {}))
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A seed."""
+        """Return a seed."""
         return choose_task(SeedTasks(), rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """The rules, and what there is to see."""
+        """Return the rules, and what there is to see."""
         seed = task.data["seed"]
         self._states = None
         with self._own_generators():
             random.seed(seed)
             np.random.seed(seed % 2**32)
             self._game.reset(num_players=1, seed=seed)
-            return [{"role": "user", "content": self._said()}]
+            return [{"role": "user", "content": self._observe()}]
 
     async def respond(self, message: Message) -> Response:
         """Make the move."""
         with self._own_generators():
             is_done, _ = self._game.step(action=message["content"])
             if not is_done:
-                return Response(messages=[{"role": "user", "content": self._said()}])
+                return Response(messages=[{"role": "user", "content": self._observe()}])
             rewards, info = self._game.close()
         reward = float(rewards[0])
         return Response(
@@ -87,12 +87,12 @@ class TextArenaEnv(TextEnv):
             metrics={"invalid_moves": int(bool(info[0].get("invalid_move")))},
         )
 
-    def _said(self) -> str:
+    def _observe(self) -> str:
         """What the game has said since the player was asked last."""
-        _, said = self._game.get_observation()
-        if isinstance(said, str):
-            return said.strip()
-        return "\n".join(text.strip() for sender, text, _ in said if sender != 0).strip()
+        _, observation = self._game.get_observation()
+        if isinstance(observation, str):
+            return observation.strip()
+        return "\n".join(text.strip() for sender, text, _ in observation if sender != 0).strip()
 
     @contextlib.contextmanager
     def _own_generators(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Does an environment keep the contract? `areal-gym check ENV`, and the test of every built-in.
+"""Checks an environment's contract: `areal-gym check ENV`, and the test of every built-in.
 
     results = check_env("tir")                  # or a TextEnv class, or a function that makes one
     assert all(result.is_ok for result in results), results
@@ -20,8 +20,8 @@ from areal_gym.envs.checker.env_under_test import (
     RuleResult,
     RuleViolation,
     Skipped,
+    describe_error,
     subject_of,
-    told,
 )
 
 __all__ = ["HOSTILE_ACTIONS", "RuleResult", "check_env", "play"]
@@ -82,7 +82,7 @@ def check_env(
         except RuleViolation as broken:
             is_ok, reason = False, str(broken)
         except Exception as error:  # whatever it raises, it is the environment's
-            is_ok, reason = False, told(error)
+            is_ok, reason = False, describe_error(error)
         results.append(
             RuleResult(rule=name, summary=summary, is_ok=is_ok, reason=reason, measured=measured)
         )

@@ -1,4 +1,4 @@
-"""Rules on what an environment does: its tasks, its tools, its rewards, its answers to anything."""
+"""Rules on an environment's behaviour: its tasks, tools, rewards and answers to any action."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from typing import Any
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.checker.adversarial import HOSTILE_ACTIONS, hostile_calls
 from areal_gym.envs.checker.checked_episodes import best, noop, play, total_reward
-from areal_gym.envs.checker.env_under_test import EnvUnderTest, RuleViolation, Skipped, told
+from areal_gym.envs.checker.env_under_test import (
+    EnvUnderTest,
+    RuleViolation,
+    Skipped,
+    describe_error,
+)
 from areal_gym.errors import UsageError
 from areal_gym.types import Message, content_hash
 
 _PATIENCE_S = 60.0
-"""Whoever needs longer for one answer hangs, even on a busy machine."""
+"""Longest time for one answer; a longer one counts as a hang, even on a busy machine."""
 
 
 def check_gymnasium(subject: EnvUnderTest) -> None:
@@ -39,7 +44,7 @@ def check_gymnasium(subject: EnvUnderTest) -> None:
 
 
 def check_documented(subject: EnvUnderTest) -> None:
-    """The class says in its docstring what it is about."""
+    """The class describes itself in its docstring."""
     env = subject.make()
     if not (type(env).__doc__ or "").strip():
         raise RuleViolation(f"{type(env).__name__} has no docstring")
@@ -113,12 +118,12 @@ def check_hostile(subject: EnvUnderTest) -> str:
 
 
 def _answer_s(env: TextEnv, name: str, action: str | Message) -> float:
-    """How long the answer took."""
+    """Return the seconds that the answer took."""
     start_s = time.perf_counter()
     try:
         step = env.step(action)
     except Exception as error:
-        raise RuleViolation(f"{name}: {told(error)}") from error
+        raise RuleViolation(f"{name}: {describe_error(error)}") from error
     elapsed_s = time.perf_counter() - start_s
     if not math.isfinite(step.reward) or step.reward >= 1.0:
         raise RuleViolation(f"{name}: the reward is {step.reward}")
@@ -130,7 +135,7 @@ def _answer_s(env: TextEnv, name: str, action: str | Message) -> float:
 
 
 def check_ends(subject: EnvUnderTest) -> str:
-    """Episodes end, and stay at their end; actions that are no actions are usage errors."""
+    """Episodes end, and stay at their end; invalid actions are usage errors."""
     env = subject.make()
     lengths = []
     for seed in range(min(subject.num_tasks, 4)):
@@ -173,7 +178,7 @@ def _require_usage_error(call: Any, what: str) -> None:
     except UsageError:
         return
     except Exception as error:
-        raise RuleViolation(f"{what} raises {told(error)}") from error
+        raise RuleViolation(f"{what} raises {describe_error(error)}") from error
     raise RuleViolation(f"{what} is accepted; a UsageError should say what exists")
 
 
@@ -194,15 +199,18 @@ def check_splits(subject: EnvUnderTest) -> None:
     env.close()
     for split, infos in asked.items():
         ids = {info["task_id"] for info in infos}
-        if len({_what(info) for info in infos}) < len(infos) or len(ids) < len(infos):
+        if len({_asked_text(info) for info in infos}) < len(infos) or len(ids) < len(infos):
             raise RuleViolation(f"split {split!r}: two indexes name the same task")
-    shared = {_what(info) for info in (*asked["train"], *drawn)} & {_what(i) for i in asked["test"]}
+    shared = {_asked_text(info) for info in (*asked["train"], *drawn)} & {
+        _asked_text(i) for i in asked["test"]
+    }
     if shared:
         raise RuleViolation(f"{len(shared)} tasks are in both splits, such as {min(shared)!r}")
 
 
-def _what(info: Mapping[str, Any]) -> str:
-    """What is asked, and the data: tasks may open alike and differ in what is found out later."""
+def _asked_text(info: Mapping[str, Any]) -> str:
+    """Return the opening messages and a hash of the data, which may differ behind equal
+    openings."""
     asked = "\n".join(message["content"] for message in info["messages"])
     return f"{asked}\n{content_hash(info['task']['data'])}"
 

@@ -1,4 +1,4 @@
-"""Playing episodes with policies that see the environment itself."""
+"""Plays episodes with policies that see the environment itself."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MAX_STEPS = 1_000
 
 
 def best(env: TextEnv) -> str:
-    """The gold action, or where nobody knows one, the one that does nothing."""
+    """Return the gold action, or the action that does nothing where no gold policy is known."""
     return env.gold_action() if env.has_gold else env.noop_action()
 
 
 def noop(env: TextEnv) -> str:
-    """The action that does nothing."""
+    """Return the action that does nothing."""
     return env.noop_action()
 
 
@@ -32,7 +32,7 @@ def play(
     seed: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[StepResult]:
-    """Play one episode with a policy that sees the environment itself; its steps."""
+    """Play one episode with a policy that sees the environment itself, and return its steps."""
     env.reset(seed=seed, options=options)
     steps: list[StepResult] = []
     while not _is_over(steps):
@@ -41,7 +41,7 @@ def play(
 
 
 async def play_async(env: TextEnv, policy: Policy, seed: int) -> list[StepResult]:
-    """Play one episode among others, and release what it held."""
+    """Play one episode among others, and release its resources."""
     await env.areset(seed=seed)
     steps: list[StepResult] = []
     while not _is_over(steps):
@@ -57,12 +57,12 @@ def _is_over(steps: Sequence[StepResult]) -> bool:
 
 
 def total_reward(steps: Sequence[StepResult]) -> float:
-    """What the episode earned."""
+    """Return the sum of the rewards."""
     return sum(step.reward for step in steps)
 
 
 def digest(make: Callable[[], TextEnv], seeds: range) -> str:
-    """A hash of all that the best policy and the idle one see."""
+    """Return a hash of everything that the best policy and the idle one see."""
     env = make()
     seen: list[Any] = []
     for seed in seeds:

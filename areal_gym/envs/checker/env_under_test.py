@@ -1,4 +1,4 @@
-"""What is being checked, and how a rule says what it found."""
+"""The environment under test, and the results of rules."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class RuleResult:
 
     rule: str
     summary: str
-    """What the rule asks, for people."""
+    """The rule in a sentence."""
     is_ok: bool
     reason: str = ""
-    """Why not; or why the rule was skipped."""
+    """The reason for the failure, or for skipping the rule."""
     measured: str = ""
-    """Numbers that the rule came by."""
+    """Numbers that the rule measured."""
 
 
 class RuleViolation(Exception):
     """A rule is broken; the text says how."""
 
 
-def told(error: Exception) -> str:
-    """An error in one line, with the place where it was raised."""
+def describe_error(error: Exception) -> str:
+    """Return an error in one line, with the place where it was raised."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
 
@@ -42,24 +42,25 @@ class Skipped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EnvUnderTest:
-    """What is being checked."""
+    """The environment under test, and the size of the check."""
 
     make: Callable[[], TextEnv]
     num_tasks: int
-    """How many tasks each rule plays."""
+    """Number of tasks that each rule plays."""
     num_concurrent: int
-    """How many episodes are played at once."""
+    """Number of concurrent episodes."""
     entry_point: str | None
-    """Where another process imports it from; None when it cannot."""
+    """The place from which another process imports it; None if it cannot."""
     kwargs: Mapping[str, Any]
 
     def indexes(self, split: str) -> range:
-        """The tasks of a split that rules play."""
+        """Return the tasks of a split that rules play."""
         known = self.make().num_tasks(split)
         return range(self.num_tasks if known is None else min(self.num_tasks, known))
 
     def episodes(self) -> Iterator[tuple[TextEnv, dict[str, Any]]]:
-        """An environment and the options of its next episode, for the tasks of both splits."""
+        """Yield an environment and the options of its next episode, for the tasks of both
+        splits."""
         env = self.make()
         for split in ("train", "test"):
             for index in self.indexes(split):
@@ -68,7 +69,7 @@ class EnvUnderTest:
 
 
 Rule = Callable[[EnvUnderTest], str | None]
-"""Raises `RuleViolation`; gives what it has measured, if anything. Its docstring is the rule."""
+"""Raises `RuleViolation`; returns its measurements, if any. Its docstring is the rule's summary."""
 
 
 def subject_of(
@@ -78,7 +79,7 @@ def subject_of(
     num_concurrent: int,
     kwargs: Mapping[str, Any],
 ) -> EnvUnderTest:
-    """The subject that an id, a class or a function makes.
+    """Return the subject of an id, a class or a function.
 
     Raises:
         UnknownIdError: there is no such environment.

@@ -1,4 +1,4 @@
-"""Rules on what an environment leaves alone: other episodes, other instances, the process."""
+"""Rules on side effects: on other episodes, other instances and the process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from areal_gym.utils.statistics import rss_mb
 
 _MOST_S = 300.0
 _MOST_MB = 2_000.0
-"""What the episodes that are played at once may take together: a thousand of ours take a few
-seconds and less than 100 MB."""
+"""Limit for the concurrent episodes together; a thousand of ours take a few seconds and less than
+100 MB."""
 
 
 def check_deterministic(subject: EnvUnderTest) -> None:
@@ -66,13 +66,13 @@ def check_processes(subject: EnvUnderTest) -> None:
 
 
 def print_digest(argument: str) -> None:
-    """What the other processes of `check_processes` run."""
+    """Print the digest of episodes: the program that `check_processes` runs."""
     entry_point, kwargs, num_seeds = json.loads(argument)
     module, _, path = entry_point.partition(":")
-    found: Any = import_module(module)
+    env_class: Any = import_module(module)
     for name in path.split("."):
-        found = getattr(found, name)
-    print(digest(lambda: found(**kwargs), range(num_seeds)))
+        env_class = getattr(env_class, name)
+    print(digest(lambda: env_class(**kwargs), range(num_seeds)))
 
 
 def check_reset(subject: EnvUnderTest) -> None:

@@ -132,7 +132,7 @@ class CodeEnv(QuestionEnv):
         return Response(messages=[{"role": "user", "content": text}])
 
     def gold_action(self) -> str:
-        """The solution in a block."""
+        """Return the solution in a block."""
         solution = self.task.data.get("solution")
         return self.noop_action() if solution is None else f"```python\n{solution}\n```"
 

@@ -17,7 +17,7 @@ from areal_gym.errors import DataError
 
 @cache
 def code_file_tasks(path: Path, test_path: Path | None, skip_broken: bool) -> RowTasks:
-    """The tasks of files; see `CodeEnv`."""
+    """Return the tasks of files; see `CodeEnv`."""
     return file_tasks(path, test_path, _draft, skip_broken=skip_broken)
 
 
@@ -102,8 +102,8 @@ def _call_of(text: str) -> dict[str, Any] | None:
 
 
 def _name_of(asserts: list[str], solution: object) -> str | None:
-    """The function under test: the first called name that the solution defines, if there is one;
-    else the first that is not a built-in function; else the first at all."""
+    """Return the function under test: the first called name that the solution defines, if there is
+    one; else the first that is not a built-in function; else the first at all."""
     called = [name for text in asserts for name in _called(text)]
     defined = _defined(solution) if isinstance(solution, str) else set()
     preferred = (

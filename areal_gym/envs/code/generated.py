@@ -59,7 +59,7 @@ _RESULTS = (
 
 @cache
 def code_tasks(level: int) -> GeneratedTasks:
-    """The tasks of a level, 1 to 3: how many steps the function takes.
+    """Return the tasks of a level, 1 to 3: how many steps the function takes.
 
     Raises:
         UsageError: there is no such level.

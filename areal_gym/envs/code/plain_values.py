@@ -57,7 +57,7 @@ class NotPlainError(ValueError):
 
 
 def encode(value: Any, refer: Callable[[Any], int] | None = None, depth: int = 0) -> Any:
-    """Returns the value as what `json.dumps` takes.
+    """Return the value as what `json.dumps` takes.
 
     Args:
         value: of a built-in type; of subclasses, only the built-in part is written.
@@ -141,7 +141,7 @@ def _encode_rare(value: Any, kind: type) -> Any:
 
 
 def parse(text: str) -> Any:
-    """Returns what a JSON text says, within bounds; decoding it is another step.
+    """Return what a JSON text says, within bounds; decoding it is another step.
 
     Raises:
         NotPlainError: it is too long, is not JSON, or is nested too deeply.
@@ -159,7 +159,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def decode(node: Any, resolve: Callable[[int], Any]) -> Any:
-    """Returns the value that `encode` wrote, made of built-in types.
+    """Return the value that `encode` wrote, made of built-in types.
 
     Args:
         node: parsed JSON, from anybody.

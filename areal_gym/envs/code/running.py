@@ -51,7 +51,8 @@ class Outcome(NamedTuple):
 
 
 def find_code(text: str) -> str | None:
-    """The last fenced block of a text, or all of it when it is Python; None when there is none."""
+    """Return the last fenced block of a text, or all of it when it is Python; None when there is
+    none."""
     blocks = _FENCE.findall(text)
     code = blocks[-1] if blocks else text
     if not blocks and not re.search(r"^\s*(?:def|class|import|from)\s", text, re.MULTILINE):
@@ -71,7 +72,7 @@ def program(code: str, tests: Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_call(entry_point: str, test: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A test of arguments and result (`{"args": [...], "result": ...}`) as a call."""
+    """Return a test of arguments and result (`{"args": [...], "result": ...}`) as a call."""
     arguments = ", ".join(map(repr, test["args"]))
     return {"call": f"{entry_point}({arguments})", "result": test["result"]}
 

@@ -30,12 +30,12 @@ class Server:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
 
     def serve(self, text: str) -> str:
-        """Returns the length of the reply and the first piece of it; `more` gives the others."""
+        """Return the length of the reply and the first piece of it; `more` gives the others."""
         self._rest = json.dumps(self._reply(text))
         return f"{len(self._rest)}:{self.more()}"
 
     def more(self) -> str:
-        """Returns the next piece of the reply."""
+        """Return the next piece of the reply."""
         piece, self._rest = self._rest[:_CHUNK], self._rest[_CHUNK:]
         return piece
 
@@ -108,6 +108,6 @@ class Server:
 
 
 def make(cpu_s: int) -> Server:
-    """Returns the server of the cell's `__main__`, whose processor time is bounded from now on."""
+    """Return the server of the cell's `__main__`, whose processor time is bounded from now on."""
     sys.set_int_max_str_digits(0)
     return Server(sys.modules["__main__"].__dict__, cpu_s)

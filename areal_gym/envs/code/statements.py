@@ -32,7 +32,7 @@ class TestOrder(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def order_of(test: str, definitions: str, entry: str) -> TestOrder:
-    """Returns the order of a test.
+    """Return the order of a test.
 
     Args:
         test: statements that raise unless the policy's code is right.
@@ -48,7 +48,7 @@ def order_of(test: str, definitions: str, entry: str) -> TestOrder:
         bound = _bound(tree) | (_bound(given) if given is not None else set())
         loaded = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
         free = [n for n in dict.fromkeys(loaded) if n not in bound and not hasattr(builtins, n)]
-    imports = {name: found for name in free if (found := _import_of(name)) and name != entry}
+    imports = {name: imported for name in free if (imported := _import_of(name)) and name != entry}
     return TestOrder(
         test=test,
         definitions=definitions,
@@ -100,7 +100,8 @@ def _public_names(module: str) -> frozenset[str]:
 
 
 def _has_lone_call(tree: ast.Module, entry: str) -> bool:
-    """Whether the function under test is called for its effect: by its name, or as a parameter."""
+    """Return whether the function under test is called for its effect: by its name, or as a
+    parameter."""
     parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):
         match node:

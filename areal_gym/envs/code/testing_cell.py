@@ -42,12 +42,12 @@ class Test:
         self._thread = threading.Thread(target=self._run, args=(order,), daemon=True)
 
     def start(self) -> dict[str, Any]:
-        """Returns the first request, or how the test ended."""
+        """Return the first request, or how the test ended."""
         self._thread.start()
         return self._requests.get()
 
     def go_on(self, answer: str) -> dict[str, Any]:
-        """Returns the next request, or how the test ended."""
+        """Return the next request, or how the test ended."""
         self._answers.put(answer)
         return self._requests.get()
 
@@ -85,7 +85,7 @@ class Test:
     def ask(
         self, do: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Returns what the policy's side gives; raises what it raises."""
+        """Return what the policy's side gives; raises what it raises."""
         request = {
             "do": do,
             "target": target,
@@ -135,7 +135,7 @@ class Remote:
             object.__setattr__(self, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the policy's function returns; raises what it raises."""
+        """Return what the policy's function returns; raises what it raises."""
         value = self._test.ask("call", self._target, args, kwargs)
         if isinstance(value, bool) and not self._is_tested:
             self._test.give_up()  # a judge of the policy's own
@@ -172,7 +172,7 @@ class Remote:
 
 
 def _exception(names: Any, args: list[Any]) -> Exception:
-    """Returns the exception of the nearest built-in type; none that ends the test as passed."""
+    """Return the exception of the nearest built-in type; none that ends the test as passed."""
     for name in names:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -209,18 +209,18 @@ class Tester:
         self._rest = ""
 
     def begin(self, order: str) -> str:
-        """Returns the length of the first message and the first piece of it."""
+        """Return the length of the first message and the first piece of it."""
         self._test = Test(json.loads(order))
         return self._give(self._test.start)
 
     def answer(self, text: str) -> str:
-        """Returns the length of the next message and the first piece of it."""
+        """Return the length of the next message and the first piece of it."""
         test = self._test
         assert test is not None
         return self._give(lambda: test.go_on(text))
 
     def more(self) -> str:
-        """Returns the next piece of the message."""
+        """Return the next piece of the message."""
         piece, self._rest = self._rest[:_CHUNK], self._rest[_CHUNK:]
         return piece
 
@@ -230,5 +230,5 @@ class Tester:
 
 
 def make(cpu_s: int) -> Tester:
-    """Returns the tester of this cell, whose processor time is bounded from now on."""
+    """Return the tester of this cell, whose processor time is bounded from now on."""
     return Tester(cpu_s)

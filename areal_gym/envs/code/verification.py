@@ -64,7 +64,7 @@ async def verify(
     orders: Sequence[TestOrder],
     limits: SandboxLimits,
 ) -> list[str]:
-    """Returns how each test ended: "passed", "unverifiable", or the name of what it raised.
+    """Return how each test ended: "passed", "unverifiable", or the name of what it raised.
 
     Args:
         sandbox: where the policy's code runs.
@@ -118,7 +118,7 @@ async def _verify_one(served: _Peer, tested: _Peer, order: TestOrder) -> str:
 
 
 def _checked(text: str) -> dict[str, Any]:
-    """Returns a reply of the policy's cell in its own form, made of parts that can be decoded."""
+    """Return a reply of the policy's cell in its own form, made of parts that can be decoded."""
     try:
         reply = parse(text)
         if not isinstance(reply, dict):
@@ -187,7 +187,7 @@ class _Peer:
         return result
 
     async def ask(self, method: str, text: str) -> str:
-        """Returns the whole reply of a method to a text."""
+        """Return the whole reply of a method to a text."""
         if len(text) > MAX_TEXT:
             raise _CellEndedError
         first = await self._piece(f"{_NAME}.{method}({text!r})")
@@ -233,7 +233,7 @@ class _Peer:
 
 @cache
 def _source(module: str) -> str:
-    """Returns the source that a cell executes, without what is for readers only."""
+    """Return the source that a cell executes, without what is for readers only."""
     package = files("areal_gym.envs.code")
     texts = [(package / f"{name}.py").read_text() for name in ("plain_values", module)]
     trees = [ast.parse(text) for text in texts]
@@ -245,7 +245,7 @@ def _source(module: str) -> str:
 
 @cache
 def _packed(module: str) -> str:
-    """Returns the same, compiled by this interpreter, in base64."""
+    """Return the same, compiled by this interpreter, in base64."""
     code = compile(_source(module), _NAME, "exec", optimize=2)
     return base64.b64encode(marshal.dumps(code)).decode()
 

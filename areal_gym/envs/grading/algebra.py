@@ -21,7 +21,8 @@ _DECIMAL = re.compile(r"-?\d*\.(\d{4,})")
 
 
 def are_same_expressions(a: str, b: str) -> bool:
-    """Whether two formulas (tidy LaTeX, or plain like `2*sqrt(3)`) are the same. May run long."""
+    """Return whether two formulas (tidy LaTeX, or plain like `2*sqrt(3)`) are the same. May run
+    long."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -33,7 +34,7 @@ def are_same_expressions(a: str, b: str) -> bool:
 
 
 def _parse(text: str, next_to_pi: bool) -> Any:
-    """The formula; its degrees are degrees with an angle's function, and next to radians."""
+    """Return the formula; its degrees are degrees with an angle's function, and next to radians."""
     import sympy
     from latex2sympy2_extended import latex2sympy
 
@@ -48,12 +49,14 @@ def _parse(text: str, next_to_pi: bool) -> Any:
     has_angles |= next_to_pi and "\\pi" not in text
     if not has_angles:
         text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", "", text)
-    found = latex2sympy(text, convert_degrees=has_angles)
-    if isinstance(found, sympy.Basic):
-        found = found.doit() if found.atoms(sympy.Sum, sympy.Integral, sympy.Product) else found
-        imaginary = {s: sympy.I for s in found.free_symbols if s.name in ("i", "I")}
-        found = found.xreplace(imaginary) if imaginary else found
-    return found
+    formula = latex2sympy(text, convert_degrees=has_angles)
+    if isinstance(formula, sympy.Basic):
+        formula = (
+            formula.doit() if formula.atoms(sympy.Sum, sympy.Integral, sympy.Product) else formula
+        )
+        imaginary = {s: sympy.I for s in formula.free_symbols if s.name in ("i", "I")}
+        formula = formula.xreplace(imaginary) if imaginary else formula
+    return formula
 
 
 def _unwrapped(text: str) -> str:
@@ -61,12 +64,13 @@ def _unwrapped(text: str) -> str:
 
 
 def _allowance(a: str, b: str) -> float:
-    """How far apart they may be: when one is a decimal of four places or more, its last place."""
+    """Return how far apart they may be: when one is a decimal of four places or more, its last
+    place."""
     places = [_DECIMAL.fullmatch(text) for text in (a, b)]
     if (places[0] is None) == (places[1] is None):
         return _TOLERANCE
-    (found,) = (place for place in places if place is not None)
-    return float(10.0 ** -len(found[1]))
+    (decimal,) = (place for place in places if place is not None)
+    return float(10.0 ** -len(decimal[1]))
 
 
 def _are_same(a: Any, b: Any, allowance: float) -> bool:
@@ -91,7 +95,7 @@ def _are_same(a: Any, b: Any, allowance: float) -> bool:
 
 
 def _agree_at_points(a: Any, b: Any, allowance: float) -> bool | None:
-    """Whether both have the same values; None when they have none that can be computed."""
+    """Return whether both have the same values; None when they have none that can be computed."""
     import sympy
 
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
@@ -128,7 +132,7 @@ def _number(expression: Any) -> Any:
 
 
 def _are_same_equations(a: Any, b: Any) -> bool:
-    """Whether one is a multiple of the other: `x = 2y` is `2y - x = 0`."""
+    """Return whether one is a multiple of the other: `x = 2y` is `2y - x = 0`."""
     import sympy
 
     left, right = a.lhs - a.rhs, b.lhs - b.rhs

@@ -79,7 +79,8 @@ _END = re.compile(r"(?:[\s,;:]|(?<!\.)\.|\\+)+$")
 
 
 def tidy(text: str) -> str:
-    """The same answer without what is typesetting only, in LaTeX's spelling; never raises."""
+    """Return the same answer without what is typesetting only, in LaTeX's spelling; never
+    raises."""
     if text[-2:].strip(".")[-1:] in _QUOTES and (quoted := _QUOTED.fullmatch(text.strip())):
         text = quoted[1]
     text = text.replace(" != ", r" \ne ")  # 5!=120 is no such thing

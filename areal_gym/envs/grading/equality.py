@@ -37,7 +37,8 @@ _loop = KeptLoop("areal-gym-grading")
 
 
 def is_equal(prediction: str, gold: str) -> bool:
-    r"""Whether two answers are the same: number, text, list, set, interval, matrix or expression.
+    r"""Return whether two answers are the same: number, text, list, set, interval, matrix or
+    expression.
 
     Either may be a bare answer (`\frac{1}{2}`) or a text that ends in one (see `extract_answer`).
     Where algebra is needed, another process does it and this one waits; an answer on which that
@@ -195,9 +196,9 @@ _TIGHT = re.compile(r"\s+|\\(?=[ ])")
 
 def _bare(text: str) -> str:
     """For comparison letter by letter: choices lose their parentheses, words their case."""
-    found = _CHOICE.fullmatch(_OPTION.sub("", text))
-    if found:
-        return (found[1] or found[2]).upper()
+    choice = _CHOICE.fullmatch(_OPTION.sub("", text))
+    if choice:
+        return (choice[1] or choice[2]).upper()
     if _SEVERAL_UNITS.fullmatch(text):
         text = _BETWEEN_UNITS.sub(" ", text)
     text = _RATIO.sub(r"\1:\2", text)
@@ -287,22 +288,22 @@ def _sides(text: str) -> list[str]:
 
 
 def _assigned(text: str) -> str | None:
-    """The name that the text gives a value to."""
+    """Return the name that the text gives a value to."""
     return _name_and_value(text)[0]
 
 
 def _unnamed(text: str) -> str:
-    """The value alone."""
+    """Return the value alone."""
     return _name_and_value(text)[1]
 
 
 def _name_and_value(text: str) -> tuple[str | None, str]:
     if "," not in text or text.count("=") < 2:
-        found = _NAMED.match(text)
-        value = text[found.end() :].strip() if found else ""
-        is_whole = found is not None and found[1].count("{") == found[1].count("}")
-        if found and is_whole and value and len(_sides(value)) == 1:
-            return found[1], value
+        named = _NAMED.match(text)
+        value = text[named.end() :].strip() if named else ""
+        is_whole = named is not None and named[1].count("{") == named[1].count("}")
+        if named and is_whole and value and len(_sides(value)) == 1:
+            return named[1], value
     return None, text
 
 
@@ -364,7 +365,7 @@ def _are_same_parts(a: Parts, b: Parts, compare: _Compare) -> bool:
     if not kinds <= UNORDERED:
         return all(_are_same(x, y, compare) for x, y in zip(a.items, b.items, strict=True))
     names = [[_assigned(item) for item in parts.items] for parts in (a, b)]
-    if all(all(found) for found in names):  # x = 1, y = 2 is not x = 2, y = 1
+    if all(all(item_names) for item_names in names):  # x = 1, y = 2 is not x = 2, y = 1
         return _match(a.items, b.items, partial(_are_same_named, compare=compare))
     return _match(a.items, b.items, partial(_are_same, compare=compare))
 
@@ -384,7 +385,7 @@ def _are_same_named(a: str, b: str, compare: _Compare) -> bool:
 
 
 def _match(left: list[str], right: list[str], is_same: Callable[[str, str], bool]) -> bool:
-    """Whether each item has a partner. Spelling is compared before anything is computed."""
+    """Return whether each item has a partner. Spelling is compared before anything is computed."""
     remaining = list(right)
     for compare in (lambda a, b: _bare(a) == _bare(b), is_same):
         unmatched = []

@@ -55,7 +55,7 @@ _HEDGES = re.compile(
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The answer that a text gives, stripped; None when it gives none.
+    r"""Return the answer that a text gives, stripped; None when it gives none.
 
     Looked for after any `</think>`: the last closed `\boxed{...}` (several boxes side by side,
     joined by commas or "and", are one list), else the last `<answer>...</answer>`, else what
@@ -88,15 +88,16 @@ def final_answer(text: str) -> str:
 
 def _announced(text: str) -> str | None:
     for mark in (_TAGGED, _HASHES):
-        found = mark.findall(text)
-        if found:
-            return str(found[-1]).strip().removesuffix(".").strip()
+        answers = mark.findall(text)
+        if answers:
+            return str(answers[-1]).strip().removesuffix(".").strip()
     leads = list(_LEADS.finditer(text))
     return _first_sentence(text[leads[-1].end() :]) or None if leads else None
 
 
 def _end_of_prose(text: str) -> str:
-    """The last formula or number of a text in words; other texts without their opening word."""
+    """Return the last formula or number of a text in words; other texts without their opening
+    word."""
     text = _OPENING.sub("", text.strip("*# \t\r\n"))
     left = _TAKEN_BACK.sub("", text)
     if left != text and not _HEDGES.search(left):
@@ -132,7 +133,8 @@ def _inside(match: re.Match[str]) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """The first line, up to the first full stop that ends a sentence outside of mathematics."""
+    """Return the first line, up to the first full stop that ends a sentence outside of
+    mathematics."""
     text = text[:_MAX_PROSE].strip("* \t\r\n").partition("\n")[0]
     math = [match.span() for match in _MATH.finditer(text)]
     for stop in _SENTENCE_END.finditer(text):
@@ -147,7 +149,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _last_boxes(text: str) -> str | None:
-    """The content of the last box, or those of the last boxes that stand side by side."""
+    """Return the content of the last box, or those of the last boxes that stand side by side."""
     boxes = _boxes(text)
     boxes = [box for box in boxes if text[box.start : box.end].strip()] or boxes
     if not boxes:
@@ -170,17 +172,17 @@ class _Box(NamedTuple):
 
 
 def _boxes(text: str) -> list[_Box]:
-    """The closed boxes in order; of one within another, the inner one."""
+    """Return the closed boxes in order; of one within another, the inner one."""
     open_braces: list[tuple[int, int, bool]] = []
-    found: list[_Box] = []
+    boxes: list[_Box] = []
     for match in _BRACES.finditer(text):
         token = match.group()
         if token == "}":
             if open_braces:
                 first, start, is_box = open_braces.pop()
                 # Inner boxes close first: one that closes later and opens earlier holds them.
-                if is_box and (not found or first > found[-1].begin):
-                    found.append(_Box(first, start, match.start()))
+                if is_box and (not boxes or first > boxes[-1].begin):
+                    boxes.append(_Box(first, start, match.start()))
         elif token.endswith("{") and token != "\\{":
             open_braces.append((match.start(), match.end(), token != "{"))
-    return found
+    return boxes

@@ -93,9 +93,9 @@ _IN_WORDS = {
     **{word: number for number, word in enumerate(_WORDS)},
     **{word: 10 * number for number, word in enumerate(_TENS, 2)},
     **{
-        f"{ten} {one}": 10 * tens + ones
+        f"{ten} {unit}": 10 * tens + ones
         for tens, ten in enumerate(_TENS, 2)
-        for ones, one in enumerate(_WORDS[1:10], 1)
+        for ones, unit in enumerate(_WORDS[1:10], 1)
     },
     **{"hundred": 100, "one hundred": 100, "one thousand": 1000, "one million": 10**6},
 }
@@ -144,7 +144,8 @@ def parse_tidy_number(text: str) -> Number | None:
 
 
 def without_unit(text: str) -> str:
-    """A formula without the unit behind it; of a tidy text. A single letter is a variable."""
+    """Return a formula without the unit behind it; of a tidy text. A single letter is a
+    variable."""
     formula, unit, _ = _split_unit(text) if " " in text else (text, "", "")
     return formula if len(unit) > 1 else text
 
@@ -223,7 +224,7 @@ def _last_place(text: str) -> Fraction | None:
 
 
 def is_rounded(exact: Fraction, rounded: Number) -> bool:
-    """Whether `rounded` is `exact` to four decimals or more, rounded or cut off."""
+    """Return whether `rounded` is `exact` to four decimals or more, rounded or cut off."""
     place = rounded.last_place
     if place is None:
         return False
@@ -237,7 +238,7 @@ _SCALES_OF_DEGREES = {"c", "f", "celsius", "fahrenheit", "degrees celsius", "deg
 
 
 def _have_other_units(a: Number, b: Number) -> bool:
-    """Whether both have a unit, and not the same one; 20 degrees may be meant in Celsius."""
+    """Return whether both have a unit, and not the same one; 20 degrees may be meant in Celsius."""
     units = ["percent" if number.is_percent else number.unit for number in (a, b)]
     if "percent" in units and not (a.unit or b.unit):
         return False
@@ -254,7 +255,7 @@ def _short_unit(unit: str) -> str:
 
 
 def numbers_agree(a: Number, b: Number) -> bool:
-    """Whether they are one number; 50% is 50 and 0.5, and 0.3333 is 1/3."""
+    """Return whether they are one number; 50% is 50 and 0.5, and 0.3333 is 1/3."""
     if _have_other_units(a, b):
         return False
     if _are_same(a, b):
@@ -274,6 +275,7 @@ def _are_same(a: Number, b: Number) -> bool:
 
 
 def is_same_number(prediction: str, gold: str) -> bool:
-    """Whether both are numbers and equal: exact arithmetic, a few microseconds, never sympy."""
+    """Return whether both are numbers and equal: exact arithmetic, a few microseconds, never
+    sympy."""
     a, b = parse_number(prediction), parse_number(gold)
     return a is not None and b is not None and numbers_agree(a, b)

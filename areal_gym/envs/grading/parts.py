@@ -30,14 +30,14 @@ _ROW_END = re.compile(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-zA-Z])")
 
 
 def read_matrix(text: str) -> Parts | None:
-    """The entries of a matrix, row after row; None when the text is none."""
+    """Return the entries of a matrix, row after row; None when the text is none."""
     text = text.strip()
     if text.startswith("[["):
         return _nested_rows(text)
-    found = _MATRIX.fullmatch(text)
-    if found is None or "\\begin" in found[3]:
+    matrix = _MATRIX.fullmatch(text)
+    if matrix is None or "\\begin" in matrix[3]:
         return None
-    factor, kind, inside = found.groups()
+    factor, kind, inside = matrix.groups()
     rows = [row.split("&") for row in _ROW_END.split(inside) if row.strip(" \\")]
     is_determinant = kind in ("vmatrix", "Vmatrix")
     if factor and is_determinant:
@@ -90,27 +90,27 @@ _SIGNS = {"<": ("(", ")"), "\\le": ("[", "]"), ">": (")", "("), "\\ge": ("]", "[
 
 def _interval(text: str) -> str:
     r"""`-2 \le x < 7` as `[-2, 7)`; other texts as they are."""
-    if found := _BETWEEN.fullmatch(text):
-        low, first, second, high = found.groups()
+    if match := _BETWEEN.fullmatch(text):
+        low, first, second, high = match.groups()
         if "<" in first or "le" in first:
             return f"{_SIGNS[first][0]}{low.strip()}, {high.strip()}{_SIGNS[second][1]}"
         return f"{_SIGNS[second][1]}{high.strip()}, {low.strip()}{_SIGNS[first][0]}"
-    if found := _EXCEPT.fullmatch(text) or _WITHOUT.fullmatch(text):
-        return f"(-\\infty, {found[1]}) \\cup ({found[1]}, \\infty)"
-    if found := _BOTH.fullmatch(text):  # x > 2 and x < 5
-        name, first, low, other, second, high = found.groups()
+    if match := _EXCEPT.fullmatch(text) or _WITHOUT.fullmatch(text):
+        return f"(-\\infty, {match[1]}) \\cup ({match[1]}, \\infty)"
+    if match := _BOTH.fullmatch(text):  # x > 2 and x < 5
+        name, first, low, other, second, high = match.groups()
         if name == other and (first in (">", "\\ge")) != (second in (">", "\\ge")):
             if first in ("<", "\\le"):
                 first, low, second, high = second, high, first, low
             return f"{_SIGNS[first][1]}{low.strip()}, {high.strip()}{_SIGNS[second][1]}"
-    if found := _NEGATED.fullmatch(text):  # -x > -1
-        sign, minus, bound = found.groups()
+    if match := _NEGATED.fullmatch(text):  # -x > -1
+        sign, minus, bound = match.groups()
         text = f"x {_TURNED[sign]} {bound if minus else '-' + bound}"
-    found = _BOUND.fullmatch(text)
-    if found:
-        sign, bound = found.groups()
-    elif found := _BOUND_FIRST.fullmatch(text):
-        bound, turned = found.groups()
+    match = _BOUND.fullmatch(text)
+    if match:
+        sign, bound = match.groups()
+    elif match := _BOUND_FIRST.fullmatch(text):
+        bound, turned = match.groups()
         sign = _TURNED[turned]
     else:
         return text
@@ -124,7 +124,8 @@ _PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])|\+/?-(?!\d*\s*\\infty)")
 
 
 def read_collection(text: str) -> Parts | None:
-    """The parts of an answer that is a list, a tuple, a set, an interval or a union of them."""
+    """Return the parts of an answer that is a list, a tuple, a set, an interval or a union of
+    them."""
     text = text.strip()
     if builder := _BUILDER.fullmatch(text):  # {x | x > 2}
         text = builder[1].strip()
@@ -160,7 +161,7 @@ def read_collection(text: str) -> Parts | None:
 
 
 def _wraps(text: str) -> bool:
-    """Whether the first bracket closes with the last one."""
+    """Return whether the first bracket closes with the last one."""
     depth = 0
     for position, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -171,14 +172,14 @@ def _wraps(text: str) -> bool:
 
 def _items(text: str) -> list[str]:
     r"""Cut at commas, "and" and "or"; `1 \pm 2` is two."""
-    found: list[str] = []
+    items: list[str] = []
     for item in _split(_AND.sub(",", text)):
         item = _interval(item)
         if len(_PLUS_MINUS.findall(item)) == 1 and "..." not in item:
-            found += [_PLUS_MINUS.sub(sign, item).removeprefix("+").strip() for sign in "+-"]
+            items += [_PLUS_MINUS.sub(sign, item).removeprefix("+").strip() for sign in "+-"]
         else:
-            found.append(item)
-    return found
+            items.append(item)
+    return items
 
 
 def _split(text: str) -> list[str]:
@@ -197,5 +198,5 @@ def _split(text: str) -> list[str]:
 
 
 def has_list_words(text: str) -> bool:
-    """Whether "and", "or" or a semicolon joins parts."""
+    """Return whether "and", "or" or a semicolon joins parts."""
     return _AND.search(text) is not None

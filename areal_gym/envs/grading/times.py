@@ -22,7 +22,7 @@ class Time(NamedTuple):
 
 
 def are_same_times(a: Time, b: Time) -> bool:
-    """Whether 17:45 is 5:45 pm, or one of them leaves "pm" out."""
+    """Return whether 17:45 is 5:45 pm, or one of them leaves "pm" out."""
     if a.written == b.written:
         return a.half == b.half or not (a.half and b.half)
     return _hours(a) == _hours(b)
@@ -34,13 +34,14 @@ def _hours(time: Time) -> tuple[int, int, int]:
 
 
 def read_time(text: str) -> Time | None:
-    """The time that a tidy text is: it has a colon or "am", "pm", "noon"; None for other texts."""
-    found = _CLOCK.fullmatch(text)
-    if found is None or not (found["minute"] or found["half"] or found["named"]):
+    """Return the time that a tidy text is: it has a colon or "am", "pm", "noon"; None for other
+    texts."""
+    clock = _CLOCK.fullmatch(text)
+    if clock is None or not (clock["minute"] or clock["half"] or clock["named"]):
         return None
-    hour, half = int(found["hour"]), (found["half"] or "").lower()
-    if found["named"]:
-        half = "p" if found["named"].strip().lower() == "noon" else "a"
+    hour, half = int(clock["hour"]), (clock["half"] or "").lower()
+    if clock["named"]:
+        half = "p" if clock["named"].strip().lower() == "noon" else "a"
     if half and not 1 <= hour <= 12:
         return None
-    return Time((hour, int(found["minute"] or 0), int(found["second"] or 0)), half)
+    return Time((hour, int(clock["minute"] or 0), int(clock["second"] or 0)), half)

@@ -41,7 +41,7 @@ class MemoryIndex:
         return len(self._passages)
 
     def search(self, query: str, k: int) -> list[Hit]:
-        """The `k` best passages that share a word with the query, best first."""
+        """Return the `k` best passages that share a word with the query, best first."""
         scores: dict[int, float] = {}
         for term in set(terms(query)):
             for number, score in self._postings.get(term, ()):
@@ -51,5 +51,5 @@ class MemoryIndex:
         return [Hit(self._passages[number], score) for number, score in best]
 
     def get(self, id: str) -> Passage | None:
-        """The passage of that id."""
+        """Return the passage of that id."""
         return self._by_id.get(id)

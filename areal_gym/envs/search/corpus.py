@@ -35,7 +35,7 @@ class Hit(NamedTuple):
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:
-    """The passages of a file (see `read_file`): rows with `id`, `text` and maybe `title`.
+    """Yield the passages of a file (see `read_file`): rows with `id`, `text` and maybe `title`.
 
     Rows with `contents` instead have their title on its first line, as Search-R1 writes them.
 
@@ -52,7 +52,7 @@ def read_corpus(path: Path) -> Iterator[Passage]:
 
 
 def passage_of(row: SourceRow) -> Passage:
-    """The passage that a row holds.
+    """Return the passage that a row holds.
 
     Raises:
         DataError: none.
@@ -85,5 +85,5 @@ def words(text: str) -> list[str]:
 
 
 def terms(query: str) -> list[str]:
-    """The words of a query that are searched for: at most 64."""
+    """Return the words of a query that are searched for: at most 64."""
     return words(query[:_MAX_QUERY])[:_MAX_TERMS]

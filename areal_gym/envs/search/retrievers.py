@@ -32,7 +32,7 @@ class Retriever(Protocol):
         ...
 
     async def get(self, id: str) -> Passage | None:
-        """The passage of that id; None when there is none.
+        """Return the passage of that id; None when there is none.
 
         Raises:
             EnvError: it failed.
@@ -115,9 +115,9 @@ class HttpRetriever:
         for attempt in range(1 + self._max_retries):
             try:
                 answer = await self._post(body)
-                found = [[_hit(item) for item in hits][:k] for hits in answer["result"]]
-                if len(found) != len(queries):
-                    raise ValueError(f"{len(found)} results for {len(queries)} queries")
+                results = [[_hit(item) for item in hits][:k] for hits in answer["result"]]
+                if len(results) != len(queries):
+                    raise ValueError(f"{len(results)} results for {len(queries)} queries")
                 break
             except Exception as error:  # of the network, of the server, of its answer
                 if getattr(error, "status", None) in _REFUSED_QUERY:
@@ -130,12 +130,12 @@ class HttpRetriever:
                     ) from error
                 self.num_retries += 1
                 await asyncio.sleep(0.2 * 2**attempt)
-        for hits in found:
+        for hits in results:
             for hit in hits:
                 self._kept[hit.passage.id] = hit.passage
         while len(self._kept) > self._max_kept:
             del self._kept[next(iter(self._kept))]
-        return found
+        return results
 
     async def get(self, id: str) -> Passage | None:
         """See `Retriever.get`."""

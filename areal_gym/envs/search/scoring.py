@@ -26,7 +26,7 @@ def exact_match(answer: str, golds: Iterable[str]) -> float:
 
 
 def f1_score(answer: str, golds: Iterable[str]) -> float:
-    """The best harmonic mean of precision and recall over words."""
+    """Return the best harmonic mean of precision and recall over words."""
     return max((_f1(normalize(answer), normalize(gold)) for gold in golds), default=0.0)
 
 

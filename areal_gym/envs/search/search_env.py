@@ -136,7 +136,7 @@ class SearchEnv(QuestionEnv):
         self.tools = self._chosen_tools(tools)
 
     def first_messages(self, task: Any) -> Sequence[Message]:
-        """The instruction and the question."""
+        """Return the instruction and the question."""
         self._num_opened = 0
         self._shown = set()
         system, question = super().first_messages(task)
@@ -233,8 +233,8 @@ class SearchEnv(QuestionEnv):
             raise ToolError("queries is a list of texts")
         if len(queries) > _MAX_QUERIES:
             raise ToolError(f"{len(queries)} queries are too many; at most {_MAX_QUERIES}")
-        found = await self._find(queries)
-        return "\n\n".join(f"{q}:\n{text}" for q, text in zip(queries, found, strict=True))
+        texts = await self._find(queries)
+        return "\n\n".join(f"{q}:\n{text}" for q, text in zip(queries, texts, strict=True))
 
     async def _find(self, queries: list[str]) -> list[str]:
         for query in queries:
@@ -243,8 +243,8 @@ class SearchEnv(QuestionEnv):
             if len(query) > _MAX_QUERY:
                 raise ToolError(f"the query has {len(query)} characters; at most {_MAX_QUERY}")
         self._num_searches += len(queries)
-        found = await self.retriever.search([_clean(query) for query in queries], self._top_k)
-        return [self._show(hits) for hits in found]
+        results = await self.retriever.search([_clean(query) for query in queries], self._top_k)
+        return [self._show(hits) for hits in results]
 
     def _show(self, hits: Sequence[Hit]) -> str:
         self._shown.update(hit.passage.id for hit in hits)

@@ -33,21 +33,21 @@ class TantivyIndex:
         return self._num_passages
 
     def search(self, query: str, k: int) -> list[Hit]:
-        """The `k` best passages that share a word with the query, best first."""
+        """Return the `k` best passages that share a word with the query, best first."""
         words = " ".join(terms(query))  # nothing that the query language would take for syntax
         if not words:
             return []
         parsed, _ = self._index.parse_query_lenient(words, ["all"])
-        found = self._searcher.search(parsed, k, count=False).hits
-        return [Hit(self._passage(address), score) for score, address in found]
+        hits = self._searcher.search(parsed, k, count=False).hits
+        return [Hit(self._passage(address), score) for score, address in hits]
 
     def get(self, id: str) -> Passage | None:
-        """The passage of that id."""
+        """Return the passage of that id."""
         import tantivy
 
         query = tantivy.Query.term_query(self._index.schema, "id", id)
-        found = self._searcher.search(query, 1, count=False).hits
-        return self._passage(found[0][1]) if found else None
+        hits = self._searcher.search(query, 1, count=False).hits
+        return self._passage(hits[0][1]) if hits else None
 
     def _passage(self, address: Any) -> Passage:
         stored = self._searcher.doc(address)
@@ -56,7 +56,7 @@ class TantivyIndex:
 
 @cache  # a thousand environments of one run share one index
 def open_index(corpus: Path, directory: Path | None = None) -> TantivyIndex:
-    """The index of a corpus: built on first use, then opened (about a millisecond).
+    """Return the index of a corpus: built on first use, then opened (about a millisecond).
 
     Args:
         corpus: the file of passages.

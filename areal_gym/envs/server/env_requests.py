@@ -66,7 +66,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def checked(model: type[M], body: Any) -> M:
-    """Returns the request that a body holds.
+    """Return the request that a body holds.
 
     Raises:
         UsageError: it is not what the route takes; nothing has happened yet.
@@ -83,7 +83,7 @@ def checked(model: type[M], body: Any) -> M:
 
 
 def message_of(turn: PlayTurn) -> Message | str:
-    """Returns the action that an environment takes, complete in every field that one reads."""
+    """Return the action that an environment takes, complete in every field that one reads."""
     given = turn.message
     if isinstance(given, str):
         return given

@@ -39,7 +39,7 @@ class Session:
     """Whether the client has chosen the episode's task, or made it up."""
 
     def noop_action(self) -> str:
-        """Returns the text of a policy that does nothing.
+        """Return the text of a policy that does nothing.
 
         Raises:
             UsageError: there is none after the end of the episode.
@@ -129,7 +129,7 @@ class Sessions:
         await self.example.aclose()
 
     def open(self) -> Session:
-        """A new session, without an episode as yet.
+        """Return a new session, without an episode as yet.
 
         Raises:
             FullError: there are too many.
@@ -145,7 +145,7 @@ class Sessions:
         return session
 
     def get(self, id: str) -> Session:
-        """The session of that id, which counts as a use of it.
+        """Return the session of that id, which counts as a use of it.
 
         Raises:
             GoneError: there is none.

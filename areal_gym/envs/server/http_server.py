@@ -39,7 +39,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def made_up_token(host: str) -> str | None:
-    """A secret, where other machines can come in."""
+    """Return a secret, where other machines can come in."""
     return None if is_loopback(host) else secrets.token_urlsafe(24)
 
 
@@ -218,7 +218,7 @@ class EnvServer:
 
 
 def host_name(header: str) -> str:
-    """Returns the name in a Host header; empty where there is none that can be read."""
+    """Return the name in a Host header; empty where there is none that can be read."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -226,7 +226,7 @@ def host_name(header: str) -> str:
 
 
 def is_same_secret(given: str, secret: str) -> bool:
-    """Returns whether a client knows a secret; headers may hold bytes that are no text."""
+    """Return whether a client knows a secret; headers may hold bytes that are no text."""
     return hmac.compare_digest(
         given.encode("utf-8", "surrogateescape"), secret.encode("utf-8", "surrogateescape")
     )

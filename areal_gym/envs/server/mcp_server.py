@@ -35,7 +35,7 @@ _EPISODE = {"type": "string", "description": f"What {START} gave."}
 
 
 def make_mcp_server(sessions: Sessions, env_id: str) -> Server[Any]:
-    """An MCP server of the environment; its transport is another matter.
+    """Return an MCP server of the environment; its transport is another matter.
 
     Args:
         sessions: where episodes are kept; the caller enters it.
@@ -147,9 +147,9 @@ async def _start(sessions: Sessions, arguments: dict[str, Any]) -> types.CallToo
     except BaseException:
         await sessions.close(session.id)
         raise
-    told = "\n\n".join(message["content"] for message in info["messages"])
+    opening = "\n\n".join(message["content"] for message in info["messages"])
     return _result(
-        f"{EPISODE}: {session.id}\n\n{told}",
+        f"{EPISODE}: {session.id}\n\n{opening}",
         {EPISODE: session.id, "task_id": info["task_id"], "messages": list(info["messages"])},
     )
 
@@ -157,13 +157,13 @@ async def _start(sessions: Sessions, arguments: dict[str, Any]) -> types.CallToo
 async def _play(session: Session, message: Message, sessions: Sessions) -> types.CallToolResult:
     result = await session.step(message)
     messages = result.info["messages"]
-    told = [message["content"] for message in messages]
+    texts = [message["content"] for message in messages]
     if session.is_over:
         why = "" if result.terminated else f", ended by a limit ({result.info['truncated_by']})"
-        told.append(f"the episode is over: reward {result.reward:g}{why}")
+        texts.append(f"the episode is over: reward {result.reward:g}{why}")
         await sessions.close(session.id)
     return _result(
-        "\n\n".join(told),
+        "\n\n".join(texts),
         {
             "messages": list(messages),
             "reward": result.reward,

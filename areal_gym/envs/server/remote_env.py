@@ -118,7 +118,7 @@ class RemoteEnv(TextEnv):
         return number
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """The one that the server has chosen."""
+        """Return the one that the server has chosen."""
         return Task(**self._first["task"])
 
     def first_messages(self, task: Task) -> Sequence[Message]:
@@ -128,14 +128,14 @@ class RemoteEnv(TextEnv):
 
     async def respond(self, message: Message) -> Response:
         """As the server says."""
-        said = await self._ask(f"{self._path}/step", {"turn": self.num_turns, "message": message})
+        step = await self._ask(f"{self._path}/step", {"turn": self.num_turns, "message": message})
         return Response(
-            messages=said["messages"],
-            reward=said["reward"],
-            reward_parts=said["reward_parts"],
-            is_terminated=said["terminated"],
-            is_truncated=said["truncated"] and said["truncated_by"] != "max_turns",
-            metrics=said["metrics"],
+            messages=step["messages"],
+            reward=step["reward"],
+            reward_parts=step["reward_parts"],
+            is_terminated=step["terminated"],
+            is_truncated=step["truncated"] and step["truncated_by"] != "max_turns",
+            metrics=step["metrics"],
         )
 
     async def aclose(self) -> None:

@@ -52,7 +52,7 @@ ERRORS: Mapping[str, tuple[int, type[GymError]]] = {
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: tasks as rows, numpy's numbers as numbers."""
+    """Return the value as JSON can hold it: tasks as rows, numpy's numbers as numbers."""
     return json.loads(json.dumps(thaw(value), default=_plain))
 
 
@@ -86,12 +86,12 @@ def _num_tasks(env: TextEnv, split: str) -> int | None:
 
 
 def tools_from(rows: list[dict[str, Any]]) -> tuple[Tool, ...]:
-    """The tools of a card: described here, run by the server."""
+    """Return the tools of a card: described here, run by the server."""
     return tuple(Tool(**row) for row in rows)
 
 
 def step_body(result: StepResult) -> dict[str, Any]:
-    """A turn's answer."""
+    """Return a turn's answer."""
     info = result.info
     return {
         "messages": list(info["messages"]),
@@ -105,7 +105,7 @@ def step_body(result: StepResult) -> dict[str, Any]:
 
 
 def error_body(error: GymError) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the body that say it."""
+    """Return the HTTP status and the body that say it."""
     kind = next((k for k, (_, cls) in ERRORS.items() if isinstance(error, cls)), "env")
     if isinstance(error, EpisodeError) and kind == "usage":
         kind = "env"
@@ -115,9 +115,9 @@ def error_body(error: GymError) -> tuple[int, dict[str, Any]]:
 
 
 def error_from(body: Any) -> GymError:
-    """The error that a body says; a session that is gone is the environment's failure."""
-    said = body["error"]
-    cls = ERRORS.get(said["kind"], (500, EnvError))[1]
+    """Return the error that a body says; a session that is gone is the environment's failure."""
+    error = body["error"]
+    cls = ERRORS.get(error["kind"], (500, EnvError))[1]
     if cls in (GoneError, FullError):
         cls = EnvUnreachableError
-    return cls(said["message"], hints=said["hints"])
+    return cls(error["message"], hints=error["hints"])

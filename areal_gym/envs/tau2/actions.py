@@ -1,4 +1,4 @@
-"""Action strings as the benchmark's own gym reads them: JSON, a function call, or plain text.
+"""Reads action strings as the benchmark's own gym does: JSON, a function call, or plain text.
 
 Kept: positional arguments are dropped, a bare name is a text, a call fills one line, and `**{...}`
 is an argument without a name. Not kept: a JSON action may not choose who calls. In the benchmark
@@ -19,7 +19,7 @@ _CALL = re.compile(r"^\w+\s*\(.*\)$")
 
 
 class ParsedAction(NamedTuple):
-    """Text for the user, or one tool call of the assistant."""
+    """A text for the user, or one tool call of the assistant."""
 
     content: str | None
     name: str = ""
@@ -40,7 +40,7 @@ def parse_action(action: str) -> ParsedAction:
 
 
 def to_functional(name: str, arguments: Mapping[Any, Any]) -> str:
-    """The call as `name(key='value')`."""
+    """Return the call as `name(key='value')`."""
     return f"{name}({', '.join(f'{key}={_literal(value)}' for key, value in arguments.items())})"
 
 

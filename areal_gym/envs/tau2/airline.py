@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from areal_gym.envs.tau2.benchmark_calculator import calculate
-from areal_gym.envs.tau2.database import Database, Record, Tables, copy_record
-from areal_gym.envs.tau2.domain_state import World
+from areal_gym.envs.tau2.database import Record, Tables, copy_record
+from areal_gym.envs.tau2.domain_state import DatabaseWorld
 from areal_gym.envs.tau2.values import as_choice, as_float, as_int, as_text
 
 _NOW = "2024-05-15T15:00:00"
@@ -47,7 +47,7 @@ _AIRPORTS = {
 
 
 def airline_tables(raw: Mapping[str, Any]) -> Tables:
-    """The tables of `db.json`, with fields in the order in which tools show them."""
+    """Return the tables of `db.json`, with fields in the order in which tools show them."""
     flights = {
         number: {
             name: flight[name]
@@ -72,54 +72,40 @@ def airline_tables(raw: Mapping[str, Any]) -> Tables:
     return Tables({"flights": flights, "users": raw["users"], "reservations": raw["reservations"]})
 
 
-class AirlineWorld(World):
-    """One episode's airline."""
+class AirlineWorld(DatabaseWorld):
+    """The airline of one episode."""
 
     domain = "airline"
-
-    def __init__(self, tables: Tables) -> None:
-        self.db = Database(tables)
-
-    def state(self) -> tuple[object, ...]:
-        """The changed records."""
-        return (self.db.changes(),)
-
-    def digests(self) -> tuple[str, str | None]:
-        """Of the airline; the user has no database."""
-        return self.db.digest(), None
 
     # ---- reading --------------------------------------------------------------------------------
 
     def calculate(self, expression: str) -> str:
-        """Plain arithmetic."""
         return calculate(expression)
 
     def transfer_to_human_agents(self, summary: str) -> str:
-        """Changes nothing."""
+        """Change nothing."""
         return "Transfer successful"
 
     def get_user_details(self, user_id: str) -> Record:
-        """The user."""
-        return self._found("users", user_id, "User")
+        return self.db.require("users", user_id, f"User {user_id} not found")
 
     def get_reservation_details(self, reservation_id: str) -> Record:
-        """The reservation."""
-        return self._found("reservations", reservation_id, "Reservation")
+        return self.db.require(
+            "reservations", reservation_id, f"Reservation {reservation_id} not found"
+        )
 
     def get_flight_status(self, flight_number: str, date: str) -> str:
-        """One word or two."""
         return str(self._day(flight_number, date)["status"])
 
     def list_all_airports(self) -> list[Record]:
-        """Codes and cities."""
         return [{"iata": code, "city": city} for code, city in _AIRPORTS.items()]
 
     def search_direct_flight(self, origin: str, destination: str, date: str) -> list[Record]:
-        """Flights with seats on sale."""
+        """Return the flights with seats on sale."""
         return list(self._offers(date, origin, destination))
 
     def search_onestop_flight(self, origin: str, destination: str, date: str) -> list[list[Record]]:
-        """Pairs of flights; times are compared as texts."""
+        """Return pairs of flights; times are compared as texts."""
         pairs = []
         for first in self._offers(date, origin):
             first["date"] = date
@@ -146,7 +132,7 @@ class AirlineWorld(World):
         nonfree_baggages: int,
         insurance: str,
     ) -> Record:
-        """Takes seats and money."""
+        """Book the flights, taking seats and money."""
         legs = [_leg(row) for row in flights]
         people = [_passenger(row) for row in passengers]
         payments = [_payment(row["payment_id"], row["amount"]) for row in payment_methods]
@@ -175,18 +161,7 @@ class AirlineWorld(World):
         if insurance == "yes":
             price += _INSURANCE_PRICE * len(people)
         price += _BAG_PRICE * nonfree_baggages
-        for payment in payments:
-            method = methods.get(payment["payment_id"])
-            if method is None:
-                raise ValueError(f"Payment method {payment['payment_id']} not found")
-            has_balance = method["source"] in ("gift_card", "certificate")
-            if has_balance and method["amount"] < payment["amount"]:
-                raise ValueError(f"Not enough balance in payment method {payment['payment_id']}")
-        paid = sum(payment["amount"] for payment in payments)
-        if paid != price:
-            raise ValueError(
-                f"Payment amount does not add up, total price is {price}, but paid {paid}"
-            )
+        _require_payments(payments, methods, price)
         user = self.db.edit("users", user_id)
         for payment in payments:
             self._take(user["payment_methods"], payment["payment_id"], payment["amount"])
@@ -198,7 +173,7 @@ class AirlineWorld(World):
         return reservation
 
     def cancel_reservation(self, reservation_id: str) -> Record:
-        """Adds a refund for every line of the history; seats stay taken."""
+        """Refund every line of the payment history; the seats stay taken."""
         self.get_reservation_details(reservation_id)
         reservation = self.db.edit("reservations", reservation_id)
         history = reservation["payment_history"]
@@ -207,7 +182,7 @@ class AirlineWorld(World):
         return reservation
 
     def send_certificate(self, user_id: str, amount: int) -> str:
-        """At most three."""
+        """Give the user a certificate, at most three."""
         methods = self.get_user_details(user_id)["payment_methods"]
         for certificate_id in _NEW_CERTIFICATES:
             if certificate_id not in methods:
@@ -223,7 +198,7 @@ class AirlineWorld(World):
     def update_reservation_baggages(
         self, reservation_id: str, total_baggages: int, nonfree_baggages: int, payment_id: str
     ) -> Record:
-        """More paid bags cost, fewer give nothing back."""
+        """Charge for more paid bags; fewer bags refund nothing."""
         reservation = self.get_reservation_details(reservation_id)
         more = max(0, nonfree_baggages - reservation["nonfree_baggages"])
         payment = self._pay_for_update(reservation["user_id"], payment_id, _BAG_PRICE * more)
@@ -240,7 +215,7 @@ class AirlineWorld(World):
         flights: list[Mapping[str, Any]],
         payment_id: str,
     ) -> Record:
-        """Segments that stay as they are keep their price, in the same cabin."""
+        """Replace the flights; unchanged segments keep their price in the same cabin."""
         reservation = self.get_reservation_details(reservation_id)
         num_passengers = len(reservation["passengers"])
         price = 0
@@ -272,7 +247,7 @@ class AirlineWorld(World):
     def update_reservation_passengers(
         self, reservation_id: str, passengers: list[Mapping[str, Any]]
     ) -> Record:
-        """Other people, as many of them."""
+        """Replace the passengers by as many others."""
         people = [_passenger(row) for row in passengers]
         reservation = self.get_reservation_details(reservation_id)
         if len(people) != len(reservation["passengers"]):
@@ -283,14 +258,11 @@ class AirlineWorld(World):
 
     # ---- helpers --------------------------------------------------------------------------------
 
-    def _found(self, table: str, key: str, what: str) -> Record:
-        record = self.db.find(table, key)
-        if record is None:
-            raise ValueError(f"{what} {key} not found")
-        return record
+    def _flight(self, number: str) -> Record:
+        return self.db.require("flights", number, f"Flight {number} not found")
 
     def _day(self, number: str, date: str) -> Record:
-        days = self._found("flights", number, "Flight")["dates"]
+        days = self._flight(number)["dates"]
         if date not in days:
             raise ValueError(f"Flight {number} not found on date {date}")
         day: Record = days[date]
@@ -305,7 +277,7 @@ class AirlineWorld(World):
         return day
 
     def _new_segment(self, number: str, date: str, day: Record, cabin: str) -> Record:
-        flight = self._found("flights", number, "Flight")
+        flight = self._flight(number)
         return _segment({**flight, "date": date}, day["prices"][cabin])
 
     def _offers(
@@ -339,7 +311,7 @@ class AirlineWorld(World):
         raise ValueError("Too many reservations")
 
     def _pay_for_update(self, user_id: str, payment_id: str, price: int) -> list[Record]:
-        """The line for the history: none when nothing is to pay."""
+        """Take the payment and return its line for the history; none if nothing is due."""
         method = self.get_user_details(user_id)["payment_methods"].get(payment_id)
         if method is None:
             raise ValueError("Payment method not found")
@@ -359,6 +331,19 @@ class AirlineWorld(World):
             method["amount"] -= amount
         elif method["source"] == "certificate":
             del methods[payment_id]
+
+
+def _require_payments(payments: list[Record], methods: Record, price: int) -> None:
+    for payment in payments:
+        method = methods.get(payment["payment_id"])
+        if method is None:
+            raise ValueError(f"Payment method {payment['payment_id']} not found")
+        has_balance = method["source"] in ("gift_card", "certificate")
+        if has_balance and method["amount"] < payment["amount"]:
+            raise ValueError(f"Not enough balance in payment method {payment['payment_id']}")
+    paid = sum(payment["amount"] for payment in payments)
+    if paid != price:
+        raise ValueError(f"Payment amount does not add up, total price is {price}, but paid {paid}")
 
 
 def _leg(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 _ALLOWED = frozenset("0123456789+-*/(). ")
 _MAX_LENGTH = 4_000
 _MAX_BITS = 100_000
-"""Of an integer on the way: the benchmark's own tool lets `9**9**9` hang the process."""
+"""Limit of intermediate integers: the benchmark's own tool lets `9**9**9` hang the process."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -22,7 +22,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value, rounded to two digits. What Python says of a wrong expression is part of the task.
+    """Return the value, rounded to two digits; Python's messages on wrong expressions are part of
+    the task.
 
     Raises:
         ValueError: other characters than digits and `+-*/(). `, or too large.

@@ -1,4 +1,4 @@
-"""The benchmark's data: where it lies, what is in it, and which version of the tasks it is.
+"""Finds and parses the benchmark's data, and tells which version of the tasks it is.
 
 areal-gym does not contain it. It is found in the environment's argument `data_dir`, in
 `TAU2_DATA_DIR` (the benchmark's own variable), or where `areal-gym data pull tau2` puts it.
@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 from areal_gym.envs.tau2.airline import AirlineWorld, airline_tables
 from areal_gym.envs.tau2.domain_state import Requestor, Tools, World, load_tools
 from areal_gym.envs.tau2.retail import RetailWorld, retail_tables
-from areal_gym.envs.tau2.telecom import TelecomWorld, telecom_tables
+from areal_gym.envs.tau2.telecom import TelecomWorld
+from areal_gym.envs.tau2.telecom_tables import telecom_tables
 from areal_gym.errors import DataError
 from areal_gym.utils.cache import cache_directory
 
 DOMAINS = ("retail", "airline", "telecom")
 POLICIES = ("manual", "workflow")
-"""Of telecom's technical support."""
+"""Variants of the policy for telecom's technical support."""
 
 
 class Action(NamedTuple):
@@ -36,7 +37,7 @@ class Action(NamedTuple):
     name: str
     arguments: Mapping[str, Any]
     compare_args: Sequence[str] | None
-    """Which arguments count for an ACTION check; None: those of the call that is compared."""
+    """Names of the arguments that an ACTION check compares; None: those of the compared call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,7 @@ class Case:
     """domain, reason_for_call, known_info, unknown_info, task_instructions; texts or None."""
     persona: str | None
     ticket: str | None
-    """What a solo agent gets instead of a user."""
+    """The text that a solo agent gets instead of a user."""
     initialization_actions: Sequence[Mapping[str, Any]]
     has_criteria: bool
     gold_actions: Sequence[Action]
@@ -61,39 +62,40 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Domain:
-    """One domain's data, shared by all episodes of the process; nobody may change it."""
+    """One domain's data, shared by all episodes of the process and never changed."""
 
     name: str
     version: str
-    """Of the tasks: the benchmark's version, or the hash of an unknown tasks.json."""
+    """The benchmark's version of the tasks, or the hash of an unknown tasks.json."""
     make_world: Callable[[], World]
     tools: Tools
-    """As the models read them; what they do does not depend on their texts."""
+    """The tools as the models read them; what they do does not depend on their texts."""
     cases: Mapping[str, Case]
     splits: Mapping[str, Sequence[str]]
     """Split -> task ids."""
     policies: Mapping[str, str]
     """"manual" (of all domains), "workflow" and "solo" -> the policy the agent reads."""
     guidelines: str
-    """How an LLM should play the user."""
+    """Instructions for an LLM that plays the user."""
     gold_states: dict[str, tuple[object, ...]]
-    """Of tasks whose gold solution was replayed before."""
+    """Final states of the gold solutions that were replayed before, by task id."""
 
     def initial_world(self, case: Case) -> World:
-        """A world as the task finds it."""
+        """Return a world as the task finds it."""
         world = self.make_world()
         world.initialize(case.initialization_actions)
         return world
 
     def gold_state(self, case: Case) -> tuple[object, ...]:
-        """The state that the gold solution leaves behind; computed once per task."""
+        """Return the state that the gold solution leaves behind; computed once per task."""
         state = self.gold_states.get(case.id)
         if state is None:
             state = self.gold_states[case.id] = self.gold_world(case).state()
         return state
 
     def gold_world(self, case: Case) -> World:
-        """A world after the gold solution: failing actions do nothing, and nothing is synced."""
+        """Return a world after the gold solution: failing actions do nothing, and nothing is
+        synced."""
         world = self.initial_world(case)
         for action in case.gold_actions:
             world.call(action.requestor, action.name, action.arguments, should_sync=False)
@@ -102,19 +104,20 @@ class Domain:
 
 @cache
 def manifest() -> Mapping[str, Any]:
-    """`commit` and `files` (path, bytes, sha256) of the data that areal-gym was tested with."""
+    """Return `commit` and `files` (path, bytes, sha256) of the data that areal-gym was tested
+    with."""
     text = resources.files(__package__).joinpath("manifest.json").read_text("utf-8")
     parsed: dict[str, Any] = json.loads(text)
     return parsed
 
 
 def pulled_data() -> Path:
-    """Where `areal-gym data pull tau2` puts the data."""
+    """Return the folder into which `areal-gym data pull tau2` downloads the data."""
     return cache_directory() / "data" / f"tau2-{manifest()['commit'][:12]}"
 
 
 def find_data(data_dir: str | Path | None = None) -> Path:
-    """The folder that holds `tau2/domains`.
+    """Return the folder that holds `tau2/domains`.
 
     Args:
         data_dir: looked at first and alone, if given.

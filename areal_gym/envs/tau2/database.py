@@ -1,4 +1,4 @@
-"""A database that many episodes share: a record is copied when an episode first writes to it.
+"""A database shared by many episodes: a record is copied when an episode first writes to it.
 
 `Tables` is parsed once per process and never changes. A `Database` lays one episode's writes over
 it. What the benchmark hashes is the JSON text of all records with sorted keys; two databases over
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 def copy_record(value: Any) -> Any:
-    """A deep copy of JSON-like data, several times faster than `copy.deepcopy`."""
+    """Return a deep copy of JSON-like data, several times faster than `copy.deepcopy`."""
     if isinstance(value, dict):
         return {key: copy_record(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -27,12 +27,12 @@ def copy_record(value: Any) -> Any:
 
 
 def sorted_text(value: Any) -> str:
-    """The text that is hashed: JSON with sorted keys, dates as `str` writes them."""
+    """Return the text that is hashed: JSON with sorted keys, dates as `str` writes them."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
 class Tables:
-    """Tables of records by key, which nobody may change.
+    """Tables of records by key, never changed.
 
     Args:
         tables: table name -> key -> record.
@@ -47,7 +47,7 @@ class Tables:
         self._texts: dict[tuple[str, str], str] = {}
 
     def text(self, table: str, key: str) -> str:
-        """The record's sorted text; made once."""
+        """Return the record's sorted text, computed once."""
         text = self._texts.get((table, key))
         if text is None:
             text = self._texts[table, key] = sorted_text(self.tables[table][key])
@@ -69,12 +69,23 @@ class Database:
         self._hashed: tuple[dict[tuple[str, str], str], str] | None = None
 
     def find(self, table: str, key: Any) -> Record | None:
-        """The record, to be read only; None when there is none."""
+        """Return the record for reading only; None if the table does not have it."""
         own = self._own.get((table, key))
         return self.base.tables[table].get(key) if own is None else own
 
+    def require(self, table: str, key: Any, complaint: str) -> Record:
+        """Return the record for reading only.
+
+        Raises:
+            ValueError: the table does not have it; `complaint` is the message.
+        """
+        record = self.find(table, key)
+        if record is None:
+            raise ValueError(complaint)
+        return record
+
     def edit(self, table: str, key: str) -> Record:
-        """The record, to be written to: the episode's own copy."""
+        """Return the episode's own copy of the record for writing."""
         own = self._own.get((table, key))
         if own is None:
             own = self._own[table, key] = copy_record(self.base.tables[table][key])
@@ -87,12 +98,12 @@ class Database:
         self._own[table, key] = record
 
     def keys(self, table: str) -> Iterator[str]:
-        """All keys: those of the base in their order, then new ones."""
+        """Yield the base's keys in their order, then the new ones."""
         yield from self.base.tables[table]
         yield from self._new.get(table, ())
 
     def records(self, table: str) -> Iterator[Record]:
-        """All records, to be read only, in the order of `keys`."""
+        """Yield all records for reading only, in the order of `keys`."""
         base = self.base.tables[table]
         own = self._own
         if not own:
@@ -102,7 +113,7 @@ class Database:
             yield own.get((table, key)) or base[key]
 
     def changes(self) -> dict[tuple[str, str], str]:
-        """Sorted texts of the records that are not as in the base."""
+        """Return the sorted texts of the records that differ from the base."""
         changed = {}
         for (table, key), record in self._own.items():
             text = sorted_text(record)
@@ -111,12 +122,12 @@ class Database:
         return changed
 
     def text(self) -> str:
-        """The whole database's sorted text."""
+        """Return the whole database's sorted text."""
         changed = self.changes()
         return "{" + ", ".join(self._table_text(t, changed) for t in sorted(self.base.tables)) + "}"
 
     def digest(self) -> str:
-        """SHA-256 of `text`: the benchmark's hash of the database."""
+        """Return the SHA-256 of `text`: the benchmark's hash of the database."""
         changed = self.changes()
         if not changed:
             return self.base.digest

@@ -1,4 +1,4 @@
-"""A world: the state that tools of a domain read and change, for one episode."""
+"""A world is the state that a domain's tools read and change during one episode."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from areal_gym.envs.tau2.database import Database, Tables
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import DataError
 
@@ -15,24 +16,24 @@ Requestor = Literal["assistant", "user"]
 
 
 class CallResult(NamedTuple):
-    """What a tool call gave."""
+    """The result of a tool call."""
 
     text: str
     is_error: bool
 
 
 class ToolInfo(NamedTuple):
-    """A tool and what the benchmark knows of it."""
+    """A tool and the benchmark's facts about it."""
 
     tool: Tool
     kind: Literal["read", "write", "generic"]
     mutates: bool
     schema: Mapping[str, Any]
-    """OpenAI's description of the function."""
+    """The function's description in OpenAI's format."""
 
     @classmethod
     def of(cls, schema: Mapping[str, Any], kind: Any, mutates: bool) -> ToolInfo:
-        """A tool that is described so."""
+        """Make a tool from its schema."""
         function = schema["function"]
         tool = Tool(
             name=function["name"],
@@ -43,12 +44,12 @@ class ToolInfo(NamedTuple):
 
 
 Tools = Mapping[Requestor, Mapping[str, ToolInfo]]
-"""Of a domain, for either side."""
+"""The tools of a domain, for either side."""
 
 
 @cache
 def load_tools(domain: str) -> Tools:
-    """The tools of a domain in our own words, from `schemas/DOMAIN.json`."""
+    """Return the tools of a domain in our own words, from `schemas/DOMAIN.json`."""
     text = resources.files(__package__).joinpath("schemas", f"{domain}.json").read_text("utf-8")
     return {
         side: {
@@ -60,7 +61,7 @@ def load_tools(domain: str) -> Tools:
 
 
 class World:
-    """Base of the domains' worlds: finds the tool, runs it, writes its result as text.
+    """Base class of the domains' worlds: finds the tool, runs it, writes its result as text.
 
     A tool is a method of the same name on the object that `side` gives. It returns a text, a
     record or a list of records, and raises an exception to refuse: whatever it raises is told to
@@ -70,11 +71,11 @@ class World:
     domain: ClassVar[str]
 
     def side(self, requestor: Requestor) -> object:
-        """Whose methods are the tools of that party."""
+        """Return the object whose methods are the tools of that party."""
         return self
 
     def sync(self) -> None:
-        """Let the two sides of the world see each other; after every call."""
+        """Exchange state between the two sides of the world; called after every call."""
 
     def initialize(self, actions: Sequence[Mapping[str, Any]]) -> None:
         """Run a task's initialisation actions (`env_type`, `func_name`, `arguments`)."""
@@ -104,7 +105,7 @@ class World:
         return result
 
     def holds(self, requestor: Requestor, assertion: str, arguments: Mapping[str, Any]) -> bool:
-        """Whether an assertion about the state is true."""
+        """Return whether an assertion about the state is true."""
         return bool(self._function(requestor, assertion)(**arguments))
 
     def _function(self, requestor: Requestor, name: str) -> Callable[..., Any]:
@@ -117,9 +118,25 @@ class World:
         return function
 
     def state(self) -> tuple[object, ...]:
-        """What is compared to decide whether two worlds are in the same state."""
+        """Return the values that are compared to decide whether two worlds are in the same
+        state."""
         raise NotImplementedError
 
     def digests(self) -> tuple[str, str | None]:
-        """The benchmark's hashes of the assistant's and of the user's database."""
+        """Return the benchmark's hashes of the assistant's and of the user's database."""
         raise NotImplementedError
+
+
+class DatabaseWorld(World):
+    """Base class of worlds whose whole state is one database of the assistant's side."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.db = Database(tables)
+
+    def state(self) -> tuple[object, ...]:
+        """Return the changed records."""
+        return (self.db.changes(),)
+
+    def digests(self) -> tuple[str, str | None]:
+        """Return the hash of the database; the user has none."""
+        return self.db.digest(), None

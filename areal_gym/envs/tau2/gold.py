@@ -1,4 +1,5 @@
-"""What a perfect assistant would say: the task's own solution, for checks and demonstrations."""
+"""The messages of a perfect assistant, from the task's own solution: for checks and
+demonstrations."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _CLOSING = "I am sorry, but I cannot do more than that. Is there anything else I
 
 
 def gold_text(case: Case, number: int, *, is_solo: bool, closing: str | None = None) -> str:
-    """The assistant's message of that number; the last one may have to be said again.
+    """Return the assistant's message of that number; the last one may have to be repeated.
 
     In solo mode the assistant calls the user's tools itself, and `done` at the end.
 
@@ -28,10 +29,10 @@ def gold_text(case: Case, number: int, *, is_solo: bool, closing: str | None = N
     """
     if number < len(case.gold_actions):
         return _text(case.gold_actions[number], is_solo)
-    told = " ".join(f"{info}." for info in case.communicate_info)
+    facts = " ".join(f"{info}." for info in case.communicate_info)
     if is_solo:
-        return f"{closing or told}\n{_tool_call('done', {})}".strip()
-    return closing or f"{told} {_closing_of(case)}".strip()
+        return f"{closing or facts}\n{_tool_call('done', {})}".strip()
+    return closing or f"{facts} {_closing_of(case)}".strip()
 
 
 def _closing_of(case: Case) -> str:

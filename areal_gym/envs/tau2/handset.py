@@ -1,4 +1,4 @@
-"""The phone itself: what its settings and surroundings make work, how it breaks, what must hold.
+"""The phone's physics: what its settings and surroundings make work, how it breaks, what must hold.
 
 Changes that the carrier makes to the line reach the phone only when it next searches for a
 network.
@@ -14,7 +14,7 @@ from areal_gym.envs.tau2.database import Record, copy_record, sorted_text
 
 _SIGNALS = {"2G": "poor", "3G": "fair", "4G": "good", "5G": "excellent"}
 _SPEEDS = {"2G": (0.1, 0.4), "3G": (1.0, 5.0), "4G": (10.0, 100.0), "5G": (50.0, 500.0)}
-"""Mbps."""
+"""Slowest and fastest speed in Mbps."""
 _SIGNAL_FACTORS = {"poor": 0.2, "fair": 0.5, "good": 0.8, "excellent": 1.0}
 _SLOW_VPN_FACTOR = 0.1
 _DATA_SAVER_FACTOR = 0.2
@@ -25,7 +25,7 @@ _DESCRIPTIONS = (
     (100.0, "Good"),
     (float("inf"), "Excellent"),
 )
-"""Of speeds below so many Mbps."""
+"""Descriptions of the speeds below a limit in Mbps."""
 APN_DEFAULTS = {
     "apn_name": "internet",
     "reset_at_reboot": False,
@@ -42,7 +42,7 @@ _VPN = {
 
 
 def describe_speed(mbps: float) -> str:
-    """From "Very Poor" to "Excellent"."""
+    """Return a description from "Very Poor" to "Excellent"."""
     return next(words for limit, words in _DESCRIPTIONS if mbps < limit)
 
 
@@ -58,7 +58,7 @@ class Handset:
 
     @staticmethod
     def initial(device: Mapping[str, Any]) -> Record:
-        """The state in `user_db.toml`, with what it leaves out."""
+        """Return the state in `user_db.toml`, with the missing fields filled in."""
         return {
             "device": {
                 "wifi_ssid": None,
@@ -79,22 +79,20 @@ class Handset:
         }
 
     def text(self) -> str:
-        """The sorted text of the state."""
+        """Return the sorted text of the state."""
         return sorted_text({"device": self.device, "surroundings": self.surroundings})
 
     def digest(self) -> str:
-        """The benchmark's hash of the user's database."""
+        """Return the benchmark's hash of the user's database."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     # ---- how an episode begins --------------------------------------------------------
 
     def set_user_info(self, name: str, phone_number: str) -> None:
-        """Who the user is."""
         self.surroundings["name"] = name
         self.surroundings["phone_number"] = phone_number
 
     def set_user_location(self, abroad: bool) -> None:
-        """At home or not."""
         self.surroundings["is_abroad"] = abroad
 
     def simulate_network_search(self) -> None:
@@ -114,83 +112,73 @@ class Handset:
         device["network_connection_status"] = "no_service" if technology == "none" else "connected"
 
     def turn_airplane_mode_on(self) -> None:
-        """As the user might have done."""
         self._set_airplane_mode(True)
 
     def turn_data_off(self) -> None:
-        """As the user might have done."""
         self.device["data_enabled"] = False
         self.simulate_network_search()
 
     def turn_roaming_on(self) -> None:
-        """As the user might have done."""
         self.device["roaming_enabled"] = True
         self.simulate_network_search()
 
     def turn_roaming_off(self) -> None:
-        """As the user might have done."""
         self.device["roaming_enabled"] = False
         self.simulate_network_search()
 
     def turn_data_saver_mode_on(self) -> None:
-        """As the user might have done."""
         self.device["data_saver_mode"] = True
 
     def unseat_sim_card(self) -> None:
-        """As if it had slipped."""
         self.device["sim_card_missing"] = True
         self.simulate_network_search()
 
     def lock_sim_card(self, mode: str) -> None:
-        """By `pin` or `puk`."""
+        """Lock the card by `pin` or `puk`."""
         self.device["sim_card_status"] = f"locked_{mode}"
         self.simulate_network_search()
 
     def break_apn_settings(self) -> None:
-        """No data at all."""
+        """Break all data connections."""
         self.device["active_apn_settings"]["apn_name"] = "broken"
         self.simulate_network_search()
 
     def break_apn_mms_setting(self) -> None:
-        """No picture messages."""
+        """Break picture messages."""
         self.device["active_apn_settings"]["mmsc_url"] = None
 
     def break_vpn(self) -> None:
-        """Connected to a slow server, now and whenever it is connected again."""
+        """Connect to a slow server, now and at every later connection."""
         self._vpn_on_connect["server_performance"] = "poor"
         self._connect_vpn()
 
     def set_wifi_calling(self, enabled: bool, mms_over_wifi: bool | None = None) -> None:
-        """Calls, and picture messages, over Wi-Fi."""
+        """Set whether calls, and picture messages, go over Wi-Fi."""
         self.device["wifi_calling_enabled"] = enabled
         if mms_over_wifi is not None:
             self.device["wifi_calling_mms_over_wifi"] = mms_over_wifi
 
     def remove_app_permission(self, app_name: str, permission: str) -> None:
-        """As the user might have done."""
         self.device["app_statuses"][app_name]["permissions"][permission] = False
 
     # ---- what must hold at the end ----------------------------------------------------
 
     def assert_service_status(self, expected_status: str) -> bool:
-        """Connected or not."""
         return bool(self.device["network_connection_status"] == expected_status)
 
     def assert_mobile_data_status(self, expected_status: bool) -> bool:
-        """Working or not."""
         return self._has_mobile_data() == expected_status
 
     def assert_internet_speed(
         self, expected_speed: float, expected_desc: str | None = None
     ) -> bool:
-        """At least so fast, and of that description."""
+        """Return whether the speed is at least the expected one and has that description."""
         speed = self._speed_mbps()
         if speed is None or speed < expected_speed:
             return False
         return expected_desc is None or describe_speed(speed).lower() == expected_desc.lower()
 
     def assert_can_send_mms(self, expected_status: bool) -> bool:
-        """Picture messages."""
         return self._can_send_mms() == expected_status
 
     # ---- how it works ----------------------------------------------------------------------------

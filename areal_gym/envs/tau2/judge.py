@@ -1,4 +1,4 @@
-"""Who judges assertions in natural language: an LLM behind a URL, or nobody."""
+"""Judges of assertions in natural language: an LLM behind a URL, or a stand-in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Judge(Protocol):
     async def judge(
         self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
     ) -> list[bool] | None:
-        """One answer per assertion; None when it cannot tell, which is flagged in the verdict.
+        """Return one verdict per assertion, or None if the judge cannot tell (flagged in the
+        verdict).
 
         Raises:
             EnvError: it should have been able to.
@@ -32,12 +33,12 @@ class Judge(Protocol):
 
 
 class NoJudge:
-    """The offline stand-in: cannot tell, so that the verdict falls back and says so."""
+    """The offline stand-in: it cannot tell, so the verdict falls back and is flagged."""
 
     async def judge(
         self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
     ) -> list[bool] | None:
-        """None."""
+        """Return None."""
         return None
 
 
@@ -50,7 +51,7 @@ class LLMJudge:
     async def judge(
         self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
     ) -> list[bool] | None:
-        """One answer per assertion.
+        """Return one verdict per assertion.
 
         Raises:
             EnvError: the server fails, or does not answer in the asked-for form.
@@ -65,9 +66,9 @@ class LLMJudge:
 
 
 def _parse(text: str, num_assertions: int) -> list[bool]:
-    found = re.search(r"\{.*\}", text, re.DOTALL)
+    answer = re.search(r"\{.*\}", text, re.DOTALL)
     try:
-        met = json.loads(found[0])["met"] if found else None
+        met = json.loads(answer[0])["met"] if answer else None
     except (ValueError, KeyError, TypeError):
         met = None
     if (

@@ -14,8 +14,8 @@ from typing import Any
 
 from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.envs.tau2.benchmark_data import Action, Case, Domain
-from areal_gym.envs.tau2.database import Database, Record, Tables
-from areal_gym.envs.tau2.domain_state import CallResult, World, load_tools
+from areal_gym.envs.tau2.database import Tables
+from areal_gym.envs.tau2.domain_state import CallResult, DatabaseWorld, load_tools
 from areal_gym.envs.tau2.users.base import GIVE_UP, STOP, Scene, UserTurn
 
 _POLICY = (
@@ -30,8 +30,11 @@ _MAX_UNHEARD = 3
 
 @cache
 def library_tasks() -> GeneratedTasks:
-    """Tasks; `task.data` holds who has borrowed what (`loans`: card -> tool -> day, or "overdue"),
-    and what `card` wants: `wish` ("renew" or "take_back") and `item`."""
+    """Make the tasks.
+
+    `task.data` holds the loans (`loans`: card -> tool -> day, or "overdue") and the customer's
+    wish: `card`, `wish` ("renew" or "take_back") and `item`.
+    """
 
     def make_draft(rng: random.Random) -> Draft:
         cards = [f"{number:04d}" for number in rng.sample(range(10_000), 2)]
@@ -54,7 +57,7 @@ def library_tasks() -> GeneratedTasks:
 
 
 def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
-    """The task as a domain of its own with one case."""
+    """Return the task as a domain of its own with one case."""
     loans = {card: dict(items) for card, items in data["loans"].items()}
     card, item, wish = data["card"], data["item"], data["wish"]
     tables = Tables({"loans": {key: {"card": key, "items": loans[key]} for key in loans}})
@@ -103,7 +106,7 @@ def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
 
 
 def library_closing(data: Mapping[str, Any]) -> str:
-    """What the assistant says when all is done."""
+    """Return the assistant's last message of a solved task."""
     item, due = data["item"], data["loans"][data["card"]][data["item"]]
     if data["wish"] == "take_back":
         return f"The {item} is back."
@@ -112,30 +115,22 @@ def library_closing(data: Mapping[str, Any]) -> str:
     return f"The {item} is due on day {due + _WEEK}."
 
 
-class LibraryWorld(World):
-    """One episode's library, and the user's card."""
+class LibraryWorld(DatabaseWorld):
+    """The library and the user's card in one episode."""
 
     domain = "mock"
 
     def __init__(self, tables: Tables, card: str) -> None:
-        self.db = Database(tables)
+        super().__init__(tables)
         self._card = card
 
-    def state(self) -> tuple[object, ...]:
-        """The changed records."""
-        return (self.db.changes(),)
-
-    def digests(self) -> tuple[str, str | None]:
-        """Of the library; the user has no database."""
-        return self.db.digest(), None
-
     def look_up(self, card: str, item: str) -> str:
-        """When it is due."""
+        """Return when the item is due."""
         due = self._due(card, item)
         return f"{item}: {due if due == _OVERDUE else f'day {due}'}"
 
     def renew(self, card: str, item: str) -> str:
-        """Another week."""
+        """Lend the item for another week."""
         due = self._due(card, item)
         if due == _OVERDUE:
             raise ValueError(f"the {item} is overdue")
@@ -144,30 +139,24 @@ class LibraryWorld(World):
         return f"{item}: day {due + _WEEK}"
 
     def take_back(self, card: str, item: str) -> str:
-        """No longer lent."""
+        """Remove the item from the card."""
         self._due(card, item)
         del self.db.edit("loans", card)["items"][item]
         return f"{item}: back"
 
     def read_card(self) -> str:
-        """The user's own."""
+        """Return the number of the user's own card."""
         return self._card
 
-    def _found(self, card: str) -> Record:
-        record = self.db.find("loans", card)
-        if record is None:
-            raise ValueError(f"no card {card}")
-        return record
-
     def _due(self, card: str, item: str) -> Any:
-        items = self._found(card)["items"]
+        items = self.db.require("loans", card, f"no card {card}")["items"]
         if item not in items:
             raise ValueError(f"no {item} on card {card}")
         return items[item]
 
 
 class Borrower:
-    """The library's rule-based user: reads its card when asked; a statement is the end to it."""
+    """The library's rule-based user: reads its card when asked, and leaves after a statement."""
 
     def __init__(self, scene: Scene) -> None:
         reason = str(scene.case.instructions["reason_for_call"])
@@ -175,11 +164,11 @@ class Borrower:
         self._num_unheard = 0
 
     def open(self, greeting: str) -> str:
-        """The wish."""
+        """Return the wish."""
         return self._opening
 
     async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
-        """The number, or the end."""
+        """Read out the card's number, or end the conversation."""
         if not isinstance(event, str):
             return UserTurn(f"It is {event[0].text}.")
         if "?" not in event:

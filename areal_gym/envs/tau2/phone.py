@@ -1,4 +1,4 @@
-"""What the customer can do with the phone: the user's 30 tools.
+"""The customer's phone: the user's 30 tools.
 
 Texts are those of the benchmark, a Python repr in `check_vpn_status` included; every change ends
 with the status bar.
@@ -38,12 +38,11 @@ _ADVICE = {
 
 
 class Phone(Handset):
-    """The user's side of the telecom."""
+    """The user's side of the telecom domain."""
 
     # ---- reading --------------------------------------------------------------------------------
 
     def check_status_bar(self) -> str:
-        """What the bar at the top shows."""
         device = self.device
         parts = []
         if device["airplane_mode"]:
@@ -65,7 +64,6 @@ class Phone(Handset):
         return "Status Bar: " + " | ".join(parts)
 
     def check_network_status(self) -> str:
-        """Radio by radio."""
         device = self.device
         return "\n".join(
             (
@@ -82,11 +80,10 @@ class Phone(Handset):
         )
 
     def check_network_mode_preference(self) -> str:
-        """Which networks the phone wants."""
         return f"Network Mode Preference: {self.device['network_mode_preference']}"
 
     def run_speed_test(self) -> str:
-        """Of mobile data."""
+        """Measure the speed of mobile data."""
         speed = self._speed_mbps()
         if speed is None:
             return "Speed test failed: No Connection."
@@ -94,17 +91,14 @@ class Phone(Handset):
         return f"Speed Test Result: {speed:.2f} Mbps ({words}). {_ADVICE[words]}"
 
     def check_sim_status(self) -> str:
-        """In a sentence."""
         return _SIM_TEXTS[self._sim_status()]
 
     def check_data_restriction_status(self) -> str:
-        """Data saver."""
         if self.device["data_saver_mode"]:
             return "Data Saver mode is ON (limits data usage)."
         return "Data Saver mode is OFF."
 
     def check_apn_settings(self) -> str:
-        """Name and MMS address."""
         apn = self.device["active_apn_settings"]
         return (
             f"Current APN Name: {apn['apn_name']}\n"
@@ -113,17 +107,16 @@ class Phone(Handset):
         )
 
     def check_wifi_status(self) -> str:
-        """No tool and no task ever connects it."""
+        """Return the state of Wi-Fi, which no tool and no task ever connects."""
         if not self.device["wifi_enabled"]:
             return "Wi-Fi is turned OFF."
         return "Wi-Fi is ON but not connected to any network."
 
     def check_wifi_calling_status(self) -> str:
-        """On or off."""
         return f"Wi-Fi Calling is currently turned {_on_off(self.device['wifi_calling_enabled'])}."
 
     def check_vpn_status(self) -> str:
-        """With the details as Python would print them."""
+        """Return the details as Python would print them."""
         details = self.device["vpn_details"]
         if not self.device["vpn_connected"]:
             return "VPN is turned OFF."
@@ -135,12 +128,10 @@ class Phone(Handset):
         )
 
     def check_installed_apps(self) -> str:
-        """Names."""
         names = ", ".join(self.device["app_statuses"])
         return f"The following apps are installed on the phone: {names}"
 
     def check_app_status(self, app_name: str) -> str:
-        """Permissions, one a line."""
         granted = self._granted(app_name)
         if granted is None:
             return f"App '{app_name}' not found on this phone."
@@ -148,7 +139,6 @@ class Phone(Handset):
         return "\n".join([*lines, *(f"   - {name}" for name in granted or ["None"])])
 
     def check_app_permissions(self, app_name: str) -> str:
-        """Permissions in a sentence."""
         granted = self._granted(app_name)
         if granted is None:
             return f"App '{app_name}' not found on this phone."
@@ -157,12 +147,10 @@ class Phone(Handset):
         return f"App '{app_name}' has permission for: {', '.join(granted)}."
 
     def can_send_mms(self) -> str:
-        """Whether the messaging app could."""
         verb = "can" if self._can_send_mms() else "cannot"
         return f"Your messaging app {verb} send MMS messages."
 
     def check_payment_request(self) -> str:
-        """What the carrier asks for."""
         request = self.surroundings["payment_request"]
         if request is None:
             return "No payment request has been made."
@@ -174,7 +162,6 @@ class Phone(Handset):
     # ---- writing --------------------------------------------------------------------------------
 
     def set_network_mode_preference(self, mode: str) -> str:
-        """Searches anew."""
         if mode not in _MODES:
             return self._with_bar(
                 f"Failed to set network mode: '{mode}' is not a valid option. "
@@ -185,48 +172,45 @@ class Phone(Handset):
         return self._with_bar(f"Preferred Network Mode set to: {mode}")
 
     def toggle_airplane_mode(self) -> str:
-        """Searches anew."""
         self._set_airplane_mode(not self.device["airplane_mode"])
         return self._with_bar(f"Airplane Mode is now {_on_off(self.device['airplane_mode'])}.")
 
     def reseat_sim_card(self) -> str:
-        """A locked one stays locked."""
+        """Put the card back in; a locked card stays locked."""
         self.device["sim_card_missing"] = False
         self.simulate_network_search()
         return self._with_bar("SIM card re-seated successfully.")
 
     def toggle_data(self) -> str:
-        """Mobile data."""
         self.device["data_enabled"] = not self.device["data_enabled"]
         self.simulate_network_search()
         return self._with_bar(f"Mobile Data is now {_on_off(self.device['data_enabled'])}.")
 
     def toggle_roaming(self) -> str:
-        """The phone's side of it."""
+        """Switch roaming on the phone's side."""
         self.device["roaming_enabled"] = not self.device["roaming_enabled"]
         self.simulate_network_search()
         return self._with_bar(f"Data Roaming is now {_on_off(self.device['roaming_enabled'])}.")
 
     def toggle_data_saver_mode(self) -> str:
-        """Slower when on."""
         self.device["data_saver_mode"] = not self.device["data_saver_mode"]
         return self._with_bar(f"Data Saver Mode is now {_on_off(self.device['data_saver_mode'])}.")
 
     def set_apn_settings(self, apn_settings: Mapping[str, Any]) -> str:
-        """What is not given becomes the default."""
+        """Replace the settings; missing ones become the defaults."""
         self.device["active_apn_settings"] = _apn_settings(apn_settings)
         self.simulate_network_search()
         name = self.device["active_apn_settings"]["apn_name"]
         return self._with_bar(f"APN settings set to: {name}")
 
     def reset_apn_settings(self) -> str:
-        """Takes effect at the next reboot."""
+        """Request a reset, which takes effect at the next reboot."""
         self.device["active_apn_settings"]["reset_at_reboot"] = True
         self.simulate_network_search()
         return self._with_bar("APN settings will reset at reboot.")
 
     def toggle_wifi(self) -> str:
-        """Refused in airplane mode."""
+        """Switch Wi-Fi; refused in airplane mode."""
         device = self.device
         if device["airplane_mode"]:
             return self._with_bar("Cannot change Wi-Fi settings while Airplane Mode is ON.")
@@ -234,27 +218,24 @@ class Phone(Handset):
         return self._with_bar(f"Wi-Fi is now {_on_off(device['wifi_enabled'])}.")
 
     def toggle_wifi_calling(self) -> str:
-        """On or off."""
         device = self.device
         device["wifi_calling_enabled"] = not device["wifi_calling_enabled"]
         return self._with_bar(f"Wi-Fi Calling is now {_on_off(device['wifi_calling_enabled'])}.")
 
     def connect_vpn(self) -> str:
-        """To the one server there is."""
         if self.device["vpn_connected"]:
             return "VPN already connected."
         self._connect_vpn()
         return self._with_bar("VPN connected successfully.")
 
     def disconnect_vpn(self) -> str:
-        """If there is one."""
         if not self.device["vpn_connected"]:
             return self._with_bar("No active VPN connection to disconnect.")
         self._drop_vpn()
         return self._with_bar("VPN disconnected successfully.")
 
     def grant_app_permission(self, app_name: str, permission: str) -> str:
-        """Case does not matter in the permission."""
+        """Grant a permission, named in any case."""
         app = self.device["app_statuses"].get(app_name)
         permission = permission.lower()
         if app is None:
@@ -270,7 +251,7 @@ class Phone(Handset):
         return self._with_bar(text)
 
     def reboot_device(self) -> str:
-        """Resets the APN if that was asked for, and searches anew."""
+        """Reset the APN settings if requested, and search for a network."""
         lines = []
         if self.device["active_apn_settings"]["reset_at_reboot"]:
             self.device["active_apn_settings"] = dict(APN_DEFAULTS)
@@ -279,7 +260,7 @@ class Phone(Handset):
         return self._with_bar("\n".join([*lines, "Restarting network services..."]))
 
     def make_payment(self) -> str:
-        """The carrier learns of it at the next sync."""
+        """Pay the requested bill; the carrier is told at the next sync."""
         request = self.surroundings["payment_request"]
         if request is None:
             return "You do not have a payment request."

@@ -1,4 +1,4 @@
-"""Fetch the benchmark's data: pinned commit, checked sums, resumable."""
+"""Downloads the benchmark's data: pinned commit, checked checksums, resumable."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     import aiohttp
 
 BASE_URL = "https://raw.githubusercontent.com"
-"""Of files, as `BASE_URL/OWNER/REPOSITORY/COMMIT/data/PATH`."""
+"""Start of the files' URLs: `BASE_URL/OWNER/REPOSITORY/COMMIT/data/PATH`."""
 
 _NUM_TRIES = 4
 _CHUNK = 1 << 16
 _WAIT_S = 0.5
-"""Before the second try; doubled for each one after it."""
+"""Wait before the second try; doubled for each later one."""
 _TIMEOUT_S = 60.0
-"""Without a byte."""
+"""Longest time without a byte."""
 
 Progress = Callable[[str, int, int], None]
-"""(file, bytes of all files that are here, bytes of all files)."""
+"""Called with a file, the bytes of all files that are here, and the bytes of all files."""
 
 
 def pull(
@@ -36,7 +36,7 @@ def pull(
     force: bool = False,
     on_progress: Progress | None = None,
 ) -> Path:
-    """Fetch what is not there yet; the folder, which `TAU2_DATA_DIR` may name.
+    """Download the missing files and return their folder, which `TAU2_DATA_DIR` may name.
 
     A file that was cut off is continued; one that has another checksum is fetched anew, once.
 
@@ -121,7 +121,7 @@ async def _try(
     num_bytes: int,
     on_bytes: Callable[[int], None],
 ) -> str:
-    """Fetch what the part lacks; what went wrong, or ""."""
+    """Download the missing rest of a part; return the problem, or "" on success."""
     import aiohttp
 
     here = part.stat().st_size if part.exists() else 0

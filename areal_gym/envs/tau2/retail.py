@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_gym.envs.tau2.benchmark_calculator import calculate
-from areal_gym.envs.tau2.database import Database, Record, Tables
-from areal_gym.envs.tau2.domain_state import World
+from areal_gym.envs.tau2.database import Record, Tables
+from areal_gym.envs.tau2.domain_state import DatabaseWorld
 from areal_gym.envs.tau2.values import as_text
 
 _LATER_FIELDS = (
@@ -26,12 +26,12 @@ _LATER_FIELDS = (
     "return_items",
     "return_payment_method_id",
 )
-"""Of an order; null in the data."""
+"""Fields of an order that are null in the data."""
 _CANCEL_REASONS = ("no longer needed", "ordered by mistake")
 
 
 def retail_tables(raw: Mapping[str, Any]) -> Tables:
-    """The tables of `db.json`, with prices as floats and the later fields as nulls."""
+    """Return the tables of `db.json`, with prices as floats and the later fields as nulls."""
     for product in raw["products"].values():
         for variant in product["variants"].values():
             variant["price"] = float(variant["price"])
@@ -49,41 +49,29 @@ def retail_tables(raw: Mapping[str, Any]) -> Tables:
     return Tables({name: raw[name] for name in ("products", "users", "orders")})
 
 
-class RetailWorld(World):
-    """One episode's shop."""
+class RetailWorld(DatabaseWorld):
+    """The shop of one episode."""
 
     domain = "retail"
-
-    def __init__(self, tables: Tables) -> None:
-        self.db = Database(tables)
-
-    def state(self) -> tuple[object, ...]:
-        """The changed records."""
-        return (self.db.changes(),)
-
-    def digests(self) -> tuple[str, str | None]:
-        """Of the shop; the user has no database."""
-        return self.db.digest(), None
 
     # ---- reading --------------------------------------------------------------------------------
 
     def calculate(self, expression: str) -> str:
-        """Plain arithmetic."""
         return calculate(expression)
 
     def transfer_to_human_agents(self, summary: str) -> str:
-        """Changes nothing."""
+        """Change nothing."""
         return "Transfer successful"
 
     def find_user_id_by_email(self, email: str) -> str:
-        """Case does not matter."""
+        """Return the user's id; case does not matter."""
         for user in self.db.records("users"):
             if user["email"].lower() == email.lower():
                 return str(user["user_id"])
         raise ValueError("User not found")
 
     def find_user_id_by_name_zip(self, first_name: str, last_name: str, zip: str) -> str:
-        """Case does not matter in the names."""
+        """Return the user's id; case does not matter in the names."""
         wanted = (first_name.lower(), last_name.lower())
         for user in self.db.records("users"):
             if user["address"]["zip"] == zip:
@@ -93,15 +81,13 @@ class RetailWorld(World):
         raise ValueError("User not found")
 
     def get_order_details(self, order_id: str) -> Record:
-        """The order."""
-        return self._found("orders", order_id, "Order")
+        return self.db.require("orders", order_id, "Order not found")
 
     def get_product_details(self, product_id: str) -> Record:
-        """The product with all its variants."""
-        return self._found("products", product_id, "Product")
+        return self.db.require("products", product_id, "Product not found")
 
     def get_item_details(self, item_id: str) -> Record:
-        """One variant of whichever product has it."""
+        """Return a variant of the product that has it."""
         for product in self.db.records("products"):
             if item_id in product["variants"]:
                 variant: Record = product["variants"][item_id]
@@ -109,18 +95,17 @@ class RetailWorld(World):
         raise ValueError("Item not found")
 
     def get_user_details(self, user_id: str) -> Record:
-        """The user."""
-        return self._found("users", user_id, "User")
+        return self.db.require("users", user_id, "User not found")
 
     def list_all_product_types(self) -> str:
-        """Names and ids, by name."""
+        """Return ids by name, sorted by name."""
         names = {product["name"]: product["product_id"] for product in self.db.records("products")}
         return json.dumps(names, sort_keys=True)
 
     # ---- writing --------------------------------------------------------------------------------
 
     def cancel_pending_order(self, order_id: str, reason: str) -> Record:
-        """Refunds everything that was ever paid."""
+        """Refund every line of the payment history."""
         if self.get_order_details(order_id)["status"] != "pending":
             raise ValueError("Non-pending order cannot be cancelled")
         if reason not in _CANCEL_REASONS:
@@ -139,7 +124,7 @@ class RetailWorld(World):
     def exchange_delivered_order_items(
         self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str
     ) -> Record:
-        """Only asks for it: nothing is paid yet."""
+        """Request an exchange; nothing is paid yet."""
         order = self.get_order_details(order_id)
         if order["status"] != "delivered":
             raise ValueError("Non-delivered order cannot be exchanged")
@@ -167,7 +152,7 @@ class RetailWorld(World):
     def return_delivered_order_items(
         self, order_id: str, item_ids: list[str], payment_method_id: str
     ) -> Record:
-        """Only asks for it: nothing is refunded yet."""
+        """Request a return; nothing is refunded yet."""
         order = self.get_order_details(order_id)
         if order["status"] != "delivered":
             raise ValueError("Non-delivered order cannot be returned")
@@ -186,7 +171,7 @@ class RetailWorld(World):
     def modify_pending_order_items(
         self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str
     ) -> Record:
-        """At once, once per order."""
+        """Exchange items at once; allowed once per order."""
         order = self.get_order_details(order_id)
         if order["status"] != "pending":
             raise ValueError("Non-pending order cannot be modified")
@@ -219,7 +204,7 @@ class RetailWorld(World):
         return order
 
     def modify_pending_order_payment(self, order_id: str, payment_method_id: str) -> Record:
-        """Pays with another method and refunds the first."""
+        """Pay with another method and refund the first."""
         order = self.get_order_details(order_id)
         self._check_is_pending(order)
         method = self._method(order["user_id"], payment_method_id)
@@ -250,7 +235,7 @@ class RetailWorld(World):
         country: str,
         zip: str,
     ) -> Record:
-        """Of this order only."""
+        """Change the address of this order only."""
         self._check_is_pending(self.get_order_details(order_id))
         address = _address(address1, address2, city, state, country, zip)
         order = self.db.edit("orders", order_id)
@@ -267,7 +252,7 @@ class RetailWorld(World):
         country: str,
         zip: str,
     ) -> Record:
-        """The default for later orders."""
+        """Change the default address for later orders."""
         self.get_user_details(user_id)
         address = _address(address1, address2, city, state, country, zip)
         user = self.db.edit("users", user_id)
@@ -275,12 +260,6 @@ class RetailWorld(World):
         return user
 
     # ---- helpers --------------------------------------------------------------------------------
-
-    def _found(self, table: str, key: str, what: str) -> Record:
-        record = self.db.find(table, key)
-        if record is None:
-            raise ValueError(f"{what} not found")
-        return record
 
     def _check_is_pending(self, order: Record) -> None:
         # "pending (item modified)", too: unlike for cancellations and items.
@@ -294,7 +273,7 @@ class RetailWorld(World):
         return method
 
     def _credit(self, user_id: str, method_id: str, amount: float) -> None:
-        """Move money to a gift card; nothing happens to other methods."""
+        """Move money to a gift card; other methods stay as they are."""
         if self._method(user_id, method_id)["source"] == "gift_card":
             method = self.db.edit("users", user_id)["payment_methods"][method_id]
             method["balance"] = round(method["balance"] + amount, 2)
@@ -310,7 +289,7 @@ class RetailWorld(World):
 
 
 def _first_missing(order: Record, item_ids: list[str]) -> str | None:
-    """The first item that is asked for more often than the order has it."""
+    """Return the first item that is requested more often than the order has it."""
     owned = [item["item_id"] for item in order["items"]]
     for item_id in item_ids:
         if item_ids.count(item_id) > owned.count(item_id):
@@ -321,8 +300,7 @@ def _first_missing(order: Record, item_ids: list[str]) -> str | None:
 def _item(order: Record, item_id: str) -> Record:
     for item in order["items"]:
         if item["item_id"] == item_id:
-            found: Record = item
-            return found
+            return item  # type: ignore[no-any-return]
     raise ValueError(f"Item {item_id} not found")
 
 

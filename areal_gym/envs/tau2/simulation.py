@@ -1,4 +1,4 @@
-"""One conversation: assistant, user and world take turns until somebody ends it.
+"""One conversation: assistant, user and world take turns until one of them ends it.
 
 Counts and ends are the benchmark's: every message after the greeting is a step, errors are counted
 over the whole conversation, and limits are looked at when nobody waits for a tool.
@@ -16,7 +16,7 @@ from areal_gym.envs.tau2.users.base import GIVE_UP, STOP_TOKENS, Scene, User, Us
 from areal_gym.envs.tau2.verdicts import Call, Verdict, evaluate
 
 GREETING = "Hi! How can I help you today?"
-"""What the assistant is taken to have said first."""
+"""The assistant's first message, which every conversation starts with."""
 
 
 class Simulation:
@@ -61,21 +61,21 @@ class Simulation:
         return self._user is None
 
     def open(self) -> str:
-        """Greet; what the user says to it."""
+        """Greet the user and return the user's reply."""
         assert self._user is not None
         self._note("assistant", GREETING)
         self.says.append(GREETING)
         return self._hear(self._user.open(GREETING))
 
     async def say(self, text: str) -> str:
-        """Say something to the user; the answer, or "" when that ended the conversation."""
+        """Send a text to the user; return the reply, or "" when it ended the conversation."""
         self.says.append(text)
         self._step("assistant", text)
         self._check_limits()
         return "" if self.termination else await self._ask_user(text)
 
     def call(self, calls: Sequence[Call], *, beside: str = "") -> list[CallResult]:
-        """Call tools as the assistant; text beside the calls reaches nobody, but was said."""
+        """Call tools as the assistant; the user does not read the text beside the calls."""
         if beside:
             self.says.append(beside)
         self._step("assistant", beside or None)
@@ -84,7 +84,7 @@ class Simulation:
         return results
 
     def misspell(self, text: str) -> None:
-        """Fail at a tool call that nobody can read; it counts as an error."""
+        """Record an unreadable tool call, which counts as an error."""
         self.says.append(text)
         self._step("assistant", text)
         self.num_steps += 1
@@ -92,11 +92,11 @@ class Simulation:
         self._check_limits()
 
     def end(self, termination: str) -> None:
-        """End it, if nothing has."""
+        """End the conversation, unless it has ended already."""
         self.termination = self.termination or termination
 
     async def verdict(self, judge: Judge) -> Verdict:
-        """What it was worth."""
+        """Judge the conversation."""
         return await evaluate(
             self.domain,
             self.case,
@@ -121,7 +121,7 @@ class Simulation:
                 return ""
 
     def _hear(self, text: str) -> str:
-        """Note what the user says, and whether it ends the conversation."""
+        """Record the user's text and whether it ends the conversation."""
         self._step("user", text)
         if any(token in text for token in STOP_TOKENS):
             self.end("user_stop")

@@ -1,4 +1,4 @@
-"""Where the environments' tasks come from: the benchmark's files, or the built-in generator."""
+"""Sources of the environments' tasks: the benchmark's files, or the built-in generator."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from areal_gym.types import Task
 
 
 class Source(Protocol):
-    """Where an environment's tasks come from."""
+    """A source of an environment's tasks."""
 
     version: str
-    """Of the tasks; changes when scores stop being comparable."""
+    """The version of the tasks; changes when scores stop being comparable."""
     tools: Tools
-    """As the models read them."""
+    """The tools as the models read them."""
 
     def num_tasks(self, split: str) -> int | None:
-        """How many the split has; None for a generator."""
+        """Return the number of tasks in the split; None for a generator."""
         ...
 
     def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """The task that `options` names by `split` and `index`, or a random one."""
+        """Return the task that `options` names by `split` and `index`, or a random one."""
         ...
 
     def case_of(self, task: Task) -> tuple[Domain, Case]:
-        """The domain's data and the task in full.
+        """Return the domain's data and the task in full.
 
         Raises:
             DataError: it is no task of this version of the data.
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 class _Benchmark:
-    """Tasks of the benchmark's files."""
+    """Tasks from the benchmark's files."""
 
     def __init__(self, domain: Domain) -> None:
         self.version = domain.version
@@ -127,7 +127,7 @@ def _shared_benchmark(domain: str, folder: Path, texts: Path | None) -> _Benchma
 
 
 def source_of(domain: str, data_dir: str | None = None, tool_texts: str | None = None) -> Source:
-    """The tasks of a domain; those of the benchmark are shared by all environments.
+    """Return the tasks of a domain; all environments share those of the benchmark.
 
     Raises:
         UsageError: no such domain, or texts for the library's tools.

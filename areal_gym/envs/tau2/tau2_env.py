@@ -136,30 +136,32 @@ class Tau2Env(TextEnv):
         self.judges_all_output = user == "rule"
         self._reads_action_strings = action_strings
         self._limits = {"max_steps": max_steps, "max_errors": max_errors}
-        self.tools = _told_to_assistant(self._source.tools, solo)
+        self.tools = _assistant_tools(self._source.tools, solo)
         self._simulation: Simulation | None = None
 
     @property
     def version(self) -> str:
-        """Of the benchmark's tasks, such as "1.0.1"; a hash where they are unknown ones."""
+        """The version of the benchmark's tasks, such as "1.0.1"; a hash for unknown tasks."""
         return self._source.version
 
     def num_tasks(self, split: str) -> int | None:
-        """How many the split has; None for the library."""
+        """Return the number of tasks in the split; None for the library."""
         return self._source.num_tasks(split)
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """A drawn task, or the one that `options` names."""
+        """Return a drawn task, or the one that `options` names."""
         return self._source.sample(rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """The policy, and the user's first words or the ticket."""
+        """Return the policy, and the user's first message or the ticket."""
         domain, case = self._source.case_of(task)
         self._simulation = Simulation(domain, case, self._user, **self._limits)
         policy = domain.policies[self._policy]
         if domain.name != "mock":
-            told = _SOLO_INSTRUCTIONS if self._simulation.is_solo else _INSTRUCTIONS
-            policy = f"<instructions>\n{told}\n</instructions>\n<policy>\n{policy}\n</policy>"
+            instructions = _SOLO_INSTRUCTIONS if self._simulation.is_solo else _INSTRUCTIONS
+            policy = (
+                f"<instructions>\n{instructions}\n</instructions>\n<policy>\n{policy}\n</policy>"
+            )
         opening = self._simulation.open() if self._user else case.ticket or ""
         return [{"role": "system", "content": policy}, {"role": "user", "content": opening}]
 
@@ -239,7 +241,7 @@ class Tau2Env(TextEnv):
         return [] if simulation.termination else [{"role": "user", "content": reply}]
 
     def gold_action(self) -> str:
-        """The next message of the task's own solution."""
+        """Return the next message of the task's own solution."""
         simulation = self._simulation
         assert simulation is not None
         is_mock = simulation.domain.name == "mock"
@@ -262,11 +264,11 @@ def _with_action_string(message: Message) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _told_to_assistant(tools: Tools, solo: bool) -> tuple[Tool, ...]:
-    told = [info.tool for info in tools["assistant"].values()]
+def _assistant_tools(tools: Tools, solo: bool) -> tuple[Tool, ...]:
+    assistant_tools = [info.tool for info in tools["assistant"].values()]
     if solo:
-        told += [info.tool for info in tools["user"].values()] + [_DONE]
-    return tuple(told)
+        assistant_tools += [info.tool for info in tools["user"].values()] + [_DONE]
+    return tuple(assistant_tools)
 
 
 def _metrics_of(verdict: Verdict, task: Task) -> dict[str, float]:
@@ -303,7 +305,7 @@ def _judge(judge: str | Judge | None, model: str) -> Judge:
 
 
 class _ForeignJudge:
-    """Somebody else's judge: what it raises is its own failure, and not the policy's."""
+    """A user-supplied judge: its exceptions are failures of the environment, not the policy's."""
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
@@ -311,7 +313,7 @@ class _ForeignJudge:
     async def judge(
         self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
     ) -> list[bool] | None:
-        """What the judge says.
+        """Return the judge's verdicts.
 
         Raises:
             EnvError: it raised.

@@ -7,19 +7,15 @@ call the two see each other: what the line is, what is allowed, what was paid.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from areal_gym.envs.tau2.database import Database, Record, Tables, copy_record
 from areal_gym.envs.tau2.domain_state import Requestor, World
 from areal_gym.envs.tau2.phone import Phone
+from areal_gym.envs.tau2.telecom_tables import TelecomTables
 
 _TODAY = datetime.date(2025, 2, 25)
 _LAST_MONTH, _NEXT_MONTH = datetime.date(2025, 1, 1), datetime.date(2025, 3, 1)
 _CYCLE_END = datetime.date(2025, 2, 28)
-_IDS = {"plans": "plan_id", "customers": "customer_id", "lines": "line_id", "bills": "bill_id"} | {
-    "devices": "device_id"
-}
 _TABLES = {
     "L": ("lines", "Line"),
     "D": ("devices", "Device"),
@@ -27,97 +23,11 @@ _TABLES = {
     "C": ("customers", "Customer"),
     "P": ("plans", "Plan"),
 }
-_FIELDS = {
-    "customers": (
-        "customer_id",
-        "full_name",
-        "date_of_birth",
-        "email",
-        "phone_number",
-        "address",
-        "account_status",
-        "payment_methods",
-        "line_ids",
-        "bill_ids",
-        "created_at",
-        "last_extension_date",
-        "goodwill_credit_used_this_year",
-    ),
-    "lines": (
-        "line_id",
-        "phone_number",
-        "status",
-        "plan_id",
-        "device_id",
-        "data_used_gb",
-        "data_refueling_gb",
-        "roaming_enabled",
-        "contract_end_date",
-        "last_plan_change_date",
-        "last_sim_replacement_date",
-        "suspension_start_date",
-    ),
-    "bills": (
-        "bill_id",
-        "customer_id",
-        "period_start",
-        "period_end",
-        "issue_date",
-        "total_due",
-        "due_date",
-        "line_items",
-        "status",
-    ),
-    "devices": (
-        "device_id",
-        "device_type",
-        "model",
-        "imei",
-        "is_esim_capable",
-        "activated",
-        "activation_date",
-        "last_esim_transfer_date",
-    ),
-    "plans": (
-        "plan_id",
-        "name",
-        "data_limit_gb",
-        "price_per_month",
-        "data_refueling_price_per_gb",
-    ),
-}
-"""In the order in which tools show them; what the data leaves out is null."""
-_TIMES = ("created_at", "activation_date", "last_esim_transfer_date")
-"""Dates with a time of day, which are written with a space."""
-
-
-class TelecomTables:
-    """What all episodes share: the carrier's tables, and the phone as it is at first."""
-
-    def __init__(self, carrier: Tables, phone: Record) -> None:
-        self.carrier = carrier
-        self.phone = phone
-
-
-def telecom_tables(raw: Mapping[str, Any], raw_user: Mapping[str, Any]) -> TelecomTables:
-    """The tables of `db.toml` and `user_db.toml`."""
-    tables = {
-        name: {row[_IDS[name]]: _record(row, fields) for row in raw[name]}
-        for name, fields in _FIELDS.items()
-    }
-    return TelecomTables(Tables(tables, lists=frozenset(tables)), Phone.initial(raw_user["device"]))
-
-
-def _record(row: Mapping[str, Any], fields: Sequence[str]) -> Record:
-    record = {name: row.get(name) for name in fields}
-    for name in _TIMES:
-        if record.get(name) is not None:
-            record[name] = str(record[name]).replace("T", " ")
-    return record
+"""First letter of an id -> the table, and what one of its records is called."""
 
 
 class TelecomWorld(World):
-    """One episode's carrier and the customer's phone."""
+    """The carrier and the customer's phone in one episode."""
 
     domain = "telecom"
 
@@ -126,26 +36,26 @@ class TelecomWorld(World):
         self.phone = Phone(copy_record(tables.phone))
 
     def side(self, requestor: Requestor) -> object:
-        """The carrier for the assistant, the phone for the user."""
+        """Return the carrier for the assistant, the phone for the user."""
         return self.carrier if requestor == "assistant" else self.phone
 
     def state(self) -> tuple[object, ...]:
-        """The carrier's changed records and the whole phone."""
+        """Return the carrier's changed records and the whole phone."""
         return self.carrier.db.changes(), self.phone.text()
 
     def digests(self) -> tuple[str, str | None]:
-        """Of the carrier and of the phone."""
+        """Return the hashes of the carrier's database and of the phone."""
         return self.carrier.db.digest(), self.phone.digest()
 
     def sync(self) -> None:
-        """Tell the phone what the carrier does, and the carrier what the user has paid."""
+        """Copy the carrier's state to the phone, and the user's payments to the carrier."""
         around = self.phone.surroundings
         if around["phone_number"] is None:
             return
         line = self.carrier.line_of_number(around["phone_number"])
         if line is None:
             raise ValueError(f"no line has the number {around['phone_number']}")
-        plan = self.carrier.found("plans", line["plan_id"])
+        plan = self.carrier.record("plans", line["plan_id"])
         around["line_active"] = line["status"] == "Active"
         around["roaming_allowed"] = line["roaming_enabled"]
         around["mobile_data_usage_exceeded"] = (
@@ -165,33 +75,32 @@ class TelecomWorld(World):
 
 
 class Carrier:
-    """The assistant's side."""
+    """The assistant's side of the telecom domain."""
 
     def __init__(self, tables: Tables) -> None:
         self.db = Database(tables)
         self.new_bill_ids: list[str] = []
-        """Of bills that `refuel_data` had to open; the benchmark's are random."""
+        """Ids of the bills that `refuel_data` had to open; the benchmark's are random."""
 
     # ---- reading --------------------------------------------------------------------------------
 
     def transfer_to_human_agents(self, summary: str) -> str:
-        """Changes nothing."""
+        """Change nothing."""
         return "Transfer successful"
 
     def get_customer_by_phone(self, phone_number: str) -> Record:
-        """By the customer's own number or that of a line."""
+        """Find a customer by their own number or that of a line."""
         for customer in self.db.records("customers"):
-            numbers = [self.found("lines", line)["phone_number"] for line in customer["line_ids"]]
+            numbers = [self.record("lines", line)["phone_number"] for line in customer["line_ids"]]
             if phone_number in (customer["phone_number"], *numbers):
                 return customer
         raise ValueError(f"Customer with phone number {phone_number} not found")
 
     def get_customer_by_id(self, customer_id: str) -> Record:
-        """The customer."""
-        return self.found("customers", customer_id)
+        return self.record("customers", customer_id)
 
     def get_customer_by_name(self, full_name: str, dob: str) -> list[Record]:
-        """All of that name and date of birth; case does not matter."""
+        """Return all customers of that name and date of birth; case does not matter."""
         return [
             customer
             for customer in self.db.records("customers")
@@ -200,22 +109,21 @@ class Carrier:
         ]
 
     def get_details_by_id(self, id: str) -> Record:
-        """Whatever has that id."""
         if id[:1] not in _TABLES:
             raise ValueError(f"Unknown ID format or type: {id}")
-        return self.found(_TABLES[id[:1]][0], id)
+        return self.record(_TABLES[id[:1]][0], id)
 
     def get_bills_for_customer(self, customer_id: str, limit: int = 12) -> list[Record]:
-        """The newest first."""
+        """Return the newest bills first."""
         bills = [
-            self.found("bills", bill) for bill in self.get_customer_by_id(customer_id)["bill_ids"]
+            self.record("bills", bill) for bill in self.get_customer_by_id(customer_id)["bill_ids"]
         ]
         return sorted(bills, key=lambda bill: bill["issue_date"], reverse=True)[:limit]
 
     def get_data_usage(self, customer_id: str, line_id: str) -> Record:
-        """Numbers as texts: the benchmark writes plain objects so."""
+        """Return numbers as texts, as the benchmark writes plain objects."""
         line = self._line(customer_id, line_id)
-        plan = self.found("plans", line["plan_id"])
+        plan = self.record("plans", line["plan_id"])
         return {
             "line_id": line_id,
             "data_used_gb": str(line["data_used_gb"]),
@@ -227,7 +135,7 @@ class Carrier:
     # ---- writing --------------------------------------------------------------------------------
 
     def suspend_line(self, customer_id: str, line_id: str, reason: str) -> Record:
-        """No fee is charged, whatever the text says."""
+        """Suspend the line; no fee is charged, whatever the text says."""
         if self._line(customer_id, line_id)["status"] != "Active":
             raise ValueError("Line must be active to suspend")
         line = self.db.edit("lines", line_id)
@@ -237,7 +145,7 @@ class Carrier:
         return {"message": message, "line": line}
 
     def resume_line(self, customer_id: str, line_id: str) -> Record:
-        """Also where the contract has ended."""
+        """Resume the line, even if the contract has ended."""
         if self._line(customer_id, line_id)["status"] not in ("Suspended", "Pending Activation"):
             raise ValueError("Line must be suspended to resume")
         line = self.db.edit("lines", line_id)
@@ -246,9 +154,9 @@ class Carrier:
         return {"message": "Line resumed successfully", "line": line}
 
     def send_payment_request(self, customer_id: str, bill_id: str) -> str:
-        """One bill at a time, paid or not."""
+        """Request payment of a bill, one at a time, paid or not."""
         customer = self.get_customer_by_id(customer_id)
-        bills = [self.found("bills", bill) for bill in customer["bill_ids"]]
+        bills = [self.record("bills", bill) for bill in customer["bill_ids"]]
         if any(bill["status"] == "Awaiting Payment" for bill in bills):
             raise ValueError("A bill is already awaiting payment for this customer")
         if bill_id not in customer["bill_ids"]:
@@ -257,25 +165,23 @@ class Carrier:
         return f"Payment request sent to the customer for bill {bill_id}"
 
     def enable_roaming(self, customer_id: str, line_id: str) -> str:
-        """On the carrier's side."""
         if self._line(customer_id, line_id)["roaming_enabled"]:
             return "Roaming was already enabled"
         self.db.edit("lines", line_id)["roaming_enabled"] = True
         return "Roaming enabled successfully"
 
     def disable_roaming(self, customer_id: str, line_id: str) -> str:
-        """On the carrier's side."""
         if not self._line(customer_id, line_id)["roaming_enabled"]:
             return "Roaming was already disabled"
         self.db.edit("lines", line_id)["roaming_enabled"] = False
         return "Roaming disabled successfully"
 
     def refuel_data(self, customer_id: str, line_id: str, gb_amount: float) -> Record:
-        """Charged on the customer's draft bill."""
+        """Add data and charge it on the customer's draft bill."""
         line = self._line(customer_id, line_id)
         if gb_amount <= 0:
             raise ValueError("Refuel amount must be positive")
-        price = self.found("plans", line["plan_id"])["data_refueling_price_per_gb"]
+        price = self.record("plans", line["plan_id"])["data_refueling_price_per_gb"]
         charge = gb_amount * price
         line = self.db.edit("lines", line_id)
         line["data_refueling_gb"] += gb_amount
@@ -290,16 +196,15 @@ class Carrier:
     # ---- for tasks: how an episode begins, and what must hold at its end -------------------------
 
     def set_data_usage(self, customer_id: str, line_id: str, data_used_gb: float) -> None:
-        """As if so much had been used."""
         self._line(customer_id, line_id)
         self.db.edit("lines", line_id)["data_used_gb"] = data_used_gb
 
     def suspend_line_for_overdue_bill(
         self, customer_id: str, line_id: str, new_bill_id: str, contract_ended: bool
     ) -> None:
-        """As if last month's bill had not been paid, or the contract were over, too."""
+        """Suspend the line for an unpaid bill of last month, or an expired contract, too."""
         line = self._line(customer_id, line_id)
-        price = self.found("plans", line["plan_id"])["price_per_month"]
+        price = self.record("plans", line["plan_id"])["price_per_month"]
         self._add_bill(
             new_bill_id,
             customer_id,
@@ -316,59 +221,55 @@ class Carrier:
     def assert_data_refueling_amount(
         self, customer_id: str, line_id: str, expected_amount: float
     ) -> bool:
-        """How much was added to the line."""
         amount = self._line(customer_id, line_id)["data_refueling_gb"]
         return bool(abs(amount - expected_amount) < 1e-6)
 
     def assert_no_overdue_bill(self, overdue_bill_id: str) -> bool:
-        """That bill is paid, or there is none."""
+        """Return whether that bill is paid or does not exist."""
         bill = self.db.find("bills", overdue_bill_id)
         return bill is None or bill["status"] == "Paid"
 
     # ---- helpers --------------------------------------------------------------------------------
 
-    def found(self, table: str, key: str) -> Record:
-        """The record.
+    def record(self, table: str, key: str) -> Record:
+        """Return the record.
 
         Raises:
             ValueError: there is none.
         """
-        record = self.db.find(table, key)
-        if record is None:
-            what = next(word for name, word in _TABLES.values() if name == table)
-            raise ValueError(f"{what} with ID {key} not found")
-        return record
+        kind = next(word for name, word in _TABLES.values() if name == table)
+        return self.db.require(table, key, f"{kind} with ID {key} not found")
 
     def line_of_number(self, phone_number: str) -> Record | None:
-        """The line with that number."""
+        """Return the line with that number."""
         for line in self.db.records("lines"):
             if line["phone_number"] == phone_number:
                 return line
         return None
 
     def awaited_bill(self, line: Record) -> Record | None:
-        """The first bill of the line's customer for which payment was requested."""
+        """Return the first bill of the line's customer for which payment was requested."""
         for customer in self.db.records("customers"):
             if line["line_id"] in customer["line_ids"]:
                 for bill_id in customer["bill_ids"]:
-                    bill = self.found("bills", bill_id)
+                    bill = self.record("bills", bill_id)
                     if bill["status"] == "Awaiting Payment":
                         return bill
         return None
 
     def settle(self, bill_id: str) -> None:
-        """The bill is paid."""
+        """Mark the bill as paid."""
         self.db.edit("bills", bill_id)["status"] = "Paid"
 
     def _line(self, customer_id: str, line_id: str) -> Record:
         if line_id not in self.get_customer_by_id(customer_id)["line_ids"]:
             raise ValueError(f"Line {line_id} not found for customer {customer_id}")
-        return self.found("lines", line_id)
+        return self.record("lines", line_id)
 
     def _charge(self, customer_id: str, amount: float, description: str) -> None:
         item = _item(description, amount)
         for bill_id in self.get_customer_by_id(customer_id)["bill_ids"]:
-            if self.found("bills", bill_id)["status"] == "Draft":
+            if self.record("bills", bill_id)["status"] == "Draft":
                 bill = self.db.edit("bills", bill_id)
                 bill["line_items"].append(item)
                 bill["total_due"] += amount

@@ -1,4 +1,4 @@
-"""The tools' texts from a file, where the benchmark's very prompt is wanted instead of our words.
+"""Reads the tools' descriptions from a file, for runs with the benchmark's exact prompt.
 
 A file changes descriptions only: what the tools are called and what they take is compared.
 """
@@ -20,7 +20,7 @@ _WAYS = (
 
 
 def find_tool_texts(given: str | None, data: Path) -> Path | None:
-    """The given file, else `tau2/tool_schemas.json` of the data; None if there is none."""
+    """Return the given file, else `tau2/tool_schemas.json` of the data, else None."""
     if given:
         return Path(given).expanduser().resolve()
     file = data / "tau2" / "tool_schemas.json"
@@ -29,7 +29,7 @@ def find_tool_texts(given: str | None, data: Path) -> Path | None:
 
 @cache
 def read_tools(file: Path, domain: str) -> Tools:
-    """The domain's tools, described as in a file; read once per process.
+    """Return the domain's tools with the descriptions of a file; read once per process.
 
     Raises:
         DataError: it cannot be read, or a tool is missing or differs in more than descriptions.
@@ -38,7 +38,8 @@ def read_tools(file: Path, domain: str) -> Tools:
         rows = json.loads(file.read_bytes())[domain]
         return {
             side: {
-                name: _told(info, rows[side][name]["openai_schema"]) for name, info in tools.items()
+                name: _described(info, rows[side][name]["openai_schema"])
+                for name, info in tools.items()
             }
             for side, tools in load_tools(domain).items()
         }
@@ -51,7 +52,7 @@ def read_tools(file: Path, domain: str) -> Tools:
 
 
 def without_descriptions(schema: Any) -> Any:
-    """A JSON schema without the texts for its reader."""
+    """Return a JSON schema without the descriptions for its reader."""
     if isinstance(schema, dict):
         return {
             key: without_descriptions(value)
@@ -61,7 +62,7 @@ def without_descriptions(schema: Any) -> Any:
     return [without_descriptions(value) for value in schema] if isinstance(schema, list) else schema
 
 
-def _told(info: ToolInfo, schema: dict[str, Any]) -> ToolInfo:
+def _described(info: ToolInfo, schema: dict[str, Any]) -> ToolInfo:
     name = info.tool.name
     if without_descriptions(schema) != without_descriptions(info.schema):
         raise ValueError(f"its {name!r} takes other arguments than ours")

@@ -1,4 +1,4 @@
-"""How the benchmark's models take a field's value: what they convert, and what they refuse."""
+"""Converts and refuses field values as the benchmark's models do."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 
 def as_text(value: Any) -> str:
-    """Text only; a number is refused."""
+    """Return a text; refuse a number."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     return value
 
 
 def as_choice(value: Any, choices: Collection[str]) -> str:
-    """One of some texts."""
+    """Return one of the allowed texts."""
     if value not in choices:
         raise ValueError(f"{value!r} is none of {', '.join(choices)}")
     return str(value)
 
 
 def as_int(value: Any) -> int:
-    """A whole number, also as a float or a text."""
+    """Return a whole number, given as an int, a float or a text."""
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float) and value.is_integer():
@@ -33,7 +33,7 @@ def as_int(value: Any) -> int:
 
 
 def as_float(value: Any) -> float:
-    """A number, also as a text."""
+    """Return a number, given as a number or a text."""
     if isinstance(value, int | float | str):
         number = float(value)
         if math.isfinite(number):

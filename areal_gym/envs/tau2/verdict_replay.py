@@ -1,4 +1,4 @@
-"""Replay a folder of recorded verdicts against this implementation: `areal-gym check tau2`.
+"""Replays a folder of recorded verdicts against this implementation: `areal-gym check tau2`.
 
 The folder's format is that of the parity fixtures: one task or one probe per line, gzipped, with
 the texts, hashes and verdicts that the benchmark gave. Nothing is compared by looking it up.
@@ -32,18 +32,18 @@ _NO_LIMIT = 1_000_000
 
 @dataclass(slots=True)
 class Agreement:
-    """How far one domain (or "actions") agrees."""
+    """Counts how far one domain (or "actions") agrees with the recordings."""
 
     name: str
     counts: dict[str, int] = field(default_factory=dict)
-    """What was compared -> how often."""
+    """Number of comparisons of each kind."""
     num_differences: int = 0
     examples: list[str] = field(default_factory=list)
     """The first differences."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it agrees."""
+        """Whether every comparison agrees."""
         return self.num_differences == 0
 
     def compare(self, what: str, where: str, expected: Any, got: Any) -> None:
@@ -58,7 +58,7 @@ class Agreement:
 def replay(
     folder: Path, *, domains: Sequence[str] = DOMAINS, data_dir: str | Path | None = None
 ) -> list[Agreement]:
-    """Replay whatever the folder has of the domains.
+    """Replay the recordings of the domains in the folder.
 
     Raises:
         NothingToDoError: it has nothing.
@@ -95,7 +95,7 @@ def replay(
 
 
 class _Row(dict[str, Any]):
-    """One line of a file, which says what it lacks."""
+    """One line of a file, which names missing keys."""
 
     def __init__(self, where: str, row: Any) -> None:
         if not isinstance(row, dict):
@@ -167,7 +167,7 @@ def _compare_domain(agreement: Agreement, domain: Domain, row: Mapping[str, Any]
 
 
 def _structure(kind: str, mutates: bool, schema: Mapping[str, Any]) -> str:
-    """As text, because the order counts, too: models read it."""
+    """Return a text, because the order counts: models read it."""
     return json.dumps([kind, mutates, without_descriptions(schema)])
 
 
@@ -247,7 +247,7 @@ async def _play(
 
 
 class _Lenient:
-    """The judge of the recorded verdicts, which says that everything is met."""
+    """The judge of the recorded verdicts: every assertion is met."""
 
     async def judge(
         self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
@@ -301,7 +301,7 @@ def _compare_probe(
 
 
 def _compare_hashes(agreement: Agreement, where: str, row: Mapping[str, Any], world: World) -> None:
-    """Canonical hashes, which do not depend on random ids; where none was drawn, they are all."""
+    """Compare canonical hashes, which do not depend on random ids."""
     got: list[str | None] = list(world.digests())
     if isinstance(world, TelecomWorld):
         got = [

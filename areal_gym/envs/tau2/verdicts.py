@@ -1,4 +1,4 @@
-"""Verdicts: what an episode was worth, exactly as the benchmark computes it.
+"""Verdicts: the value of an episode, exactly as the benchmark computes it.
 
 The reward is the product of the parts that the task's `reward_basis` names; the other parts are
 computed as well, for diagnosis. An episode that was not ended by a party's own stop is worth 0.
@@ -16,7 +16,7 @@ from areal_gym.envs.tau2.domain_state import Requestor, World
 from areal_gym.envs.tau2.judge import Judge
 
 STOPS = ("agent_stop", "user_stop")
-"""Ends after which an episode is judged at all."""
+"""Terminations after which an episode is judged."""
 
 
 class Call(NamedTuple):
@@ -29,18 +29,18 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What an episode was worth, and why."""
+    """The value of an episode, and the reasons."""
 
     reward: float
     breakdown: Mapping[str, float] | None = None
-    """Part of the basis -> its share; None when nothing was judged."""
+    """Each part of the basis and its share; None when nothing was judged."""
     db_match: bool | None = None
     env_assertions: Sequence[bool] = ()
     action_checks: Sequence[bool] = ()
     communicate_checks: Sequence[bool] = ()
     nl_checks: Sequence[bool] = ()
     is_nl_judged: bool = True
-    """False when there were assertions in natural language that nobody could judge."""
+    """False if assertions in natural language were not judged."""
 
 
 async def evaluate(
@@ -76,8 +76,8 @@ async def evaluate(
     is_db_equal = world.state() == domain.gold_state(case)
     assertions = [_holds(world, row) for row in case.env_assertions]
     actions = [any(_matches(action, call) for call in calls) for action in case.gold_actions]
-    said = [text.lower().replace(",", "") for text in says]
-    communicated = [any(info.lower() in text for text in said) for info in case.communicate_info]
+    spoken = [text.lower().replace(",", "") for text in says]
+    communicated = [any(info.lower() in text for text in spoken) for info in case.communicate_info]
     needs_judge = bool(case.nl_assertions) and "NL_ASSERTION" in case.reward_basis
     judged = await judge.judge(transcript, case.nl_assertions) if needs_judge else []
     parts = {
@@ -102,7 +102,7 @@ async def evaluate(
 
 
 def is_solved_by_inaction(domain: Domain, case: Case) -> bool:
-    """Whether an assistant that does and says nothing would get the full reward.
+    """Return whether an assistant that does nothing would get the full reward.
 
     Assertions in natural language are taken as met: they mostly say what must not be done.
     """

@@ -1,1 +1,1 @@
-"""Who plays the user: a script, rules, or a language model."""
+"""Players of the user: a script, rules, or a language model."""

@@ -1,4 +1,4 @@
-"""What a user is, and how its first words follow from the task."""
+"""The contract of users, and their first message, which follows from the task."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OUT_OF_SCOPE = "###OUT-OF-SCOPE###"
 STOP_TOKENS = (STOP, TRANSFER, OUT_OF_SCOPE)
 """A text of the user with one of these ends the conversation, which is then judged."""
 GIVE_UP = "This is not helping me. Goodbye."
-"""What a rule-based user says when it hangs up unheard: the end, and no verdict but 0."""
+"""The last message of a rule-based user that gives up; the conversation ends with reward 0."""
 
 
 class UserTurn(NamedTuple):
-    """What a user does: says something, or calls tools of its own (name, arguments)."""
+    """A user's turn: a text, or calls of the user's own tools (name, arguments)."""
 
     text: str = ""
     calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
@@ -31,23 +31,23 @@ class UserTurn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What a user may know when it is made."""
+    """The information that a user gets when it is made."""
 
     domain: Domain
     case: Case
     world: World
-    """To be looked at only: the user acts by its turns."""
+    """For reading only: the user acts by its turns."""
 
 
 class User(Protocol):
     """Plays the user of one conversation."""
 
     def open(self, greeting: str) -> str:
-        """The first words. They wait for nobody, because `reset` does not."""
+        """Return the first message, without waiting for anything, because `reset` does not wait."""
         ...
 
     async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
-        """Answer what the assistant said, or go on after one's own tool calls.
+        """Answer the assistant's message, or continue after the user's own tool calls.
 
         Raises:
             EnvError: the user cannot be asked (a language model's server is down).
@@ -79,12 +79,12 @@ _FIRST_PERSON = (
 
 @lru_cache(maxsize=4096)
 def in_first_person(text: str) -> str:
-    """ "You want your money" -> "I want my money"."""
+    """Rewrite "You want your money" as "I want my money"."""
     for pattern, replacement in _FIRST_PERSON:
         text = re.sub(pattern, replacement, text)
     return text
 
 
 def opening_of(case: Case) -> str:
-    """Why the user calls, as the user would say it."""
+    """Return the user's reason for the call in the user's words."""
     return in_first_person(str(case.instructions.get("reason_for_call") or "Hello, I need help."))

@@ -1,4 +1,4 @@
-"""A rule-based customer of the shop and of the airline: no language model, no waiting.
+"""A rule-based customer of the shop and of the airline, without a language model.
 
 It opens with its reason for the call, fills the slots it is asked for from what the task says it
 knows, confirms what fits the task's gold solution and refuses what does not. It knows that
@@ -24,9 +24,9 @@ from areal_gym.envs.tau2.users.base import (
 )
 
 _MAX_UNHEARD = 4
-"""Texts of the assistant that lead nowhere, after which the customer hangs up."""
+"""Useless messages of the assistant after which the customer hangs up."""
 _NUM_REFUSALS = 2
-"""How often it has to hear that nothing can be done before it believes it."""
+"""Refusals that the customer needs to hear before accepting them."""
 
 _TRANSFERRED = re.compile(r"transferred to a human|transferring you", re.IGNORECASE)
 _REFUSED = re.compile(
@@ -48,7 +48,7 @@ _ASKED = re.compile(r"\?|please|could you|may I|can you|provide|share|tell me", 
 _ID = re.compile(
     r"#W\d{7}|\b\d{10}\b|\b(?:credit_card|gift_card|paypal|certificate)_\d+|\bHAT\d{3}\b"
 )
-"""Ids whose mention in a proposal says what it would do."""
+"""Ids whose mention in a proposal tells what it would change."""
 
 _SLOTS: Mapping[str, tuple[str, str]] = {
     # slot -> (how the assistant asks for it, how it looks in the task)
@@ -71,13 +71,13 @@ class Customer:
     """One customer."""
 
     def __init__(self, scene: Scene) -> None:
-        told = scene.case.instructions
+        instructions = scene.case.instructions
         self._scene = scene
         self._opening = opening_of(scene.case)
         self._text = " ".join(
-            str(told[name])
+            str(instructions[name])
             for name in ("known_info", "reason_for_call", "task_instructions")
-            if told.get(name)
+            if instructions.get(name)
         )
         self._sentences = [in_first_person(s) for s in re.split(r"(?<=[.!?])\s+", self._text) if s]
         self._unsaid = list(self._sentences)
@@ -87,20 +87,20 @@ class Customer:
             for action in scene.case.gold_actions
             if load_tools(scene.domain.name)["assistant"][action.name].mutates
         ]
-        is_told = "COMMUNICATE" in scene.case.reward_basis
-        self._untold = {info.lower() for info in scene.case.communicate_info if is_told}
+        should_hear = "COMMUNICATE" in scene.case.reward_basis
+        self._untold = {info.lower() for info in scene.case.communicate_info if should_hear}
         self._has_wish = bool(writes or self._untold)
         self._wanted_ids = {
-            found
+            mentioned
             for action in writes
             for text in _texts_in(action.arguments)
-            for found in _ID.findall(text)
+            for mentioned in _ID.findall(text)
         }
         self._num_unheard = 0
         self._num_refusals = 0
 
     def open(self, greeting: str) -> str:
-        """The reason for the call."""
+        """Return the reason for the call."""
         return self._opening
 
     async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
@@ -149,10 +149,10 @@ class Customer:
         return asked
 
     def _slot(self, name: str) -> str:
-        found = self._slots.get(name)
-        if not found:
+        values = self._slots.get(name)
+        if not values:
             return f"I don't remember my {name}."
-        return f"My {name} is {' and '.join(found)}."
+        return f"My {name} is {' and '.join(values)}."
 
     def _repeat(self, word: str) -> str:
         self._num_unheard += 1
@@ -161,7 +161,7 @@ class Customer:
         return f"{word} {self._opening}"
 
     def _nearest(self, text: str) -> str:
-        """The sentence of the task with the most words of what was said; each is said once."""
+        """Return the task's unused sentence that shares the most words with the text."""
         words = set(re.findall(r"[a-z]{4,}", text.lower()))
         scores = [len(words & set(re.findall(r"[a-z]{4,}", s.lower()))) for s in self._unsaid]
         if not scores or max(scores) < 2:
@@ -182,11 +182,11 @@ def _slots_of(text: str) -> Mapping[str, list[str]]:
         first, last, _ = slots["user id"][0].split("_")
         slots["name"] = [f"{first.capitalize()} {last.capitalize()}"]
     slots["reason"] = [reason for reason in _REASONS if reason in text.lower()]
-    return {name: found for name, found in slots.items() if found}
+    return {name: values for name, values in slots.items() if values}
 
 
 def _without_closing(text: str) -> str:
-    """Without its questions whether there is anything else."""
+    """Return the text without questions such as "anything else?"."""
     return " ".join(
         sentence for sentence in re.split(r"(?<=[.!?])\s+", text) if not _CLOSED.search(sentence)
     )

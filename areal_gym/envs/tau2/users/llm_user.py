@@ -1,4 +1,4 @@
-"""A user played by a language model, as the benchmark has it."""
+"""A user played by a language model, as in the benchmark."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LLMUser:
         ]
 
     def open(self, greeting: str) -> str:
-        """The reason for the call, in the first person."""
+        """Return the reason for the call, in the first person."""
         self._history += [
             {"role": "user", "content": greeting},
             {"role": "assistant", "content": self._opening},
@@ -42,7 +42,7 @@ class LLMUser:
         return self._opening
 
     async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
-        """What the model says or calls.
+        """Ask the model for its next text or calls.
 
         Raises:
             EnvError: the server fails, or the answer is neither text nor well-formed calls.
@@ -76,7 +76,7 @@ _INSTRUCTIONS = (
 
 
 def describe_scenario(scene: Scene) -> str:
-    """What the model is told about whom it plays."""
+    """Return the description of the role that the model plays."""
     case = scene.case
     parts = [("Persona", case.persona)]
     parts += [

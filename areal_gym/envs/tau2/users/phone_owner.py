@@ -42,7 +42,7 @@ REQUESTS: Mapping[str, str] = {
     ),
     "make_payment": "I have sent you a payment request. Could you please make the payment?",
 }
-"""Tool of the user -> how an assistant may ask for it; arguments are filled in by name."""
+"""Maps each tool of the user to a request for it; arguments are filled in by name."""
 
 
 class _Wish(NamedTuple):
@@ -51,7 +51,7 @@ class _Wish(NamedTuple):
     pattern: re.Pattern[str]
     tool: str
     state: str | None = None
-    """For switches: the setting of the device that the tool flips."""
+    """The setting of the device that a switch flips."""
     arguments: Callable[[re.Match[str]], Mapping[str, Any]] = lambda match: {}
 
 
@@ -143,22 +143,22 @@ class PhoneOwner:
     """One customer of the carrier."""
 
     def __init__(self, scene: Scene) -> None:
-        told = scene.case.instructions
+        instructions = scene.case.instructions
         self._opening = opening_of(scene.case)
-        self._known = in_first_person(str(told.get("known_info") or ""))
+        self._known = in_first_person(str(instructions.get("known_info") or ""))
         self._test, self._passes = _success_test(scene)
         self._scene = scene
         self._num_unheard = 0
         self._heard: list[str] = []
-        """What tools said since the assistant spoke."""
+        """Outputs of tools since the assistant's last message."""
         self._called = ""
 
     def open(self, greeting: str) -> str:
-        """The reason for the call, and who calls."""
+        """Return the reason for the call and the caller's identity."""
         return f"{self._opening} {self._known}".strip()
 
     async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
-        """Act on a request, or tell what a tool said."""
+        """Act on a request, or report the tool's output."""
         if isinstance(event, str):
             self._heard = []
             return self._listen(event)
@@ -180,10 +180,10 @@ class PhoneOwner:
             return UserTurn("Yes, you may add 2.0 GB of data.")
         recognised = _recognise(text)
         if recognised is not None:
-            wish, found = recognised
+            wish, match = recognised
             if wish.state is None:
-                return self._call(wish.tool, wish.arguments(found))
-            return self._switch(wish, found[0] + text[found.end() :])
+                return self._call(wish.tool, wish.arguments(match))
+            return self._switch(wish, match[0] + text[match.end() :])
         if _IS_IT_OVER.search(text):
             return self._call(self._test)
         answer = self._answer(text)
@@ -213,12 +213,12 @@ class PhoneOwner:
 
 
 def _recognise(text: str) -> tuple[_Wish, re.Match[str]] | None:
-    """The first thing that is to be done; if none, the first that is to be looked at."""
+    """Return the first requested change; if there is none, the first requested check."""
     tools = load_tools("telecom")["user"]
     named = _named_tools() if "_" in text else ()
     matches = [(wish, wish.pattern.search(text)) for wish in (*_WISHES, *named)]
     return min(
-        ((wish, found) for wish, found in matches if found is not None),
+        ((wish, match) for wish, match in matches if match is not None),
         key=lambda pair: (
             not tools[pair[0].tool].mutates,
             pair[0] in named,  # "turn it off" says more than "toggle_it"
@@ -230,7 +230,7 @@ def _recognise(text: str) -> tuple[_Wish, re.Match[str]] | None:
 
 @cache
 def _named_tools() -> Sequence[_Wish]:
-    """Assistants read the tools' names in their policy, and may say them."""
+    """Return wishes by the tools' names, which assistants read in their policy and may use."""
     return [
         _wish(rf"\b{name}\b", name)
         for name, info in load_tools("telecom")["user"].items()
@@ -239,7 +239,7 @@ def _named_tools() -> Sequence[_Wish]:
 
 
 def _success_test(scene: Scene) -> tuple[str, Callable[[str], bool]]:
-    """The tool that shows whether the trouble is over, and how its text then reads."""
+    """Return the tool that shows whether the problem is solved, and a test of its output."""
     reason = str(scene.case.instructions.get("reason_for_call") or "").lower()
     if "mms" in reason:
         return "can_send_mms", lambda text: "can send" in text

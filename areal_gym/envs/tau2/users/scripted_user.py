@@ -1,4 +1,4 @@
-"""A user that says what it was told to say."""
+"""A user that follows a script."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class ScriptedUser:
 
     @classmethod
     def factory(cls, opening: str, turns: Sequence[UserTurn] = ()) -> UserFactory:
-        """For a `Simulation`: every conversation begins the script anew."""
+        """Return a user factory for a `Simulation`; every conversation restarts the script."""
         return lambda scene: cls(opening, turns)
 
     def open(self, greeting: str) -> str:
-        """The opening of the script."""
+        """Return the opening of the script."""
         return self._opening
 
     async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
-        """The next turn."""
+        """Return the next turn."""
         return next(self._turns, UserTurn(STOP))
