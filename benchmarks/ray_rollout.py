@@ -32,7 +32,8 @@ from areal_gym.config import load_config
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.distributed.rollout_workers import RolloutWorkers, WorkerSetup
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
-from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
+from areal_gym.engines.server import EngineServer
+from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.rollout.env_pool import EnvPool
 from areal_gym.rollout.episode_runners import EpisodeRequest, EpisodeRunner, LocalEpisodeRunner
@@ -134,7 +135,7 @@ async def measure(
         ):
             row[key] = better(row.get(key, value), value)
 
-    async with open_cluster(config) as cluster, FakeSGLangServer(engine, is_shared=True) as server:
+    async with open_cluster(config) as cluster, EngineServer(engine) as server:
         assert cluster is not None
         setup = WorkerSetup(
             env_factory=envs,

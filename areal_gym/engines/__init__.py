@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Engines: token ids in; token ids, log-probabilities and policy version out."""

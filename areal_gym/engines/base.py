@@ -31,12 +31,12 @@ __all__ = [
 
 
 Grammar = tuple[Literal["json_schema", "structural_tag"], str]
-"""What alone may be written, as JSON text: a JSON schema, or xgrammar's structural tag."""
+"""The kind of grammar and its JSON text: a JSON schema, or xgrammar's structural tag."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one turn."""
+    """Sampling parameters of one turn."""
 
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -49,19 +49,19 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, prompt and weights give the same tokens, whatever else is in the batch."""
     grammar: Grammar | None = None
-    """Only engines that are a `GrammarEngine` keep to it. Log-probabilities are then those of what
-    it leaves, and not the policy's."""
+    """Constrains the output; only a `GrammarEngine` supports it. Log-probabilities are then of the
+    constrained distribution, not the policy's."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Generation:
-    """What the policy sampled for one prompt; read at once, and not kept."""
+    """The tokens that the policy sampled for one prompt."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of the sampling distribution, one per token."""
+    """Under the sampling distribution, one per token."""
     versions: tuple[int, ...]
-    """The policy version that sampled each token; weights may be published inside a turn."""
+    """The policy version that sampled each token; weights may be published during a turn."""
     finish_reason: FinishReason
 
 
@@ -80,11 +80,11 @@ class Engine(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Most tokens, prompt and new ones together, that one sequence may have."""
+        """The maximum number of tokens, prompt and new ones together, of one sequence."""
         ...
 
     async def start(self) -> None:
-        """Make ready: load, connect, check. Called once, on the loop that will use the engine."""
+        """Load, connect and check. Called once, on the event loop that will use the engine."""
         ...
 
     async def generate(
@@ -99,12 +99,12 @@ class Engine(Protocol):
             session: the episode whose cache is kept until `release`.
 
         Raises:
-            EngineError: the policy could not be sampled. Asking again is safe.
+            EngineError: the policy could not be sampled. A retry is safe.
         """
         ...
 
     def release(self, session: str) -> None:
-        """The episode ended; what was kept for it can go. Unknown sessions are ignored."""
+        """Free the cache of an ended episode. Unknown sessions are ignored."""
         ...
 
     async def aclose(self) -> None:
@@ -114,49 +114,48 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Tokens of a generation that is still going on; fields as those of `Generation`."""
+    """Some tokens of a generation in progress; the fields are those of `Generation`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    """None: there is more to come."""
+    """None until the last piece."""
 
 
 @runtime_checkable
 class StreamingEngine(Engine, Protocol):
-    """An engine that can tell of tokens as it samples them."""
+    """An engine that can stream tokens as it samples them."""
 
     def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """As `generate`, piece by piece. Closing the generator aborts the generation."""
+        """Sample like `generate`, piece by piece. Closing the generator aborts the generation."""
         ...
 
 
 @runtime_checkable
 class InterruptedEngine(Engine, Protocol):
-    """An engine whose servers may all be gone for a while."""
+    """An engine whose servers may all be unavailable for a while."""
 
     fails_lost_turns: bool
-    """A turn that was being sampled when the last server was lost fails at once. Sampling it anew
-    would be right for a user who waits, but shortens what is trained on: long turns are lost more
-    often than short ones."""
+    """Whether a turn fails at once when the last server is lost while sampling it. Retrying suits a
+    user who waits, but biases training data to short turns: long ones are lost more often."""
 
     @property
     def num_outages(self) -> int:
-        """How often no server was left."""
+        """How often the last serving server was lost."""
         ...
 
     @property
     def outage_s(self) -> float:
-        """For how long there has been no server; 0 while there is one."""
+        """Seconds since the last serving server was lost; 0 while one serves."""
         ...
 
 
 @runtime_checkable
 class GrammarEngine(Engine, Protocol):
-    """An engine that keeps to `SamplingParams.grammar`, or raises `GrammarError`."""
+    """An engine that obeys `SamplingParams.grammar`, or raises `GrammarError`."""
 
     takes_grammars: bool
 
@@ -164,7 +163,7 @@ class GrammarEngine(Engine, Protocol):
 async def stream_from(
     engine: Engine, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
 ) -> AsyncGenerator[Piece, None]:
-    """The engine's own stream; an engine without one gives everything in one piece."""
+    """Stream from any engine; one without a stream gives everything in one piece."""
     if isinstance(engine, StreamingEngine):
         async with aclosing(engine.stream(prompt_ids, params, session=session)) as pieces:
             async for piece in pieces:
@@ -187,11 +186,11 @@ async def stream_in_chunks(
     session: str | None,
     chunk_tokens: int,
 ) -> AsyncGenerator[Piece, None]:
-    """A stream made of short generations, each going on where the one before has ended.
+    """Stream by short generations, each of which continues the one before.
 
-    For engines that keep the caches of a session, so that going on costs next to nothing, and that
-    sample a token by seed and position. Whatever `generate` promises (retries, versions, weights
-    that are published meanwhile) holds for each chunk.
+    This suits engines that cache sessions, so that continuing is cheap, and that sample a token by
+    seed and position. All guarantees of `generate` (retries, versions, publications) hold for each
+    chunk.
     """
     token_ids = list(prompt_ids)
     left = min(params.max_new_tokens, engine.max_context - len(token_ids))
@@ -213,10 +212,10 @@ async def stream_in_chunks(
 
 @runtime_checkable
 class LocalEngine(Engine, Protocol):
-    """An engine in this process: it takes tensors as they are."""
+    """An engine in this process, which takes tensors directly."""
 
     async def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take new weights (Hugging Face parameter names) and sample with them from now on.
+        """Load new weights (Hugging Face parameter names) and sample with them from now on.
 
         Requests in flight continue under the new weights; their tokens carry both versions.
         """
@@ -224,11 +223,11 @@ class LocalEngine(Engine, Protocol):
 
 
 class WeightServer(Protocol):
-    """One server whose weights are being replaced. What fails raises EngineError."""
+    """One server whose weights are being replaced. Failures raise EngineError."""
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """The server's base URL."""
         ...
 
     @property
@@ -238,15 +237,15 @@ class WeightServer(Protocol):
 
     @property
     def needs_update_session(self) -> bool:
-        """Weights other than a directory's come between a begin and an end that are said."""
+        """Whether tensors must be sent inside an update session."""
         ...
 
     async def post(self, route: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Ask a control route; a refusal of the server is an EngineError with its words."""
+        """Send a POST request; a refusal is an EngineError that quotes the server."""
         ...
 
     async def load_from_disk(self, directory: Path, version: int) -> None:
-        """Take the checkpoint in `directory`, and report `version` from now on."""
+        """Load the checkpoint in `directory`; the server reports `version` from then on."""
         ...
 
 
@@ -255,16 +254,16 @@ class RemoteEngine(Engine, Protocol):
     """An engine whose weights live in other processes; weight syncs bring new ones there."""
 
     adapter: str | None
-    """The LoRA adapter that the policy is sampled with, by its name on the servers."""
+    """The name of the policy's LoRA adapter on the servers."""
 
     def updating(
         self, version: int, *, must_abort: bool = False
     ) -> AbstractAsyncContextManager[Sequence[WeightServer]]:
-        """Interrupt generation, hand out the living servers, check them, go on.
+        """Interrupt generation, hand out the servers, check them, and resume.
 
-        `must_abort` when requests in flight cannot continue in place, but must be sent again.
+        `must_abort`: requests in flight cannot continue in place, but must be sent again.
 
-        Inside, the caller brings the weights of `version` to every server it was given. On
+        Inside, the caller brings the weights of `version` to every server. On
         leaving, a server that does not report `version` takes no more requests; requests that were
         interrupted continue where they stopped, under the new weights.
 

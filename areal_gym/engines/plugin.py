@@ -9,7 +9,7 @@ from areal_gym.plugins import EngineSpec, hookimpl
 
 @hookimpl
 def register_engines() -> Iterable[EngineSpec]:
-    """In this process, on servers, and scripted."""
+    """Yield the built-in engines."""
     yield EngineSpec(
         id="embedded",
         entry_point="areal_gym.engines.embedded:EmbeddedEngine",
@@ -25,5 +25,5 @@ def register_engines() -> Iterable[EngineSpec]:
     yield EngineSpec(
         id="scripted",
         entry_point="areal_gym.engines.scripted:ScriptedEngine",
-        summary="says what it was told to: for tests and for trying environments",
+        summary="answers from a script: for tests and for trying environments",
     )

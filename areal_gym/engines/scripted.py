@@ -1,6 +1,6 @@
-"""An engine that needs no model: it answers from a script.
+"""An engine without a model: it answers from a script.
 
-For tests, for trying an environment out, for measuring everything but the model::
+Use it in tests, to try an environment, or to measure everything but the model::
 
     engine = ScriptedEngine(["<tool_call>...</tool_call>", "The answer is 4."])
     trajectory = await play_episode(env, ChatAgent(), engine, byte_renderer())
@@ -12,7 +12,6 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from areal_gym.chat import Renderer, Tokenizer
@@ -32,11 +31,11 @@ CHATML = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""A plain ChatML template that knows tools."""
+"""A plain ChatML template with tools."""
 
 
 class ByteTokenizer:
-    """One id per byte of UTF-8, and three control tokens."""
+    """A tokenizer with one id per byte of UTF-8, and three control tokens."""
 
     SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     vocab_size = 256 + len(SPECIAL)
@@ -48,7 +47,7 @@ class ByteTokenizer:
     _split = re.compile("(" + "|".join(map(re.escape, SPECIAL)) + ")")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; lone surrogates become a question mark."""
+        """Return the ids of `text`; lone surrogates become a question mark."""
         if "<|" not in text:
             return list(text.encode("utf-8", "replace"))
         ids: list[int] = []
@@ -61,7 +60,7 @@ class ByteTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
         try:
             return bytes(ids).decode("utf-8", "replace")
         except ValueError:  # control tokens do not fit a byte
@@ -70,18 +69,18 @@ class ByteTokenizer:
 
 
 def byte_renderer() -> Renderer:
-    """ChatML over bytes: whole episodes without any checkpoint."""
+    """Make a ChatML renderer over bytes, for whole episodes without a checkpoint."""
     return Renderer(ByteTokenizer(), CHATML)
 
 
 @dataclass(slots=True)
 class Question:
-    """What a scripted policy is asked: one engine call."""
+    """One engine call, as a scripted policy sees it."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     turn: int
-    """How many turns this session has had before."""
+    """The number of earlier turns of this session."""
     tokenizer: Tokenizer
 
     @property
@@ -91,13 +90,13 @@ class Question:
 
 
 Reply = str | Sequence[int]
-"""Text (the end of turn is added) or exact ids (nothing is)."""
+"""Text (the end of turn is added) or exact ids."""
 
 
 class ScriptedEngine:
-    """Plays a script: a list, of which every session gets one entry per turn, or a function.
+    """Answers from a script: a list with one entry per turn of a session, or a function.
 
-    It keeps the whole contract of `Engine`: limits cut replies, `publish` changes the version (a
+    It fulfils the whole contract of `Engine`: limits cut replies, `publish` changes the version (a
     reply in flight then carries both), sampling can be cancelled. Log-probabilities are all -1.
     """
 
@@ -124,18 +123,18 @@ class ScriptedEngine:
         self.policy_version = 0
         self.max_context = max_context
         self.num_calls = 0
-        """How many turns were asked for."""
+        """Calls of `generate`."""
         self._replies = replies if callable(replies) else [self._ids(reply) for reply in replies]
         self._latency_s = latency_s
         self._turns: dict[str | None, int] = {}
 
     async def start(self) -> None:
-        """Nothing to load."""
+        """Do nothing: there is no model to load."""
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Generation:
-        """The script's next reply.
+        """Return the script's next reply.
 
         Raises:
             EngineError: the script is over, or the context is full.
@@ -163,17 +162,17 @@ class ScriptedEngine:
         )
 
     def release(self, session: str) -> None:
-        """Forget how far the session got."""
+        """Forget the session's position in the script."""
         self._turns.pop(session, None)
 
     async def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Stamp `version` on what is sampled from now on; the weights are read and dropped."""
+        """Set the version of further samples; the weights are read and dropped."""
         for _ in weights:
             pass
         self.policy_version = version
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to close."""
 
     def _reply(self, question: Question) -> tuple[int, ...]:
         if callable(self._replies):
@@ -190,17 +189,11 @@ class ScriptedEngine:
         return tuple(reply)
 
 
-@lru_cache(maxsize=256)
-def _end(ids: tuple[int, ...], stop_token_ids: tuple[int, ...]) -> int:
-    """How many ids there are up to the first stop token; one more than all where there is none."""
-    return min((ids.index(stop) for stop in stop_token_ids if stop in ids), default=len(ids)) + 1
-
-
 def _cut(
     ids: tuple[int, ...], room: int, stop_token_ids: tuple[int, ...]
 ) -> tuple[tuple[int, ...], FinishReason]:
-    """What a sampler would have given: up to the first stop token, or as much as fits."""
-    end = _end(ids, stop_token_ids)
+    """Cut `ids` after the first stop token, or to `room` tokens."""
+    end = min((ids.index(stop) for stop in stop_token_ids if stop in ids), default=len(ids)) + 1
     if end <= min(room, len(ids)):
         return ids[:end], FinishReason.STOP
     return ids[:room], FinishReason.LENGTH

@@ -20,7 +20,7 @@ from areal_gym.config import AgentConfig, EngineConfig, PluginConfig, RunConfig
 from areal_gym.config.trust import remember_settings
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
-from areal_gym.engines.sglang.server_client import vocab_size_of
+from areal_gym.engines.checkpoint_config import vocab_size_of
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
 from areal_gym.loggers.base import MetricsLogger

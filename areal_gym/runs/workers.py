@@ -11,7 +11,8 @@ from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.distributed.rollout_workers import RolloutWorkers, WorkerSetup
 from areal_gym.engines.base import Engine
-from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
+from areal_gym.engines.server import EngineServer
+from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.runs.components import Components, open_renderer
 
 
@@ -33,11 +34,9 @@ async def open_workers(
     policy = policy.absolute()  # workers have a directory of their own
     async with AsyncExitStack() as stack:
         if isinstance(engine, SGLangEngine):
-            urls = [member.server.url for member in engine.members]
+            urls = [state.client.url for state in engine.servers]
         else:
-            server = FakeSGLangServer(
-                engine, model_path=str(policy), is_shared=True, host=cluster.host
-            )
+            server = EngineServer(engine, model_path=str(policy), host=cluster.host)
             await stack.enter_async_context(server)
             urls = [server.url]
         setup = WorkerSetup(

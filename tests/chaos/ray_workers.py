@@ -17,7 +17,8 @@ import pytest
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import load_config
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
-from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
+from areal_gym.engines.server import EngineServer
+from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import InfrastructureError
 from areal_gym.rollout.runner import RolloutRunner
@@ -64,7 +65,7 @@ async def _play(num_batches, num_kills, rest_s):
         ]
     )
     engine = ScriptedEngine(lambda question: "I am here.", latency_s=0.02)
-    server = FakeSGLangServer(engine, is_shared=True)
+    server = EngineServer(engine)
     groups, kills = [], []
     async with open_cluster(config) as cluster, server:
         setup = WorkerSetup(

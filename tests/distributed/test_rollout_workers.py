@@ -20,7 +20,8 @@ from areal_gym.config import load_config
 from areal_gym.distributed.cluster import open_cluster
 from areal_gym.distributed.rollout_workers import RolloutWorkers, WorkerSetup
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
-from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
+from areal_gym.engines.server import EngineServer
+from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import ConfigError, InfrastructureError, UsageError
 from areal_gym.rollout.env_pool import EnvPool
@@ -90,7 +91,7 @@ def config_of(*overrides, workers=2):
 async def workers_of(config, env=Where, latency_s=0.01):
     """Workers, and the engine that their episodes are sampled by, in this process."""
     engine = ScriptedEngine(lambda question: "I am here.", latency_s=latency_s)
-    server = FakeSGLangServer(engine, is_shared=True)
+    server = EngineServer(engine)
     async with open_cluster(config) as cluster, server:
         setup = WorkerSetup(
             env_factory=env,

@@ -122,7 +122,7 @@ def test_sglang_from_settings():
         SGLangEngine.from_settings(POLICY, EngineConfig(kwargs={"nonsense": 1}))
     with pytest.raises(ConfigError, match="abort, retract"):
         SGLangEngine(POLICY, urls=["http://a:1"], interrupt="in_place")
-    with pytest.raises(ConfigError, match="is no URL"):
+    with pytest.raises(ConfigError, match="is not the URL"):
         SGLangEngine(POLICY, urls=["ftp://a:1"])
 
 
@@ -148,9 +148,9 @@ def test_cancelled_call_is_aborted_on_the_server():
     ("answer", "words"),
     [
         (lambda: web.Response(text="<html>hi", content_type="text/html"), "answers HTML"),
-        (lambda: web.Response(text="{", content_type="application/json"), "broken JSON"),
-        (lambda: web.json_response({"hello": 1}), "no SGLang server"),
-        (lambda: web.json_response([1]), "no SGLang server|refused"),
+        (lambda: web.Response(text="{", content_type="application/json"), "invalid JSON"),
+        (lambda: web.json_response({"hello": 1}), "not an SGLang server"),
+        (lambda: web.json_response([1]), "not an SGLang server|refused"),
         (lambda: web.Response(status=404), "HTTP 404"),
     ],
     ids=["html", "broken", "other", "list", "404"],
@@ -178,7 +178,7 @@ def test_server_with_another_vocabulary_is_refused_before_sampling(tiny_policy, 
         async with fake(model_path=str(tiny_policy)) as server:
             engine = SGLangEngine(tiny_policy, urls=[server.url])
             await engine.start()
-            assert engine.members[0].facts.vocab_size == vocab_size
+            assert engine.servers[0].facts.vocab_size == vocab_size
             await engine.aclose()
             engine = SGLangEngine(tmp_path, urls=[server.url])
             with pytest.raises(ConfigError, match=rf"has {vocab_size} tokens; .* has 77"):
@@ -214,11 +214,11 @@ def test_sessions_stay_on_one_server_and_are_balanced():
             for _ in range(4):
                 await asyncio.gather(*(ask(engine, session=f"s{i}") for i in range(9)))
             assert [server.num_requests for server in servers] == [12, 12, 12]
-            assert [member.num_sessions for member in engine.members] == [3, 3, 3]
+            assert [member.num_sessions for member in engine.servers] == [3, 3, 3]
             for i in range(9):
                 engine.release(f"s{i}")
             engine.release("never seen")
-            assert [member.num_sessions for member in engine.members] == [0, 0, 0]
+            assert [member.num_sessions for member in engine.servers] == [0, 0, 0]
 
     asyncio.run(scenario())
 
@@ -244,7 +244,7 @@ def test_calls_move_off_a_dead_server():
                 assert generation.token_ids == counted(2, 60)
             assert engine.stats.num_moved == 5
             assert engine.stats.num_servers_lost == 1
-            assert [member.is_serving for member in engine.members] == [False, True]
+            assert [member.is_serving for member in engine.servers] == [False, True]
             assert (await ask(engine, session="s0")).token_ids == counted(2, 20)
 
     asyncio.run(scenario())
@@ -255,7 +255,7 @@ def test_idle_server_death_is_noticed():
         servers = [fake(), fake()]
         async with serving(*servers) as engine:
             await servers[1].die()
-            await until(lambda: not engine.members[1].is_serving)
+            await until(lambda: not engine.servers[1].is_serving)
             await asyncio.gather(*(ask(engine, session=f"s{i}") for i in range(4)))
             assert engine.stats.num_retries == 0
 
@@ -279,7 +279,7 @@ def test_unresponsive_server_is_given_up():
             engine = SGLangEngine(POLICY, urls=[url, other.url], health_interval_s=0.02)
             await engine.start()
             call = asyncio.create_task(ask(engine))
-            await until(lambda: engine.members[0].num_in_flight)
+            await until(lambda: engine.servers[0].num_in_flight)
             stuck.set()
             assert (await call).token_ids == counted(2, 20)
             assert engine.stats.num_moved == 1

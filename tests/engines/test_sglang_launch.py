@@ -64,7 +64,7 @@ def test_engine_starts_restarts_and_ends_servers(tiny_policy, tmp_path):
         try:
             await engine.start()
             assert engine.max_context == 123
-            (member,) = engine.members
+            (member,) = engine.servers
             group = member.process.process_group
             assert len((await ask(engine, 8)).token_ids) <= 8
             await publish(engine, 1, tiny_policy)
@@ -196,7 +196,7 @@ def test_server_that_keeps_dying_is_not_restarted_again(tiny_policy, tmp_path):
             grace_s=1.0,
         )
         await engine.start()
-        group = engine.members[0].process.process_group
+        group = engine.servers[0].process.process_group
         for server in set(members_of(group)) - {group}:
             os.kill(server, signal.SIGKILL)
         with pytest.raises(EngineError) as caught:

@@ -167,12 +167,12 @@ def test_server_without_the_new_weights_does_not_serve(tiny_policy):
                     "/update_weight_version", {"new_version": "1", "abort_all_requests": False}
                 )
             assert engine.policy_version == 1
-            assert [member.is_serving for member in engine.members] == [False, True]
+            assert [member.is_serving for member in engine.servers] == [False, True]
             assert all(g.versions[-1] == 1 for g in await asyncio.gather(*calls))
             await asyncio.sleep(0.15)
-            assert not engine.members[0].is_serving
+            assert not engine.servers[0].is_serving
             await publish(engine, 2, tiny_policy)
-            assert [member.is_serving for member in engine.members] == [True, True]
+            assert [member.is_serving for member in engine.servers] == [True, True]
 
     asyncio.run(scenario())
 
@@ -199,20 +199,20 @@ def test_restarted_server_reloads_or_waits_for_weights(tiny_policy, by_disk):
         async with serving(*servers) as engine:
             await publish(engine, 1, tiny_policy)
             if not by_disk:
-                for member in engine.members:
-                    member.server.loaded_from = None
+                for member in engine.servers:
+                    member.client.loaded_from = None
             await servers[0].die()
-            await until(lambda: not engine.members[0].is_serving)
+            await until(lambda: not engine.servers[0].is_serving)
             servers[0].version = "default"
             await servers[0].start()
             if by_disk:
-                await until(lambda: engine.members[0].is_serving)
+                await until(lambda: engine.servers[0].is_serving)
                 assert servers[0].version == "1"
             else:
                 await asyncio.sleep(0.2)
-                assert not engine.members[0].is_serving
+                assert not engine.servers[0].is_serving
             await publish(engine, 2, tiny_policy)
-            assert all(member.is_serving for member in engine.members)
+            assert all(member.is_serving for member in engine.servers)
 
     asyncio.run(scenario())
 
@@ -222,11 +222,11 @@ def test_restarted_only_server_with_old_weights_is_an_error(tiny_policy):
         server = fake()
         async with serving(server) as engine:
             await publish(engine, 1, tiny_policy)
-            engine.members[0].server.loaded_from = None  # as if they had come as tensors
+            engine.servers[0].client.loaded_from = None  # as if they had come as tensors
             server.version = "default"
             with pytest.raises(EngineUnreachableError, match="version 1") as caught:
                 await ask(engine)
-            assert caught.value.hints[0] == f"{server.url} was restarted, and has other weights"
+            assert caught.value.hints[0] == f"{server.url} was restarted and has other weights"
             await publish(engine, 2, tiny_policy)
             assert (await ask(engine)).versions == (2,) * 20
 
@@ -263,7 +263,7 @@ def test_sglang_resumes_after_a_pause_of_a_killed_run():
     async def scenario():
         server = fake()
         async with serving(server) as killed:
-            await killed.members[0].server.post("/pause_generation", {"mode": "retract"})
+            await killed.servers[0].client.post("/pause_generation", {"mode": "retract"})
             engine = SGLangEngine(POLICY, urls=[server.url])
             await engine.start()
             assert len((await ask(engine)).token_ids) == 20
@@ -296,7 +296,7 @@ def test_server_dying_during_publication_is_left_out(tiny_policy):
                     await updated_servers[0].load_from_disk(tiny_policy, 1)
                 await updated_servers[1].load_from_disk(tiny_policy, 1)
             assert all(len(g.token_ids) == 100 for g in await asyncio.gather(*calls))
-            assert [member.is_serving for member in engine.members] == [False, True]
+            assert [member.is_serving for member in engine.servers] == [False, True]
 
     asyncio.run(scenario())
 

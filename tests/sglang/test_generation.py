@@ -116,7 +116,7 @@ def test_model_eos_ends_only_turns_with_that_stop_token(in_engine, tmp_path):
         assert ended.token_ids == (eos,)
         sampling = {"max_new_tokens": 12, "temperature": 0.0}
         request = {"input_ids": PROMPT, "sampling_params": sampling}
-        answer = await engine.members[0].server.post("/generate", request)
+        answer = await engine.servers[0].client.post("/generate", request)
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": eos}
         await sync.aclose()
 
@@ -150,7 +150,7 @@ def test_prompt_filling_the_context_is_refused(in_engine):
             await ask(engine, 8, (PROMPT * 20)[: engine.max_context])
         # The server's own words, where the client's check is not asked:
         with pytest.raises(EngineError, match=r"exceeds|longer"):
-            await engine.members[0].server.post(
+            await engine.servers[0].client.post(
                 "/generate",
                 {"input_ids": PROMPT * 20, "sampling_params": {"max_new_tokens": 8}},
             )

@@ -8,7 +8,7 @@ from conftest import require_retract, running_server
 from suite import PROMPT, TOLERANCE, ask, busy, engine_over, gap, is_ascending, turns_in_flight
 
 from areal_gym.config import LoraConfig, PluginConfig
-from areal_gym.engines.sglang.server_client import RefusedError, SGLangServer
+from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
 from areal_gym.errors import EngineError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.models.tiny.decoder import build_decoder
@@ -38,7 +38,7 @@ def sync_of(engine, id, directory, **kwargs):
 
 
 async def checksums(url):
-    server = SGLangServer(url)
+    server = ServerClient(url)
     try:
         answer = await server.post("/weights_checker", {"action": "checksum"}, timeout_s=60)
         return answer["ranks"][0]["checksums"]
@@ -69,7 +69,7 @@ def test_server_samples_with_the_published_weights(
                 assert set(generation.versions) == {version}
                 assert gap(decoder, generation) < tolerance
                 assert gap(decoders[1 - version % 2], generation) > 0.1
-                assert await engine.members[0].reported_version() == version
+                assert await engine.servers[0].reported_version() == version
                 seen.append(await checksums(server))
             assert seen[0] == seen[2]
             assert seen[0] != seen[1] or seen[0] is None
@@ -221,7 +221,7 @@ def test_lora_adapters_are_policy_versions(server, policies, decoders, tmp_path)
             assert is_ascending((await running).versions)
             # Only the newest is kept, on the server and on the disk.
             assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-v2"]
-            answer = await engine.members[0].server.post(
+            answer = await engine.servers[0].client.post(
                 "/unload_lora_adapter", {"lora_name": "policy-v2"}
             )
             assert answer["loaded_adapters"] == {}

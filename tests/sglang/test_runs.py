@@ -113,7 +113,7 @@ def test_calls_of_a_killed_server_move_to_another(kind, policies, tmp_path):
                 # Not a short answer: what was sampled is whole, wherever it was.
                 assert len(generation.token_ids) == 200
                 assert gap(decoder, generation) < TOLERANCE
-            assert len(engine.members) == 2
+            assert len(engine.servers) == 2
             sync = DiskWeightSync(engine, directory=tmp_path / "weights")
             await sync.publish(load_checkpoint(policies[1]).state_dict().items(), 1)
             assert set((await ask(engine)).versions) == {1}

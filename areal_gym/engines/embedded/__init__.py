@@ -1,4 +1,4 @@
-"""A policy sampled in this process: scheduler, network, sampler."""
+"""The embedded engine: scheduler, network and sampler in this process."""
 
 from areal_gym.engines.embedded.embedded_engine import EmbeddedEngine
 

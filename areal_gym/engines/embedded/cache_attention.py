@@ -1,8 +1,7 @@
-"""Attention of one step of the engine to its cache of keys and values.
+"""Attention of one engine step to the cache of keys and values.
 
-On a CPU, with a C compiler, `areal_gym.models.tiny.kernels` computes it: each row reads as much as
-it has,
-siblings read the beginning that they share from one of them. Elsewhere it is torch's: rows are
+On a CPU with a C compiler, `areal_gym.models.tiny.kernels` computes it: each row reads its own
+length, and siblings read their shared beginning from one of them. Elsewhere torch does: rows are
 masked up to the longest one, prompts padded to rectangles of similar length.
 
 Axes: `N` tokens of the step, `R` cache rows that decode, `S` all cache rows, `H`, `K` query and key
@@ -24,9 +23,9 @@ from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.kernels.attention_kernels import BLOCK, attend_cached
 
 _MASKED = -1e30
-"""Finite, because a row without any visible key would otherwise turn into NaN."""
+"""Finite, because a row without any visible key would turn into NaN with -inf."""
 _CACHE_ALIGNMENT = 16
-"""Cached lengths are rounded up to this: matrix products like it, and the mask is there anyway."""
+"""Cached lengths are rounded up to a multiple of this, which suits matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +39,35 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Decoding rows of the cache that begin alike, or one that is alone."""
+    """Decoding rows whose sequences begin with the same tokens, or a single row."""
 
     rows: tuple[int, ...]
     num_shared: int
-    """So many first tokens of theirs are the same."""
+    """The number of shared first tokens."""
 
 
 class StepAttention(Protocol):
-    """Who sees what in one step."""
+    """The attention of one step."""
 
     def __call__(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
-        """[N, H D], the scores as they are, not scaled.
+        """Return the attention outputs, [N, H D]; scores are not scaled.
 
         Args:
-            q_NHD: queries of the rows that decode, then of the prompts' tokens.
+            q_NHD: queries of the decoding rows, then of the prompts' tokens.
             cache: keys and values of one layer, [2, S, K, P, D].
-            window: a token sees itself and the `window - 1` before it only.
+            window: a token attends only to itself and the `window - 1` tokens before it.
         """
         ...
 
 
 class KernelAttention:
-    """By the kernel for CPUs.
+    """Computes attention with the C kernel for CPUs.
 
     Args:
-        positions_R: of each decoding row's token; of idle rows anything.
-        families: all rows that decode.
-        prompts: whose tokens follow.
-        row_size: K P, from a row of the cache to the next in tokens.
+        positions_R: the position of each decoding row's token; arbitrary for idle rows.
+        families: all decoding rows.
+        prompts: the prompts, whose tokens follow.
+        row_size: K P, the distance between rows of the cache in tokens.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class KernelAttention:
     ) -> None:
         positions, segments = positions_R.tolist(), []
         for family in families:
-            # Whole blocks: then the digits of a row do not depend on who its siblings are.
+            # Whole blocks, so that the results of a row do not depend on its siblings.
             shared, first = family.num_shared // BLOCK * BLOCK, family.rows[0] * row_size
             for row in family.rows:
                 start = row * row_size
@@ -94,20 +93,20 @@ class KernelAttention:
         self._segments_S6 = torch.tensor(segments)
 
     def __call__(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
-        """As the protocol says."""
+        """Return the attention outputs; see `StepAttention`."""
         return attend_cached(q_NHD, cache, self._segments_S6, window)
 
 
 class MaskedAttention:
-    """By torch.
+    """Computes attention with torch.
 
     Args:
-        config: of the model.
-        positions_R: of each decoding row's token; of idle rows anything.
-        num_keys: all decoding rows that matter see positions below this only.
-        prompts: whose tokens follow.
+        config: the model's configuration.
+        positions_R: the position of each decoding row's token; arbitrary for idle rows.
+        num_keys: working rows attend to positions below this only.
+        prompts: the prompts, whose tokens follow.
         num_positions: P.
-        dtype: of the cache.
+        dtype: the type of the cache.
     """
 
     def __init__(
@@ -129,14 +128,14 @@ class MaskedAttention:
         self._buckets = self._buckets_of(prompts)
 
     def __call__(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
-        """As the protocol says."""
-        seen = self._attend_rows(q_NHD[: self._num_decoding], cache, window)
+        """Return the attention outputs; see `StepAttention`."""
+        attended = self._attend_rows(q_NHD[: self._num_decoding], cache, window)
         if not self._buckets:
-            return seen
-        return torch.cat((seen, self._attend_prompts(q_NHD, cache, window)))
+            return attended
+        return torch.cat((attended, self._attend_prompts(q_NHD, cache, window)))
 
     def _biases_of(self, age: Tensor) -> dict[int | None, Tensor]:
-        """By window: what is added to scores of keys so many tokens older than their queries."""
+        """Return the bias added to the scores, by window; `age` is query less key position."""
         biases: dict[int | None, Tensor] = {}
         for window in set(self._config.windows):
             is_hidden = age < 0
@@ -147,7 +146,7 @@ class MaskedAttention:
         return biases
 
     def _attend_rows(self, q_RHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
-        """One query per row against the row's cache: [R, H D]."""
+        """Attend with one query per row to the row's cache: [R, H D]."""
         num_rows = len(q_RHD)
         if num_rows == 0:
             return q_RHD.flatten(1)
@@ -157,7 +156,7 @@ class MaskedAttention:
         if softcap is not None:
             out = capped_attention(q, keys, values, bias, scale=1.0, softcap=softcap)
         elif q.device.type == "cpu":
-            # For single queries two products beat torch's fused attention there.
+            # For single queries, two products beat torch's fused attention on CPUs.
             out = (q @ keys.transpose(-2, -1)).add_(bias).softmax(-1) @ values
         else:
             bias = bias.expand(*q.shape[:3], -1)
@@ -165,7 +164,7 @@ class MaskedAttention:
         return out.reshape(num_rows, -1)
 
     def _attend_prompts(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
-        """Causal attention of the prompts' tokens to their rows' cache: [N - R, H D]."""
+        """Attend causally with the prompts' tokens to their rows' cache: [N - R, H D]."""
         out = torch.empty_like(q_NHD[self._num_decoding :])
         for bucket in self._buckets:
             keys, values = cache[:, bucket.rows_B, :, : bucket.num_keys]
@@ -174,15 +173,17 @@ class MaskedAttention:
             q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
             bias, softcap = bucket.bias[window], self._config.attn_logit_softcapping
             if softcap is None:
-                seen = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=1.0)
+                attended = F.scaled_dot_product_attention(
+                    q, keys, values, attn_mask=bias, scale=1.0
+                )
             else:
-                seen = capped_attention(q, keys, values, bias, scale=1.0, softcap=softcap)
-            seen = seen.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-            out[bucket.flat_P] = seen[bucket.is_real_BT]
+                attended = capped_attention(q, keys, values, bias, scale=1.0, softcap=softcap)
+            attended = attended.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+            out[bucket.flat_P] = attended[bucket.is_real_BT]
         return out.flatten(1)
 
     def _buckets_of(self, prompts: Sequence[Prompt]) -> list[_Bucket]:
-        """Prompts within a factor of two of each other's length share a padded product."""
+        """Bucket prompts whose lengths differ by at most a factor of two."""
         flat_starts, flat = [], self._num_decoding
         for prompt in prompts:
             flat_starts.append(flat)
@@ -207,11 +208,11 @@ class MaskedAttention:
     def _bucket(
         self, prompts: Sequence[Prompt], flat_starts: Sequence[int], members: Sequence[int]
     ) -> _Bucket:
-        facts = torch.tensor(
+        bounds = torch.tensor(
             [[prompts[i].start, prompts[i].stop, flat_starts[i]] for i in members],
             device=self._device,
         )
-        starts, stops, flats = facts.unbind(1)
+        starts, stops, flats = bounds.unbind(1)
         num_keys = max(prompts[i].stop for i in members)
         num_queries = max(prompts[i].stop - prompts[i].start for i in members)
         offsets = torch.arange(num_queries, device=self._device)
@@ -234,7 +235,7 @@ class MaskedAttention:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Prompts of similar length, whose attention is padded to a common length and computed."""
+    """Prompts of similar length, whose attention is padded to a common length."""
 
     rows_B: slice | Tensor
     num_keys: int
@@ -244,10 +245,10 @@ class _Bucket:
     flat_P: Tensor
     """Flat tokens of the bucket, in the order of the true entries of `is_real_BT`."""
     bias: dict[int | None, Tensor]
-    """By window: [B, 1, G T, num_keys], added to the scores."""
+    """The bias added to the scores, by window: [B, 1, G T, num_keys]."""
 
 
 def _index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Of these rows of the cache: where they follow one another, nothing needs to be copied."""
+    """Return an index of cache rows; consecutive rows become a slice, which needs no copy."""
     run = range(rows[0], rows[0] + len(rows))
     return slice(run.start, run.stop) if list(rows) == list(run) else torch.tensor(rows).to(device)

@@ -1,7 +1,7 @@
-"""The embedded engine: a policy sampled in this process, on a thread of its own.
+"""The embedded engine: samples a policy in this process, on its own thread.
 
 event loop:  generate() --inbox--> engine thread: [commands] -> step -> step -> ...
-             futures <--call_soon_threadsafe, once per step, all that ended--
+             futures <--call_soon_threadsafe, once per step, all ended turns--
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, Piece, SamplingParams
 from areal_gym.engines.embedded.network import CachedDecoder
-from areal_gym.engines.embedded.scheduler import EngineStats, Request, Scheduler
+from areal_gym.engines.embedded.requests import EngineStats, Request
+from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.models.device import pick_device
 from areal_gym.models.tiny.checkpoint_files import read_checkpoint
@@ -34,18 +35,18 @@ _T = TypeVar("_T")
 
 
 class EmbeddedEngine:
-    """Samples a policy with torch, on CPU or CUDA; `docs/models.md` says of which shapes.
+    """Samples a policy with torch, on CPU or CUDA; `docs/models.md` lists the supported models.
 
     Continuous batching over a preallocated cache: a row is refilled as soon as its turn ends. A
-    session keeps its row between turns, so that a turn computes new tokens only; siblings that
-    begin with the same prompt compute it once.
+    session keeps its row between turns, so that a turn computes new tokens only; siblings with
+    the same prompt compute it once.
 
     Args:
         decoder: the policy; its weights are copied.
-        num_slots: sequences sampled at once.
+        num_slots: the number of sequences sampled at once.
         max_context: tokens of one sequence, prompt included.
         dtype: "float32" or "bfloat16".
-        device: "auto" takes CUDA when there is one.
+        device: "auto" takes CUDA if available.
         num_threads: CPU threads of the engine's thread.
     """
 
@@ -61,10 +62,10 @@ class EmbeddedEngine:
     ) -> None:
         weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
         scheduler = _scheduler(decoder.config, weights, num_slots, max_context, dtype, device)
-        self._take(scheduler, num_threads)
+        self._initialize(scheduler, num_threads)
 
-    def _take(self, scheduler: Scheduler, num_threads: int) -> None:
-        """What an engine is besides its scheduler."""
+    def _initialize(self, scheduler: Scheduler, num_threads: int) -> None:
+        """Initialize everything around the scheduler."""
         self._scheduler = scheduler
         self._num_threads = num_threads
         self._max_context = scheduler.network.scratch
@@ -88,27 +89,27 @@ class EmbeddedEngine:
         device: str = "auto",
         num_threads: int = 1,
     ) -> Self:
-        """An engine for a Hugging Face checkpoint directory; arguments as the constructor's.
+        """Make an engine for a Hugging Face checkpoint; arguments as the constructor's.
 
-        The weights go from the files to where they are used, each converted on its way.
+        Each tensor is converted while it is read, without a copy of the model in between.
 
         Raises:
-            ConfigError: there is no checkpoint, or one that this engine cannot sample.
+            ConfigError: there is no checkpoint, or this engine cannot sample it.
         """
         config, weights = read_checkpoint(directory)
         engine = cls.__new__(cls)
-        engine._take(
+        engine._initialize(
             _scheduler(config, weights, num_slots, max_context, dtype, device), num_threads
         )
         return engine
 
     @classmethod
     def from_settings(cls, policy: Path, settings: EngineConfig) -> Self:
-        """An engine as a run's settings want it.
+        """Make the engine of a run's settings.
 
         Raises:
-            ConfigError: there is no checkpoint, or one that this engine cannot sample; or there
-                are `engine.kwargs`, for it has none.
+            ConfigError: there is no checkpoint, this engine cannot sample it, or there are
+                `engine.kwargs`, of which it has none.
         """
         if settings.kwargs:
             raise ConfigError(
@@ -131,7 +132,7 @@ class EmbeddedEngine:
 
     @property
     def max_context(self) -> int:
-        """Most tokens that one sequence may have; never more than the model's positions."""
+        """The maximum tokens of one sequence; at most the model's positions."""
         return self._max_context
 
     @property
@@ -160,7 +161,7 @@ class EmbeddedEngine:
     async def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """Tell of the tokens as they are sampled; see `StreamingEngine.stream`.
+        """Stream tokens as they are sampled; see `StreamingEngine.stream`.
 
         Raises:
             EngineError: as `generate`.
@@ -190,8 +191,8 @@ class EmbeddedEngine:
     ) -> list[Generation]:
         """Sample all of these turns, in one batch from the first step on.
 
-        What is computed does not depend on when anything arrives: the same turns in the same order
-        give the same numbers, to the last bit.
+        The results do not depend on timing: the same turns in the same order give the same
+        numbers, to the last bit.
 
         Raises:
             EngineError: as `generate`.
@@ -237,11 +238,11 @@ class EmbeddedEngine:
                 self.release(request.session)
 
     def release(self, session: str) -> None:
-        """The session's row can serve others."""
+        """Free the session's cache row for other sessions."""
         self._inbox.put(lambda: self._scheduler.release(session))
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy new weights between two steps. Turns in flight go on; see `Scheduler.load`.
+        """Copy new weights between two steps. Turns in flight continue; see `Scheduler.load`.
 
         Raises:
             EngineError: the weights are of another model; the old ones stay.
@@ -255,7 +256,7 @@ class EmbeddedEngine:
         await self._between_steps(load)
 
     async def _between_steps(self, act: Callable[[], _T]) -> _T:
-        """Do something on the engine's thread, where nothing else touches weights and caches."""
+        """Run `act` on the engine's thread between two steps."""
         if self._loop is None or self._is_stopping:
             raise EngineError("the engine is not running; call start() first")
         done: asyncio.Future[_T] = self._loop.create_future()
@@ -263,10 +264,10 @@ class EmbeddedEngine:
         def run() -> None:
             try:
                 result = act()
-            except EngineError as refused:
-                self._tell(_settle, done, None, refused)
+            except EngineError as error:
+                self._call_on_loop(_settle, done, None, error)
             else:
-                self._tell(_settle, done, result, None)
+                self._call_on_loop(_settle, done, result, None)
 
         self._waiting.add(done)
         self._inbox.put(run)
@@ -276,18 +277,15 @@ class EmbeddedEngine:
             self._waiting.discard(done)
 
     async def snapshot(self) -> EmbeddedEngine:
-        """Another engine with a copy of the weights and the version of this moment.
+        """Return another engine with a copy of the current weights and version.
 
-        It has a thread of its own and, like any engine, must be started and closed.
+        It has its own thread and, like any engine, must be started and closed.
 
         Raises:
             EngineError: this engine is not running.
         """
-        return await self._between_steps(self._copy)
-
-    def _copy(self) -> EmbeddedEngine:
         copy = EmbeddedEngine.__new__(EmbeddedEngine)
-        copy._take(self._scheduler.copy(), self._num_threads)
+        copy._initialize(await self._between_steps(self._scheduler.copy), self._num_threads)
         return copy
 
     async def aclose(self) -> None:
@@ -295,7 +293,7 @@ class EmbeddedEngine:
         if self._thread is None:
             return
         self._is_stopping = True
-        self._inbox.put(lambda: None)  # wakes it
+        self._inbox.put(lambda: None)  # wakes the thread
         thread, self._thread = self._thread, None
         await asyncio.to_thread(thread.join)
         self._fail_all(EngineError("the engine was closed"))
@@ -307,32 +305,32 @@ class EmbeddedEngine:
         scheduler = self._scheduler
         with torch.inference_mode():
             while not self._is_stopping:
-                # Whatever is raised here, SystemExit included: nobody may wait for ever.
+                # Callers get an answer whatever is raised here, SystemExit included.
                 try:
                     self._serve(scheduler)
                 except BaseException as error:
                     scheduler.fail_all()
                     if not isinstance(error, EngineError):
                         error = EngineError(f"the embedded engine failed: {error!r}")
-                    self._tell(self._fail_all, error)
+                    self._call_on_loop(self._fail_all, error)
 
     def _serve(self, scheduler: Scheduler) -> None:
-        """Compute and deliver until the engine stops, or something fails."""
+        """Compute and deliver until the engine stops or fails."""
         while not self._is_stopping:
-            self._obey(block=not scheduler.has_work)
+            self._run_commands(block=not scheduler.has_work)
             if self._is_stopping or not scheduler.has_work:
                 continue
             start_s = time.perf_counter()
             finished = scheduler.step()
             scheduler.stats.busy_s += time.perf_counter() - start_s
-            told = [r for r in finished if r.is_streamed] + scheduler.streamed
-            if told:
-                self._tell(self._deliver_pieces, [(r, r.piece()) for r in told])
+            streamed = [r for r in finished if r.is_streamed] + scheduler.streamed
+            if streamed:
+                self._call_on_loop(self._deliver_pieces, [(r, r.piece()) for r in streamed])
             if finished:
-                self._tell(self._deliver, finished)
+                self._call_on_loop(self._deliver, finished)
 
-    def _obey(self, *, block: bool) -> None:
-        """Run what callers asked for; wait for something when there is nothing to compute."""
+    def _run_commands(self, *, block: bool) -> None:
+        """Run the callers' commands; with `block`, wait for the first one."""
         if block:
             self._inbox.get()()
         while True:
@@ -342,7 +340,7 @@ class EmbeddedEngine:
                 return
             command()
 
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+    def _call_on_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *arguments)
@@ -379,7 +377,7 @@ def _scheduler(
     device: str,
 ) -> Scheduler:
     if dtype not in _DTYPES:
-        raise ConfigError(f"no dtype {dtype!r}; there is: {', '.join(_DTYPES)}")
+        raise ConfigError(f"unknown dtype {dtype!r}; available: {', '.join(_DTYPES)}")
     network = CachedDecoder(
         config,
         num_rows=num_slots,

@@ -1,7 +1,7 @@
-"""The decoder as the engine runs it: fused weights and a preallocated key/value cache.
+"""The decoder for inference: fused weights and a preallocated key/value cache.
 
-One `forward` serves one step of the engine: the rows that decode, one token each, and the
-prompts that enter, all on one flat token axis, so that every matrix product is shared.
+One `forward` computes one step of the engine: the decoding rows, one token each, and the new
+prompts, all on one flat token axis, so that they share every matrix product.
 
 Axes: `N` tokens of the step, `R` cache rows that decode, `S` all cache rows, `L` layers,
 `H`, `K` query and key heads, `D` head dimension, `P` positions of a cache row, `C` hidden, `V`
@@ -53,7 +53,7 @@ class CachedDecoder:
         # CPUs multiply small bfloat16 batches slower than float32 ones; rotation needs float32.
         self.cache_dtype = torch.float32 if device.type == "cpu" else dtype
         self.scratch = max_context
-        """A position that no sequence has: rows that do not take part write there."""
+        """An unused position: idle rows write there."""
         self._num_positions = max_context + 1
         self._rotations = self._rotations_of(config.rope_theta, config.rope_scaling)
         self._local_rotations: Tensor | None = None
@@ -70,14 +70,14 @@ class CachedDecoder:
         self.weights = FusedWeights(config, dtype=dtype, device=device)
 
     def _rotations_of(self, theta: float, scaling: RopeScaling | None) -> Tensor:
-        """Of each position and pair: the complex number that turns it."""
+        """Return the complex rotation of each position and pair."""
         inv_freq = rope_frequencies(self.config.head_dim, theta, scaling)
         angles = torch.arange(self._num_positions, dtype=torch.float32)[:, None] * inv_freq
         amplitudes = torch.full_like(angles, rope_amplitude(scaling))
         return torch.polar(amplitudes, angles)[:, None].to(self.device)
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Give `target` the first cached tokens of `source`."""
+        """Copy the first cached tokens of `source` to `target`."""
         self._cache[:, :, target, :, :num_tokens].copy_(self._cache[:, :, source, :, :num_tokens])
 
     def swap_rows(self, a: int, b: int, num_tokens: int) -> None:
@@ -87,7 +87,7 @@ class CachedDecoder:
         self._cache[:, :, b, :, :num_tokens].copy_(kept)
 
     def clear(self) -> None:
-        """Zero the cache: what a broken model left in it would poison later sequences."""
+        """Zero the cache: NaNs of a diverged model would spread to later sequences."""
         self._cache.zero_()
 
     def forward(
@@ -101,18 +101,18 @@ class CachedDecoder:
         prompts: Sequence[Prompt],
         families: Sequence[Family],
     ) -> Tensor:
-        """One step. The first `num_decoding` tokens belong to the cache rows 0, 1, 2, ...
+        """Compute one step. The first `num_decoding` tokens belong to the cache rows 0, 1, 2, ...
 
         The tokens of `prompts` follow, one prompt after the other.
 
         Args:
             token_ids_N: the tokens.
-            positions_N: where in its sequence each one stands.
+            positions_N: the position of each token in its sequence.
             rows_N: the cache row of each.
             num_decoding: R.
-            num_keys: all decoding rows that matter see positions below this only.
-            prompts: what enters the cache in this step.
-            families: the decoding rows, those together that begin alike.
+            num_keys: working rows attend to positions below this only.
+            prompts: the prompts that enter the cache in this step.
+            families: the decoding rows, grouped by shared beginnings.
 
         Returns:
             float32 logits, [R + len(prompts), V]: of the decoding rows, then of the last token
@@ -145,15 +145,15 @@ class CachedDecoder:
             turns = rotations if window is None else local_rotations
             q = self._place(qkv, turns, rows_N, positions_N, cache)
             if prompts and layer is weights.layers[-1]:
-                # The last layer owes its keys to later steps, and its output to the last tokens.
+                # Only the last tokens need the output of the last layer.
                 last = self._last_tokens(prompts, num_decoding)
                 ends = [Prompt(prompt.row, prompt.stop - 1, prompt.stop) for prompt in prompts]
                 x, q, attend = x[last], q[last], self._attention(*decoding, ends)
-            seen = attend(q, cache, window)
+            attended = attend(q, cache, window)
             if layer.out_norm is None:
-                layer.out.add_product(seen.to(self.dtype), x)
+                layer.out.add_product(attended.to(self.dtype), x)
             else:
-                x += rms_norm(layer.out.product(seen.to(self.dtype)), layer.out_norm, eps)
+                x += rms_norm(layer.out.product(attended.to(self.dtype)), layer.out_norm, eps)
             self._feed_forward(x, layer)
         logits = weights.head.product(rms_norm(x, weights.final_norm, eps)).float()
         return softcapped(logits, config.final_logit_softcapping)
@@ -161,7 +161,7 @@ class CachedDecoder:
     def _place(
         self, qkv: Tensor, turns: Tensor, rows_N: Tensor, positions_N: Tensor, cache: Tensor
     ) -> Tensor:
-        """Turn queries and keys, put keys and values into the cache; returns the queries."""
+        """Rotate queries and keys, cache keys and values, and return the queries."""
         num_heads, key_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         if self._has_kernel:
             pointwise.place(qkv, turns, rows_N, positions_N, cache)

@@ -1,7 +1,7 @@
-"""From logits to tokens: inverse-CDF sampling with random numbers that belong to the request.
+"""Samples tokens from logits by inverting the CDF, with random numbers per request.
 
-The random number of a token is a hash of (seed, position), so that what a request samples does
-not depend on who else is in the batch.
+The random number of a token is a hash of (seed, position), so that the samples of a request do not
+depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _WORD = (1 << 64) - 1
 
 
 def uniforms(seed: int, start: int, stop: int) -> npt.NDArray[np.float32]:
-    """Numbers in [0, 1) of the positions start..stop, by SplitMix64 (Steele et al. 2014)."""
-    # One round mixes the seed first: streams of neighbouring seeds must not overlap shifted.
+    """Return a number in [0, 1) per position start..stop, by SplitMix64 (Steele et al. 2014)."""
+    # One round mixes the seed first: the streams of adjacent seeds must not overlap.
     origin = int(_mix(np.array([seed & _WORD], dtype=np.uint64))[0])
     counters = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     bits = _mix(counters + np.uint64(origin))
-    # 24 bits are what a float32 below 1 can hold.
+    # A float32 below 1 holds 24 bits.
     return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
@@ -34,7 +34,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids and their log-probabilities, both [B].
+    """Sample token ids; return them and their log-probabilities, both [B].
 
     Args:
         logits_BV: float32; -inf where a token is excluded.
@@ -58,7 +58,7 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, u_B: Tensor) -> tuple[Tenso
 def filter_logits(
     logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor
 ) -> Tensor:
-    """-inf outside the `top_k` likeliest tokens (0 is off), then outside the nucleus `top_p`.
+    """Set logits to -inf outside the `top_k` likeliest tokens (0 is off) and the nucleus `top_p`.
 
     The nucleus is the smallest set of the likeliest tokens with probability of at least `top_p`
     at this temperature (Holtzman et al. 2020); the likeliest token always stays.

@@ -1,96 +1,32 @@
-"""Which sequence sits in which cache row, and what each step of the network computes.
+"""Continuous batching: assigns sequences to cache rows, and composes the steps of the network.
 
     request -> pending -> [a row: its own, a sibling's copy, a free one, an idle one's] -> prefill
             -> decode, one token a step -> finished; the row stays with the session -> released
 
-Used from one thread, and knows nothing of asyncio: `step` takes and returns plain objects.
+It is used from one thread and does not use asyncio: `step` takes and returns plain objects.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from areal_gym.engines.base import Generation, Piece, SamplingParams
 from areal_gym.engines.embedded.cache_attention import Family, Prompt
 from areal_gym.engines.embedded.network import CachedDecoder
-from areal_gym.engines.embedded.sampling import filter_logits, sample, uniforms
+from areal_gym.engines.embedded.requests import EngineStats, Request
+from areal_gym.engines.embedded.sampling import filter_logits, sample
 from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason
 
 _MAX_SPREAD = 1.25
-"""Rows decoded per working row; exchanging two rows costs about as much as one wasted row does
-in twenty steps."""
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """What the engine has done so far."""
-
-    num_steps: int = 0
-    generated: int = 0
-    """Tokens sampled."""
-    prefilled: int = 0
-    """Prompt tokens computed."""
-    reused: int = 0
-    """Prompt tokens that a session's own earlier turn, or a sibling's prompt, had computed."""
-    occupancy: int = 0
-    """Sum over the steps of the rows that decoded: divided by `num_steps`, the mean batch."""
-    busy_s: float = 0.0
-    """Wall seconds in the network and the sampler."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One turn to sample."""
-
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    session: str
-    max_new_tokens: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    uniforms: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    is_cancelled: bool = False
-    is_streamed: bool = False
-    """Somebody wants to hear of each token."""
-    num_told: int = 0
-    """How many of its tokens have been told."""
-
-    def __post_init__(self) -> None:
-        seed = self.params.seed if self.params.seed is not None else random.getrandbits(48)
-        start = len(self.prompt_ids)
-        self.uniforms = uniforms(seed, start, start + self.max_new_tokens).tolist()
-
-    def piece(self) -> Piece:
-        """What was sampled since the last piece."""
-        start, self.num_told = self.num_told, len(self.token_ids)
-        return Piece(
-            token_ids=tuple(self.token_ids[start:]),
-            logprobs=tuple(self.logprobs[start:]),
-            versions=tuple(self.versions[start:]),
-            finish_reason=self.finish_reason,
-        )
-
-    def generation(self) -> Generation:
-        """What was sampled."""
-        assert self.finish_reason is not None
-        return Generation(
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            finish_reason=self.finish_reason,
-        )
+"""Limit of decoded rows per working row; swapping two rows costs about as much as decoding one
+idle row for twenty steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,30 +35,30 @@ class _Row:
 
     index: int
     tokens: list[int] = field(default_factory=list)
-    """What is cached, from position 0."""
+    """The cached tokens, from position 0."""
     session: str | None = None
     request: Request | None = None
     """The turn that is being sampled; None while the session is idle or the row is free."""
     last_used: int = 0
     is_stale: bool = False
-    """Old weights computed some of `tokens`; only the turn in flight may go on with them."""
+    """Old weights computed some of `tokens`; only the turn in flight may use them."""
     family: int = 0
     num_shared: int = 0
-    """So many first tokens are a copy of what all rows of its family cache; 0 without a family."""
+    """Leading tokens that all rows of its family share; 0 without a family."""
 
     @property
     def is_free(self) -> bool:
-        """Nobody's: what it caches may still serve siblings."""
+        """Whether no session owns it; its cache may still serve siblings."""
         return self.session is None and self.request is None
 
     def end_turn(self) -> None:
-        """Nobody is sampled here any more."""
+        """End the turn in flight."""
         self.request = None
         if self.is_stale:
             self.forget()
 
     def forget(self) -> None:
-        """Nothing is cached here any more."""
+        """Drop the cached tokens."""
         self.tokens, self.num_shared, self.is_stale = [], 0, False
 
 
@@ -146,7 +82,7 @@ class Scheduler:
 
     @property
     def streamed(self) -> list[Request]:
-        """Turns of which somebody wants to hear each token, and which have sampled one."""
+        """Streamed turns in flight that have sampled tokens."""
         working = (row.request for row in self._rows)
         return [r for r in working if r is not None and r.is_streamed and r.token_ids]
 
@@ -155,7 +91,7 @@ class Scheduler:
         self._pending.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for it any more: its row is free at once."""
+        """Drop a turn; its row is free at once."""
         request.is_cancelled = True
         for row in self._rows:
             if row.request is request:
@@ -163,9 +99,9 @@ class Scheduler:
         self.release(request.session)
 
     def release(self, session: str) -> None:
-        """The session's row is free, once a turn in flight has ended.
+        """Free the session's row, once a turn in flight has ended.
 
-        What it cached serves siblings until it is overwritten.
+        Its cache serves siblings until it is overwritten.
         """
         row = self._by_session.pop(session, None)
         if row is not None:
@@ -174,10 +110,9 @@ class Scheduler:
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sample with new weights from now on.
 
-        Turns in flight go on with the keys and values that the old weights computed (recomputing
-        them would cost a prefill each), which are forgotten when the turn ends. All other caches
-        are forgotten now: no later turn, and no new episode, sees old weights' work, which makes
-        staleness 0 exact.
+        Turns in flight keep the keys and values of the old weights (recomputing them would cost a
+        prefill each), which are dropped when the turn ends. All other caches are dropped now: no
+        later turn or episode uses results of old weights, which makes staleness 0 exact.
         """
         self.network.weights.load(weights)
         self.version = version
@@ -189,7 +124,7 @@ class Scheduler:
                 row.is_stale = True
 
     def copy(self) -> Scheduler:
-        """An idle scheduler with the same weights under the same version."""
+        """Return an idle scheduler with a copy of the weights and the same version."""
         network = self.network
         other = CachedDecoder(
             network.config,
@@ -203,9 +138,8 @@ class Scheduler:
         scheduler.version = self.version
         return scheduler
 
-    def fail_all(self) -> list[Request]:
-        """Drop everything; returns the turns that were waited for."""
-        lost = [row.request for row in self._rows if row.request is not None] + [*self._pending]
+    def fail_all(self) -> None:
+        """Drop all turns and caches."""
         self._pending.clear()
         self._by_session.clear()
         self._by_prompt.clear()
@@ -213,10 +147,9 @@ class Scheduler:
             row.session = row.request = None
             row.forget()
         self.network.clear()
-        return lost
 
     def step(self) -> list[Request]:
-        """Admit what fits, compute one token for every turn; returns the turns that ended."""
+        """Admit pending turns, sample one token for every turn, and return the turns that ended."""
         entering = self._admit()
         self._compact()
         decoding = [row for row in self._rows if row.request is not None and row not in entering]
@@ -272,11 +205,11 @@ class Scheduler:
             prompt = request.prompt_ids
             row = self._by_session.get(request.session)
             if row is not None and row.request is not None:
-                # Turns of one session follow one another.
+                # Turns of one session run one after the other.
                 postponed.append(request)
                 continue
             if row is None and prompt in started:
-                # A sibling's prompt is computed in this very step: copy it in the next one.
+                # This step computes a sibling's prompt: copy it in the next one.
                 postponed.append(request)
                 continue
             if row is None:
@@ -286,7 +219,7 @@ class Scheduler:
                     break
                 self._adopt(row, request)
             num_cached = _common_prefix(row.tokens, prompt)
-            # The last token is computed again where all are cached: its logits are needed.
+            # The last token is computed even if it is cached: its logits are needed.
             num_cached = min(num_cached, len(prompt) - 1)
             row.tokens = row.tokens[:num_cached]
             row.num_shared = min(row.num_shared, num_cached)
@@ -302,7 +235,7 @@ class Scheduler:
         return entering
 
     def _adopt(self, row: _Row, request: Request) -> None:
-        """Make a free row the session's, with a sibling's cached prompt where there is one."""
+        """Assign a free row to the session, with a sibling's cached prompt if there is one."""
         prompt = request.prompt_ids
         source = self._by_prompt.get(prompt)
         if source is not row:
@@ -314,7 +247,7 @@ class Scheduler:
         self._by_session[request.session] = row
 
     def _copy(self, source: _Row, row: _Row, num_tokens: int) -> None:
-        """Give an empty row the first cached tokens of another one: now they are siblings."""
+        """Copy the first cached tokens of another row: the rows are siblings from now on."""
         self.network.copy_row(source.index, row.index, num_tokens)
         row.tokens = source.tokens[:num_tokens]
         if not source.num_shared:
@@ -322,7 +255,7 @@ class Scheduler:
         row.family, row.num_shared = source.family, min(source.num_shared, num_tokens)
 
     def _families(self, decoding: Sequence[_Row]) -> list[Family]:
-        """The rows that decode, by the least that any two siblings among them share."""
+        """Group the decoding rows into families that share their first tokens."""
         members: dict[int, list[_Row]] = {}
         for row in decoding:
             members.setdefault(row.family if row.num_shared else -row.index - 1, []).append(row)
@@ -335,9 +268,9 @@ class Scheduler:
         ]
 
     def _free_row(self, avoid: _Row | None) -> _Row | None:
-        """A row without a session, else the idle session's that waits longest; None if all work.
+        """Return a row without a session, else that of the longest idle session; None if all work.
 
-        A row that holds the prompt already (`avoid`) is the best of all when it is free, and the
+        A row that already holds the prompt (`avoid`) is the first choice when it is free, and the
         last to be taken from an idle session.
         """
         if avoid is not None and avoid.is_free:
@@ -360,9 +293,9 @@ class Scheduler:
             del self._by_prompt[prompt]
 
     def _compact(self) -> None:
-        """Bring working rows to the front when too many rows before the last one idle.
+        """Move working rows to the front when too many rows before the last one are idle.
 
-        The network decodes rows 0 to R - 1 in one product, whoever of them takes part.
+        The network decodes rows 0 to R - 1 in one product, idle ones included.
         """
         working = [row for row in self._rows if row.request is not None]
         if not working or working[-1].index < _MAX_SPREAD * len(working) + 4:
@@ -380,12 +313,11 @@ class Scheduler:
 
     def _take_tokens(self, rows: Sequence[_Row], logits_BV: Tensor) -> list[Request]:
         requests = [row.request for row in rows if row.request is not None]
-        heats = [request.params.temperature for request in requests]
+        temperatures = [request.params.temperature for request in requests]
         drawn = [request.uniforms[len(request.token_ids)] for request in requests]
         device = self.network.device
-        # Through numpy: twice as fast as torch.tensor for lists of floats.
-        temperature_B = torch.from_numpy(np.asarray(heats, dtype=np.float32)).to(device)
-        u_B = torch.from_numpy(np.asarray(drawn, dtype=np.float32)).to(device)
+        temperature_B = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        u_B = torch.tensor(drawn, dtype=torch.float32, device=device)
         if any(r.params.top_p < 1 or r.params.top_k > 0 for r in requests):
             top_k_B = torch.tensor([r.params.top_k for r in requests], device=device)
             top_p_B = torch.tensor([r.params.top_p for r in requests], device=device)
@@ -417,7 +349,7 @@ class Scheduler:
 
 
 def _common_prefix(cached: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many leading tokens agree. Turns extend their session's: one comparison settles it."""
+    """Count the common leading tokens. Turns extend their session: one comparison is enough."""
     size = min(len(cached), len(prompt))
     if tuple(cached[:size]) == tuple(prompt[:size]):
         return size

@@ -1,4 +1,4 @@
-"""A decoder's weights as the engine wants them: fused, laid out for speed, filled in place."""
+"""A decoder's weights for inference: fused, laid out for speed, loaded in place."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from areal_gym.models.tiny.kernels import product_kernels as products
 
 
 class Matrix:
-    """By which rows are multiplied; packed where CPUs have a kernel for that, elsewhere [I, O].
+    """A weight matrix: packed if there is a CPU kernel for that, otherwise [I, O].
 
-    A small product whose second matrix has to be turned loses a quarter of its time to that.
+    Transposing the second matrix of a small product would cost a quarter of its time.
     """
 
     def __init__(
@@ -35,27 +35,27 @@ class Matrix:
         )
 
     def load(self, weight_OI: Tensor) -> None:
-        """Take this matrix, which lies as Hugging Face's do."""
+        """Load a matrix in the layout of Hugging Face."""
         if self._is_packed:
             products.packed(weight_OI.to(self.tensor), transposed=True, into=self.tensor)
         else:
             self.tensor.t().copy_(weight_OI)
 
     def columns(self, indexes_N: Tensor) -> Tensor:
-        """Some columns, [N, I]."""
+        """Return some columns, [N, I]."""
         if self._is_packed:
             width = self.tensor.shape[2]
             return self.tensor[indexes_N // width, :, indexes_N % width]
         return self.tensor[:, indexes_N].t().contiguous()
 
     def product(self, x_NI: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[N, O]"""
+        """Return the product, [N, O]."""
         if self._is_packed:
             return products.multiply(x_NI, self.tensor, self._size_out, bias=bias)
         return x_NI @ self.tensor if bias is None else torch.addmm(bias, x_NI, self.tensor)
 
     def add_product(self, x_NI: Tensor, into_NO: Tensor) -> None:
-        """Add it in place."""
+        """Add the product to `into_NO` in place."""
         if self._is_packed:
             products.multiply(x_NI, self.tensor, self._size_out, into=into_NO)
         else:
@@ -64,26 +64,26 @@ class Matrix:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer."""
+    """The weights of one layer."""
 
     input_norm: Tensor
     qkv: Matrix
-    """[C, (H + 2K) D]; queries carry the attention scale, pairs of rotation are neighbours."""
+    """[C, (H + 2K) D]; queries include the attention scale; rotated pairs are adjacent."""
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
     """[H + K, D]"""
     out: Matrix
     out_norm: Tensor | None
-    """Of what attention adds to the residual."""
+    """Normalizes the output of attention."""
     mlp_norm: Tensor
     gate_up: Matrix
     down: Matrix
     down_norm: Tensor | None
-    """Of what the MLP adds to the residual."""
+    """Normalizes the output of the MLP."""
 
 
 class FusedWeights:
-    """All weights of one policy. Norms multiply by what is here: centred ones have got their 1."""
+    """All weights of one policy. Norm weights are final factors: centred ones include their 1."""
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
@@ -123,7 +123,7 @@ class FusedWeights:
         ]
 
     def embed(self, token_ids_N: Tensor) -> Tensor:
-        """[N, C]"""
+        """Return the embeddings, [N, C]."""
         if self._embedding is None:
             return self.head.columns(token_ids_N)
         return F.embedding(token_ids_N, self._embedding)
@@ -132,7 +132,7 @@ class FusedWeights:
         """Copy a full set of weights (Hugging Face names) in place; all or nothing.
 
         Raises:
-            EngineError: a name is missing or unknown, or a shape is another.
+            EngineError: a name is missing or unknown, or a shape differs.
         """
         self._check(weights)
         embedding = weights["model.embed_tokens.weight"]
@@ -157,10 +157,10 @@ class FusedWeights:
             ours.copy_(theirs)
 
     def _tensors(self) -> Iterator[Tensor]:
-        found = [self.head, self._embedding, self.final_norm]
+        parts = [self.head, self._embedding, self.final_norm]
         for layer in self.layers:
-            found += (getattr(layer, field.name) for field in fields(layer))
-        for part in found:
+            parts += (getattr(layer, field.name) for field in fields(layer))
+        for part in parts:
             if part is not None:
                 yield part.tensor if isinstance(part, Matrix) else part
 
@@ -183,7 +183,7 @@ class FusedWeights:
             q_norm, k_norm = (self._norm(part[f"self_attn.{name}_norm.weight"]) for name in "qk")
             layer.qk_norm[:heads] = self._pairs(q_norm).float() * scale
             layer.qk_norm[heads:] = self._pairs(k_norm)
-            scale = 1.0  # the norm would undo it
+            scale = 1.0  # the norm would cancel it
         layer.qkv.load(self._qkv(part, "weight", scale))
         if layer.qkv_bias is not None:
             layer.qkv_bias.copy_(self._qkv(part, "bias", scale))
@@ -196,9 +196,9 @@ class FusedWeights:
         return 1 + weight.float() if self._config.family.has_centred_norms else weight
 
     def _pairs(self, x: Tensor) -> Tensor:
-        """Bring dimensions i and i + D/2 of each head side by side: one complex number each.
+        """Make dimensions i and i + D/2 of each head adjacent, as one complex number each.
 
-        Scores do not change, for queries and keys are permuted alike.
+        Scores do not change, because queries and keys are permuted alike.
         """
         halves = x.unflatten(0, (-1, 2, self._config.head_dim // 2))
         paired: Tensor = halves.transpose(1, 2).flatten(0, 2)
@@ -211,8 +211,8 @@ class FusedWeights:
         missing, unknown = sorted(self._shapes.keys() - names), sorted(names - self._shapes.keys())
         if missing or unknown:
             raise EngineError(
-                f"the published weights are of another model: {len(missing)} tensors are missing "
-                f"{missing[:3]}, {len(unknown)} are unknown {unknown[:3]}"
+                f"the published weights belong to another model: {len(missing)} tensors are "
+                f"missing {missing[:3]}, {len(unknown)} are unknown {unknown[:3]}"
             )
         for name, shape in self._shapes.items():
             if weights[name].shape != shape:

@@ -1,7 +1,7 @@
-"""The control routes of the fake SGLang server that change weights: they really do.
+"""The control routes of the fake SGLang server that change weights.
 
-What arrives is decoded as SGLang decodes it and put into the engine behind the server, which must
-be one in this process (`LocalEngine`).
+Received tensors are decoded as SGLang decodes them and loaded into the engine behind the server,
+which must be in this process (`LocalEngine`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import hashlib
 import io
 import json
 import pickle
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
-from areal_gym.engines.base import LocalEngine
+from areal_gym.engines.base import Engine, LocalEngine
+from areal_gym.engines.server_requests import read_request
 from areal_gym.engines.sglang.fake_requests import (
     DestroyGroup,
     DistributedTensors,
@@ -27,55 +30,69 @@ from areal_gym.engines.sglang.fake_requests import (
     SerializedTensors,
     UnloadAdapter,
     WeightsOnDisk,
-    read_request,
 )
+from areal_gym.engines.sglang.replies import INITIAL_WEIGHTS
 from areal_gym.errors import EngineError
-
-if TYPE_CHECKING:
-    from areal_gym.engines.sglang.fake import FakeSGLangServer
+from areal_gym.utils.http_servers.aiohttp_site import Handler
 
 _NO_SESSION = "must run between begin_weight_update() and end_weight_update()"
 
 
-def add_weight_routes(app: web.Application, server: FakeSGLangServer) -> WeightRoutes:
-    """Add the routes that change what `server` serves."""
-    routes = WeightRoutes(server)
-    for route, handler in (
-        ("/update_weights_from_disk", routes.from_disk),
-        ("/update_weights_from_tensor", routes.from_tensor),
-        ("/init_weights_update_group", routes.init_group),
-        ("/update_weights_from_distributed", routes.from_distributed),
-        ("/destroy_weights_update_group", routes.destroy_group),
-        ("/update_weight_version", routes.update_version),
-        ("/weights_checker", routes.check),
-        ("/load_lora_adapter", routes.load_adapter),
-        ("/unload_lora_adapter", routes.unload_adapter),
-    ):
-        app.router.add_post(route, handler)
-    if server.has_update_sessions:
-        app.router.add_post("/begin_weight_update", routes.begin)
-        app.router.add_post("/end_weight_update", routes.end)
-    return routes
-
-
-class WeightRoutes:
-    """What arrives at those routes, and what becomes of it.
+class FakeWeights:
+    """The weights of a fake server, and the routes that change them.
 
     Adapters are merged into the weights when a request asks for one, so that all requests that are
     sampled at the same time use the same adapter, or none.
+
+    Args:
+        engine: takes the weights.
+        policy: the checkpoint directory whose weights the engine began with.
+        quiet: a context in which nothing is sampled.
+        has_update_sessions: whether tensors must come between a begin and an end.
     """
 
-    def __init__(self, server: FakeSGLangServer) -> None:
-        self._server = server
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Path,
+        *,
+        quiet: Callable[[], AbstractAsyncContextManager[None]],
+        has_update_sessions: bool,
+    ) -> None:
+        self.version = INITIAL_WEIGHTS
+        """The server's name for the weights."""
+        self._engine = engine
+        self._policy = policy
+        self._quiet = quiet
+        self._has_update_sessions = has_update_sessions
+        self._is_in_session = False
         self._weights: dict[str, Any] = {}
-        """What has arrived so far: a server loads tensors by name, in any number of parts."""
+        """Tensors received so far: a server loads them by name, in any number of parts."""
         self._groups: dict[str, Any] = {}
         self._num_published = 0
         self._adapters: dict[str, Path] = {}
         self._adapter: str | None = None
-        """The one that is merged into what the engine has."""
+        """The adapter that is merged into the engine's weights."""
 
-    async def from_disk(self, request: web.Request) -> web.Response:
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """Return the method, path and handler of each route."""
+        handlers: dict[str, Handler] = {
+            "/update_weights_from_disk": self._from_disk,
+            "/update_weights_from_tensor": self._from_tensor,
+            "/init_weights_update_group": self._init_group,
+            "/update_weights_from_distributed": self._from_distributed,
+            "/destroy_weights_update_group": self._destroy_group,
+            "/update_weight_version": self._update_version,
+            "/weights_checker": self._check,
+            "/load_lora_adapter": self._load_adapter,
+            "/unload_lora_adapter": self._unload_adapter,
+        }
+        if self._has_update_sessions:
+            handlers["/begin_weight_update"] = self._begin
+            handlers["/end_weight_update"] = self._end
+        return [("POST", path, handler) for path, handler in handlers.items()]
+
+    async def _from_disk(self, request: web.Request) -> web.Response:
         """Load a checkpoint directory."""
         body = await read_request(WeightsOnDisk, request)
         from safetensors import SafetensorError
@@ -83,24 +100,24 @@ class WeightRoutes:
         try:
             tensors = await asyncio.to_thread(_read_weights, Path(body.model_path))
         except (OSError, SafetensorError) as error:
-            return _said(f"Failed to get weights iterator: {error}.", success=False)
+            return _result(f"Failed to get weights iterator: {error}.", success=False)
         if not tensors:
             reason = f"no weights in {body.model_path!r}"
-            return _said(f"Failed to get weights iterator: {reason}.", success=False)
+            return _result(f"Failed to get weights iterator: {reason}.", success=False)
         return await self._load(tensors, body.weight_version, "Succeeded to update model weights.")
 
-    async def from_tensor(self, request: web.Request) -> web.Response:
-        """Load tensors that the body holds."""
+    async def _from_tensor(self, request: web.Request) -> web.Response:
+        """Load the tensors in the body."""
         body = await read_request(SerializedTensors, request)
         if refusal := self._out_of_session("update_weights_from_tensor"):
             return refusal
         try:
             tensors = _unpacked(body)
-        except Exception as error:  # bytes of anybody: whatever unpickling them raises
-            return _said(f"Failed to read the tensors: {error!r}.", success=False)
+        except Exception as error:  # untrusted bytes: unpickling may raise anything
+            return _result(f"Failed to read the tensors: {error!r}.", success=False)
         return await self._load(tensors, body.weight_version, "Success")
 
-    async def init_group(self, request: web.Request) -> web.Response:
+    async def _init_group(self, request: web.Request) -> web.Response:
         """Join a process group."""
         from areal_gym.models.process_groups import join_group
 
@@ -117,53 +134,53 @@ class WeightRoutes:
                 timeout_s=60,
             )
         except (OSError, RuntimeError, ValueError) as error:
-            return _said(f"Failed to initialize custom process group: {error}.", success=False)
+            return _result(f"Failed to initialize custom process group: {error}.", success=False)
         self._groups[body.group_name] = group
-        return _said("Succeeded to initialize custom process group.")
+        return _result("Succeeded to initialize custom process group.")
 
-    async def from_distributed(self, request: web.Request) -> web.Response:
-        """Load what rank 0 of the group broadcasts."""
+    async def _from_distributed(self, request: web.Request) -> web.Response:
+        """Load the tensors that rank 0 of the group broadcasts."""
         body = await read_request(DistributedTensors, request)
         if refusal := self._out_of_session("update_weights_from_distributed"):
             return refusal
         group = self._groups.get(body.group_name)
         if group is None:
-            return _said(f"Group {body.group_name} not in {list(self._groups)}.", success=False)
+            return _result(f"Group {body.group_name} not in {list(self._groups)}.", success=False)
         try:
             tensors = await asyncio.to_thread(_receive, group, body)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            return _said(f"Failed to receive the tensors: {error}.", success=False)
+            return _result(f"Failed to receive the tensors: {error}.", success=False)
         return await self._load(
             tensors, body.weight_version, "Succeeded to update parameter online."
         )
 
-    async def destroy_group(self, request: web.Request) -> web.Response:
-        """Leave the group."""
+    async def _destroy_group(self, request: web.Request) -> web.Response:
+        """Leave a process group."""
         import torch.distributed as dist
 
         body = await read_request(DestroyGroup, request)
         group = self._groups.pop(body.group_name, None)
         if group is None:
-            return _said("The group to be destroyed does not exist.", success=False)
+            return _result("The group to be destroyed does not exist.", success=False)
         await asyncio.to_thread(dist.destroy_process_group, group)
-        return _said("Succeeded to destroy custom process group.")
+        return _result("Succeeded to destroy custom process group.")
 
-    async def begin(self, request: web.Request) -> web.Response:
-        """Tensors may come from now on."""
-        self._server.update_session = True
-        return _said("Success")
+    async def _begin(self, request: web.Request) -> web.Response:
+        """Open an update session: tensors may come from now on."""
+        self._is_in_session = True
+        return _result("Success")
 
-    async def end(self, request: web.Request) -> web.Response:
-        """No more tensors come."""
-        if not self._server.update_session:
-            return _said("end_weight_update() without begin_weight_update()", success=False)
-        self._server.update_session = False
-        return _said("Success")
+    async def _end(self, request: web.Request) -> web.Response:
+        """Close the update session."""
+        if not self._is_in_session:
+            return _result("end_weight_update() without begin_weight_update()", success=False)
+        self._is_in_session = False
+        return _result("Success")
 
-    async def update_version(self, request: web.Request) -> web.Response:
-        """Call the weights something else."""
+    async def _update_version(self, request: web.Request) -> web.Response:
+        """Rename the weights."""
         body = await read_request(NewVersion, request)
-        self._server.version = body.new_version
+        self.version = body.new_version
         return web.json_response(
             {
                 "success": True,
@@ -172,8 +189,8 @@ class WeightRoutes:
             }
         )
 
-    async def check(self, request: web.Request) -> web.Response:
-        """The action "checksum": a digest of each tensor that the server was given."""
+    async def _check(self, request: web.Request) -> web.Response:
+        """Return a checksum of each tensor that the server received."""
         sums = {
             name: hashlib.sha256(tensor.contiguous().float().numpy().tobytes()).hexdigest()[:16]
             for name, tensor in self._weights.items()
@@ -182,7 +199,7 @@ class WeightRoutes:
             {"success": True, "message": "Success", "ranks": [{"checksums": sums}]}
         )
 
-    async def load_adapter(self, request: web.Request) -> web.Response:
+    async def _load_adapter(self, request: web.Request) -> web.Response:
         """Remember an adapter's directory under a name."""
         body = await read_request(LoadAdapter, request)
         name, path = body.lora_name, Path(body.lora_path)
@@ -193,8 +210,8 @@ class WeightRoutes:
         self._adapters[name] = path
         return self._adapters_now()
 
-    async def unload_adapter(self, request: web.Request) -> web.Response:
-        """Forget it."""
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        """Forget an adapter."""
         name = (await read_request(UnloadAdapter, request)).lora_name
         if name not in self._adapters:
             return self._adapters_now(f"LoRA adapter {name} is not loaded.")
@@ -216,19 +233,19 @@ class WeightRoutes:
             return
         if name is not None and name not in self._adapters:
             raise ValueError(f"Got LoRA adapter that has never been loaded: {name}")
-        async with self._server.quiet():
+        async with self._quiet():
             if name != self._adapter:
                 weights = self._base()
                 if name is not None:
                     try:
                         weights = _merged(weights, self._adapters[name])
-                    except Exception as error:  # files of anybody
+                    except Exception as error:  # untrusted files
                         raise ValueError(f"the adapter {name} cannot be used: {error!r}") from None
                 await self._publish(weights)
                 self._adapter = name
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities of `token_ids[1:]`, each given those before it, at temperature 1."""
+        """Return the log-probabilities of `token_ids[1:]` at temperature 1."""
         return await asyncio.to_thread(self._score, token_ids)
 
     def _score(self, token_ids: list[int]) -> list[float]:
@@ -236,23 +253,23 @@ class WeightRoutes:
 
         from areal_gym.models.tiny import causal_attend, load_checkpoint
 
-        decoder = load_checkpoint(Path(self._server.model_path))
+        decoder = load_checkpoint(self._policy)
         decoder.load_state_dict(self._base())
         ids = torch.tensor(token_ids)
         with torch.no_grad():
             hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
             logprobs = decoder.logits(hidden).log_softmax(-1)
-        found: list[float] = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
-        return found
+        scores: list[float] = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+        return scores
 
     def _base(self) -> dict[str, Any]:
-        """The weights without any adapter."""
+        """Return the weights without any adapter."""
         if not self._weights:
-            self._weights = _read_weights(Path(self._server.model_path))
+            self._weights = _read_weights(self._policy)
         return self._weights
 
     async def _publish(self, tensors: dict[str, Any]) -> None:
-        engine = self._server.engine
+        engine = self._engine
         if not isinstance(engine, LocalEngine):
             raise EngineError("the engine behind this server takes no weights")
         self._num_published += 1
@@ -262,24 +279,24 @@ class WeightRoutes:
         self, tensors: dict[str, Any], version: str | None, message: str
     ) -> web.Response:
         complete = {**self._weights, **tensors}
-        async with self._server.quiet():
+        async with self._quiet():
             try:
                 await self._publish(complete)
             except (EngineError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-                return _said(f"Failed to update weights: {error}.", success=False)
+                return _result(f"Failed to update weights: {error}.", success=False)
             self._weights, self._adapter = complete, None
             if version is not None:
-                self._server.version = version
+                self.version = version
                 message += f" Weight version updated to {version}."
-        return _said(message)
+        return _result(message)
 
     def _out_of_session(self, what: str) -> web.Response | None:
-        if self._server.has_update_sessions and not self._server.update_session:
-            return _said(f"{what} {_NO_SESSION}", success=False)
+        if self._has_update_sessions and not self._is_in_session:
+            return _result(f"{what} {_NO_SESSION}", success=False)
         return None
 
 
-def _said(message: str, *, success: bool = True) -> web.Response:
+def _result(message: str, *, success: bool = True) -> web.Response:
     body = {"success": success, "message": message}
     return web.json_response(body, status=200 if success else 400)
 
@@ -296,12 +313,12 @@ def _read_weights(directory: Path) -> dict[str, Any]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that is too long, a directory that is closed to us
+    except OSError:  # the name is too long, or the directory is not readable
         return False
 
 
 def _merged(weights: dict[str, Any], adapter: Path) -> dict[str, Any]:
-    """W + alpha / r * B A of each adapted matrix (Hu et al. 2021, section 4.1)."""
+    """Return W + alpha / r * B A for each adapted matrix (Hu et al. 2021, section 4.1)."""
     parts = _read_weights(adapter)
     config = json.loads((adapter / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
@@ -315,7 +332,7 @@ def _merged(weights: dict[str, Any], adapter: Path) -> dict[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes tensors and plain data, and no code: as strict as SGLang's, where it matters."""
+    """Unpickles tensors and plain data only, never code; as strict as SGLang's."""
 
     _ALLOWED = (
         ("collections", "OrderedDict"),
@@ -326,7 +343,7 @@ class _Unpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        """Import what is allowed."""
+        """Import an allowed class."""
         import torch
 
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -338,14 +355,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _storage_from_bytes(raw: bytes) -> Any:
-    """Does what `torch.storage._load_from_bytes` does, which would unpickle anything."""
+    """Load a storage as `torch.storage._load_from_bytes` does, but never unpickle code."""
     import torch
 
     return torch.load(io.BytesIO(raw), weights_only=True)
 
 
 def _unpacked(body: SerializedTensors) -> dict[str, Any]:
-    """Returns tensors by name."""
+    """Return tensors by name."""
     raw = base64.b64decode(body.serialized_named_tensors[0])
     content = _Unpickler(io.BytesIO(raw)).load()
     if body.load_format == "flattened_bucket":

@@ -1,4 +1,4 @@
-"""SGLang servers that areal-gym starts itself, watches, and ends."""
+"""Starts SGLang servers as child processes, and ends them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_gym.engines.sglang import process_guard as guard
-from areal_gym.engines.sglang.server_client import SGLangServer
+from areal_gym.engines.sglang.server_client import ServerClient
 from areal_gym.errors import ConfigError, EngineError
 
 _POLL_S = 0.25
 
 
 class ServerProcess(Protocol):
-    """A server that the engine starts, and starts again when it has died."""
+    """A server process that the engine starts, and restarts when it has died."""
 
     url: str
     log: Path
@@ -36,33 +36,33 @@ class ServerProcess(Protocol):
         """Start the server, and return when it serves.
 
         Raises:
-            EngineError: it does not.
+            EngineError: the server does not come up.
         """
         ...
 
     async def aclose(self) -> None:
-        """End it. Idempotent."""
+        """End the server. Idempotent."""
         ...
 
     def last_lines(self, limit: int = 20) -> list[str]:
-        """The end of its log."""
+        """Return the end of its log."""
         ...
 
 
 class LaunchedServer:
-    """The process of one server on this machine.
+    """Runs one server as a process on this machine.
 
-    It ends when this process does, however that ends (see `guard`).
+    The server ends when this process ends, however that happens (see `process_guard`).
 
     Args:
         policy: the checkpoint directory to serve.
-        command: what to start, a text or a list; the default is the SGLang of this Python.
+        command: starts the server, a string or a list; the default is the SGLang of this Python.
         server_args: further arguments.
         gpus: for CUDA_VISIBLE_DEVICES; null leaves it alone.
         host: the address that it listens on.
         port: a free one by default.
-        log: where its output goes; a temporary file by default, removed when all went well.
-        start_timeout_s: it must serve by then.
+        log: the file for its output; a temporary file by default, removed when all went well.
+        start_timeout_s: the server must serve by then.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LaunchedServer:
 
     @property
     def process_group(self) -> int | None:
-        """Of the server and of all that it started; None when it has not been started."""
+        """The process group of the server and its children; None before the start."""
         return None if self._guard is None else self._guard.pid
 
     @property
@@ -104,38 +104,38 @@ class LaunchedServer:
         """Start the server, and return when it serves.
 
         Raises:
-            EngineError: it ended instead, or took too long; with the end of its log.
+            EngineError: the process ended or took too long; the hints quote its log.
         """
         await self.aclose()
         self._run()
-        server = SGLangServer(self.url)
+        client = ServerClient(self.url)
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await _is_up(server):
+                while not await _is_up(client):
                     if not self.is_running:
                         raise self._failure("ended while it was starting")
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise self._failure(f"did not serve within {self._start_timeout_s:g} s") from None
         finally:
-            await server.aclose()
+            await client.aclose()
 
     async def aclose(self) -> None:
-        """End the server and all that it started. Idempotent."""
+        """End the server and all its children. Idempotent."""
         process, self._guard = self._guard, None
         if process is None:
             return
         assert process.stdin is not None
         was_running = process.poll() is None
         with process.stdin, contextlib.suppress(BrokenPipeError):
-            # A forked child of ours may hold the pipe open, too, so its end alone is not enough.
+            # Forked children may hold the pipe open, so closing it alone is not enough.
             process.stdin.write(b"end")
         await asyncio.to_thread(process.wait)
         if was_running and not self._is_log_kept:
             self.log.unlink(missing_ok=True)
 
     def last_lines(self, limit: int = 20) -> list[str]:
-        """The end of its log."""
+        """Return the end of its log."""
         try:
             return self.log.read_text(errors="replace").splitlines()[-limit:]
         except OSError:
@@ -147,34 +147,34 @@ class LaunchedServer:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            opened = self.log.open("ab")
+            log_file = self.log.open("ab")
         except OSError as error:
             raise ConfigError(
                 f"the server's log cannot be written to {self.log}: {error.strerror}",
                 hints=["name another directory: engine.kwargs.log_dir=DIR"],
             ) from error
-        with opened as log:
+        with log_file:
             self._guard = subprocess.Popen(
                 [sys.executable, guard.__file__, *self._arguments],
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=log_file,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
                 bufsize=0,
             )
 
-    def _failure(self, what: str) -> EngineError:
+    def _failure(self, problem: str) -> EngineError:
         self._is_log_kept = True
         return EngineError(
-            f"the server {what}: {shlex.join(self._arguments)}",
+            f"the server {problem}: {shlex.join(self._arguments)}",
             hints=[f"its log: {self.log}", *self.last_lines()],
         )
 
 
-async def _is_up(server: SGLangServer) -> bool:
+async def _is_up(client: ServerClient) -> bool:
     try:
-        await server.check_health(timeout_s=30.0)
+        await client.check_health(timeout_s=30.0)
     except EngineError:
         return False
     return True

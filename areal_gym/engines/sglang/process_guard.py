@@ -1,9 +1,9 @@
-"""Runs a command and ends it, with all that it started, when whoever asked for it is gone.
+"""Runs a command and ends it, with all its children, when the parent process is gone.
 
-Run by `LaunchedServer` as a script in a session of its own; nothing is imported but the standard
-library. Standard input is a pipe from the parent: its end, for whatever reason (a close, an
-exception, Ctrl-C, kill -9), is the order to end the command. What the command started shares our
-process group, which is killed as a whole.
+`LaunchedServer` runs this as a script in a session of its own; it imports the standard library
+only. Standard input is a pipe from the parent: when it closes, for whatever reason (a close, an
+exception, Ctrl-C, kill -9), the command is ended. The command's children share this process group,
+which is killed as a whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 
 _GRACE_S = 2.0
-"""For the command to end by itself after SIGTERM."""
+"""Time for the command to end by itself after SIGTERM."""
 
 
 def _end(command: subprocess.Popen[bytes]) -> None:
@@ -28,7 +28,7 @@ def _end(command: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command in `arguments` until it ends, or until standard input does."""
+    """Run the command in `arguments` until it ends or standard input closes."""
     command = subprocess.Popen(arguments, stdin=subprocess.DEVNULL)
     ended = threading.Event()
 

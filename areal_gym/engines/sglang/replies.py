@@ -1,4 +1,4 @@
-"""What `/generate` answers, read into what the engine needs."""
+"""Converts between the engine's types and the bodies of `/generate`."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from areal_gym.errors import EngineError
 from areal_gym.types import FinishReason
 
 INITIAL_WEIGHTS = "default"
-"""SGLang's name of the weights that a server started with: our version 0."""
+"""SGLang's name for the weights that a server started with: our version 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one request brought: the whole turn, or its beginning when it was interrupted."""
+    """The tokens of one request: a whole turn, or its beginning if it was interrupted."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int] | None
-    """One per token; None from servers that do not say (before SGLang 0.5.19)."""
+    """One per token; None from servers that do not report it (before SGLang 0.5.19)."""
     finish: str
     """"stop", "length" or "abort"."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """One turn, which may take several requests."""
+    """Collects one turn, which may take several requests."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def add(self, answer: Reply, version: int) -> None:
-        """Append; `version` is for servers that do not say."""
-        self.token_ids += answer.token_ids
-        self.logprobs += answer.logprobs
-        self.versions += answer.versions or [version] * len(answer.token_ids)
+    def add(self, reply: Reply, version: int) -> None:
+        """Append `reply`; `version` is for servers that do not report versions."""
+        self.token_ids += reply.token_ids
+        self.logprobs += reply.logprobs
+        self.versions += reply.versions or [version] * len(reply.token_ids)
 
     def finished(self, finish_reason: FinishReason) -> Generation:
-        """The turn."""
+        """Return the collected turn."""
         return Generation(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
@@ -53,10 +53,10 @@ class Draft:
 def sampling_params(
     params: SamplingParams, max_new_tokens: int, *, has_seeds: bool
 ) -> dict[str, Any]:
-    """In SGLang's words. A temperature of 0 gives log-probabilities of temperature 1 there, too.
+    """Return `params` in SGLang's form. Temperature 0 gives log-probabilities of temperature 1.
 
-    SGLang also stops at the model's own end of text. `ignore_eos` prevents that, but makes it
-    ignore `stop_token_ids` as well.
+    SGLang also stops at the model's own end of text. `ignore_eos` prevents that, but also makes it
+    ignore `stop_token_ids`.
     """
     body: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": max_new_tokens}
     if params.top_p != 1.0:
@@ -76,10 +76,10 @@ def sampling_params(
 
 
 def read_answer(answer: dict[str, Any]) -> Reply:
-    """Ids, log-probabilities and versions of what was sampled.
+    """Read the sampled ids, log-probabilities and versions.
 
     Raises:
-        EngineError: the answer does not hold what was asked for.
+        EngineError: the answer lacks a field.
     """
     try:
         meta = answer["meta_info"]
@@ -92,15 +92,15 @@ def read_answer(answer: dict[str, Any]) -> Reply:
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(f"/generate answered without {error}: {str(answer)[:200]}") from None
     if finish not in ("stop", "length", "abort"):
-        raise EngineError(f"/generate ended with {finish!r}, which is no way to end")
+        raise EngineError(f"/generate returned the unknown finish reason {finish!r}")
     if finish != "abort" and not token_ids:
-        raise EngineError(f"/generate sampled nothing, and says {finish!r}")
+        raise EngineError(f"/generate sampled no tokens, but reports {finish!r}")
     versions = None if spans is None else _versions(spans, len(token_ids))
     return Reply(token_ids, logprobs, versions, finish)
 
 
 def version_of(name: str) -> int:
-    """Our number for a server's name of its weights; -1 for weights that nobody here published."""
+    """Return the version for a server's name of its weights; -1 for those of another run."""
     if name == INITIAL_WEIGHTS:
         return 0
     return int(name) if name.isdecimal() else -1

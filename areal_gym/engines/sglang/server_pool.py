@@ -1,9 +1,10 @@
-"""Several servers as one: who serves, who gets the next session, who has died, who came back.
+"""A pool of servers: routes sessions to those that serve, drops dead ones, takes them back.
 
-lost --------> answers, reports the policy's version ----------> serves
- ^             (else the last checkpoint is sent again, or it      |
- |             waits for the next publication)                     |
- +--- refuses, fails three times in a row, has other weights <-----+
+lost ------> answers with the policy's version ----------------> serving
+ ^           (otherwise the last checkpoint is sent again, or it    |
+ |           waits for the next publication)                        |
+ +--- refuses connections, fails three times in a row, <------------+
+      reports other weights
 """
 
 from __future__ import annotations
@@ -17,291 +18,295 @@ from typing import Any
 
 from areal_gym.engines.sglang.launch import ServerProcess
 from areal_gym.engines.sglang.replies import INITIAL_WEIGHTS, version_of
-from areal_gym.engines.sglang.server_client import ServerFacts, SGLangServer, is_refused
+from areal_gym.engines.sglang.server_client import ServerClient, ServerFacts, is_refused
 from areal_gym.errors import EngineError, EngineUnreachableError
 
 _MAX_FAILURES = 3
-"""In a row; then a server that still accepts connections is given up, too."""
+"""Failures in a row after which a server counts as lost even if it accepts connections."""
 _HEALTH_TIMEOUT_S = 30.0
-"""A busy server takes its time; SGLang itself gives up after 20 s."""
-_KNOCK_S = 5.0
-"""A server that is out of service holds up a publication for so long at most."""
+"""Generous, because a busy server is slow; SGLang's own limit is 20 s."""
+_ANSWER_TIMEOUT_S = 5.0
+"""How long a lost server can delay a publication."""
 _MAX_RELAUNCHES = 3
-"""In a row, of a server that we started."""
+"""Restarts in a row of a server that this process started."""
 
 
 @dataclass(eq=False, slots=True)
 class ServerState:
-    """One server of the fleet."""
+    """The state of one server in the pool."""
 
-    server: SGLangServer
+    client: ServerClient
     process: ServerProcess | None = None
-    """Where we started the server ourselves."""
+    """The server's process, if this process started it."""
     facts: ServerFacts | None = None
-    """As of the start."""
+    """The server's description of itself at the start."""
     is_serving: bool = False
     is_paused: bool = False
     is_outdated: bool = False
-    """It is back, and waits for weights that only the next publication brings."""
+    """The server is back, and needs weights that only the next publication brings."""
     num_sessions: int = 0
     num_in_flight: int = 0
     num_failures: int = 0
     num_relaunches: int = 0
-    """Both: since something last went well."""
+    """This and `num_failures` count since the last success."""
     last_answer_s: float = 0.0
     drained: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set whenever the last request in flight ends."""
+    """Set when the last request in flight ends."""
 
     async def reported_version(self) -> int:
-        """The version that it says it serves.
+        """Return the version that the server reports.
 
         Raises:
-            EngineError: it does not say.
+            EngineError: it does not report one.
         """
-        return version_of(await self.server.weight_version())
+        return version_of(await self.client.weight_version())
 
 
 class ServerPool:
-    """Keeps the servers that serve apart from those that do not, all the time.
+    """Tracks which servers serve, and assigns sessions to them.
 
     Args:
-        members: the servers; none serves yet.
-        grace_s: how long to wait, when none serves, before that is an error.
-        interval_s: seconds between two looks at each server.
-        policy_version: what a server must report to serve.
-        is_guest: these servers get their weights from somebody else, who may be ahead of what is
-            known here.
+        servers: none serves yet.
+        grace_s: how long to wait for a serving server before raising an error.
+        interval_s: seconds between two health checks of each server.
+        policy_version: returns the version that a server must report to serve.
+        is_guest: another process publishes to these servers, so their versions may be ahead.
     """
 
     def __init__(
         self,
-        members: Sequence[ServerState],
+        servers: Sequence[ServerState],
         *,
         grace_s: float,
         interval_s: float,
         policy_version: Callable[[], int],
         is_guest: bool = False,
     ) -> None:
-        self.members = list(members)
+        self.servers = list(servers)
         self.lock = asyncio.Lock()
-        """Held while weights change: by a publication, or by a server's return."""
+        """Held while weights change: during a publication, or when a server comes back."""
         self.num_lost = 0
         self.num_outages = 0
-        """How often the last server that served was lost."""
+        """How often the last serving server was lost."""
         self.num_relaunches = 0
         self._grace_s = grace_s
         self._interval_s = interval_s
         self._policy_version = policy_version
         self._is_guest = is_guest
         self._sessions: dict[str, ServerState] = {}
-        self._someone_serves = asyncio.Event()
-        self._deserted_s = 0.0
+        self._has_serving = asyncio.Event()
+        self._outage_since_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def serving(self) -> list[ServerState]:
-        """Who takes requests now."""
-        return [member for member in self.members if member.is_serving]
+        """The servers that take requests now."""
+        return [state for state in self.servers if state.is_serving]
 
     @property
     def outage_s(self) -> float:
-        """For how long no server has served, though one did before."""
-        if self._someone_serves.is_set() or not self.num_outages:
+        """Seconds since the last serving server was lost; 0 while one serves."""
+        if self._has_serving.is_set() or not self.num_outages:
             return 0.0
-        return asyncio.get_running_loop().time() - self._deserted_s
+        return asyncio.get_running_loop().time() - self._outage_since_s
 
     @property
     def needs_weights(self) -> bool:
-        """Whether nobody serves for want of weights that only a publication brings."""
-        return not self.serving and any(member.is_outdated for member in self.members)
+        """Whether no server serves and at least one waits for the next publication."""
+        return not self.serving and any(state.is_outdated for state in self.servers)
 
     async def start(self) -> None:
-        """Look at every server, and go on looking.
+        """Probe every server, and check them periodically from then on.
 
         Raises:
-            EngineError: one does not answer, or is no SGLang server.
+            EngineError: one does not answer, or is not an SGLang server.
         """
-        await asyncio.gather(*(self._claim(member) for member in self.members))
-        for member in self.members:
-            self._spawn(self._watch(member))
+        await asyncio.gather(*(self._connect(state) for state in self.servers))
+        for state in self.servers:
+            self._spawn(self._watch(state))
 
-    async def _claim(self, member: ServerState) -> None:
-        """Whatever an earlier run has left behind, its weights are our version 0 now."""
-        server = member.server
+    async def _connect(self, state: ServerState) -> None:
+        """Make a server's current weights version 0, whatever an earlier run left behind."""
         if self._is_guest:
-            member.facts = await server.look()
-            self.admit(member)
+            state.facts = await state.client.probe()
+            self.admit(state)
             return
-        with suppress(EngineError):  # `look` says it better
-            # A run that was killed inside a publication has left the server paused.
-            await server.post("/continue_generation", {})
-        member.facts = await server.look()
-        if version_of(member.facts.weight_version) != 0:
-            # A number from elsewhere would look like one of ours.
+        with suppress(EngineError):  # `probe` gives the better error
+            # A run that was killed during a publication leaves the server paused.
+            await state.client.post("/continue_generation", {})
+        state.facts = await state.client.probe()
+        if version_of(state.facts.weight_version) != 0:
+            # A number from another run would look like one of this run.
             body = {"new_version": INITIAL_WEIGHTS, "abort_all_requests": False}
-            await server.post("/update_weight_version", body)
-        self.admit(member)
+            await state.client.post("/update_weight_version", body)
+        self.admit(state)
 
     async def aclose(self) -> None:
-        """Stop looking; end connections and the servers that we started. Idempotent."""
+        """Stop checking; close connections and end the servers started here. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(member.server.aclose() for member in self.members))
-        await asyncio.gather(*(m.process.aclose() for m in self.members if m.process is not None))
+        await asyncio.gather(*(state.client.aclose() for state in self.servers))
+        await asyncio.gather(
+            *(state.process.aclose() for state in self.servers if state.process is not None)
+        )
 
-    # ---- who takes a request ------------------------------------------------------------------
+    # ---- routing requests ---------------------------------------------------------------------
 
     async def choose(self, session: str | None) -> ServerState:
-        """A session stays where its prefix is cached; a new one goes to the least loaded server.
+        """Return the server that has the session's prefix cached, else the least loaded one.
 
         Raises:
-            EngineUnreachableError: nobody has served for the whole grace period.
+            EngineUnreachableError: no server served for the whole grace period.
         """
-        while not self._someone_serves.is_set():
+        while not self._has_serving.is_set():
             await self._wait_for_service()
-        member = self._sessions.get(session) if session is not None else None
-        if member is not None and member.is_serving:
-            return member
+        state = self._sessions.get(session) if session is not None else None
+        if state is not None and state.is_serving:
+            return state
         chosen = min(self.serving, key=_load)
         if session is not None:
-            if member is not None:
-                member.num_sessions -= 1
+            if state is not None:
+                state.num_sessions -= 1
             self._sessions[session] = chosen
             chosen.num_sessions += 1
         return chosen
 
     def release(self, session: str) -> None:
-        """The session needs no cache any more. Unknown ones are ignored."""
-        member = self._sessions.pop(session, None)
-        if member is not None:
-            member.num_sessions -= 1
+        """Forget the session's server. Unknown sessions are ignored."""
+        state = self._sessions.pop(session, None)
+        if state is not None:
+            state.num_sessions -= 1
 
     async def _wait_for_service(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout_at(max(loop.time(), self._deserted_s + self._grace_s)):
-                await self._someone_serves.wait()
+            async with asyncio.timeout_at(max(loop.time(), self._outage_since_s + self._grace_s)):
+                await self._has_serving.wait()
         except TimeoutError:
             raise self.unreachable() from None
 
     def unreachable(self) -> EngineUnreachableError:
-        """Nobody serves: which servers there are, and what to type."""
-        urls = ", ".join(member.server.url for member in self.members)
-        hints = [f"start the server: {member.server.start_command}" for member in self.members[:1]]
-        for member in self.members:
-            if member.process is not None:
-                hints = [f"its log: {member.process.log}", *member.process.last_lines()]
-            if member.is_outdated:
-                hints.insert(0, f"{member.server.url} was restarted, and has other weights")
+        """Return the error for a pool without a serving server."""
+        urls = ", ".join(state.client.url for state in self.servers)
+        hints = [f"start the server: {state.client.start_command}" for state in self.servers[:1]]
+        for state in self.servers:
+            if state.process is not None:
+                hints = [f"its log: {state.process.log}", *state.process.last_lines()]
+            if state.is_outdated:
+                hints.insert(0, f"{state.client.url} was restarted and has other weights")
         return EngineUnreachableError(
             f"for {self._grace_s:g} s no server had version {self._policy_version()}: {urls}",
             hints=hints,
         )
 
     async def reachable(self) -> list[ServerState]:
-        """Who answers, serving or not.
+        """Return the servers that answer, serving or not.
 
         Raises:
-            EngineUnreachableError: nobody, for the whole grace period.
+            EngineUnreachableError: none answered for the whole grace period.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._grace_s
         while True:
-            answers = await asyncio.gather(*(self._answers(member) for member in self.members))
-            answering = [m for m, does in zip(self.members, answers, strict=True) if does]
+            answers = await asyncio.gather(*(self._answers(state) for state in self.servers))
+            answering = [state for state, does in zip(self.servers, answers, strict=True) if does]
             if answering:
                 return answering
             if loop.time() >= deadline_s:
                 raise self.unreachable()
             await asyncio.sleep(min(self._interval_s, 1.0))
 
-    async def _answers(self, member: ServerState) -> bool:
-        if member.is_serving:
+    async def _answers(self, state: ServerState) -> bool:
+        if state.is_serving:
             return True
         try:
-            await member.server.weight_version(timeout_s=_KNOCK_S)
+            await state.client.weight_version(timeout_s=_ANSWER_TIMEOUT_S)
         except EngineError:
             return False
         return True
 
-    # ---- who serves ---------------------------------------------------------------------------
+    # ---- the state of servers -----------------------------------------------------------------
 
-    def admit(self, member: ServerState) -> None:
-        """The server takes requests from now on."""
-        member.is_serving = True
-        member.is_outdated = False
-        member.num_failures = 0
-        member.last_answer_s = asyncio.get_running_loop().time()
-        self._someone_serves.set()
+    def admit(self, state: ServerState) -> None:
+        """Let the server take requests from now on."""
+        state.is_serving = True
+        state.is_outdated = False
+        state.num_failures = 0
+        state.last_answer_s = asyncio.get_running_loop().time()
+        self._has_serving.set()
 
-    def lose(self, member: ServerState) -> None:
-        """The server takes no more requests; those in flight there fail now, to be moved."""
-        if not member.is_serving:
+    def lose(self, state: ServerState) -> None:
+        """Take the server out of service; its requests in flight fail now and move elsewhere."""
+        if not state.is_serving:
             return
-        member.is_serving = False
+        state.is_serving = False
         self.num_lost += 1
         if not self.serving:
             self.num_outages += 1
-            self._someone_serves.clear()
-            self._deserted_s = asyncio.get_running_loop().time()
-        self._spawn(member.server.aclose())
+            self._has_serving.clear()
+            self._outage_since_s = asyncio.get_running_loop().time()
+        self._spawn(state.client.aclose())
 
-    def succeeded(self, member: ServerState) -> None:
-        """The server has answered as it should."""
-        member.num_failures = member.num_relaunches = 0
-        member.last_answer_s = asyncio.get_running_loop().time()
+    def succeeded(self, state: ServerState) -> None:
+        """Record a success of the server."""
+        state.num_failures = state.num_relaunches = 0
+        state.last_answer_s = asyncio.get_running_loop().time()
 
-    def failed(self, member: ServerState, error: EngineError) -> None:
-        """The server has not answered as it should."""
-        member.num_failures += 1
-        if is_refused(error) or member.num_failures >= _MAX_FAILURES:
-            self.lose(member)
+    def failed(self, state: ServerState, error: EngineError) -> None:
+        """Record a failure of the server; repeated failures take it out of service."""
+        state.num_failures += 1
+        if is_refused(error) or state.num_failures >= _MAX_FAILURES:
+            self.lose(state)
 
-    async def _watch(self, member: ServerState) -> None:
+    async def _watch(self, state: ServerState) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._interval_s)
-            is_quiet = loop.time() - member.last_answer_s >= self._interval_s
+            is_idle = loop.time() - state.last_answer_s >= self._interval_s
             try:
-                if not member.is_serving:
-                    await self._bring_back(member)
-                elif is_quiet and not self.lock.locked():
-                    await member.server.check_health(timeout_s=_HEALTH_TIMEOUT_S)
-                    self.succeeded(member)
+                if not state.is_serving:
+                    await self._bring_back(state)
+                elif is_idle and not self.lock.locked():
+                    await state.client.check_health(timeout_s=_HEALTH_TIMEOUT_S)
+                    self.succeeded(state)
             except EngineError as error:
-                # A look at SGLang's health samples a token, which a publication holds back.
-                if member.is_serving and not self.lock.locked():
-                    self.failed(member, error)
+                # SGLang's health check samples a token, which a publication holds back.
+                if state.is_serving and not self.lock.locked():
+                    self.failed(state, error)
 
-    async def _bring_back(self, member: ServerState) -> None:
-        """Raises EngineError while the server cannot serve the policy's version."""
-        if member.process is not None and not member.process.is_running:
-            if member.num_relaunches >= _MAX_RELAUNCHES:
+    async def _bring_back(self, state: ServerState) -> None:
+        """Relaunch a lost server if it is ours, update its weights, and admit it.
+
+        Raises:
+            EngineError: the server cannot serve the policy's version yet.
+        """
+        if state.process is not None and not state.process.is_running:
+            if state.num_relaunches >= _MAX_RELAUNCHES:
                 return
-            member.num_relaunches += 1
+            state.num_relaunches += 1
             self.num_relaunches += 1
-            await member.process.start()
-        await member.server.check_health(timeout_s=_HEALTH_TIMEOUT_S)
+            await state.process.start()
+        await state.client.check_health(timeout_s=_HEALTH_TIMEOUT_S)
         async with self.lock:
             version = self._policy_version()
             if self._is_guest:
-                if await member.reported_version() >= version:
-                    self.admit(member)
+                if await state.reported_version() >= version:
+                    self.admit(state)
                 return
-            if await member.reported_version() != version:
+            if await state.reported_version() != version:
                 directory = self._checkpoint_of(version)
-                member.is_outdated = directory is None
+                state.is_outdated = directory is None
                 if directory is None:
                     return
-                await member.server.load_from_disk(directory, version)
-            if await member.reported_version() == version:
-                self.admit(member)
+                await state.client.load_from_disk(directory, version)
+            if await state.reported_version() == version:
+                self.admit(state)
 
     def _checkpoint_of(self, version: int) -> Path | None:
-        for member in self.members:
-            if member.server.loaded_from is not None:
-                directory, loaded = member.server.loaded_from
+        for state in self.servers:
+            if state.client.loaded_from is not None:
+                directory, loaded = state.client.loaded_from
                 if loaded == version and directory.is_dir():
                     return directory
         return None
@@ -312,5 +317,5 @@ class ServerPool:
         task.add_done_callback(self._tasks.discard)
 
 
-def _load(member: ServerState) -> int:
-    return member.num_sessions + member.num_in_flight
+def _load(state: ServerState) -> int:
+    return state.num_sessions + state.num_in_flight

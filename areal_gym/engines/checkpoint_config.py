@@ -1,0 +1,33 @@
+"""Facts that a checkpoint directory states about its model, read without loading it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def vocab_size_of(policy: Path) -> int | None:
+    """Return the size of the vocabulary; None without a `config.json` or without the size in it."""
+    config = _read(policy / "config.json")
+    # Multimodal models nest the settings of their text part.
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return None if size is None else int(size)
+
+
+def eos_token_ids(policy: Path) -> list[int]:
+    """Return the tokens that end the model's text; SGLang reads both files, too."""
+    ids: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        eos = _read(policy / name).get("eos_token_id")
+        if eos is not None:
+            ids += eos if isinstance(eos, list) else [eos]
+    return ids
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    return content

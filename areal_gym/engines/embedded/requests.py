@@ -1,0 +1,72 @@
+"""The turns that the embedded engine samples, and its counters."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from areal_gym.engines.base import Generation, Piece, SamplingParams
+from areal_gym.engines.embedded.sampling import uniforms
+from areal_gym.types import FinishReason
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start."""
+
+    num_steps: int = 0
+    generated: int = 0
+    """Sampled tokens."""
+    prefilled: int = 0
+    """Prompt tokens that were computed."""
+    reused: int = 0
+    """Prompt tokens found in the cache: from earlier turns of the session, or siblings' prompts."""
+    occupancy: int = 0
+    """Decoding rows, summed over the steps: divided by `num_steps`, the mean batch size."""
+    busy_s: float = 0.0
+    """Wall seconds in the network and the sampler."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One turn to sample."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    session: str
+    max_new_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    uniforms: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    is_cancelled: bool = False
+    is_streamed: bool = False
+    """Whether each token is delivered as soon as it is sampled."""
+    num_delivered: int = 0
+    """Tokens delivered to the stream so far."""
+
+    def __post_init__(self) -> None:
+        seed = self.params.seed if self.params.seed is not None else random.getrandbits(48)
+        start = len(self.prompt_ids)
+        self.uniforms = uniforms(seed, start, start + self.max_new_tokens).tolist()
+
+    def piece(self) -> Piece:
+        """Return the tokens sampled since the last piece."""
+        start, self.num_delivered = self.num_delivered, len(self.token_ids)
+        return Piece(
+            token_ids=tuple(self.token_ids[start:]),
+            logprobs=tuple(self.logprobs[start:]),
+            versions=tuple(self.versions[start:]),
+            finish_reason=self.finish_reason,
+        )
+
+    def generation(self) -> Generation:
+        """Return the whole turn, once it has ended."""
+        assert self.finish_reason is not None
+        return Generation(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=self.finish_reason,
+        )

@@ -1,0 +1,345 @@
+"""An HTTP server around any engine, for clients in other processes.
+
+It has the generation routes of SGLang (as of 0.5.23), so that `SGLangEngine(is_guest=True)` is its
+client: this is how rollout workers sample the embedded engine of a run. Weights are published to
+the engine itself, never through this server. Prompts and samples are token ids; there are no
+streams, no `n` above 1, no grammars and no adapters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from aiohttp import web
+
+from areal_gym.engines.base import Engine, Generation, SamplingParams
+from areal_gym.engines.checkpoint_config import eos_token_ids, vocab_size_of
+from areal_gym.engines.server_requests import GenerateRequest, errors_as_json, read_request
+from areal_gym.types import FinishReason
+from areal_gym.utils.http_servers.aiohttp_site import Handler, HttpSite, RequestBodyError
+from areal_gym.version import __version__
+
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_PROMPT_MARGIN = 6
+"""SGLang's limit for prompts is its context less this many tokens."""
+
+
+@dataclass(eq=False, slots=True)
+class RunningRequest:
+    """One sequence that is being sampled."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    """The server's name for the weights that sampled each token."""
+    num_retractions: int = 0
+    is_aborted: bool = False
+    is_parked: bool = False
+
+    def extend(self, generation: Generation, versions: Iterable[str]) -> None:
+        """Append the tokens of `generation`."""
+        self.token_ids += generation.token_ids
+        self.logprobs += generation.logprobs
+        self.versions += versions
+
+    def finish_reason(self, kind: FinishReason) -> dict[str, Any]:
+        """Return SGLang's description of why sampling ended."""
+        if kind is FinishReason.STOP:
+            return {"type": "stop", "matched": self.token_ids[-1]}
+        return {"type": "length", "length": len(self.token_ids)}
+
+
+class EngineServer:
+    """Serves `engine` over HTTP. Use it as an asynchronous context manager.
+
+    The caller starts and closes the engine. Each token carries the policy version of the engine
+    that sampled it; weights may be published while requests are in flight.
+
+    Args:
+        engine: samples the requests.
+        model_path: the checkpoint's directory; its `config.json` is read where it exists.
+        host: the address to listen on.
+        port: 0 takes a free one.
+    """
+
+    has_version_spans = True
+    """Whether answers name the weights of each token."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_path: str = "engine",
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.model_path = model_path
+        self.num_requests = 0
+        """Calls of `/generate`."""
+        self._host = host
+        self._port = port
+        self._running: set[RunningRequest] = set()
+        self._site: HttpSite | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are being sampled now."""
+        return len(self._running)
+
+    @property
+    def version(self) -> str:
+        """The server's name for its weights."""
+        return str(self.engine.policy_version)
+
+    @property
+    def url(self) -> str:
+        """The server's base URL."""
+        return f"http://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Begin to serve.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        app = web.Application(client_max_size=1 << 30, middlewares=[errors_as_json])
+        for method, route, handler in self._routes():
+            app.router.add_route(method, route, handler)
+        site = HttpSite(app, handler_cancellation=True)
+        self._port = await site.start(self._host, self._port)
+        self._site = site
+
+    async def aclose(self) -> None:
+        """Stop serving; open connections are closed. Idempotent."""
+        site, self._site = self._site, None
+        if site is not None:
+            site.abort_connections()
+            await site.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    # ---- routes -------------------------------------------------------------------------------
+
+    def _routes(self) -> list[tuple[str, str, Handler]]:
+        return [
+            ("GET", "/health", self._health),
+            ("GET", "/health_generate", self._health),
+            ("GET", "/model_info", self._model_info),
+            ("GET", "/get_model_info", self._model_info),
+            ("GET", "/server_info", self._server_info),
+            ("GET", "/get_server_info", self._server_info),
+            ("GET", "/v1/models", self._models),
+            ("POST", "/generate", self._generate),
+        ]
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self.model_path,
+                "tokenizer_path": self.model_path,
+                "is_generation": True,
+                "weight_version": self.version,
+            }
+        )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "model_path": self.model_path,
+            "version": f"areal-gym {__version__}",
+            "context_length": None,
+            "max_req_input_len": self.engine.max_context - _PROMPT_MARGIN,
+            "enable_deterministic_inference": True,
+            "updates_in_flight": True,
+            "weight_version": self.version,
+        }
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {
+            "id": self.model_path,
+            "object": "model",
+            "owned_by": "sglang",
+            "root": self.model_path,
+            "max_model_len": self.engine.max_context,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await read_request(GenerateRequest, request)
+        try:
+            requests = self._read(body)
+            self.num_requests += 1
+            await self._prepare(body)
+            reasons = await asyncio.gather(*(self._run(each) for each in requests))
+            answers = [
+                self._answer(each, reason, body)
+                for each, reason in zip(requests, reasons, strict=True)
+            ]
+            if body.logprob_start_len == 0:
+                for answer, each in zip(answers, requests, strict=True):
+                    scores = [None, *await self._score(each.prompt_ids)]
+                    answer["meta_info"]["input_token_logprobs"] = [
+                        [score, token, None]
+                        for score, token in zip(scores, each.prompt_ids, strict=True)
+                    ]
+        except ValueError as error:
+            raise RequestBodyError(str(error)) from None
+        is_batch = bool(body.input_ids) and isinstance((body.input_ids or [0])[0], list)
+        return web.json_response(answers if is_batch else answers[0])
+
+    # ---- one request: subclasses override these -------------------------------------------------
+
+    async def _prepare(self, body: GenerateRequest) -> None:
+        """Make the engine ready for `body`.
+
+        Raises:
+            ValueError: the server cannot serve it.
+        """
+        if body.lora_path is not None:
+            raise ValueError("this server has no adapters")
+
+    async def _run(self, request: RunningRequest) -> dict[str, Any]:
+        """Sample `request` and return its finish reason."""
+        self._running.add(request)
+        try:
+            return await self._sample(request)
+        finally:
+            self._running.discard(request)
+            self.engine.release(request.rid)
+
+    async def _sample(self, request: RunningRequest) -> dict[str, Any]:
+        if not request.params.max_new_tokens:
+            return request.finish_reason(FinishReason.LENGTH)
+        generation = await self.engine.generate(
+            request.prompt_ids, request.params, session=request.rid
+        )
+        request.extend(generation, map(str, generation.versions))
+        return request.finish_reason(generation.finish_reason)
+
+    async def _score(self, token_ids: list[int]) -> list[float]:
+        """Return the log-probabilities of `token_ids[1:]`.
+
+        Raises:
+            ValueError: the server cannot score.
+        """
+        raise ValueError("this server does not score prompts")
+
+    # ---- bodies and answers -------------------------------------------------------------------
+
+    def _read(self, body: GenerateRequest) -> list[RunningRequest]:
+        if (body.logprob_start_len or -1) > 0:
+            raise ValueError("this server scores whole prompts only: logprob_start_len must be 0")
+        if body.stream or body.input_ids is None:
+            raise ValueError("this server takes input_ids, and does not stream")
+        prompts = _prompts(body.input_ids)
+        rids = [body.rid] if isinstance(body.rid, str) else body.rid
+        if not rids:
+            rids = [uuid.uuid4().hex for _ in prompts]
+        if len(rids) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many rids; there are {len(rids)}")
+        sampling = {} if body.sampling_params is None else body.sampling_params.given()
+        params = self._sampling_params(sampling)
+        for prompt in prompts:
+            self._check_length(len(prompt), params.max_new_tokens)
+        return [
+            RunningRequest(rid, prompt, params) for rid, prompt in zip(rids, prompts, strict=True)
+        ]
+
+    def _sampling_params(self, sampling: dict[str, Any]) -> SamplingParams:
+        policy = Path(self.model_path)
+        if sampling.get("logit_bias"):
+            vocab_size = vocab_size_of(policy)
+            raise ValueError(
+                "this server has no logit_bias"
+                + (f" for tokens of [0, {vocab_size - 1}]" if vocab_size else "")
+            )
+        if any(sampling.get(kind) for kind in _GRAMMARS):
+            raise ValueError(
+                f"Grammar-based generation ({', '.join(_GRAMMARS)}) is not supported when the "
+                "server is launched with --grammar-backend none"
+            )
+        stop_token_ids: tuple[int, ...] = ()
+        if not sampling.get("ignore_eos"):
+            stop_token_ids = (*(sampling.get("stop_token_ids") or ()), *eos_token_ids(policy))
+        return SamplingParams(
+            max_new_tokens=sampling.get("max_new_tokens", 128),
+            temperature=sampling.get("temperature", 1.0),
+            top_p=sampling.get("top_p", 1.0),
+            top_k=max(0, sampling.get("top_k", 0)),
+            stop_token_ids=stop_token_ids,
+            seed=sampling.get("sampling_seed"),
+        )
+
+    def _check_length(self, num_prompt: int, num_new: int) -> None:
+        context = self.engine.max_context
+        if num_prompt > context - _PROMPT_MARGIN:
+            raise ValueError(
+                f"Input length ({num_prompt} tokens) exceeds the maximum allowed length "
+                f"({context - _PROMPT_MARGIN} tokens)."
+            )
+        if num_prompt + num_new > context:
+            raise ValueError(
+                "Requested token count exceeds the model's maximum context length of "
+                f"{context} tokens."
+            )
+
+    def _answer(
+        self, request: RunningRequest, finish_reason: dict[str, Any], body: GenerateRequest
+    ) -> dict[str, Any]:
+        num_tokens = len(request.token_ids)
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": finish_reason,
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": num_tokens,
+            "cached_tokens": 0,
+            "num_retractions": request.num_retractions,
+            "weight_version": self.version,
+        }
+        if self.has_version_spans:
+            meta["weight_versions"] = _spans(request.versions)
+        if body.return_logprob:
+            rows = zip(request.logprobs, request.token_ids, strict=True)
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
+            meta["output_token_logprobs_length"] = num_tokens
+        return {"text": "", "output_ids": request.token_ids, "meta_info": meta}
+
+
+def _prompts(input_ids: Sequence[Any]) -> list[list[int]]:
+    """Return one prompt, or a batch of them, as a batch."""
+    prompts = list(input_ids)
+    if prompts and not isinstance(prompts[0], list):
+        prompts = [prompts]
+    if not prompts or not all(prompts):
+        raise ValueError("input_ids cannot be empty.")
+    return prompts
+
+
+def _spans(versions: Sequence[str]) -> list[dict[str, Any]]:
+    """Return runs of equal names, in SGLang's form."""
+    spans: list[dict[str, Any]] = []
+    for position, name in enumerate(versions):
+        if not spans or spans[-1]["version"] != name:
+            spans.append({"version": name, "start": position, "end": position})
+        spans[-1]["end"] = position + 1
+    return spans

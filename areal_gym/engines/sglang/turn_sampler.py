@@ -1,0 +1,273 @@
+"""Samples turns from a pool of servers: retries on failures, continues after publications."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import uuid
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from areal_gym.engines.base import Generation, SamplingParams
+from areal_gym.engines.sglang.publication import PublicationGate
+from areal_gym.engines.sglang.replies import Draft, Reply, read_answer, sampling_params
+from areal_gym.engines.sglang.server_client import RefusedError, is_refused
+from areal_gym.engines.sglang.server_pool import ServerPool, ServerState
+from areal_gym.errors import EngineError, EngineUnreachableError, GrammarError
+from areal_gym.types import FinishReason
+
+_NOT_RETRIED = frozenset({400, 404, 405, 413, 422})
+"""HTTP statuses that a retry does not change."""
+_FIRST_WAIT_S = 0.25
+"""The wait before a retry on the server that failed; doubles each time."""
+
+
+@dataclass(slots=True)
+class SGLangStats:
+    """Counters since the start."""
+
+    num_calls: int = 0
+    num_tokens: int = 0
+    num_retries: int = 0
+    """Requests sent again because a server failed."""
+    num_moved: int = 0
+    """Retries that went to another server."""
+    num_continued: int = 0
+    """Requests that a publication interrupted."""
+    num_servers_lost: int = 0
+    num_relaunches: int = 0
+    held_s: float = 0.0
+    """How long calls waited for publications, all together."""
+    publication_s: float = 0.0
+    """How long generation stood still for publications."""
+
+
+class TurnSampler:
+    """Sends the requests of turns to the servers of `pool`, whenever `gate` is open.
+
+    Args:
+        pool: chooses the servers.
+        gate: closed during publications.
+        max_retries: retries of one turn after failures of servers.
+        request_timeout_s: the time limit of one request.
+        is_guest: another process publishes, so the policy version follows the replies.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        gate: PublicationGate,
+        *,
+        max_retries: int,
+        request_timeout_s: float,
+        is_guest: bool,
+    ) -> None:
+        self.stats = SGLangStats()
+        self.adapter: str | None = None
+        """The name of the policy's LoRA adapter on the servers."""
+        self.fails_lost_turns = False
+        """Whether a turn that was lost with the last server fails at once."""
+        self._pool = pool
+        self._gate = gate
+        self._max_retries = max_retries
+        self._request_timeout_s = request_timeout_s
+        self._is_guest = is_guest
+        self._call_name = uuid.uuid4().hex[:12]
+        self._call_numbers = itertools.count()
+        self._is_closed = False
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def aclose(self) -> None:
+        """Refuse further calls, and wait for aborts under way."""
+        self._is_closed = True
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=5)
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, room: int, session: str | None
+    ) -> Generation:
+        """Sample at most `room` tokens; see `SGLangEngine.generate`.
+
+        Raises:
+            EngineError: the retry budget is spent, or a retry does not help.
+            EngineUnreachableError: no server served for the grace period.
+        """
+        self.stats.num_calls += 1
+        draft = Draft()
+        budget = _RetryBudget(self._max_retries)
+        while (left := room - len(draft.token_ids)) > 0:
+            state = await self._enter(session)
+            self._count_retry(budget, state)
+            version = self._gate.policy_version
+            try:
+                reply = await self._request(state, [*prompt_ids, *draft.token_ids], params, left)
+                self._require_current(state, reply, version)
+            except EngineError as error:
+                await self._handle_failure(error, state, params, budget)
+                continue
+            self._pool.succeeded(state)
+            draft.add(reply, version)
+            if self._is_guest and reply.versions:
+                self._gate.policy_version = max(version, reply.versions[-1])
+            if reply.finish == "stop":
+                if reply.token_ids[-1] in params.stop_token_ids or params.grammar is not None:
+                    return self._finish(draft, FinishReason.STOP)
+                continue  # the model's own end of text, which is not a stop token here
+            if reply.finish == "length":
+                break
+            if params.grammar is not None:  # a grammar cannot be resumed in the middle
+                draft = Draft()
+            if self._gate.is_open and self._gate.policy_version == version:
+                failure = EngineError(f"{state.client.url} aborted a request by itself")
+                await budget.spend(failure, state)
+            else:
+                self.stats.num_continued += 1
+        return self._finish(draft, FinishReason.LENGTH)
+
+    def _count_retry(self, budget: _RetryBudget, state: ServerState) -> None:
+        if budget.failed_server is not None:
+            self.stats.num_retries += 1
+            self.stats.num_moved += state is not budget.failed_server
+            budget.failed_server = None
+
+    def _require_current(self, state: ServerState, reply: Reply, version: int) -> None:
+        """Raise EngineError if the server was restarted unnoticed and lost its weights."""
+        if reply.versions and reply.versions[-1] < version:
+            self._pool.lose(state)
+            raise EngineError(f"{state.client.url} lost the weights it was given")
+
+    async def _handle_failure(
+        self, error: EngineError, state: ServerState, params: SamplingParams, budget: _RetryBudget
+    ) -> None:
+        """Return if the request may be sent again.
+
+        Raises:
+            EngineError: a retry does not help, or the budget is spent.
+        """
+        if isinstance(error, RefusedError) and error.status in _NOT_RETRIED:
+            if params.grammar is not None:
+                raise GrammarError(error.message) from error
+            raise error
+        self._pool.failed(state, error)
+        if is_refused(error):  # the server received nothing, so this attempt does not count
+            budget.failed_server = state
+            return
+        self._require_not_lost(state, error)
+        await budget.spend(error, state)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probabilities of `token_ids[1:]` at temperature 1.
+
+        Raises:
+            EngineError: no server could score them.
+        """
+        state = await self._enter(None)
+        body = {
+            "input_ids": list(token_ids),
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+        }
+        answer = await self._post(state, body)
+        try:
+            return [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
+        except KeyError:
+            raise EngineError(f"{state.client.url} did not score: {str(answer)[:200]}") from None
+
+    async def _enter(self, session: str | None) -> ServerState:
+        """Wait for the gate, and return a serving server."""
+        while not self._is_closed:
+            await self._gate.wait()
+            state = await self._pool.choose(session)
+            if self._gate.is_open:  # it may have closed during the wait for a server
+                return state
+        raise EngineError("the engine was closed")
+
+    async def _request(
+        self,
+        state: ServerState,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        max_new_tokens: int,
+    ) -> Reply:
+        assert state.facts is not None
+        body = {
+            "input_ids": prompt_ids,
+            "sampling_params": sampling_params(
+                params, max_new_tokens, has_seeds=state.facts.has_seeds
+            ),
+            "return_logprob": True,
+        }
+        return read_answer(await self._post(state, body))
+
+    async def _post(self, state: ServerState, body: dict[str, Any]) -> dict[str, Any]:
+        """Send one `/generate` request; if the caller is cancelled, abort it on the server."""
+        rid = body["rid"] = f"{self._call_name}-{next(self._call_numbers)}"
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
+        state.num_in_flight += 1
+        try:
+            return await state.client.post("/generate", body, timeout_s=self._request_timeout_s)
+        except asyncio.CancelledError:
+            self._spawn_abort(state, rid)
+            raise
+        finally:
+            state.num_in_flight -= 1
+            if not state.num_in_flight:
+                state.drained.set()
+
+    def _require_not_lost(self, state: ServerState, error: EngineError) -> None:
+        """Fail a turn that was lost with the last server, if `fails_lost_turns`.
+
+        Raises:
+            EngineUnreachableError: the turn was lost.
+        """
+        is_cut_off = isinstance(error, EngineUnreachableError) and not isinstance(
+            error.__cause__, TimeoutError
+        )
+        others = [other for other in self._pool.serving if other is not state]
+        if self.fails_lost_turns and is_cut_off and not others:
+            raise EngineUnreachableError(
+                f"the only server was lost while it sampled: {error}", hints=error.hints
+            ) from error
+
+    def _finish(self, draft: Draft, finish_reason: FinishReason) -> Generation:
+        self.stats.num_tokens += len(draft.token_ids)
+        return draft.finished(finish_reason)
+
+    def _spawn_abort(self, state: ServerState, rid: str) -> None:
+        """Abort a request on the server, in the background."""
+        task = asyncio.create_task(_quietly(state.client.post("/abort_request", {"rid": rid})))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+class _RetryBudget:
+    """The retries that one call has left."""
+
+    def __init__(self, max_retries: int) -> None:
+        self._left = max_retries
+        self._wait_s = _FIRST_WAIT_S
+        self.failed_server: ServerState | None = None
+
+    async def spend(self, error: EngineError, state: ServerState) -> None:
+        """Use up one retry; wait a little if the server still serves.
+
+        Raises:
+            EngineError: the budget is spent.
+        """
+        if self._left == 0:
+            raise EngineError(f"the retry budget is spent: {error}", hints=error.hints) from error
+        self._left -= 1
+        self.failed_server = state
+        if state.is_serving:
+            await asyncio.sleep(self._wait_s * random.uniform(0.5, 1.0))
+            self._wait_s *= 2
+
+
+async def _quietly(request: Coroutine[Any, Any, object]) -> None:
+    with suppress(EngineError):
+        await request
