@@ -57,7 +57,7 @@ def shaped_env():
     """The plugin of the environment `shaped` is installed, so to speak."""
     from areal_gym.plugins import PluginManager, Registry, set_registry
 
-    set_registry(Registry(PluginManager.installed(modules=["shaped_env"])))
+    set_registry(Registry(PluginManager.installed(modules=["tests._support.shaped_env"])))
     yield "shaped"
     set_registry(None)
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import agents
 import openai
 import pytest
-from processes import is_running
-from small import CALL, Sums
 
 from areal_gym.agents.base import Agent
 from areal_gym.agents.black_box import AnthropicFunctionAgent, OpenAIFunctionAgent
@@ -27,6 +25,8 @@ from areal_gym.envs.tools import tool
 from areal_gym.errors import AgentError, ConfigError, EngineError
 from areal_gym.rollout.episode import play_episode
 from areal_gym.types import StopReason
+from tests._support.processes import is_running
+from tests._support.sums_env import CALL, Sums
 
 RENDERER = byte_renderer()
 OPTIONS = {"split": "train", "index": 3}

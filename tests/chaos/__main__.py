@@ -9,15 +9,11 @@ runs.
 import argparse
 import importlib
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# As in pytest: scripts import the helpers of tests/ by their names.
-if str(HERE.parent) not in sys.path:
-    sys.path.insert(0, str(HERE.parent))
 
 
 def script_names() -> list[str]:

@@ -20,7 +20,7 @@ from areal_gym.config import RunConfig
 from areal_gym.errors import TrainError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
-from chaos.support_runs import SmallDisk, before_call, config_of, fingerprint, make_policy
+from tests.chaos.support_runs import SmallDisk, before_call, config_of, fingerprint, make_policy
 
 
 def run(small: bool, directory: Path) -> dict[str, object]:

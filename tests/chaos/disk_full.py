@@ -17,7 +17,14 @@ from areal_gym.errors import TrainError
 from areal_gym.rollout.journal import Journal
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
-from chaos.support_runs import STEPS, SmallDisk, before_call, config_of, fingerprint, make_policy
+from tests.chaos.support_runs import (
+    STEPS,
+    SmallDisk,
+    before_call,
+    config_of,
+    fingerprint,
+    make_policy,
+)
 
 
 def run(small: bool, directory: Path) -> dict[str, object]:

@@ -5,16 +5,12 @@ import gc
 import json
 import os
 import random
-import sys
 from pathlib import Path
-
-from http_servers.raw_http import exchange, request, statuses
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.utils.statistics import rss_mb
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "gateway"))
-from gates import gate, recorded
+from tests._support.raw_http import exchange, request, statuses
+from tests._support.scripted_gateway import gate, recorded
 
 KINDS = ("valid", "stream", "malformed", "cut off", "abandoned")
 MALFORMED = (b"{", b"[]", b'{"messages": 3}', b'{"messages": [], "n": -1}', b"\xff", b"9" * 5000)

@@ -112,12 +112,12 @@ class Begin(Callback):
 
 def run(small: bool, directory: Path) -> dict[str, object]:
     """Train over two servers, kill them meanwhile, and look at every batch."""
-    from chaos.support_policy import make_tiny_policy
+    from tests.chaos.support_policy import make_tiny_policy
 
     policy = make_tiny_policy(directory)
     num_steps, num_kills, num_servers = (3, 1, 1) if small else (400, 20, 2)
     servers = [Server(policy, directory / f"server-{i}.log") for i in range(num_servers)]
-    set_registry(Registry(PluginManager.installed(modules=["shaped_env"])))
+    set_registry(Registry(PluginManager.installed(modules=["tests._support.shaped_env"])))
     killer = Killer(servers, num_kills, rest_s=2.0 if small else 4.0)
     try:
         for server in servers:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
-from chaos.support_runs import config_of, fingerprint, make_policy, overrides_of
-from chaos.support_signalled import PHASES
+from tests._support.paths import ROOT
+from tests.chaos.support_runs import config_of, fingerprint, make_policy, overrides_of
+from tests.chaos.support_signalled import PHASES
 
-TESTS = Path(__file__).parent.parent
 SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
 _MOST_S = 600
 
@@ -66,8 +66,8 @@ def _signalled(
         "argv": ["--plain", "train", "--out", str(path), *overrides_of(model)],
     }
     child = subprocess.run(
-        [sys.executable, "-m", "chaos.support_signalled", json.dumps(order)],
-        cwd=TESTS,
+        [sys.executable, "-m", "tests.chaos.support_signalled", json.dumps(order)],
+        cwd=ROOT,
         env={**os.environ, "AREAL_GYM_CACHE": str(path.with_suffix(".cache"))},
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from areal_gym.cli.app import run as command_line
-from chaos.support_runs import before_call
+from tests.chaos.support_runs import before_call
 
 PHASES = {
     "start": ("areal_gym.runs.components", "Components", "make_env"),

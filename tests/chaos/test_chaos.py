@@ -2,7 +2,7 @@
 
 import pytest
 
-from chaos.__main__ import run_script, script_names
+from tests.chaos.__main__ import run_script, script_names
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +10,10 @@ from areal_gym.cli import bench_command as command
 from areal_gym.cli.app import run
 from areal_gym.cli.command_reference import JSON_KEYS
 from areal_gym.runs import speed as benches
+from tests._support.paths import ROOT
 
 registry_module = importlib.import_module("areal_gym.plugins.registry")
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from areal_gym.errors import (
 from areal_gym.plugins import KINDS
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.version import __version__
+from tests._support.paths import ROOT
 
 HEAVY = {"torch", "transformers", "datasets", "gymnasium", "pydantic", "numpy", "rich", "sympy"}
 
@@ -516,7 +517,7 @@ def test_flags_win_over_the_recipe_and_overrides_over_flags(cli, tmp_path):
     assert "id: math" in out
 
 
-RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)

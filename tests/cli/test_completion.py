@@ -7,9 +7,9 @@ import sys
 
 import pytest
 from click.shell_completion import ShellComplete
-from viewed_runs import make_run
 
 from areal_gym.cli.app import COMMANDS, VARIABLE, app, run
+from tests._support.run_dirs import make_run
 
 
 def offered(line):

@@ -8,11 +8,9 @@ import pty
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
-from viewed_runs import make_run, metrics, trajectory
 
 from areal_gym.cli import train_command
 from areal_gym.rollout.stats import RolloutStats
@@ -29,6 +27,8 @@ from areal_gym.runs.live_display import (
 )
 from areal_gym.runs.waiting import ProgressLine
 from areal_gym.sandbox import shared_calls, shared_sandbox
+from tests._support.paths import ROOT
+from tests._support.run_dirs import make_run, metrics, trajectory
 
 WIDTH = 100
 
@@ -199,8 +199,7 @@ def test_examples_come_from_the_runs_record(tmp_path):
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, "tests")
-from viewed_runs import metrics
+from tests._support.run_dirs import metrics
 from areal_gym.runs.live_display import make_display
 display = make_display()
 print(type(display).__name__)
@@ -279,7 +278,7 @@ def test_the_panel_shows_incidents_of_the_last_step(live):
 
 
 def test_each_incident_has_words_and_a_place_in_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
     for incident in INCIDENTS:
         assert "1 " in incident.one
         assert "{n} " in incident.many

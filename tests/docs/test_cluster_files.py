@@ -8,14 +8,13 @@ import re
 import shlex
 import subprocess
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import yaml
 
 from areal_gym.cli.app import run
+from tests._support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 SLURM = (CLUSTER / "slurm.sbatch").read_text()
 KUBERAY = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text())

@@ -22,15 +22,15 @@ from collections import Counter
 
 import click
 import pytest
-import stand_ins
-from documented import PAGES, ROOT, Block, blocks_of
-from place import TAU2, Names, Neighbours, write_files
-from reader import Reader, reason_not_to_run
-from stand_ins import FURNISHING, MEANT, MEANT_IN_PYTHON, WARM_START
-from typed import SERVERS, call
 
 from areal_gym.errors import GymError
 from areal_gym.runs import speed as bench
+from tests._support.pages import stand_ins
+from tests._support.pages.documented import PAGES, ROOT, Block, blocks_of
+from tests._support.pages.place import TAU2, Names, Neighbours, write_files
+from tests._support.pages.reader import Reader, reason_not_to_run
+from tests._support.pages.stand_ins import FURNISHING, MEANT, MEANT_IN_PYTHON, WARM_START
+from tests._support.pages.typed import SERVERS, call
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 

@@ -3,13 +3,12 @@
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from areal_gym.cli.app import run
+from tests._support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 MESSAGES = re.findall(
     r"^\| `([^`]+)` \|",
     (ROOT / "docs" / "errors.md").read_text().partition("## It runs, but")[0],

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -13,8 +12,8 @@ from areal_gym.config import RunConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.checker import check_env
 from areal_gym.rollout.episode import play_episode
+from tests._support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 

@@ -6,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,9 @@ from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.plugins import KINDS, HookSpecs, PluginManager, Registry, registry, set_registry
 from areal_gym.testing import check_advantage_estimator, check_policy_loss
 from areal_gym.types import Group
+from tests._support.paths import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
+PAGE = ROOT / "docs" / "plugins.md"
 BLOCK = re.compile(r"^```python\n# (my_plugin/\w+\.py)\n(.*?)^```$", re.S | re.M)
 HOOKS = sorted(name for name in vars(HookSpecs) if name.startswith("register_"))
 

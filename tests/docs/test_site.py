@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from areal_gym.config.reference import settings_page
-
-ROOT = Path(__file__).parents[2]
+from tests._support.paths import ROOT
 
 
 def test_the_page_of_settings_is_the_settings():

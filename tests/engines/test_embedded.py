@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import SHAPES, WINDOW, their_logits, tiny_model
 
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
@@ -20,6 +19,7 @@ from areal_gym.models.tiny.decoder import Decoder, build_decoder, causal_attend
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.kernels import product_kernels as products
 from areal_gym.types import FinishReason
+from tests._support.tiny_models import SHAPES, WINDOW, their_logits, tiny_model
 
 CONFIG = DecoderConfig(
     vocab_size=61,

@@ -5,10 +5,10 @@ import json
 import random
 
 import aiohttp
-from http_servers.schema_noise import body_bytes, mutated
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.sglang import FakeSGLangServer
+from tests._support.schema_noise import body_bytes, mutated
 
 VALID = {
     "/generate": {

@@ -6,7 +6,14 @@ from contextlib import aclosing
 
 import pytest
 from aiohttp import web
-from sglang_servers import (
+
+from areal_gym.config import EngineConfig
+from areal_gym.engines.base import RemoteEngine, SamplingParams, StreamingEngine
+from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from areal_gym.types import FinishReason
+from tests._support.sglang_servers import (
     POLICY,
     ask,
     count,
@@ -18,13 +25,6 @@ from sglang_servers import (
     until,
     website,
 )
-
-from areal_gym.config import EngineConfig
-from areal_gym.engines.base import RemoteEngine, SamplingParams, StreamingEngine
-from areal_gym.engines.scripted import ScriptedEngine
-from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
-from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
-from areal_gym.types import FinishReason
 
 # ---- one server ---------------------------------------------------------------------------------
 

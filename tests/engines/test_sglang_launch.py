@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from sglang_servers import ask, publish, until
 
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.engines.sglang.launch import LaunchedServer
 from areal_gym.errors import EngineError
+from tests._support.sglang_servers import ask, publish, until
 
 FAKE = [sys.executable, "-m", "areal_gym.engines.sglang.fake"]
 STUB = """

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from sglang_servers import count, fake, until, website
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.engines.sglang import FakeSGLangServer
 from areal_gym.engines.sglang.replies import read_answer
 from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from tests._support.sglang_servers import count, fake, until, website
 
 
 def post_to(url, route="/x", body=None, **options):

@@ -6,7 +6,11 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_servers import (
+
+from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
+from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
+from tests._support.sglang_servers import (
     POLICY,
     ask,
     count,
@@ -18,10 +22,6 @@ from sglang_servers import (
     until,
     website,
 )
-
-from areal_gym.engines.scripted import ScriptedEngine
-from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
-from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
 KINDS = [("abort", "0.5.23"), ("retract", "0.5.23"), ("abort", "0.5.20"), ("abort", "0.5.18")]
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.countdown import CountdownEnv, uses_exactly
 from areal_gym.errors import DataError, UsageError
+from tests._support.paths import SHARED
 
 TASK = {"id": "x", "data": {"numbers": [75, 85, 71], "target": 81, "solution": "71-75+85"}}
 
@@ -60,7 +60,7 @@ def test_too_many_numbers_are_refused_by_countdown():
         CountdownEnv(num_numbers=7)
 
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "countdown"
+DATA = SHARED / "data" / "countdown"
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")

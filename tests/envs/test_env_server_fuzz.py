@@ -6,8 +6,6 @@ import random
 
 import aiohttp
 import pytest
-from http_servers.raw_http import exchange, odd_request, request, statuses
-from http_servers.schema_noise import ODD, body_bytes, mutated, nested, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +19,8 @@ from areal_gym.envs.server.wire_format import OWNER_HEADER, owner_keys
 from areal_gym.envs.tools import tool
 from areal_gym.types import Task
 from areal_gym.utils.http_servers.connections import ConnectionLimits
+from tests._support.raw_http import exchange, odd_request, request, statuses
+from tests._support.schema_noise import ODD, body_bytes, mutated, nested, value
 
 CALL = {
     "id": "call-0",

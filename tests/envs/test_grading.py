@@ -6,10 +6,8 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from grading_cases import DIFFERENT, EQUAL
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +15,8 @@ from areal_gym.envs.base import run_on_kept_loop
 from areal_gym.envs.grading import agrees, extract_answer, is_equal, is_same_number, parse_number
 from areal_gym.envs.grading.answer_cleaning import tidy
 from areal_gym.envs.grading.extraction import final_answer
+from tests._support.grading_cases import DIFFERENT, EQUAL
+from tests._support.paths import SHARED
 
 balanced = st.recursive(
     st.text(alphabet="abc 0123+-^_", max_size=5),
@@ -144,7 +144,7 @@ def test_grading_works_inside_a_running_loop():
     assert run_on_kept_loop(ask()) == (True, True)
 
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
+DATA = SHARED / "data"
 REWORDINGS = {
     "as it is": lambda gold: gold,
     "boxed": lambda gold: f"so it is $\\boxed{{{gold}}}$.",

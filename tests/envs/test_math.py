@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,6 +8,7 @@ import areal_gym
 from areal_gym.envs.arithmetic import evaluate
 from areal_gym.envs.math import MathEnv
 from areal_gym.errors import ConfigError, DataError, NothingToDoError, UsageError
+from tests._support.paths import SHARED
 
 
 @pytest.mark.parametrize("level", range(1, 6))
@@ -88,7 +88,7 @@ def test_last_wrong_attempt_truncates():
     assert step.info["reward_parts"] == {"answer": 0.0, "format": 1.0}
 
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
+DATA = SHARED / "data"
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data")

@@ -7,13 +7,13 @@ import random
 
 import aiohttp
 import pytest
-from http_servers.raw_http import exchange, odd_request, statuses
-from http_servers.schema_noise import body_bytes, mutated, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import areal_gym
 from areal_gym.envs.server.env_sessions import Sessions
+from tests._support.raw_http import exchange, odd_request, statuses
+from tests._support.schema_noise import body_bytes, mutated, value
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 

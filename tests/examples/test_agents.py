@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +23,9 @@ from areal_gym.rollout.episode import play_episode
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
 from areal_gym.types import StopReason, Task
+from tests._support.paths import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 SHELL = f"sh {EXAMPLES}/program_agent/solve.sh"
 SMALL = [
     "rollout.group_size=2",

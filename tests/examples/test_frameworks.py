@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from areal_gym.rollout.episode import play_episode
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
 from areal_gym.types import StopReason, Task
+from tests._support.paths import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 REQUIRED_MODULES = {

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
-FILE = Path(__file__).parents[2] / "examples" / "minimal_grpo.py"
+from tests._support.paths import ROOT
+
+FILE = ROOT / "examples" / "minimal_grpo.py"
 
 
 def test_minimal_grpo_is_below_200_lines():

@@ -6,9 +6,9 @@ import json
 import anthropic
 import openai
 import pytest
-from gates import ADD, CALL, Slow, gate
 
 from areal_gym.engines.scripted import ScriptedEngine
+from tests._support.scripted_gateway import ADD, CALL, Slow, gate
 
 THOUGHT = "<think>Two words.</think>Hello, wörld 🙂."
 FLAT = {"type": "function", **ADD["function"]}

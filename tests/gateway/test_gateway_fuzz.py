@@ -5,9 +5,6 @@ import json
 import random
 
 import aiohttp
-from gates import CALL, gate, recorded
-from http_servers.raw_http import exchange, odd_request, request, statuses
-from http_servers.schema_noise import body_bytes, mutated, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +12,9 @@ from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.gateway.routes import _table, openapi
 from areal_gym.utils.http_servers.connections import ConnectionLimits
+from tests._support.raw_http import exchange, odd_request, request, statuses
+from tests._support.schema_noise import body_bytes, mutated, value
+from tests._support.scripted_gateway import CALL, gate, recorded
 
 HI = [{"role": "user", "content": "Hi."}]
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}

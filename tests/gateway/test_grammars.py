@@ -6,11 +6,11 @@ import json
 import anthropic
 import openai
 import pytest
-from gates import ADD, CALL, gate, post, recorded
 from pydantic import BaseModel
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.errors import GrammarError
+from tests._support.scripted_gateway import ADD, CALL, gate, post, recorded
 
 HI = [{"role": "user", "content": "Hi."}]
 FLAT = {"type": "function", **ADD["function"]}

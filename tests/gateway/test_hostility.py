@@ -7,7 +7,6 @@ import socket
 
 import aiohttp
 import pytest
-from gates import Slow, gate, post, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.errors import EngineError, InfrastructureError
 from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.gateway.routes import _table, openapi
+from tests._support.scripted_gateway import Slow, gate, post, recorded
 
 HI = {"messages": [{"role": "user", "content": "Hi."}]}
 DESCRIPTION = openapi(_table(Gateway()))

@@ -6,7 +6,6 @@ import json
 import aiohttp
 import pytest
 import torch
-from gates import Told, post
 
 from areal_gym.chat import Renderer
 from areal_gym.engines.base import SamplingParams
@@ -14,6 +13,7 @@ from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.recording import Recorder
+from tests._support.scripted_gateway import Told, post
 
 NUM = 256
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from areal_gym.version import __version__
-
-ROOT = Path(__file__).parents[2]
+from tests._support.paths import ROOT, TESTS
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +103,7 @@ def said(tiny_policy, tmp_path_factory):
         if (tiny_policy / name).exists():
             shutil.copy(tiny_policy / name, served)
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("core_commands.py")), str(served)],
+        [sys.executable, str(TESTS / "_support" / "core_commands.py"), str(served)],
         cwd=home,
         capture_output=True,
         text=True,

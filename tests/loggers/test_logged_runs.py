@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import tomllib
-from pathlib import Path
 from threading import Event
 
 import pytest
@@ -15,6 +14,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.logger_threads import Loggers
 from areal_gym.runs.run_display import SilentDisplay
 from areal_gym.runs.train import train
+from tests._support.paths import ROOT
 
 SMALL = [
     "env.id=shaped",
@@ -41,7 +41,13 @@ class Talk(SilentDisplay):
 
 @pytest.fixture
 def plugins():
-    set_registry(Registry(PluginManager.installed(modules=["shaped_env", "loggers_plugin"])))
+    set_registry(
+        Registry(
+            PluginManager.installed(
+                modules=["tests._support.shaped_env", "tests._support.loggers_plugin"]
+            )
+        )
+    )
     yield
     set_registry(None)
 
@@ -131,7 +137,7 @@ def test_the_hint_names_the_extra(id):
     with pytest.raises(ConfigError, match=f"{id!r} needs no_such_package") as caught:
         absent.load()
     assert caught.value.hints == (f"install it: pip install 'areal-gym[{id}]'",)
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (requirement,) = project["optional-dependencies"][id]
     assert requirement.startswith(f"{id}>=")
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,8 @@ from areal_gym.engines.sglang.turn_sampler import SGLangStats
 from areal_gym.plugins import PluginManager, Registry, set_registry
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
+from tests._support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 DESIGN = ROOT.parent / "shared" / "design" / "algorithms.md"
 
 SMALL = [
@@ -120,7 +119,13 @@ def documented():
 @pytest.fixture(scope="module")
 def keys(tiny_policy, tmp_path_factory):
     """By run: the names in `metrics.jsonl`, and those that a logger got."""
-    set_registry(Registry(PluginManager.installed(modules=["shaped_env", "loggers_plugin"])))
+    set_registry(
+        Registry(
+            PluginManager.installed(
+                modules=["tests._support.shaped_env", "tests._support.loggers_plugin"]
+            )
+        )
+    )
     written, logged = {}, {}
     for run, overrides in RUNS.items():
         out = tmp_path_factory.mktemp("runs") / run

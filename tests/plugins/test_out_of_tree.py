@@ -7,11 +7,11 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests._support.paths import ROOT
+
 EXAMPLE = ROOT / "examples" / "areal-gym-countdown"
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,6 @@ import sys
 import tomllib
 import types
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -27,6 +26,7 @@ from areal_gym.plugins import (
 )
 from areal_gym.plugins.manager import BUILT_IN, discover
 from areal_gym.plugins.registry import as_kind
+from tests._support.paths import ROOT
 
 
 def env_spec(id="dice", entry_point="collections:OrderedDict", **more):
@@ -279,7 +279,7 @@ def test_every_hook_documents_a_working_example(kind):
 
 
 def test_the_built_ins_are_declared_like_everyone_elses():
-    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    pyproject = ROOT / "pyproject.toml"
     declared = tomllib.loads(pyproject.read_text())["project"]["entry-points"]["areal_gym"]
     assert declared == dict(BUILT_IN)
 

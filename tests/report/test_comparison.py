@@ -5,7 +5,6 @@ import math
 import random
 
 import pytest
-from viewed_runs import make_run, trajectory
 
 from areal_gym.cli.app import run as areal_gym
 from areal_gym.errors import NothingToDoError
@@ -13,6 +12,7 @@ from areal_gym.report import compare
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import Task, Turn
 from areal_gym.utils.statistics import difference_interval, mean_interval
+from tests._support.run_dirs import make_run, trajectory
 
 
 @pytest.mark.parametrize(("num", "quantile"), [(5, 2.776), (10, 2.262), (31, 2.042), (500, 1.965)])

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
-from viewed_runs import add_step, make_run, trajectory
 
 from areal_gym.cli.app import run as run_program
 from areal_gym.errors import NothingToDoError
@@ -15,6 +14,7 @@ from areal_gym.report.charts import draw
 from areal_gym.report.content import Chart, Line
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.utils.markup import number, visible
+from tests._support.run_dirs import add_step, make_run, trajectory
 
 VOID = {"meta", "link", "img", "br", "input"}
 HOSTILE = "<script>alert(1)</script>| a | `x` \u202e [y](z) ```"

@@ -7,7 +7,6 @@ import math
 from types import MappingProxyType
 
 import pytest
-from small import Sums
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
@@ -17,6 +16,7 @@ from areal_gym.rollout.evaluate import evaluate
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.runs.incidents import IncidentCounter, describe_incidents
 from areal_gym.types import StopReason
+from tests._support.sums_env import Sums
 
 RENDERER = byte_renderer()
 BAD = MappingProxyType({"nan": math.nan, "inf": math.inf, "minus inf": -math.inf})

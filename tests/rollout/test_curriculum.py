@@ -4,7 +4,6 @@ import random
 from collections import Counter
 
 import pytest
-from small import Sums
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
@@ -18,6 +17,7 @@ from areal_gym.rollout.curriculum import SuccessRateCurriculum
 from areal_gym.rollout.filters import ZeroVarianceFilter
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import Task
+from tests._support.sums_env import Sums
 
 
 class Levels(Sums):

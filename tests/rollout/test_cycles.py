@@ -5,13 +5,13 @@ import gc
 import weakref
 
 import pytest
-from small import CALL, Sums
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.rollout.episode import play_episode
 from areal_gym.types import StopReason
+from tests._support.sums_env import CALL, Sums
 
 RENDERER = byte_renderer()
 

@@ -3,7 +3,6 @@ import math
 
 import numpy as np
 import pytest
-from small import CALL, Sums, add
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.engines.base import SamplingParams
@@ -14,6 +13,7 @@ from areal_gym.errors import EngineError, SandboxError, UsageError
 from areal_gym.recording import derive_seed
 from areal_gym.rollout.episode import InFlight, play_episode
 from areal_gym.types import FinishReason, StopReason, Task, freeze
+from tests._support.sums_env import CALL, Sums, add
 
 RENDERER = byte_renderer()
 TEST = {"split": "test"}

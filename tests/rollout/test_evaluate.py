@@ -5,7 +5,6 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small import CALL, Sums
 
 import areal_gym
 from areal_gym.agents.chat import ChatAgent
@@ -14,6 +13,7 @@ from areal_gym.errors import EngineError, FailureBudgetError, NothingToDoError, 
 from areal_gym.rollout.eval_report import pass_at_k_interval
 from areal_gym.rollout.evaluate import evaluate
 from areal_gym.utils.statistics import wilson_interval
+from tests._support.sums_env import CALL, Sums
 
 RENDERER = byte_renderer()
 

@@ -1,8 +1,6 @@
 import asyncio
 
 import pytest
-from small import Sums
-from virtual_time import VirtualLoop
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
@@ -11,6 +9,8 @@ from areal_gym.errors import EngineError, EnvError, FailureBudgetError
 from areal_gym.rollout.failures import FailureBudget
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import StopReason
+from tests._support.sums_env import Sums
+from tests._support.virtual_time import VirtualLoop
 
 GOOD, BAD = StopReason.COMPLETED, StopReason.ENGINE_ERROR
 

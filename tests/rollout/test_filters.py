@@ -2,7 +2,6 @@ import asyncio
 import random
 
 import pytest
-from small import RecordingEngine, Sums
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
@@ -13,6 +12,7 @@ from areal_gym.rollout import plugin
 from areal_gym.rollout.filters import SuccessRateFilter, ZeroVarianceFilter, rejection
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import FinishReason, Group, Task, Trajectory, Turn
+from tests._support.sums_env import RecordingEngine, Sums
 
 TASK = Task(id="t", data={})
 

@@ -6,10 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from small import CALL, RecordingEngine, Sums
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
@@ -18,8 +16,10 @@ from areal_gym.errors import TrainError
 from areal_gym.rollout.group_json import pack_group, unpack_group
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.runner import RolloutRunner
+from tests._support.paths import ROOT
+from tests._support.sums_env import CALL, RecordingEngine, Sums
 
-SCRIPT = Path(__file__).parent / "journaled_run.py"
+SCRIPT = ["-m", "tests._support.journaled_run"]
 
 
 def runner_of(engine, journal, *, state=None, **config):
@@ -213,9 +213,9 @@ def test_untrained_batch_is_not_lost(tmp_path):
 
 def start(directory, num_steps, max_staleness):
     return subprocess.Popen(
-        [sys.executable, SCRIPT, directory, str(num_steps), str(max_staleness)],
+        [sys.executable, *SCRIPT, directory, str(num_steps), str(max_staleness)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
 
 

@@ -5,8 +5,6 @@ import random
 from statistics import fmean
 
 import pytest
-from small import Sums
-from virtual_time import VirtualLoop
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
@@ -23,6 +21,8 @@ from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.outages import Outage
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import FinishReason
+from tests._support.sums_env import Sums
+from tests._support.virtual_time import VirtualLoop
 
 BATCH, SIZE = 6, 4
 

@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-from small import CALL, RecordingEngine, Sums
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
@@ -18,6 +17,7 @@ from areal_gym.errors import (
 )
 from areal_gym.rollout.evaluate import evaluate
 from areal_gym.rollout.runner import RolloutRunner
+from tests._support.sums_env import CALL, RecordingEngine, Sums
 
 RENDERER = byte_renderer()
 

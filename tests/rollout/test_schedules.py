@@ -14,8 +14,6 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from small import CALL, Sums
-from virtual_time import VirtualLoop
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
@@ -27,6 +25,8 @@ from areal_gym.rollout.filters import ZeroVarianceFilter
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import FinishReason
+from tests._support.sums_env import CALL, Sums
+from tests._support.virtual_time import VirtualLoop
 
 RENDERER = byte_renderer()
 TIMEOUT_S = 100.0

@@ -3,17 +3,18 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 WARM_UP, STEPS = 60, 210
 """Steps until caches, pools and allocators are full, and measured steps after them."""
 
 
 def test_long_run_does_not_grow_in_memory(tiny_policy, tmp_path):
-    script = Path(__file__).with_name("soaked_run.py")
     arguments = [str(tiny_policy), str(tmp_path / "run"), str(WARM_UP + STEPS)]
     run = subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "tests._support.soaked_run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     samples = json.loads(run.stdout)[WARM_UP // 10 :]

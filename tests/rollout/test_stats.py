@@ -2,7 +2,6 @@ import asyncio
 import dataclasses
 
 import pytest
-from small import CALL, Sums
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
@@ -10,6 +9,7 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.rollout.stats import Occupancy
+from tests._support.sums_env import CALL, Sums
 
 
 class SlowTool(Sums):

@@ -5,7 +5,6 @@ import json
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import RecordingEngine, Sums
 
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.chat import Renderer
@@ -16,6 +15,7 @@ from areal_gym.rollout.episode import play_episode
 from areal_gym.rollout.group_json import pack_group, unpack_group
 from areal_gym.trainer.batch.sequences import make_sequences
 from areal_gym.types import FinishReason, Group, StopReason, Task, Trajectory
+from tests._support.sums_env import RecordingEngine, Sums
 
 RENDERER = byte_renderer()
 ANY_TEXT = st.text(st.characters(), max_size=30)  # surrogates and control tokens' text included

@@ -14,8 +14,8 @@ from areal_gym.sandbox import SandboxStatus
 from areal_gym.sandbox.suite.__main__ import main
 from areal_gym.sandbox.suite.bait import Bait
 from areal_gym.sandbox.suite.programs import builtin_files, read_programs
+from tests._support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SNIPPETS = ROOT.parent / "shared/golden/hostile_snippets.json"
 NOBODY = 65534
 
@@ -90,7 +90,7 @@ def attack(*arguments: str, uid: int = 0) -> dict[str, Any]:
     if uid and os.geteuid() != 0:
         pytest.skip("only root can become another user")
     process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("hostile.py")), str(uid), *arguments],
+        [sys.executable, "-m", "tests._support.ordinary_user", str(uid), *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,

@@ -17,8 +17,8 @@ from areal_gym.errors import SandboxError, UsageError
 from areal_gym.sandbox import DockerSandbox, SandboxLevel, SandboxLimits, SandboxStatus
 from areal_gym.sandbox.docker import LABEL
 from areal_gym.sandbox.image.build import build_image
+from tests._support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 LIMITS = SandboxLimits(wall_s=20.0, cpu_s=20.0, memory_mb=256)
 
 

@@ -14,14 +14,14 @@ from areal_gym.sandbox.base import SandboxLevel
 
 @pytest.fixture(scope="module")
 def grade():
-    """Call a function of tests/sandbox/graders.py in a worker."""
+    """Call a function of tests/_support/graders.py in a worker."""
     with asyncio.Runner() as runner:
 
         def grade(name, *arguments, on_limit=None, **limits):
             settings = {"limits": SandboxLimits(**{"wall_s": 30.0, "cpu_s": 20.0, **limits})}
             if on_limit is not None:
                 settings["on_limit"] = on_limit
-            return runner.run(Grader(f"sandbox.graders:{name}", **settings)(*arguments))
+            return runner.run(Grader(f"tests._support.graders:{name}", **settings)(*arguments))
 
         yield grade
 
@@ -44,7 +44,9 @@ def test_waiting_too_long_is_nobodys_answer(grade):
 
 
 def test_errors_name_function_and_reason(grade):
-    with pytest.raises(EnvError, match=r"sandbox\.graders:fail failed: KeyError: 'no such answer'"):
+    with pytest.raises(
+        EnvError, match=r"tests\._support\.graders:fail failed: KeyError: 'no such answer'"
+    ):
         grade("fail")
     with pytest.raises(EnvError, match="not JSON serializable"):
         grade("no_json")
@@ -73,7 +75,7 @@ def test_files_stay_out_of_reach(grade, tmp_path):
 
 def test_a_slow_grader_does_not_stall_the_loop():
     async def go():
-        grader = Grader("sandbox.graders:sleep")
+        grader = Grader("tests._support.graders:sleep")
         await grader(0)  # the worker is there
         longest, stop = 0.0, asyncio.Event()
 

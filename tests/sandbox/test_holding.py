@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import is_running
 
 from areal_gym.sandbox import ProcessSandbox, SandboxLimits, SandboxStatus
+from tests._support.processes import is_running
 
 LIMITS = SandboxLimits(wall_s=60.0)
 PATIENCE_S = 120.0

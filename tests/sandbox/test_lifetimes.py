@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import is_running
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import (
@@ -23,8 +22,9 @@ from areal_gym.sandbox import (
     shared_sandbox,
 )
 from areal_gym.sandbox.plugin import register_sandboxes
+from tests._support.paths import ROOT
+from tests._support.processes import is_running
 
-ROOT = Path(__file__).parents[2]
 LIMITS = SandboxLimits(wall_s=20)
 
 

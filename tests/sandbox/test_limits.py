@@ -13,8 +13,8 @@ import pytest
 
 from areal_gym.sandbox import ProcessSandbox, SandboxLimits, SandboxStatus
 from areal_gym.sandbox.worker.groups import find_places
+from tests._support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 MEMORY_MB = 64
 LIMITS = SandboxLimits(wall_s=120, cpu_s=120, memory_mb=MEMORY_MB)
@@ -181,12 +181,14 @@ def test_memory_of_every_kind_is_bounded_as_an_ordinary_user(without):
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     code = (
-        f"import asyncio, json, sys, hostile; hostile.become({NOBODY}); import test_limits as t; "
+        "import asyncio, json, sys; from tests._support.ordinary_user import become; "
+        f"become({NOBODY}); "
+        "import tests.sandbox.test_limits as t; "
         "print(json.dumps(asyncio.run(t.run_all(sys.argv[1:]))))"
     )
     process = subprocess.run(
         [sys.executable, "-c", code, *without],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=280,

@@ -9,12 +9,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from engines import OwnEngine
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import DockerSandbox, ProcessSandbox, SandboxLimits
 from areal_gym.sandbox.docker import connect
 from areal_gym.sandbox.image.build import import_host
+from tests._support.container_engines import OwnEngine
 
 LONG = SandboxLimits(wall_s=300.0, cpu_s=300.0)
 IMAGE = "areal-gym-sandbox:own-engine"

@@ -17,8 +17,8 @@ import pytest
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import ProcessSandbox, SandboxLimits
 from areal_gym.sandbox.worker import seccomp, syscalls
+from tests._support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 LIMITS = SandboxLimits(wall_s=60, cpu_s=60)
 
@@ -142,13 +142,13 @@ def test_metadata_of_host_files_stays_as_an_ordinary_user(place, without):
     (place / "site-packages").mkdir()
     os.chown(place / "site-packages", NOBODY, NOBODY)
     code = (
-        f"import hostile, sys; hostile.become({NOBODY}); "
+        f"import sys; from tests._support.ordinary_user import become; become({NOBODY}); "
         f"sys.path.insert(0, {str(place / 'site-packages')!r}); "
-        "import test_metadata as t; t.main(*sys.argv[1:])"
+        "import tests.sandbox.test_metadata as t; t.main(*sys.argv[1:])"
     )
     report = subprocess.run(
         [sys.executable, "-c", code, str(place), *without],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=280,

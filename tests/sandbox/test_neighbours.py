@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from areal_gym.sandbox import ProcessSandbox, SandboxLimits
+from tests._support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 
 
@@ -23,7 +23,7 @@ def test_eight_programs_have_eight_threads_each_at_once(uid, without):
     if uid and os.geteuid() != 0:
         pytest.skip("only root can become another user")
     process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("crowd.py")), str(uid), *without],
+        [sys.executable, "-m", "tests._support.thread_crowd", str(uid), *without],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,

@@ -4,13 +4,21 @@ import asyncio
 
 import pytest
 import torch
-from suite import PROMPT, TOLERANCE, ask, engine_over, gap, ours, turns_in_flight
 
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.errors import EngineError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.trainer.weight_sync.disk import DiskWeightSync
 from areal_gym.types import FinishReason
+from tests._support.sglang_suite import (
+    PROMPT,
+    TOLERANCE,
+    ask,
+    engine_over,
+    gap,
+    ours,
+    turns_in_flight,
+)
 
 
 @pytest.fixture

@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from statistics import fmean, stdev
 from urllib.parse import urlsplit
 
-import ending_env
 import pytest
 import torch
 from conftest import CONTEXT, running_server
-from suite import PROMPT, ours
 
 from areal_gym.config import load_config
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
@@ -21,6 +19,8 @@ from areal_gym.plugins import PluginManager, Registry, set_registry
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.run_display import SilentDisplay
 from areal_gym.runs.train import train
+from tests._support import ending_env
+from tests._support.sglang_suite import PROMPT, ours
 
 BATCH, SIZE, STEPS, HIT = 8, 4, 5, 3
 SHORT = 10
@@ -60,7 +60,7 @@ def ending_policy(policies, tmp_path_factory):
 
 @pytest.fixture
 def ending():
-    set_registry(Registry(PluginManager.installed(modules=["ending_env"])))
+    set_registry(Registry(PluginManager.installed(modules=["tests._support.ending_env"])))
     yield
     ending_env.on_end.clear()
     set_registry(None)

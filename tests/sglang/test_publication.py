@@ -5,7 +5,6 @@ import asyncio
 import pytest
 import torch
 from conftest import require_retract, running_server
-from suite import PROMPT, TOLERANCE, ask, busy, engine_over, gap, is_ascending, turns_in_flight
 
 from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.engines.sglang.server_client import RefusedError, ServerClient
@@ -16,6 +15,16 @@ from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.trainer.weight_sync import make_weight_sync
 from areal_gym.trainer.weight_sync.tensor import buckets, encode_bucket
 from areal_gym.trainer.weight_sync.update_session import update_session
+from tests._support.sglang_suite import (
+    PROMPT,
+    TOLERANCE,
+    ask,
+    busy,
+    engine_over,
+    gap,
+    is_ascending,
+    turns_in_flight,
+)
 
 CHANNELS = [
     ("disk", {}),

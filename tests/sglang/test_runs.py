@@ -9,7 +9,6 @@ from contextlib import ExitStack, suppress
 import pytest
 import torch
 from conftest import NEEDS_REAL, command_of, require_retract, running_server
-from suite import TOLERANCE, ask, engine_over, gap, turns_in_flight
 
 from areal_gym.config import load_config
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
@@ -18,6 +17,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.replay import replay
 from areal_gym.runs.train import train
 from areal_gym.trainer.weight_sync.disk import DiskWeightSync
+from tests._support.sglang_suite import TOLERANCE, ask, engine_over, gap, turns_in_flight
 
 SMALL = [
     "env.id=shaped",

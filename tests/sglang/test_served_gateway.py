@@ -4,13 +4,13 @@ import asyncio
 import json
 
 import pytest
-from suite import PROMPT, engine_over, gap
 
 from areal_gym.chat import Renderer
 from areal_gym.engines.base import SamplingParams
 from areal_gym.errors import GrammarError
 from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from tests._support.sglang_suite import PROMPT, engine_over, gap
 
 openai = pytest.importorskip("openai", reason="pip install 'areal-gym[agents]'")
 

@@ -8,7 +8,6 @@ import random
 
 import pytest
 import torch
-from helpers import batch, honest_logprobs, tiny_decoder, trajectory
 
 from areal_gym.config import TrainerConfig
 from areal_gym.config.algorithm_settings import PRESETS
@@ -26,6 +25,7 @@ from areal_gym.trainer.checkpoint import restore_learner, save_learner
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, StopReason
+from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder, trajectory
 
 NAMES = sorted(PRESETS)
 

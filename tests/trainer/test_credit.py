@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import batch, tiny_decoder
 
 from areal_gym.config import TrainerConfig, load_config
 from areal_gym.errors import ConfigError
@@ -13,6 +12,7 @@ from areal_gym.runs.components import make_learner
 from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput
 from areal_gym.trainer.algorithms.ratios import sequence_mean
 from areal_gym.trainer.trainer import Trainer
+from tests._support.tiny_training import batch, tiny_decoder
 
 
 def learner(own_loss=None, **config) -> Trainer:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import batch, honest_logprobs, tiny_decoder
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, EngineError, TrainError
@@ -18,6 +17,7 @@ from areal_gym.trainer.algorithms.token_advantages import distill
 from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher, annotate
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import TokenSpan, Trajectory
+from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder
 
 
 def scores_of(decoder, token_ids):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +36,9 @@ from areal_gym.trainer.algorithms.losses import (
 from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS
 from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty
 from areal_gym.trainer.algorithms.token_advantages import gae
+from tests._support.paths import SHARED
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "losses.json"
+GOLDEN = SHARED / "golden" / "losses.json"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="no ../shared/golden/losses.json")
 
 

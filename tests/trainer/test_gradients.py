@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import batch, honest_logprobs, tiny_decoder
 from torch import Tensor
 
 from areal_gym.config import TrainerConfig
@@ -25,6 +24,7 @@ from areal_gym.plugins import registry
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, TokenSpan, Trajectory
+from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder
 
 MAX_NEW = 8
 TOLERANCE = 2e-5

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
-from helpers import batch, tiny_decoder
 from torch import Tensor
 
 from areal_gym.config import TrainerConfig
@@ -15,6 +14,7 @@ from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput, ppo_clip
 from areal_gym.trainer.loop import train_loop
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group
+from tests._support.tiny_training import batch, tiny_decoder
 
 
 class Source:

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 import transformers
-from helpers import CONFIG, batch, tiny_decoder
 from safetensors.torch import save_file
 
 from areal_gym.config import LoraConfig, TrainerConfig, load_config
@@ -29,6 +28,7 @@ from areal_gym.trainer.lora import (
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.trainer.weight_sync.adapters import adapter_config
+from tests._support.tiny_training import CONFIG, batch, tiny_decoder
 
 SETTINGS = LoraConfig(rank=4, alpha=8.0)
 pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")

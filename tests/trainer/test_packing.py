@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_ids, tiny_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from areal_gym.models.tiny.kernels.kernel_library import is_there
 from areal_gym.trainer.batch.bins import Row, best_fit, split_by_tokens
 from areal_gym.trainer.batch.packing import attend_blocks, pack
 from areal_gym.trainer.batch.varlen import fits_kernel
+from tests._support.tiny_training import random_ids, tiny_decoder
 
 # ---- bins ------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import signal
 
 import pytest
 import torch
-from helpers import batch, tiny_decoder, without_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group
+from tests._support.tiny_training import batch, tiny_decoder, without_costs
 
 
 def weights_of(learner):

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import batch, honest_logprobs, tiny_decoder
 
 from areal_gym.config import TrainerConfig
 from areal_gym.plugins import registry
 from areal_gym.trainer.algorithms.token_loss import narrowest_clip
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, Trajectory
+from tests._support.tiny_training import batch, honest_logprobs, tiny_decoder
 
 PRESETS = ["grpo", "dapo", "gspo", "sapo", "cispo", "ppo", "dr_grpo", "m2po"]
 

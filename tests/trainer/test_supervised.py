@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CONFIG, random_ids, tiny_decoder
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, TrainError
@@ -20,6 +19,7 @@ from areal_gym.trainer.objectives.dpo import Dpo, is_preferred, preference_loss
 from areal_gym.trainer.objectives.reward_model import BradleyTerry
 from areal_gym.trainer.objectives.sft import Sft
 from areal_gym.trainer.objectives.supervised import Supervised
+from tests._support.tiny_training import CONFIG, random_ids, tiny_decoder
 
 
 def row(rng, prompt=()):

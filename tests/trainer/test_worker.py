@@ -13,8 +13,6 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from helpers import batch, tiny_decoder, without_costs
-from processes import is_running
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, TrainError
@@ -26,6 +24,9 @@ from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.checkpoint import restore_learner, save_learner
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
+from tests._support.paths import ROOT
+from tests._support.processes import is_running
+from tests._support.tiny_training import batch, tiny_decoder, without_costs
 
 SETTINGS = TrainerConfig(optimizer="muon", lr=1e-2, minibatches=2)
 
@@ -156,8 +157,8 @@ def test_a_full_disk_is_told_and_it_goes_on(tiny_policy, tmp_path):
 def test_it_does_not_outlive_us(tmp_path):
     code = f"""
         import os, signal, sys
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from helpers import tiny_decoder
+        sys.path.insert(0, {str(ROOT)!r})
+        from tests._support.tiny_training import tiny_decoder
         from areal_gym.config import TrainerConfig
         from areal_gym.trainer.algorithms.advantages import grpo
         from areal_gym.trainer.trainer import Trainer

@@ -14,10 +14,10 @@ import time
 
 import pytest
 from tokenizers import Tokenizer
-from viewed_runs import add_step, make_run, sampled, trajectory
 
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import StopReason, Task, TokenSpan
+from tests._support.run_dirs import add_step, make_run, sampled, trajectory
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = os.environ.get("AREAL_GYM_CHROMIUM") or shutil.which("chromium")

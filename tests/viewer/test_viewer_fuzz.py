@@ -8,14 +8,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from http_servers.raw_http import exchange, odd_request, request, statuses
-from http_servers.schema_noise import nested
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from viewed_runs import make_run
 
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 from areal_gym.viewer import Catalog
+from tests._support.raw_http import exchange, odd_request, request, statuses
+from tests._support.run_dirs import make_run
+from tests._support.schema_noise import nested
 
 server = pytest.importorskip("areal_gym.viewer.viewer_server", reason="starlette is not installed")
 

@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-from viewed_runs import add_step, make_run, trajectory
 
 from areal_gym.cli.app import run as run_program
 from areal_gym.errors import DataError, InfrastructureError, NothingToDoError, UnknownIdError
@@ -17,6 +16,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.viewer import Catalog
 from areal_gym.viewer.details import detail, rows
+from tests._support.run_dirs import add_step, make_run, trajectory
 
 server = pytest.importorskip("areal_gym.viewer.viewer_server", reason="starlette is not installed")
 

@@ -4,13 +4,11 @@ import asyncio
 import json
 import math
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from served import served
 
 import areal_gym
 from areal_gym.chat.tool_call_formats import write_call
@@ -20,8 +18,10 @@ from areal_gym.envs.search.generated_world import world
 from areal_gym.envs.search.retrievers import HttpRetriever
 from areal_gym.errors import ConfigError, DataError, EnvError, UsageError
 from areal_gym.plugins import PluginManager, Registry, RetrieverSpec, hookimpl, set_registry
+from tests._support.paths import SHARED
+from tests._support.web_app import served
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
+DATA = SHARED / "data"
 texts_of = st.text(alphabet="abcd ", max_size=30)
 
 

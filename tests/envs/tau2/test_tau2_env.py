@@ -5,7 +5,6 @@ import json
 import shutil
 
 import pytest
-from tau2_data import DATA, needs_data
 
 import areal_gym
 from areal_gym.agents.chat import ChatAgent
@@ -15,6 +14,7 @@ from areal_gym.envs.tau2.benchmark_data import load_domain
 from areal_gym.envs.tau2.mock import library_closing, library_domain, library_tasks
 from areal_gym.errors import DataError, UsageError
 from areal_gym.rollout.evaluate import evaluate
+from tests._support.tau2_data import DATA, needs_data
 
 
 def call(name, **arguments):

@@ -5,11 +5,11 @@ import json
 import shutil
 
 import pytest
-from tau2_data import DATA, FIXTURES, needs_fixtures
 
 from areal_gym.cli.app import run
 from areal_gym.envs.tau2.verdict_replay import replay
 from areal_gym.errors import DataError, NothingToDoError
+from tests._support.tau2_data import DATA, FIXTURES, needs_fixtures
 
 pytestmark = needs_fixtures
 

@@ -6,8 +6,6 @@ import threading
 
 import pytest
 from aiohttp import web
-from small_shop import shop_case, shop_domain, telecom_world
-from tau2_data import DATA, needs_data
 
 import areal_gym
 from areal_gym.envs.chat_client import ChatClient
@@ -25,6 +23,8 @@ from areal_gym.envs.tau2.users.customer import Customer
 from areal_gym.envs.tau2.users.llm_user import LLMUser
 from areal_gym.envs.tau2.users.phone_owner import REQUESTS, PhoneOwner
 from areal_gym.errors import EnvError
+from tests._support.small_shop import shop_case, shop_domain, telecom_world
+from tests._support.tau2_data import DATA, needs_data
 
 
 def ask(user, text):

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 
 import pytest
-from small_shop import shop_case, shop_domain, telecom_world
 
 from areal_gym.envs.tau2.actions import parse_action, to_functional
 from areal_gym.envs.tau2.benchmark_data import Action
@@ -13,6 +12,7 @@ from areal_gym.envs.tau2.simulation import GREETING, Simulation
 from areal_gym.envs.tau2.users.base import GIVE_UP, UserTurn
 from areal_gym.envs.tau2.users.scripted_user import ScriptedUser
 from areal_gym.envs.tau2.verdicts import Call, evaluate, is_solved_by_inaction
+from tests._support.small_shop import shop_case, shop_domain, telecom_world
 
 
 class Judge:

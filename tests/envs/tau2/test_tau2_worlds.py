@@ -7,7 +7,6 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_shop import ADDRESS, airline_world, shop_tables, telecom_world
 
 from areal_gym.envs.tau2.benchmark_calculator import calculate
 from areal_gym.envs.tau2.database import Database, Tables, sorted_text
@@ -15,6 +14,7 @@ from areal_gym.envs.tau2.domain_state import load_tools
 from areal_gym.envs.tau2.retail import RetailWorld
 from areal_gym.envs.tau2.values import as_choice, as_float, as_int, as_text
 from areal_gym.errors import DataError
+from tests._support.small_shop import ADDRESS, airline_world, shop_tables, telecom_world
 
 # ---- databases ----------------------------------------------------------------------------------
 
