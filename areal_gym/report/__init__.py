@@ -1,4 +1,4 @@
-"""A run on one page, for people who have neither the run directory nor areal-gym."""
+"""A shareable one-page report about a run."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def keep_report(run: RunDir) -> Path | str:
     """Write `report.html` into the run directory.
 
     Returns:
-        Where it is, or why it is not: a run that has trained for days does not fail for want of a
-        page about it.
+        Its path, or why there is none: a run that has trained for days does not fail because of a
+        report.
     """
     try:
         return write_report(run, run.report_file)[0]

@@ -1,4 +1,4 @@
-"""Charts as SVG: small, without a script, in the colours of the page around them."""
+"""Charts as SVG: small, without scripts, in the colors of the page around them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import TypeGuard
 
-from areal_gym.report.content import Chart, Line
+from areal_gym.report.chart_table import Chart, Line
 from areal_gym.utils.markup import number
 
 WIDTH, HEIGHT = 340, 190
 COLORS = ("#4a80d6", "#d2742c", "#3b9c68", "#b85aa0", "#9a8722", "#2b9aa3")
-"""Seen on white and on black."""
+"""Readable on white and on black."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 44, 22
 
 
 def draw(chart: Chart, *, ink: str = "currentColor", x: int = 0, y: int = 0) -> str:
-    """An `svg` element of WIDTH by HEIGHT.
+    """Draw a chart as an `svg` element of WIDTH by HEIGHT.
 
     Args:
         chart: the lines.
-        ink: colour of texts and axes.
-        x: where it stands in a larger picture.
-        y: where it stands in a larger picture.
+        ink: the color of texts and axes.
+        x: the place in a larger picture.
+        y: the place in a larger picture.
     """
-    values = [v for line in chart.lines for v in line.values if _is_number(v)]
+    bounds = [bound for line in chart.lines for pair in line.bounds for bound in pair or ()]
+    values = [v for line in chart.lines for v in line.values if _is_number(v)] + bounds
     steps = [step for line in chart.lines for step in line.steps]
     ticks = _ticks(min([0.0, *values]), max(values))
     low, high = min([0.0, *values]), max(max(values), ticks[-1])
@@ -44,42 +45,51 @@ def draw(chart: Chart, *, ink: str = "currentColor", x: int = 0, y: int = 0) -> 
         f'fill="{ink}"><title>{escape(chart.title)}</title>',
         f'<text x="4" y="14" font-size="12" font-weight="600">{escape(chart.title)}'
         f'<tspan font-weight="400" fill-opacity="0.6">{escape(unit)}</tspan></text>',
+        *(_tick(value, up(value), ink) for value in ticks),
     ]
-    for value in ticks:
-        parts.append(
-            f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{up(value):.1f}" y2="{up(value):.1f}" '
-            f'stroke="{ink}" stroke-opacity="0.13"/>'
-            f'<text x="{_LEFT - 6}" y="{up(value) + 3.5:.1f}" text-anchor="end" '
-            f'fill-opacity="0.6" font-size="10">{number(value)}</text>'
-        )
     for step, anchor in ((first, "start"), (max(steps), "end")):
         parts.append(
             f'<text x="{across(step):.1f}" y="{HEIGHT - 7}" text-anchor="{anchor}" '
             f'fill-opacity="0.6" font-size="10">{step}</text>'
         )
-    place = 4.0
+    legend_x = 4.0
     for i, line in enumerate(chart.lines):
         color = COLORS[i % len(COLORS)]
         text = f"{line.name} {number(_newest(line))}"
         parts += [
-            f'<rect x="{place:.0f}" y="25" width="10" height="3" fill="{color}"/>',
-            f'<text x="{place + 14:.0f}" y="30" fill-opacity="0.8">{escape(text)}</text>',
+            f'<rect x="{legend_x:.0f}" y="25" width="10" height="3" fill="{color}"/>',
+            f'<text x="{legend_x + 14:.0f}" y="30" fill-opacity="0.8">{escape(text)}</text>',
             *_marks(line, color, across, up),
         ]
-        place += 26 + 6.2 * len(text)
+        legend_x += 26 + 6.2 * len(text)
     return "".join([*parts, "</svg>"])
+
+
+def _tick(value: float, y: float, ink: str) -> str:
+    return (
+        f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+        f'stroke="{ink}" stroke-opacity="0.13"/>'
+        f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end" '
+        f'fill-opacity="0.6" font-size="10">{number(value)}</text>'
+    )
 
 
 def _marks(
     line: Line, color: str, across: Callable[[float], float], up: Callable[[float], float]
 ) -> list[str]:
-    """The line, broken where a value is missing, or its dots."""
+    """Draw the line, broken where a value is missing, or its dots."""
     points = [
         (across(step), up(value)) if _is_number(value) else None
         for step, value in zip(line.steps, line.values, strict=True)
     ]
     if line.are_dots or len(points) == 1:
-        return [
+        bars = [
+            f'<path d="M{across(step):.1f},{up(bounds[0]):.1f}V{up(bounds[1]):.1f}" '
+            f'stroke="{color}" stroke-opacity="0.5"/>'
+            for step, bounds in zip(line.steps, line.bounds, strict=False)
+            if bounds is not None
+        ]
+        return bars + [
             f'<circle cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="2.6" fill="{color}"/>' for p in points if p
         ]
     path, is_pen_up = [], True

@@ -1,14 +1,14 @@
-"""Runs side by side: in which settings they differ, in which numbers, and what of that is noise.
+"""Runs side by side: the settings and the numbers that differ, and which differences are noise.
 
 Every run is compared with the first one. A difference counts when its 95% interval excludes 0:
 
-- held-out accuracy where both have played the same tasks: over the differences task by task, where
-  the luck of easy tasks cancels (Student's t);
-- other held-out numbers: from the intervals that the evaluations give, as if independent;
+- held-out accuracy where both ran the same tasks: over the differences task by task, which cancels
+  how hard each task is (Student's t);
+- other held-out numbers: from the intervals of the evaluations, as if they were independent;
 - numbers of training: over the last `WINDOW` steps that all runs have, Welch's t.
 
-Noise of tasks and of sampling is in these intervals. That of seeds is not: one run per setting says
-nothing about it.
+The intervals cover the noise of tasks and of sampling. They do not cover the noise of seeds, about
+which one run per setting says nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from areal_gym.config.settings_model import flat
 from areal_gym.errors import NothingToDoError
-from areal_gym.report.content import evaluation_of
+from areal_gym.report.chart_table import evaluation_of
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.run_dir.run_list import no_run_hints
 from areal_gym.run_dir.trajectory_files import TrajectoryFile
@@ -45,10 +45,10 @@ _TRAINING: tuple[tuple[str, str, int], ...] = (
     ("tokens/s", "rollout/tokens_per_s", 1),
     ("seconds of a step", "time/step_s", -1),
 )
-"""Label, metric, and whether more of it is better (1), worse (-1) or just more (0)."""
+"""Label, metric, and whether more is better (1), worse (-1) or neither (0)."""
 
-_OF_THE_TASK = {"reward", "accuracy of the batch", "loss", "truncated", "tokens of an episode"}
-"""Labels of what means something else in another environment."""
+_TASK_LABELS = {"reward", "accuracy of the batch", "loss", "truncated", "tokens of an episode"}
+"""Labels whose values cannot be compared between environments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,38 +58,38 @@ class Row:
     label: str
     values: Sequence[float | None]
     intervals: Sequence[tuple[float, float] | None]
-    """95%, where one is known."""
+    """95% intervals, where known."""
     notes: Sequence[str] = ()
-    """What else there is to say of each value: at which step it was."""
+    """A note on each value, such as its step."""
     differences: Sequence[tuple[float, float] | None] = ()
-    """95% interval of each value less the first run's, where it can be said."""
+    """95% interval of each value minus that of the first run, where known."""
     verdicts: Sequence[Verdict | None] = ()
-    """Of each run next to the first one; None: nothing can be said, or it is the first one."""
+    """Each run against the first one; None: unknown, or it is the first one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What two or more runs have in common, and what not."""
+    """The differences between two or more runs."""
 
     runs: Sequence[Mapping[str, Any]]
-    """Name, path, environment, status and step of each."""
+    """Name, path, environment, status and step of each run."""
     settings: Mapping[str, Sequence[Any]]
-    """Those in which runs differ, with the value of each; None where a run does not have it."""
+    """The settings that differ, with the value of each run; None where a run does not have it."""
     heldout: Sequence[Row]
     training: Sequence[Row]
     cost: Sequence[Row]
     steps: tuple[int, int] | None
-    """First and last step that `training` is about; None: there is no step that all runs have."""
+    """First and last step of `training`; None: there is no step that all runs have."""
     remarks: Sequence[str]
-    """What to keep in mind."""
+    """Caveats, for the reader."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """Return the JSON-ready form."""
         return asdict(self)
 
 
 def compare(paths: Sequence[Path]) -> Comparison:
-    """Compare run directories, or those of evaluations on their own.
+    """Compare run directories, or directories of evaluations on their own.
 
     Raises:
         NothingToDoError: one of them holds neither.
@@ -123,11 +123,11 @@ def compare(paths: Sequence[Path]) -> Comparison:
 
 
 _ALONE = {"sampled": "eval", "greedy": "eval-greedy"}
-"""Files of `areal-gym eval` by what they are about."""
+"""The files of `areal-gym eval`, by measurement."""
 
 
 def _differing(sides: Sequence[_Side]) -> dict[str, list[Any]]:
-    """Settings that not all runs share; evaluations on their own have none."""
+    """Return the settings that not all runs share; evaluations on their own have none."""
     trees = [dict(flat(side.config)) if side.config else None for side in sides]
     runs = [settings for settings in trees if settings is not None]
     return {
@@ -145,7 +145,7 @@ class _Side:
         self.files = {file.stem: file for file in self.run.trajectories_dir.glob("eval*.jsonl")}
         if not self.run.config_file.is_file() and not self.files:
             raise NothingToDoError(
-                f"{path} holds neither a run nor an evaluation", hints=no_run_hints(path)
+                f"{path} is neither a run directory nor an evaluation", hints=no_run_hints(path)
             )
         self.config = self.run.read_config()
         self.rows = {int(row["step"]): row for row in self.run.read_metrics()}
@@ -166,15 +166,15 @@ class _Side:
             return next((row["env"] for stem in self.files for row in self._heads(stem, 1)), "?")
 
     def scores(self, stem: str) -> dict[str, float]:
-        """By task, the share of its episodes in an evaluation that succeeded."""
-        found: dict[str, list[float]] = {}
+        """Return the share of successful episodes in an evaluation, by task."""
+        scores: dict[str, list[float]] = {}
         for row in self._heads(stem):
             if not row["error"]:
-                found.setdefault(row["task"], []).append(float(row["reward"] >= 1 - 1e-9))
-        return {task: mean(values) for task, values in found.items()}
+                scores.setdefault(row["task"], []).append(float(row["reward"] >= 1 - 1e-9))
+        return {task: mean(values) for task, values in scores.items()}
 
     def stem(self, row: Mapping[str, Any], name: str) -> str:
-        """The file of an evaluation's trajectories; of scheduled ones, greedy has none."""
+        """Return the file of an evaluation's trajectories; scheduled greedy ones have none."""
         if not self.config:
             return _ALONE[name]
         return f"eval-{row['step']:06d}" if name == "sampled" else ""
@@ -187,26 +187,28 @@ class _Side:
 
 def _heldout(sides: Sequence[_Side], is_same_task: bool) -> Iterable[Row]:
     for name, good in (("sampled", 1), ("greedy", 1), ("accuracy", 1), ("loss", -1)):
-        found = [[row for row in side.evaluations if row.get(name) is not None] for side in sides]
-        if not any(found):
+        measured = [
+            [row for row in side.evaluations if row.get(name) is not None] for side in sides
+        ]
+        if not any(measured):
             continue
-        if any(len(rows) > 1 for rows in found):
-            first = [rows[:1] if len(rows) > 1 else [] for rows in found]
+        if any(len(rows) > 1 for rows in measured):
+            first = [rows[:1] if len(rows) > 1 else [] for rows in measured]
             yield _point(f"{name}, before", name, first)
-        last = [rows[-1] if rows else None for rows in found]
-        row = _point(f"{name}, last", name, [rows[-1:] for rows in found])
+        last = [rows[-1] if rows else None for rows in measured]
+        row = _point(f"{name}, last", name, [rows[-1:] for rows in measured])
         differences = [
             _heldout_difference(name, sides[0], last[0], side, theirs)
             for side, theirs in zip(sides, last, strict=True)
         ]
         yield _judged(row, differences, good if is_same_task else None)
-        if any(len(rows) > 2 for rows in found):
-            best = [sorted(rows, key=lambda r: good * r[name])[-1:] for rows in found]
+        if any(len(rows) > 2 for rows in measured):
+            best = [sorted(rows, key=lambda r: good * r[name])[-1:] for rows in measured]
             yield _point(f"{name}, best", name, best)
 
 
 def _point(label: str, name: str, rows: Sequence[Sequence[Mapping[str, Any]]]) -> Row:
-    """A row of one evaluation of each run, or none."""
+    """Make a row of one evaluation of each run, if it has one."""
     return Row(
         label=label,
         values=[float(r[0][name]) if r else None for r in rows],
@@ -215,9 +217,14 @@ def _point(label: str, name: str, rows: Sequence[Sequence[Mapping[str, Any]]]) -
     )
 
 
-def _alone(name: str, found: Interval) -> dict[str, Any]:
+def _alone(name: str, accuracy: Interval) -> dict[str, Any]:
     prefix = "" if name == "sampled" else f"{name}_"
-    return {"step": 0, name: found.mean, f"{prefix}low": found.low, f"{prefix}high": found.high}
+    return {
+        "step": 0,
+        name: accuracy.mean,
+        f"{prefix}low": accuracy.low,
+        f"{prefix}high": accuracy.high,
+    }
 
 
 def _interval_of(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
@@ -261,10 +268,10 @@ def _training(sides: Sequence[_Side], window: Sequence[int], is_same_task: bool)
         estimates = [mean_interval(values) if values else None for values in series]
         row = Row(
             label=label,
-            values=[None if one is None else one.mean for one in estimates],
-            intervals=[_bounds(one) for one in estimates],
+            values=[None if estimate is None else estimate.mean for estimate in estimates],
+            intervals=[_bounds(estimate) for estimate in estimates],
         )
-        is_comparable = is_same_task or label not in _OF_THE_TASK
+        is_comparable = is_same_task or label not in _TASK_LABELS
         differences = [
             difference_interval(values, series[0]) if values and series[0] else None
             for values in series
@@ -273,15 +280,15 @@ def _training(sides: Sequence[_Side], window: Sequence[int], is_same_task: bool)
 
 
 def _judged(row: Row, differences: Sequence[Interval | None], good: int | None) -> Row:
-    """The row with what to think of each difference; `good` None: nothing."""
+    """Return the row with a verdict on each difference; none if `good` is None."""
     judged = [None, *differences[1:]] if good is not None else [None] * len(differences)
     return Row(
         label=row.label,
         values=row.values,
         intervals=row.intervals,
         notes=row.notes,
-        differences=[_bounds(one) for one in judged],
-        verdicts=[_verdict(one, good or 0) for one in judged],
+        differences=[_bounds(difference) for difference in judged],
+        verdicts=[_verdict(difference, good or 0) for difference in judged],
     )
 
 
@@ -315,7 +322,7 @@ def _cost(sides: Sequence[_Side]) -> Iterable[Row]:
 
 
 def _cpu_s(side: _Side) -> float | None:
-    """Of a run that was interrupted, only the last part is on record."""
+    """Return the CPU seconds; None for an interrupted run, which records only its last part."""
     return side.summary.get("cpu_s") if side.summary.get("first_step", 1) == 1 else None
 
 
@@ -329,13 +336,13 @@ def _remarks(
 ) -> Iterable[str]:
     runs = [side for side in sides if side.config]
     if not is_same_task:
-        yield "the environments differ: rewards and accuracies are of different things"
+        yield "the environments differ: rewards and accuracies cannot be compared"
     if len(runs) > 1 and not settings:
         yield "all settings are the same"
     elif settings.keys() == {"seed"}:
-        yield "only the seed differs: what differs in the numbers is what a seed makes of them"
+        yield "only the seed differs: differences in the numbers are noise of the seed"
     if len({max(side.rows, default=0) for side in runs}) > 1:
-        yield "they have come to different steps: held-out numbers are each of its own last one"
+        yield "the runs are at different steps: held-out numbers are from the last evaluations"
 
 
 def _names(sides: Sequence[_Side]) -> list[str]:

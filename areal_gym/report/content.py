@@ -1,101 +1,52 @@
-"""What a report says: numbers, curves and examples, read from a run directory."""
+"""The content of a report: numbers, charts and examples, read from a run directory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_gym.config.settings_model import flat
 from areal_gym.errors import NothingToDoError
+from areal_gym.report.chart_table import Chart, charts_of, evaluation_of
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.run_dir.run_list import no_run_hints
 from areal_gym.run_dir.trajectory_files import TrajectoryFile, step_of
 from areal_gym.utils.markup import number
 
-_NOISE = 1e-7
-"""What is nowhere larger is 0, but for rounding, and no chart."""
-
 _EXAMPLES = 2
-"""Best ones, and as many of the worst."""
+"""The number of best examples, and of worst ones."""
 
-_CHARTS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
-    ("Reward", "", {"reward/mean": "batch"}),
-    ("pass@k", "share of tasks", {"reward/pass@*": "pass@"}),
-    ("Loss", "", {"train/loss": "loss"}),
-    ("Accuracy", "share", {"train/accuracy": "batch"}),
-    ("KL", "nats", {"train/approx_kl": "sampler", "train/kl_reference": "reference"}),
-    ("Entropy", "nats", {"train/entropy": "entropy"}),
-    ("Clipped", "share of tokens", {"train/clip_fraction": "clipped"}),
-    ("Gradient norm", "", {"train/grad_norm": "norm"}),
-    ("Staleness", "versions", {"rollout/staleness_mean": "mean", "rollout/staleness_max": "max"}),
-    (
-        "Length",
-        "tokens",
-        {"rollout/policy_tokens_mean": "mean", "rollout/policy_tokens_max": "max"},
-    ),
-    (
-        "Time of a step",
-        "s",
-        {"time/step_s": "all", "time/wait_s": "wait", "time/train_s": "train"},
-    ),
-    (
-        "Throughput",
-        "tokens/s",
-        {"rollout/tokens_per_s": "step", "rollout/generated_tokens_per_s": "sampled"},
-    ),
-)
-"""Title, unit and metrics with their labels; `*` stands for anything."""
-
-# Where something lies on somebody's machine is nobody else's business; its own name may be.
+# Reports are shared: a path keeps its last part only.
 _PATH = re.compile(r"(?:file:/+|~/|(?<![\w.:/])/)(?:[^\s/'\",:]+/)+([^\s/'\",:]+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """One line of a chart; values that are None leave a gap."""
-
-    name: str
-    steps: Sequence[int]
-    values: Sequence[float | None]
-    are_dots: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """Lines in common axes."""
-
-    title: str
-    unit: str
-    lines: Sequence[Line]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All that a report says."""
+    """The content of a report, whatever its format."""
 
     title: str
     lead: str
     """One sentence."""
     facts: Mapping[str, str]
-    """The outcome."""
+    """The outcome, by name."""
     evaluations: Sequence[Mapping[str, Any]]
-    """Held-out tasks: step, sampled (with its 95% interval), greedy."""
+    """On held-out tasks: step, sampled (with its 95% interval), greedy."""
     charts: Sequence[Chart]
     changed: Mapping[str, str]
     """Settings that are not the defaults."""
     settings: Mapping[str, str]
     examples: Sequence[tuple[str, Mapping[str, Any]]]
-    """What it is an example of, and a trajectory without its tokens."""
+    """"best" or "worst", and the trajectory without its tokens."""
     used: Sequence[Mapping[str, Any]]
-    """Plugins: kind, id, summary, distribution, version."""
+    """The plugins: kind, id, summary, distribution, version."""
     environment: Mapping[str, str]
 
 
 def collect(run: RunFiles) -> Report:
-    """Read what there is to say.
+    """Read the content of a report from a run directory.
 
     Raises:
         NothingToDoError: there is no run.
@@ -162,27 +113,11 @@ def _facts(
     return facts
 
 
-def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `evaluations.jsonl`, leaves: `step` and what the objective measures."""
-    if "heldout" in row:
-        return {"step": row["step"], **row["heldout"]}
-    sampled, greedy = row["sampled"], row["greedy"]
-    return {
-        "step": row["step"],
-        "sampled": sampled["pass@1"],
-        "low": sampled["pass@1_low"],
-        "high": sampled["pass@1_high"],
-        "greedy": greedy["pass@1"],
-        "greedy_low": greedy["pass@1_low"],
-        "greedy_high": greedy["pass@1_high"],
-    }
-
-
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of texts: what was measured, with its interval where it has one."""
+    """Return the head and the rows of a table: each measurement, with its interval if known."""
     bounds = {"sampled": ("low", "high"), "greedy": ("greedy_low", "greedy_high")}
-    of_others = {name for pair in bounds.values() for name in pair}
-    names = [name for name in (rows[0] if rows else ()) if name not in of_others]
+    bound_names = {name for pair in bounds.values() for name in pair}
+    names = [name for name in (rows[0] if rows else ()) if name not in bound_names]
 
     def cell(row: Mapping[str, Any], name: str) -> str:
         low, high = (row.get(bound) for bound in bounds.get(name, ("", "")))
@@ -192,34 +127,6 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list
     return names, [[cell(row, name) for name in names] for row in rows]
 
 
-def charts_of(
-    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]] = ()
-) -> Iterator[Chart]:
-    """The charts that a run's metrics give, the most telling first.
-
-    Args:
-        rows: of `metrics.jsonl`.
-        evaluations: `step`, and what was measured at it.
-    """
-    names = sorted({name for row in rows for name in row}, key=lambda n: (len(n), n))
-    steps = [int(row["step"]) for row in rows]
-    for title, unit, metrics in _CHARTS:
-        lines = []
-        for metric, label in metrics.items():
-            stem = metric.removesuffix("*")
-            for name in names:
-                if name == metric or (stem != metric and name.startswith(stem)):
-                    values = [row.get(name) for row in rows]
-                    lines.append(Line(name=label + name[len(stem) :], steps=steps, values=values))
-        dots = {"Reward": "sampled", "Accuracy": "accuracy", "Loss": "loss"}.get(title, "")
-        if any(dots in row for row in evaluations):
-            marks = [row.get(dots) for row in evaluations]
-            at = [row["step"] for row in evaluations]
-            lines.append(Line(name="held out", steps=at, values=marks, are_dots=True))
-        if any(abs(value or 0.0) > _NOISE for line in lines for value in line.values):
-            yield Chart(title=title, unit=unit, lines=lines)
-
-
 def _changed(settings: Mapping[str, Any], leaves: Mapping[str, str]) -> dict[str, str]:
     from pydantic import ValidationError
 
@@ -227,20 +134,21 @@ def _changed(settings: Mapping[str, Any], leaves: Mapping[str, str]) -> dict[str
 
     try:
         changed = RunConfig.model_validate(settings).changed()
-    except ValidationError:  # of another version
+    except ValidationError:  # settings of another version
         return dict(leaves)
     return {name: _shown(value) for name, value in changed.items()}
 
 
 def _examples(run: RunFiles) -> list[tuple[str, Mapping[str, Any]]]:
-    """Of the newest step."""
+    """Return the best and the worst trajectories of the newest step."""
     files = [path for path in run.trajectories_dir.glob("step-*.jsonl") if step_of(path)]
     return best_and_worst(max(files), _EXAMPLES) if files else []
 
 
 def best_and_worst(path: Path, num: int) -> list[tuple[str, Mapping[str, Any]]]:
-    """Trajectories of a file without their tokens, `num` of each at most: what each of them is an
-    example of, "best" or "worst". They are of groups apart where there are enough.
+    """Return the trajectories with the highest and the lowest rewards, without their tokens.
+
+    Each comes with "best" or "worst"; there are `num` of each at most, from different groups.
 
     Raises:
         DataError: the file is damaged.

@@ -1,4 +1,4 @@
-"""A report as one HTML file: no script, nothing from elsewhere."""
+"""A report as one HTML file, without scripts or anything from elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_gym.report.content import Report, evaluation_table
 from areal_gym.utils.markup import escaped, message, number, pairs
 
 _FOLD = 1_500
-"""Characters of a message that are seen at first; of those beyond 20 times as many none are."""
+"""Characters of a message shown unfolded; beyond 20 times as many, it is cut."""
 
 _STYLE = """
 :root { --paper: #fff; --ink: #1c1e22; --soft: #666b73; --line: #e5e5e1; --sunk: #f4f4f2;
@@ -55,7 +55,7 @@ footer { color: var(--soft); margin-top: 40px; font-size: 12px; }
 
 
 def as_html(report: Report) -> str:
-    """The page."""
+    """Return the page."""
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'"
     charts = "".join(f"<div>{draw(chart)}</div>" for chart in report.charts)
@@ -80,7 +80,7 @@ def as_html(report: Report) -> str:
             + f"<details><summary>all {len(report.settings)}</summary>"
             + f"{pairs(report.settings)}</details>",
         ),
-        _section("Made of", _used(report.used)),
+        _section("Plugins", _used(report.used)),
         _section("Environment", pairs(report.environment)),
     ]
     return "\n".join(
@@ -124,7 +124,7 @@ def _examples(examples: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
     return "".join(
         f'<article class="{kind}"><header><b>{escaped(number(row["reward"]))}</b> {kind}, '
         f"{escaped(row['stop_reason'])}, {escaped(row['task']['id'])}</header>"
-        + "".join(message(said, fold=_FOLD) for said in row["messages"])
+        + "".join(message(entry, fold=_FOLD) for entry in row["messages"])
         + "</article>"
         for kind, row in examples
     )

@@ -1,4 +1,4 @@
-"""The picture at the end of a run: reward while training, held-out accuracy before and after."""
+"""`learning_curve.png`, the picture at the end of a run: charts of the table, by matplotlib."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from areal_gym.report.chart_table import CHARTS, Chart, Line, chart_of, evaluation_of
+
+_LINES = ("#8aa9d6", "#7f7f7f")
+_DOTS = (("#1f4e9c", "o", "-"), ("#c2571a", "s", "--"))
+"""Colour, marker and line of the measurements on held-out tasks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,112 +28,81 @@ class CurvePoint:
 
 
 def draw_learning_curve(
-    steps: Sequence[Mapping[str, float]],
-    points: Sequence[CurvePoint],
+    rows: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
     *,
     title: str,
     baselines: Mapping[str, float] | None = None,
 ) -> bytes:
-    """PNG bytes of the curve.
+    """Draw reward and held-out accuracy, or loss and accuracy side by side, as a PNG.
 
     Args:
-        steps: rows of metrics.jsonl, with `step` and `reward/mean`.
-        points: evaluations on held-out tasks, in order.
+        rows: rows of `metrics.jsonl`.
+        evaluations: rows of `evaluations.jsonl`.
         title: the run in one line.
         baselines: horizontal lines to compare with (the best demonstrator, ...).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.0), dpi=120, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    rows = [row for row in steps if "reward/mean" in row]
-    if rows:
-        axes.plot(
-            [row["step"] for row in rows],
-            [row["reward/mean"] for row in rows],
-            color="#8aa9d6",
-            linewidth=1.5,
-            label="reward of the training batch",
-        )
-    if points:
-        axes.errorbar(
-            [p.step for p in points],
-            [p.sampled for p in points],
-            yerr=[[p.sampled - p.low for p in points], [p.high - p.sampled for p in points]],
-            color="#1f4e9c",
-            marker="o",
-            capsize=3,
-            label="held-out accuracy, sampled (95%)",
-        )
-        greedy = [(p.step, p.greedy) for p in points if p.greedy is not None]
-        if greedy:
-            axes.plot(
-                [step for step, _ in greedy],
-                [accuracy for _, accuracy in greedy],
-                color="#c2571a",
-                marker="s",
-                linestyle="--",
-                label="held-out accuracy, greedy",
-            )
-    for name, value in (baselines or {}).items():
-        axes.axhline(value, color="#777777", linewidth=1, linestyle=":")
-        axes.annotate(
-            f"{name} {value:.2f}",
-            (1.0, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color="#555555",
-        )
-    axes.set(xlabel="training step", ylabel="accuracy / reward", ylim=(-0.02, 1.05), title=title)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
-    buffer = io.BytesIO()
-    canvas.print_png(buffer)
-    return buffer.getvalue()
-
-
-def draw_supervised_curve(
-    steps: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, Any]], *, title: str
-) -> bytes:
-    """PNG bytes of loss and accuracy, beside each other.
-
-    Args:
-        steps: rows of metrics.jsonl, with `step`, `train/loss` and `train/accuracy`.
-        evaluations: rows of evaluations.jsonl, with `step` and `heldout`, which has `loss` and
-            `accuracy`.
-        title: the run in one line.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 3.2), dpi=120, layout="constrained")
+    measured = [evaluation_of(row) for row in evaluations]
+    is_supervised = any("heldout" in row for row in evaluations) or any(
+        "reward/mean" not in row for row in rows
+    )
+    titles = ("Loss", "Accuracy") if is_supervised else ("Reward",)
+    charts = [chart_of(spec, rows, measured) for spec in CHARTS if spec.title in titles]
+    figure = Figure(figsize=(7.2, 3.2 if is_supervised else 4.0), dpi=120, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     figure.suptitle(title)
-    for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        axes.plot(
-            [row["step"] for row in steps],
-            [row[f"train/{name}"] for row in steps],
-            color="#8aa9d6",
-            linewidth=1.5,
-            label="training batch",
-        )
-        axes.plot(
-            [row["step"] for row in evaluations],
-            [row["heldout"][name] for row in evaluations],
-            color="#1f4e9c",
-            marker="o",
-            label="held-out",
-        )
-        axes.set(xlabel="training step", ylabel=name)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+    for axes, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
+        _draw_chart(axes, chart)
+        for name, value in (baselines or {}).items():
+            _draw_baseline(axes, f"{name} {value:.2f}", value)
+        if not is_supervised:
+            axes.set(ylim=(-0.02, 1.05), ylabel="accuracy / reward")
     buffer = io.BytesIO()
     canvas.print_png(buffer)
     return buffer.getvalue()
+
+
+def _draw_chart(axes: Any, chart: Chart) -> None:
+    lines = [line for line in chart.lines if not line.are_dots]
+    dots = [line for line in chart.lines if line.are_dots]
+    for line, color in zip(lines, _LINES, strict=False):
+        label = f"training {line.name}" if line.name == "batch" else line.name
+        axes.plot(line.steps, _values(line), color=color, linewidth=1.5, label=label)
+    for line, (color, marker, style) in zip(dots, _DOTS, strict=False):
+        bars = [(v - b[0], b[1] - v) for v, b in zip(_values(line), line.bounds, strict=True) if b]
+        axes.errorbar(
+            line.steps,
+            _values(line),
+            yerr=list(zip(*bars, strict=True)) or None,
+            color=color,
+            marker=marker,
+            linestyle=style,
+            capsize=3,
+            label=f"{line.name} (95%)" if bars else line.name,
+        )
+    axes.set(xlabel="training step", ylabel=chart.title.lower())
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if chart.lines:
+        axes.legend(loc="best", frameon=False, fontsize=8)
+
+
+def _draw_baseline(axes: Any, label: str, value: float) -> None:
+    axes.axhline(value, color="#777777", linewidth=1, linestyle=":")
+    axes.annotate(
+        label,
+        (1.0, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color="#555555",
+    )
+
+
+def _values(line: Line) -> list[float]:
+    return [float("nan") if value is None else value for value in line.values]

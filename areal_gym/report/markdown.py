@@ -14,11 +14,11 @@ from areal_gym.utils.markup import number, visible
 _COLUMNS = 3
 _GAP = 16
 _LONGEST = 1_500
-"""Characters of a message that are shown."""
+"""Characters of a message that are shown at most."""
 
 
 def sheet(report: Report) -> str:
-    """All charts in one SVG, on white: whoever shows it need not know about themes."""
+    """Draw all charts in one SVG, on white: it looks the same in dark themes."""
     num_rows = -(-len(report.charts) // _COLUMNS)
     width, height = _COLUMNS * (WIDTH + _GAP) + _GAP, num_rows * (HEIGHT + _GAP) + _GAP
     charts = "".join(
@@ -37,7 +37,7 @@ def sheet(report: Report) -> str:
 
 
 def as_markdown(report: Report, picture: str) -> str:
-    """The page; `picture` is the name of the file that holds `sheet`."""
+    """Return the page; `picture` is the name of the file that holds `sheet`."""
     lines = [f"# {_inline(report.title)}", "", _inline(report.lead), ""]
     lines += _table(("", ""), report.facts.items())
     if report.charts:
@@ -49,7 +49,7 @@ def as_markdown(report: Report, picture: str) -> str:
         for kind, row in report.examples:
             lines += _example(kind, row)
     lines += ["## Settings", "", *_table(("setting", "value"), report.changed.items())]
-    lines += ["## Made of", ""]
+    lines += ["## Plugins", ""]
     lines += _table(
         ("kind", "id", "from"),
         ((e["kind"], e["id"], f"{e['distribution']} {e['version']}") for e in report.used),
@@ -59,7 +59,7 @@ def as_markdown(report: Report, picture: str) -> str:
 
 
 def _inline(text: object) -> str:
-    """Shown as it is: nothing in it is markup, or ends a cell."""
+    """Escape a text, so that nothing in it is markup or ends a cell."""
     plain = visible(str(text)).replace("\n", " ")
     return re.sub(r"([\\`*_{}\[\]<>#|!~&$])", r"\\\1", plain)
 

@@ -14,7 +14,7 @@ from areal_gym.config import RunConfig
 from areal_gym.distributed.cluster import Cluster, open_cluster
 from areal_gym.errors import StopTraining
 from areal_gym.report import keep_report
-from areal_gym.report.learning_curve import draw_supervised_curve
+from areal_gym.report.learning_curve import draw_learning_curve
 from areal_gym.run_dir.provenance import entries_used
 from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.runs.callbacks import Callback, Callbacks
@@ -311,7 +311,7 @@ def _conclude(
         "version": __version__,
     }
     title = f"{config.objective}, seed {config.seed}"
-    curve = draw_supervised_curve(directory.read_metrics(), rows, title=title)
+    curve = draw_learning_curve(directory.read_metrics(), rows, title=title)
     write_atomic(directory.learning_curve_file, curve)
     directory.save_summary(summary)
     display.say(f"  {'held-out':<20}{'before':>8}{'after':>8}")

@@ -354,7 +354,7 @@ class _Training:
             directory.learning_curve_file,
             draw_learning_curve(
                 directory.read_metrics(),
-                evaluations.points,
+                directory.read_evaluations(),
                 title=title,
                 baselines={} if best is None else {"best demonstrator": best},
             ),

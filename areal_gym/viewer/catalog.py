@@ -1,4 +1,4 @@
-"""Which runs are shown, and what is known of each; read from disk as it changes."""
+"""The runs that the viewer shows, read from disk as they change."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areal_gym.errors import DataError, NothingToDoError, UnknownIdError
+from areal_gym.report.chart_table import CHARTS
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.utils.files import path_hints
@@ -22,15 +23,15 @@ from areal_gym.viewer.safe_paths import (
 from areal_gym.viewer.vocabulary import Vocabulary
 
 _SPARKS = 60
-"""Points of the small curve in the list of runs."""
+"""Points of the sparkline in the list of runs."""
 
 
 class Catalog:
-    """The runs that somebody looks at, by a short name each.
+    """The runs that the viewer shows, each by a short name.
 
     Args:
-        paths: run directories, or directories of them (which are looked through again each time,
-            for a run may begin).
+        paths: run directories, or directories of them (listed again on each call,
+            because new runs may start).
 
     Raises:
         NothingToDoError: there is no run.
@@ -47,19 +48,19 @@ class Catalog:
             )
 
     def runs(self) -> list[Run]:
-        """All runs, by name."""
-        found: dict[str, Run] = {}
+        """Return all runs."""
+        runs: dict[str, Run] = {}
         for path in _run_directories(self._paths):
             run = self._runs.setdefault(path, Run(path))
             name, number = path.name, 2
-            while name in found:  # two roots may hold the same name
+            while name in runs:  # two roots may hold the same name
                 name, number = f"{path.name}~{number}", number + 1
             run.name = name
-            found[name] = run
-        return list(found.values())
+            runs[name] = run
+        return list(runs.values())
 
     def run(self, name: str) -> Run:
-        """The run of that name.
+        """Return the run of that name.
 
         Raises:
             UnknownIdError: there is none.
@@ -67,13 +68,13 @@ class Catalog:
         runs = {run.name: run for run in self.runs()}
         if name not in runs:
             raise UnknownIdError(
-                f"no run {name!r}", hints=[f"there is: {', '.join(runs) or 'none'}"]
+                f"no run {name!r}", hints=[f"available: {', '.join(runs) or 'none'}"]
             )
         return runs[name]
 
 
 class Run:
-    """One run directory, and what was read of it so far."""
+    """One run directory, with what was read of it so far."""
 
     EMPTY_CARD: ClassVar[dict[str, Any]] = {
         **dict.fromkeys(
@@ -87,7 +88,7 @@ class Run:
         "changed_s": 0.0,
         "problems": [],
     }
-    """A card that says nothing, of a run that cannot be read."""
+    """The card of a run that cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,7 +101,7 @@ class Run:
         self._settings: tuple[int, dict[str, Any]] = (0, {})
 
     def card(self) -> dict[str, Any]:
-        """What a list of runs shows of it."""
+        """Return what a list of runs shows of it."""
         rewards = [_number(row.get("reward/mean")) for row in self.metrics()]
         evaluations = self.evaluations()
         settings, problems = self.settings(), self._problems()
@@ -129,7 +130,7 @@ class Run:
         }
 
     def pulse(self) -> dict[str, Any]:
-        """What is asked again and again while somebody watches: has anything happened?"""
+        """Return what the page polls to see whether anything has changed."""
         return {
             "status": self._status(),
             "step": self.step,
@@ -138,9 +139,10 @@ class Run:
         }
 
     def about(self) -> dict[str, Any]:
-        """The card, settings, provenance, evaluations and summary."""
+        """Return the card, settings, provenance, evaluations, summary, and which charts to draw."""
         return {
             "card": self.card(),
+            "charts": [spec.to_dict() for spec in CHARTS],
             "files": self.file_names(),
             "settings": self.settings(),
             "provenance": read_object(self.path, self.directory.plugins_file),
@@ -150,12 +152,12 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The newest step."""
+        """The number of the newest step."""
         rows = self.metrics()
         return int(rows[-1].get("step", 0)) if rows else 0
 
     def settings(self) -> dict[str, Any]:
-        """The resolved settings, read when they have changed; empty when they cannot be read."""
+        """Return the resolved settings, read again when changed; empty if they cannot be read."""
         file = contained(self.path, self.directory.config_file)
         stamp = 0 if file is None else file.stat().st_mtime_ns
         if self._settings[0] != stamp:
@@ -164,7 +166,7 @@ class Run:
         return self._settings[1]
 
     def summary(self) -> dict[str, Any] | None:
-        """The run's outcome; None while it has none.
+        """Return the run's outcome; None until it has finished.
 
         Raises:
             DataError: the file is damaged.
@@ -172,15 +174,15 @@ class Run:
         return read_object(self.path, self.directory.summary_file) or None
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Rows of `evaluations.jsonl`."""
+        """Return the rows of `evaluations.jsonl`."""
         return self._evaluations.rows()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of `metrics.jsonl`; only what was appended since the last time is read."""
+        """Return the rows of `metrics.jsonl`; only what was appended since is read."""
         return self._metrics.rows()
 
     def curves(self, after: int = 0) -> dict[str, Any]:
-        """Columns of `metrics.jsonl`, from the step behind `after` on: numbers by name."""
+        """Return the columns of `metrics.jsonl` for the steps after `after`."""
         rows = [row for row in self.metrics() if row.get("step", 0) > after]
         names = sorted({name for row in rows for name in row} - {"step"})
         return {
@@ -189,12 +191,12 @@ class Run:
         }
 
     def file_names(self) -> list[str]:
-        """Files of trajectories: evaluations first, then steps."""
+        """Return the files of trajectories: evaluations first, then steps."""
         files = self.directory.trajectories_dir.glob("*.jsonl")
         return sorted(path.stem for path in files if contained(self.path, path) is not None)
 
     def file(self, name: str) -> TrajectoryFile:
-        """A file of trajectories, indexed once.
+        """Return a file of trajectories, indexed once.
 
         Raises:
             UnknownIdError: there is none of that name.
@@ -203,7 +205,7 @@ class Run:
         return self._indexed(name)[1]
 
     def trained(self, name: str) -> TrainedFile:
-        """What training made of a file's trajectories."""
+        """Return the advantages and log-probabilities of a file's trajectories."""
         return self._indexed(name)[2]
 
     def _indexed(self, name: str) -> tuple[tuple[int, int], TrajectoryFile, TrainedFile]:
@@ -222,7 +224,7 @@ class Run:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Texts of token ids; empty ones when there is no tokenizer."""
+        """The texts of token ids; empty if there is no tokenizer."""
         if self._vocabulary is None or not self._vocabulary.is_known:
             self._vocabulary = Vocabulary.find(self.directory)
         return self._vocabulary
@@ -251,10 +253,10 @@ class Run:
         return contained(self.path, file) is not None or not os.path.lexists(file)
 
     def _problems(self) -> list[str]:
-        """What of the run could not be read."""
+        """Return what could not be read, in words."""
         counts = {"metrics.jsonl": self._metrics, "evaluations.jsonl": self._evaluations}
         problems = [
-            f"{name}: {file.num_damaged} damaged lines were passed over"
+            f"{name}: {file.num_damaged} damaged lines were skipped"
             for name, file in counts.items()
             if file.num_damaged
         ]
@@ -264,21 +266,21 @@ class Run:
 
 
 def _run_directories(paths: Iterable[Path]) -> list[Path]:
-    found = []
+    directories = []
     for path in paths:
         try:
             inside = sorted(path.iterdir()) if path.is_dir() else []
         except OSError:
             inside = []
-        found += [p for p in (path, *inside) if _is_run(RunDir(p))]
-    return list(dict.fromkeys(found))
+        directories += [p for p in (path, *inside) if _is_run(RunDir(p))]
+    return list(dict.fromkeys(directories))
 
 
 def _is_run(run: RunDir) -> bool:
     # An evaluation on its own keeps nothing but trajectories.
     try:
         return run.config_file.is_file() or run.trajectories_dir.is_dir()
-    except OSError:  # a directory that is closed to us
+    except OSError:  # a directory without permission
         return False
 
 
@@ -303,7 +305,7 @@ def _heldout(row: dict[str, Any]) -> Any:
 
 
 def _short(value: Any) -> Any:
-    """Six digits are more than a screen has."""
+    """Round to six digits, more than a screen can show."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""One trajectory in full: its dialogue, and its tokens with all that is recorded of them."""
+"""One trajectory in full: its dialogue, and its tokens with everything recorded about them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from areal_gym.viewer.catalog import Run
 
 
 def rows(run: Run, file: str, start: int = 0, limit: int | None = None) -> dict[str, Any]:
-    """A page of a file's trajectories, as columns: a list of ten thousand rows is small then.
+    """Return a page of a file's trajectories as columns, which keeps ten thousand rows small.
 
-    Beside the columns of `TrajectoryFile`, `advantage` is the mean over the trajectory's tokens.
+    Besides the columns of `TrajectoryFile`, `advantage` is the mean over the trajectory's tokens.
     `is_last` says that no more can follow.
     """
-    found, trained = run.file(file), run.trained(file)
-    heads = found.page(start, limit)
-    columns = {name: [head.summary[name] for head in heads] for name in found.COLUMNS}
+    trajectories, trained = run.file(file), run.trained(file)
+    heads = trajectories.page(start, limit)
+    columns = {name: [head.summary[name] for head in heads] for name in trajectories.COLUMNS}
     columns["advantage"] = [trained.advantage(start + i) for i in range(len(heads))]
     return {"columns": columns, "is_last": limit is None or len(heads) < limit}
 
 
 def detail(run: Run, file: str, place: int, *, has_texts: bool = True) -> dict[str, Any]:
-    """The trajectory at `place`.
+    """Read the trajectory at `place`.
 
     Returns:
         Its line, with shorter numbers, and `place`; `trained`, the advantages and
@@ -44,5 +44,5 @@ def detail(run: Run, file: str, place: int, *, has_texts: bool = True) -> dict[s
 
 
 def token_ids(spans: Sequence[dict[str, Any]]) -> Iterable[int]:
-    """All ids of a trajectory."""
+    """Return all token ids of a trajectory."""
     return (token_id for span in spans for token_id in span["token_ids"])

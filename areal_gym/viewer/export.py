@@ -1,4 +1,4 @@
-"""The viewer as one HTML file, data and all: it opens anywhere, without a server or a network."""
+"""The viewer as one HTML file with its data: it opens without a server or a network."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def _packed(run: Run, chunks: list[str]) -> dict[str, Any]:
 
 
 def _inert(value: Any) -> str:
-    """JSON inside of a script element: nothing in it ends the element."""
+    """Return JSON for a script element: nothing in it ends the element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
     return text.replace("<", "\\u003c")
 
 
 def _bundled() -> str:
-    """All modules in one, each after those that it imports; their names do not clash."""
+    """Join all modules, each after those that it imports; their names do not clash."""
     static = resources.files("areal_gym.viewer").joinpath("static")
     done: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""Files of a run directory that somebody else may have made: inside of it, plain, and bounded."""
+"""Safe reading of a run directory from an untrusted source: plain files, inside it, bounded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from areal_gym.errors import DataError
 from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper, open_data, read_json, read_yaml
 
 _MAX_SETTINGS = 20_000
-"""Values in a settings file; a page shows no more."""
+"""The limit of values in a settings file."""
 _MAX_GROWING_BYTES = 2**28
 
 
 def contained(root: Path, file: Path) -> Path | None:
     """Returns where a file of a directory really lies; None if outside, missing or not plain.
 
-    Links may lead to other places of the directory. Whoever can write to the directory while
-    it is looked at is not guarded against.
+    Links may lead to other places of the directory. This does not guard against a
+    process that writes to the directory at the same time.
     """
     try:
         home, place = os.path.realpath(root), os.path.realpath(file)
@@ -76,7 +76,7 @@ def plain_settings(settings: dict[Any, Any]) -> dict[str, Any]:
         nonlocal num_left
         num_left -= 1
         if num_left < 0 or depth > MAX_JSON_DEPTH:
-            raise DataError("these are no settings of a run: too many, or nested too deeply")
+            raise DataError("these are not settings of a run: too many, or nested too deeply")
         if isinstance(value, dict):
             return {str(key): plain(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple | set):
@@ -102,7 +102,7 @@ def finite(value: Any) -> Any:
 class GrowingFile:
     """Rows of a JSON lines file that grows, or is replaced by a shorter one by a resumed run.
 
-    A line that is no row (torn, damaged, without a step) is counted and passed over.
+    A line that is not a row (torn, damaged, without a step) is counted and skipped.
 
     Args:
         root: the run directory.

@@ -1,4 +1,4 @@
-"""The viewer's web server: pages and JSON over run directories, nothing that writes.
+"""The viewer's web server: pages and JSON over run directories, read-only.
 
     GET /                                      the page; everything else it asks for here:
     GET /api/runs                              cards of all runs
@@ -6,11 +6,11 @@
     GET /api/runs/RUN/pulse                    what changes while a run goes on
     GET /api/runs/RUN/curves?after=STEP        columns of metrics.jsonl
     GET /api/runs/RUN/FILE?start=&limit=       a page of a file's trajectories
-    GET /api/runs/RUN/FILE/search?q=TEXT       places of those that hold a text
+    GET /api/runs/RUN/FILE/search?q=TEXT       places of trajectories with a text
     GET /api/runs/RUN/FILE/PLACE               one trajectory
 
-Only who is on this machine gets in by default, and only by a name of this machine, so that no web
-site can reach it through the browser. Others need the token, once: it is kept in a cookie.
+By default it answers only to this machine, and only under the machine's own names, so that a web
+site cannot reach it through the browser. Other machines need the token, which a cookie keeps.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ HEADERS = {
 _KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _COOKIE = "areal-gym-viewer"
 _MAX_BODY_BYTES = 2**16
-"""Of requests, which need no body at all."""
+"""The limit of requests, which need no body at all."""
 
 
 def make_app(catalog: Catalog, *, token: str | None = None) -> ASGIApp:
-    """The application.
+    """Make the application.
 
     Args:
         catalog: the runs.
-        token: what a browser must show; None: nobody is asked, and only requests to a name of
-            this machine are answered.
+        token: what a browser must send; None: only requests to a name of this machine are
+            answered.
     """
     api = _Api(catalog)
     run = "/api/runs/{run}"
@@ -95,7 +95,7 @@ async def serve(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody outside of this machine reaches `host`."""
+    """Whether `host` can be reached only from this machine."""
     if host.lower() == "localhost":
         return True
     try:
@@ -105,7 +105,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is any free one.
+    """Open a socket that listens; port 0 takes any free port.
 
     Raises:
         InfrastructureError: the port is taken, or the host is not this machine's.

@@ -1,4 +1,4 @@
-"""What token ids say."""
+"""The texts of token ids, for people."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WORD = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class Vocabulary:
-    """Texts of single tokens.
+    """Decodes single tokens.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`, or None: then nothing can be read.
+        tokenizer: a `tokenizers.Tokenizer`, or None: then no text is known.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
@@ -26,7 +26,7 @@ class Vocabulary:
 
     @classmethod
     def find(cls, run: RunDir) -> Self:
-        """That of the run itself, else of one of its checkpoints.
+        """Load the tokenizer of the run, or else of its newest checkpoint that has one.
 
         Raises:
             DataError: the tokenizer's file is damaged.
@@ -45,8 +45,8 @@ class Vocabulary:
                 return cls(Tokenizer.from_file(str(place)))
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # a panic of its Rust code is no Exception
-                raise DataError(f"{file} is no tokenizer: {error}") from None
+            except BaseException as error:  # a panic of its Rust code is not an Exception
+                raise DataError(f"{file} is not a valid tokenizer: {error}") from None
         return cls()
 
     @property
@@ -55,7 +55,7 @@ class Vocabulary:
         return self._tokenizer is not None
 
     def texts(self, token_ids: Iterable[int]) -> dict[str, str]:
-        """Text by id (a string, as JSON has it). A part of a character is its bytes' name."""
+        """Return texts by id (as a string, for JSON). A part of a character is shown as bytes."""
         if self._tokenizer is None:
             return {}
         return {str(id): self._text(id) for id in set(token_ids)}

@@ -112,7 +112,7 @@ def test_other_environments_are_not_judged(tmp_path):
 
 
 def test_a_directory_without_anything_is_refused(tmp_path):
-    with pytest.raises(NothingToDoError, match="neither a run nor an evaluation"):
+    with pytest.raises(NothingToDoError, match="neither a run directory nor an evaluation"):
         compare([tmp_path, tmp_path])
 
 

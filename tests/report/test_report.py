@@ -10,8 +10,8 @@ import yaml
 from areal_gym.cli.app import run as run_program
 from areal_gym.errors import NothingToDoError
 from areal_gym.report import collect, keep_report, write_report
+from areal_gym.report.chart_table import Chart, Line
 from areal_gym.report.charts import draw
-from areal_gym.report.content import Chart, Line
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.utils.markup import number, visible
 from tests._support.run_dirs import add_step, make_run, trajectory
@@ -60,7 +60,8 @@ def test_it_says_what_the_run_did(run):
     assert report.facts["held out, sampled"] == "0.25 → 0.75"
     assert report.facts["limited by"] == "training"
     reward = report.charts[0]
-    assert (reward.title, [line.name for line in reward.lines]) == ("Reward", ["batch", "held out"])
+    assert reward.title == "Reward"
+    assert [line.name for line in reward.lines] == ["batch", "held out", "greedy"]
     assert reward.lines[0].values == pytest.approx([0.25, 0.3, 0.35])
     assert "pass@k" in [chart.title for chart in report.charts]
     assert "KL" in [chart.title for chart in report.charts]

@@ -191,14 +191,14 @@ def test_tokens_are_tinted_by_what_is_recorded_of_them(page, runs):
         "[...document.querySelectorAll('.token-text .t')].map(t => t.classList[1])"
     )
     assert kinds == ["prompt"] * 3 + ["policy"] * 3 + ["env"] * 2 + ["policy"] * 3
-    page.select_option("[aria-label='tint by']", "ratio")
+    page.select_option("[aria-label='color by']", "ratio")
     assert page.locator(".token-text .t.likelier").count() == 6
     page.locator(".token-text .t").nth(4).click()
     readout = page.locator(".readout").inner_text()
     one = trajectory(1, 2)
     assert f"id {one.token_ids[4]}" in readout
     assert "ratio 1.105" in readout
-    page.select_option("[aria-label='tint by']", "advantage")
+    page.select_option("[aria-label='color by']", "advantage")
     assert page.locator(f".token-text .t.{'up' if one.reward else 'down'}").count() >= 6
     page.keyboard.press("Escape")
     page.goto(runs[1] + "#/run/first/trajectories/step-000002/1/timeline")

@@ -209,7 +209,7 @@ def test_a_damaged_line_of_metrics_is_passed_over_and_said(tmp_path):
     file.write_bytes(lines[0] + b"{not json\n" + lines[1])
     _, card = shown(tmp_path, ["/api/runs/one/curves"])
     assert card["step"] == 2
-    assert card["problems"] == ["metrics.jsonl: 1 damaged lines were passed over"]
+    assert card["problems"] == ["metrics.jsonl: 1 damaged lines were skipped"]
 
 
 LINKED = (*FILES, "trajectories/leak.jsonl", "trajectories", "trained", "checkpoints/step-000001")

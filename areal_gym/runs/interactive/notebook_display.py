@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from areal_gym.report.chart_table import charts_of
 from areal_gym.report.charts import draw
-from areal_gym.report.content import charts_of
 from areal_gym.runs.live_display import make_display
 from areal_gym.runs.run_display import Display, SilentDisplay
 from areal_gym.utils.markup import block, escaped

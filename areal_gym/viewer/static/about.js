@@ -1,4 +1,4 @@
-// What a run is made of, and how two of them differ.
+// Settings, plugins and outcome of a run, and the differences between runs.
 import { h, fill, fixed, number, seconds, shown } from "./dom.js";
 import { source } from "./source.js";
 import { curvesPage } from "./curves.js";
@@ -13,7 +13,7 @@ export async function settingsPage(main, run) {
       h("section", {},
         summary ? [h("h2", {}, "Outcome"), tableOf(flat(summary))] : null,
         evaluations.length ? [h("h2", {}, "Held-out tasks"), evaluationTable(evaluations)] : null,
-        h("h2", {}, "Made of"), usedTable(provenance.used || []),
+        h("h2", {}, "Plugins"), usedTable(provenance.used || []),
         h("h2", {}, "Environment"), tableOf(flat(Object.fromEntries(Object.entries(provenance).filter(([name]) => name !== "used")))))));
   }
   await draw();

@@ -1,4 +1,4 @@
-// The page as a whole: header, routes, keys, and the pulse of a run that goes on.
+// The page as a whole: header, routes, keys, and polling for changes of a running run.
 import { h, fill, number, shown } from "./dom.js";
 import { address, go, route } from "./route.js";
 import { source } from "./source.js";
@@ -12,8 +12,8 @@ const PULSE_MS = 1500;
 const VIEWS = ["curves", "trajectories", "settings"];
 const KEYS = [
   ["j k ↓ ↑", "next, previous"], ["[ ]", "earlier, later step"], ["1 to 5", "messages, tokens, timeline, siblings, raw"],
-  ["/", "filter"], ["g", "siblings together or not"], ["f", "fold all groups"], ["Enter", "open a run"],
-  ["c t s", "curves, trajectories, settings"], ["r", "all runs"], ["d", "dark, light, as the system"], ["Esc", "close"], ["?", "this"],
+  ["/", "filter"], ["g", "group siblings or not"], ["f", "fold all groups"], ["Enter", "open a run"],
+  ["c t s", "curves, trajectories, settings"], ["r", "all runs"], ["d", "theme: dark, light, system"], ["Esc", "close"], ["?", "this help"],
 ];
 
 const bar = h("header.top"), main = h("main"), trouble = h("div.trouble", { hidden: true, role: "alert" });
@@ -62,11 +62,11 @@ async function drawBar(run, view) {
     card ? h("nav", {}, VIEWS.map((name) => h(`a${name === view ? ".on" : ""}`, { href: address(["run", run, name]) }, name))) : null,
     h("span.spring"),
     card ? h("span.progress", {}, card.status === "running" ? "live, " : card.status === "finished" ? "" : `${card.status}, `, `step ${number(card.step)} of ${number(card.steps)}`) : null,
-    h("button.icon", { title: "dark or light  d", onclick: turnTheme }, "◐"),
+    h("button.icon", { title: "dark or light theme  d", onclick: turnTheme }, "◐"),
     h("button.icon", { title: "keys and filters  ?", onclick: () => openHelp() }, "?"));
 }
 
-/** What the server says of what is looked at, to be compared with what it says next. */
+/** The server's state of what is shown, to be compared with its next answer. */
 async function heard(path) {
   if (!source.isLive || path[0] === "compare") return "";
   return JSON.stringify(path[0] === "run" ? await source.pulse(path[1]) : await source.runs());

@@ -6,26 +6,13 @@ import { Chart, ChartBoard } from "./charts.js";
 
 const share = (value) => `${number(value * 100)}%`;
 
-/** Cards: [title, hint, [[metric, label], ...], options]; a metric ending in * means all of them. */
-const CARDS = [
-  ["Reward", "mean of the batch; held-out accuracy with its 95% interval", [["reward/mean", "batch"]], { floor: 0, heldout: "pass@1" }],
-  ["Accuracy", "of the batch and on held-out examples", [["train/accuracy", "batch"]], { format: share, floor: 0, heldout: "accuracy" }],
-  ["pass@k", "share of tasks solved by at least one of k", [["reward/pass@*", ""]], { format: share, floor: 0, ceiling: 1 }],
-  ["Groups", "solved by all members, or by none: neither teaches anything", [["reward/solve_all", "all solve"], ["reward/solve_none", "none solves"]], { format: share, floor: 0, ceiling: 1 }],
-  ["KL", "from the policy that sampled, and from the reference", [["train/approx_kl", "sampler"], ["train/kl_reference", "reference"], ["train/kl_teacher", "teacher"]], { floor: 0, least: 1e-5 }],
-  ["Clipped", "share of tokens whose loss is the clipped one", [["train/clip_fraction", "clipped"], ["train/corrected_fraction", "corrected"]], { format: share, floor: 0, least: 0.01 }],
-  ["Entropy", "mean entropy of the sampled tokens' distributions, in nats", [["train/entropy", "nats"]], { floor: 0 }],
-  ["Staleness", "versions that a token lags behind", [["rollout/staleness_mean", "mean"], ["rollout/staleness_max", "max"]], { floor: 0, least: 1 }],
-  ["Gradient norm", "before it is clipped", [["train/grad_norm", "norm"]], { floor: 0 }],
-  ["Loss", "what is minimised", [["train/loss", "loss"], ["train/critic_loss", "critic"]], { heldout: "loss" }],
-  ["Time of a step", "where its wall time went", [["time/wait_s", "wait"], ["time/train_s", "train"], ["time/publish_s", "publish"]], { isStacked: true, format: seconds, floor: 0 }],
-  ["Overlap", "of generation and training; 100% hides the shorter one entirely", [["time/overlap_efficiency", "overlap"], ["time/share_engine", "episodes wait for the engine"]], { format: share, floor: 0, ceiling: 1 }],
-  ["Throughput", "tokens a second, sampled and trained on", [["rollout/tokens_per_s", "whole step"], ["rollout/generated_tokens_per_s", "sampled"]], { floor: 0 }],
-  ["Length", "tokens sampled per trajectory", [["rollout/policy_tokens_mean", "mean"], ["rollout/policy_tokens_max", "max"]], { floor: 0 }],
-  ["Turns", "engine calls per episode", [["rollout/turns", "turns"], ["env/tool_calls", "tool calls"], ["env/tool_errors", "tool errors"]], { floor: 0 }],
-  ["Ends", "what ended the episodes", [["rollout/stop/*", ""]], { isStacked: true, format: share, floor: 0, ceiling: 1 }],
-  ["Failures", "episodes lost so far, by where", [["rollout/failures/*", ""], ["rollout/stale_groups", "stale groups"]], { floor: 0, isQuiet: true }],
-];
+/** A row of report/chart_table.py as a card: [title, hint, [[metric, label], ...], options]. */
+function cardOf(spec) {
+  const format = spec.unit.startsWith("share") ? { format: share } : spec.unit === "s" ? { format: seconds } : {};
+  return [spec.title, spec.hint, Object.entries(spec.metrics), {
+    ...format, floor: spec.floor, ceiling: spec.ceiling, least: spec.least, heldout: spec.heldout, isStacked: spec.is_stacked, isQuiet: spec.is_quiet,
+  }];
+}
 
 /** Curves of `names` (of one run: as lines of metrics; of several: as lines of runs). */
 export async function curvesPage(main, names) {
@@ -56,7 +43,7 @@ export async function curvesPage(main, names) {
       const fresh = await source.curves(name, after);
       return { name, about, curves: after ? joined(runs[i].curves, fresh) : fresh };
     }));
-    for (const card of CARDS) place(grid, charts, card);
+    for (const spec of runs[0]?.about.charts || []) place(grid, charts, cardOf(spec));
     for (const [name, chart] of extra) chart.update(seriesOf(runs, [[name, ""]], {}));
     if (hint) hint.hidden = !runs[0].about.files.some((name) => name.startsWith("step-"));
     if (!charts.size) fill(grid, h("p.empty", {}, "No step is done yet; this page follows the run."));
@@ -107,10 +94,10 @@ function seriesOf(runs, metrics, options) {
     for (const [metric, label] of metrics) {
       for (const name of matching(columns, metric)) {
         if (!columns[name].some((value) => typeof value === "number")) continue;
-        const words = label || (metric.endsWith("*") ? name.slice(metric.length - 1) : name.split("/").at(-1));
-        const isSolved = metric === "reward/pass@*" ? `pass@${words}` : words.replaceAll("_", " ");
+        const isPattern = metric.endsWith("*");
+        const words = (isPattern ? label + name.slice(metric.length - 1) : label || name.split("/").at(-1)).replaceAll("_", " ");
         lines.push({
-          name: runs.length > 1 ? run.name + (metrics.length > 1 || metric.endsWith("*") ? ` ${isSolved}` : "") : isSolved,
+          name: runs.length > 1 ? run.name + (metrics.length > 1 || isPattern ? ` ${words}` : "") : words,
           steps: step, values: columns[name],
           color: runs.length > 1 ? place % 8 : lines.length % 8,
           isDotted: runs.length > 1 && lines.some((line) => line.color === place % 8),
@@ -129,13 +116,13 @@ function matching(columns, metric) {
 }
 
 function heldout(run, name, color, isOneOfMany) {
-  const part = name === "pass@1" ? "sampled" : "heldout";
-  const rows = run.about.evaluations.filter((row) => typeof row[part]?.[name] === "number");
+  const [part, measure] = name === "sampled" ? ["sampled", "pass@1"] : ["heldout", name];
+  const rows = run.about.evaluations.filter((row) => typeof row[part]?.[measure] === "number");
   if (!rows.length) return [];
   const column = (key) => rows.map((row) => row[part][key]);
   const interval = part === "sampled" ? { low: column("pass@1_low"), high: column("pass@1_high") } : {};
   return [{
     name: isOneOfMany ? `${run.name} held out` : "held out", color, areDots: true,
-    steps: rows.map((row) => row.step), values: column(name), ...interval,
+    steps: rows.map((row) => row.step), values: column(measure), ...interval,
   }];
 }

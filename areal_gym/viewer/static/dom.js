@@ -56,7 +56,7 @@ export function shown(text) {
   for (const match of text.matchAll(UNSEEN)) {
     if (match.index > start) nodes.push(text.slice(start, match.index));
     const code = match[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-    nodes.push(h("span.unseen", { title: "a character that cannot be seen" }, `U+${code}`));
+    nodes.push(h("span.unseen", { title: "an invisible character" }, `U+${code}`));
     start = match.index + match[0].length;
   }
   if (start < text.length) nodes.push(text.slice(start));

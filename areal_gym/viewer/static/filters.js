@@ -1,4 +1,4 @@
-// One line says which trajectories are wanted: `reward<1 stop:max_tokens is:stale some words`.
+// A filter of trajectories in one line: `reward<1 stop:max_tokens is:stale some words`.
 
 const NUMBERS = {
   reward: "reward", adv: "advantage", advantage: "advantage", turns: "turns", tokens: "tokens",
@@ -18,9 +18,9 @@ const KINDS = {
 /** For the help page. */
 export const FILTER_HELP = [
   ["reward<1", "also adv, turns, tokens, stale, forks, time, place; with < <= > >= ="],
-  ["stop:max_tokens", "also env:, task:, group:, id:, error: a part of it is enough"],
-  ["is:mixed", `its group has different rewards; also ${Object.keys(KINDS).filter((kind) => kind !== "mixed").map((kind) => `is:${kind}`).join(", ")}`],
-  ["-stop:completed", "a minus: those that are not"],
+  ["stop:max_tokens", "also env:, task:, group:, id:, error:; a substring is enough"],
+  ["is:mixed", `rewards differ within the group; also ${Object.keys(KINDS).filter((kind) => kind !== "mixed").map((kind) => `is:${kind}`).join(", ")}`],
+  ["-stop:completed", "a minus excludes them"],
   ["any words", "in the messages, the task, the error"],
 ];
 

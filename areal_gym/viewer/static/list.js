@@ -1,4 +1,4 @@
-// The list of a step's trajectories: sorted, filtered, in groups; only what is seen is drawn.
+// The list of a step's trajectories: sorted, filtered, in groups; only visible rows are drawn.
 import { h, s, number, seconds, shown } from "./dom.js";
 
 const ROW = 27;
@@ -12,11 +12,11 @@ const COLUMNS = [
   { key: "tokens", label: "tokens", width: "54px", text: (row) => number(row.tokens) },
   { key: "staleness", label: "stale", width: "42px", text: (row) => (row.staleness === null ? "" : String(row.staleness)), isWide: true },
   { key: "time", label: "time", width: "62px", text: (row) => seconds(row.time), isWide: true },
-  { key: "stop", label: "stop", width: "84px", text: (row) => row.stop },
-  { key: "preview", label: "last words", width: "minmax(60px, 1fr)", text: (row) => row.error || row.preview, isText: true },
+  { key: "stop", label: "stop reason", width: "84px", text: (row) => row.stop },
+  { key: "preview", label: "last message", width: "minmax(60px, 1fr)", text: (row) => row.error || row.preview, isText: true },
 ];
 
-/** A list that draws only the rows in sight. */
+/** A list that draws only the visible rows. */
 export class TrajectoryList {
   #items = [];
   #drawn = new Map();
@@ -37,7 +37,7 @@ export class TrajectoryList {
     new ResizeObserver(() => this.#draw()).observe(this.scroller);
   }
 
-  /** Show these rows. `sort`: "-reward" is largest first; `isGrouped`: siblings stand together. */
+  /** Show these rows. `sort`: "-reward" is largest first; `isGrouped`: siblings are next to each other. */
   show(rows, { sort, isGrouped }) {
     const key = sort.replace(/^-/, ""), direction = sort.startsWith("-") ? -1 : 1;
     for (const button of this.header.children) {
@@ -62,7 +62,7 @@ export class TrajectoryList {
     this.#folded = areFolded ? new Set() : groups;
   }
 
-  /** Mark the trajectory at `place`, and bring it into sight. */
+  /** Mark the trajectory at `place`, and scroll to it. */
   select(place) {
     if (this.selected === place) return;
     this.selected = place;

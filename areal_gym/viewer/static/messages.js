@@ -1,4 +1,4 @@
-// A dialogue to be read: who said what, calls with their results, what each turn cost and earned.
+// The dialogue: messages, tool calls with their results, time and reward of each turn.
 import { h, fill, folded, number, seconds, signed, shown } from "./dom.js";
 
 /** Draw the dialogue. */
@@ -21,7 +21,7 @@ function messageBox(message, turn) {
     message.content ? folded(message.content, isLong ? 300 : undefined) : null,
     (message.tool_calls || []).map(callBox),
     message.parse_error ? h("div.error", {}, shown(`malformed call: ${message.parse_error}`)) : null,
-    !message.content && !message.tool_calls?.length && !message.reasoning_content ? h("div.text.nothing", {}, "nothing") : null);
+    !message.content && !message.tool_calls?.length && !message.reasoning_content ? h("div.text.nothing", {}, "empty") : null);
 }
 
 function kindOf(role) {

@@ -16,7 +16,7 @@ export async function runsPage(main) {
     compare.hidden = cards.length < 2;
     compare.href = address(["compare"], { runs: [...chosen].join(",") });
     compare.classList.toggle("off", chosen.size < 2);
-    compare.textContent = chosen.size < 2 ? "tick two runs to compare them" : `compare ${chosen.size} runs`;
+    compare.textContent = chosen.size < 2 ? "select two runs to compare them" : `compare ${chosen.size} runs`;
     fill(table, cards.map((card, i) => runCard(card, i === current, chosen, draw)));
   }
 

@@ -1,4 +1,4 @@
-// The attempts at one task, side by side.
+// The trajectories of one group, side by side.
 import { h, fill, shown } from "./dom.js";
 import { commonMessages, dialogue, headline } from "./messages.js";
 

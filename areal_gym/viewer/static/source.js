@@ -1,4 +1,4 @@
-// Where data comes from: the server, or what an exported page carries in itself.
+// The source of the data: the server, or the data inside an exported page.
 
 class Server {
   isLive = true;
@@ -53,7 +53,7 @@ class Exported {
 
   async detail(run, file, place) {
     const row = (await this.#chunk(run, file))[place];
-    if (!row) throw new Error(`${file} holds no trajectory ${place} here`);
+    if (!row) throw new Error(`${file} has no trajectory ${place} in this file`);
     return { ...row, texts: this.#run(run).texts };
   }
 

@@ -1,4 +1,4 @@
-// Where an episode's time went: engine, tools, the rest of the environment, turn by turn.
+// The time of an episode, turn by turn: engine, tools, the rest of the environment.
 import { h, fill, number, seconds, signed } from "./dom.js";
 
 /** Draw the bars. */
@@ -9,7 +9,7 @@ export function timelineTab(body, trajectory) {
   }));
   const total = turns.reduce((sum, turn) => sum + turn.engine_s + turn.env_s, 0);
   if (!turns.length || total === 0) {
-    fill(body, h("p.empty", {}, "No turn was played."));
+    fill(body, h("p.empty", {}, "This episode has no turns."));
     return;
   }
   let start = 0;
@@ -28,9 +28,9 @@ export function timelineTab(body, trajectory) {
   fill(body,
     h("div.shares", {}, [["engine", sum("engine_s")], ["tool", sum("tool")], ["env", sum("env")]].filter(([, time]) => time > 0).map(([kind, time]) =>
       h("span", {}, h(`i.swatch.${kind}`), ` ${kind} `, h("b", {}, seconds(time)), ` ${number((time / total) * 100, 2)}%`)),
-      h("span", {}, "all together ", h("b", {}, seconds(total)))),
+      h("span", {}, "total ", h("b", {}, seconds(total)))),
     h("div.wide-table", {}, h("table.timeline", {},
-      h("thead", {}, h("tr", {}, ["turn", "", "engine", "tool", "env", "tokens", "tok/s", "ended by", "reward"].map((name) => h("th", {}, name)))),
+      h("thead", {}, h("tr", {}, ["turn", "", "engine", "tool", "env", "tokens", "tok/s", "finish reason", "reward"].map((name) => h("th", {}, name)))),
       h("tbody", {}, rows))),
-    h("p.hint", {}, "Wall time, queueing at the engine included; tools count where the environment calls them as tools."));
+    h("p.hint", {}, "Wall time, including time in the engine's queue. Tool time is known where the environment calls tools as tools."));
 }

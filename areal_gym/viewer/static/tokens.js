@@ -1,20 +1,20 @@
-// The exact tokens that the engine saw and sampled, tinted by what is recorded of them.
+// The exact tokens that the engine saw and sampled, colored by what is recorded about them.
 import { h, fill, number, signed, shown } from "./dom.js";
 
-const TINTS = [
-  ["origin", "who wrote it"],
-  ["log-probability", "when it was sampled: the darker, the less likely"],
-  ["ratio", "trainer against sampler: blue more likely now, red less"],
-  ["advantage", "green was encouraged, red discouraged"],
-  ["version", "of the weights that sampled it"],
-  ["teacher", "teacher against sampler"],
+const COLORINGS = [
+  ["origin", "author of the token"],
+  ["log-probability", "when it was sampled; darker is less likely"],
+  ["ratio", "trainer / sampler; blue is more likely now, red is less likely"],
+  ["advantage", "green is positive, red is negative"],
+  ["version", "policy version that sampled it"],
+  ["teacher", "teacher / sampler"],
 ];
 const BLOCK = 400;
 
-/** Draw the tokens, tinted as the address says. */
+/** Draw the tokens, colored as the address says. */
 export function tokensTab(body, trajectory, { query, onQuery }) {
   const tokens = tokensOf(trajectory);
-  const readout = h("div.readout", {}, "point at a token");
+  const readout = h("div.readout", {}, "hover over a token");
   const legend = h("span.legend");
   const text = h("div.token-text", {
     onpointerover: (event) => {
@@ -28,14 +28,15 @@ export function tokensTab(body, trajectory, { query, onQuery }) {
       if (element) fill(readout, described(tokens[element.dataset.t]));
     },
   });
-  const known = TINTS.filter(([name]) => isKnown(name, tokens));
-  const chosen = known.some(([name]) => name === query.tint) ? query.tint : "origin";
-  const select = h("select", { "aria-label": "tint by", onchange: () => onQuery({ tint: select.value === "origin" ? "" : select.value }) },
+  const known = COLORINGS.filter(([name]) => isKnown(name, tokens));
+  const wanted = query.color || query.tint; // "tint" is its old name
+  const chosen = known.some(([name]) => name === wanted) ? wanted : "origin";
+  const select = h("select", { "aria-label": "color by", onchange: () => onQuery({ tint: "", color: select.value === "origin" ? "" : select.value }) },
     known.map(([name]) => h("option", { value: name, selected: name === chosen }, name)));
 
   function draw() {
-    const tint = tintBy(chosen, tokens);
-    fill(legend, TINTS.find(([name]) => name === chosen)[1], " ", tint.keys);
+    const coloring = coloringBy(chosen, tokens);
+    fill(legend, COLORINGS.find(([name]) => name === chosen)[1], " ", coloring.keys);
     const blocks = [];
     let branch = null;
     for (let start = 0; start < tokens.length; start += BLOCK) {
@@ -45,7 +46,7 @@ export function tokensTab(body, trajectory, { query, onQuery }) {
           if (branch !== null) block.append(h("div.fork", {}, `branch ${token.branch}: the history was rewritten`));
           branch = token.branch;
         }
-        block.append(tokenMark(token, tint));
+        block.append(tokenMark(token, coloring));
       }
       blocks.push(block);
     }
@@ -54,7 +55,7 @@ export function tokensTab(body, trajectory, { query, onQuery }) {
 
   const isReadable = Object.keys(trajectory.texts || {}).length > 0;
   fill(body,
-    h("div.bar.sticky", {}, h("label", {}, "tint ", select), legend, readout),
+    h("div.bar.sticky", {}, h("label", {}, "color by ", select), legend, readout),
     isReadable ? null : h("p.hint", {}, "No tokenizer is recorded with this run, so ids are shown."),
     text);
   draw();
@@ -87,7 +88,7 @@ function isKnown(name, tokens) {
   return !key || tokens.some((token) => token[key] !== undefined);
 }
 
-function tintBy(name, tokens) {
+function coloringBy(name, tokens) {
   if (name === "origin") {
     const kinds = ["prompt", "policy", "env"].filter((kind) => tokens.some((token) => token.origin === kind));
     return { of: (token) => ({ kind: token.origin }), keys: kinds.map((kind) => h(`i.swatch.${kind}`, {}, kind)) };
@@ -113,8 +114,8 @@ function tintBy(name, tokens) {
   };
 }
 
-function tokenMark(token, tint) {
-  const { kind, strength } = tint.of(token);
+function tokenMark(token, coloring) {
+  const { kind, strength } = coloring.of(token);
   const mark = h(`span.t${kind ? `.${kind}` : ""}`, { "data-t": String(token.place) });
   if (strength !== undefined) mark.style.setProperty("--strength", `${(strength * 100).toFixed(1)}%`);
   if (token.text === undefined) {

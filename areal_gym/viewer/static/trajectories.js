@@ -1,4 +1,4 @@
-// A step's trajectories at the left, the chosen one at the right.
+// A step's trajectories on the left, the selected one on the right.
 import { h, fill, number } from "./dom.js";
 import { go, route } from "./route.js";
 import { allRows, source } from "./source.js";
@@ -14,7 +14,7 @@ export async function trajectoriesPage(main, run) {
   const older = h("button.icon", { title: "earlier step  [", onclick: () => toStep(-1) }, "‹");
   const newer = h("button.icon", { title: "later step  ]", onclick: () => toStep(1) }, "›");
   const follow = h("button.toggle", { title: "go to each new step", onclick: () => toFile(state.file === "latest" ? file : "latest") }, "follow");
-  const grouping = h("button.toggle", { title: "siblings together  g", onclick: () => setQuery({ flat: state.query.flat ? "" : "1" }) }, "groups");
+  const grouping = h("button.toggle", { title: "group siblings  g", onclick: () => setQuery({ flat: state.query.flat ? "" : "1" }) }, "groups");
   const filter = h("input.filter", {
     type: "search", placeholder: "filter:  reward<1  stop:max_tokens  is:mixed  words", "aria-label": "filter", spellcheck: false,
     oninput: () => { clearTimeout(typing); typing = setTimeout(() => setQuery({ q: filter.value.trim() }), 150); },
@@ -42,7 +42,7 @@ export async function trajectoriesPage(main, run) {
     file = state.file === "latest" ? latest(about.files) : state.file;
     drawSteps();
     if (file === null) {
-      fill(list.space, h("p.empty", {}, about.card.status === "running" ? "No trajectories yet; this page follows the run." : "This run keeps no trajectories."));
+      fill(list.space, h("p.empty", {}, about.card.status === "running" ? "No trajectories yet; this page follows the run." : "This run has no trajectories."));
       return;
     }
     if (document.activeElement !== filter) filter.value = state.query.q || "";
@@ -59,7 +59,7 @@ export async function trajectoriesPage(main, run) {
     const wanted = file;
     shownFile = wanted;
     isReading = true;
-    fill(count, "reading …");
+    fill(count, "loading …");
     let isFirst = true;
     await allRows(run, wanted, (columns, isWhole) => {
       if (file !== wanted) return;

@@ -32,7 +32,7 @@ export class TrajectoryView {
       return;
     }
     this.#reading = source.detail(run, file, place);
-    this.#reading.catch(() => {}); // whoever opens it hears of it
+    this.#reading.catch(() => {}); // `open` reports the error
   }
 
   /** Show the trajectory at `place` of a file; nothing when it is null. */
@@ -40,14 +40,14 @@ export class TrajectoryView {
     this.expect(run, file, place);
     if (place === null) return;
     const key = this.#key;
-    const found = await this.#reading;
-    if (this.#key !== key) return; // somebody was quicker
-    this.#trajectory = found;
+    const trajectory = await this.#reading;
+    if (this.#key !== key) return; // another one was opened meanwhile
+    this.#trajectory = trajectory;
     this.#draw({ run, file, tab: DRAW[tab] ? tab : "messages", rows, query });
   }
 
   #empty() {
-    fill(this.element, h("p.empty", {}, "Choose a trajectory: click one, or press ", h("kbd", {}, "j"), "."));
+    fill(this.element, h("p.empty", {}, "Select a trajectory: click on one, or press ", h("kbd", {}, "j"), "."));
   }
 
   #draw({ run, file, tab, rows, query }) {
@@ -81,11 +81,11 @@ function factsOf(trajectory, row) {
     fact("reward", number(trajectory.reward), trajectory.reward >= 1 ? "good" : trajectory.reward > 0 ? "" : "bad"),
     ...[...parts].map(([name, value]) => fact(name, number(value))),
     row.advantage === null || row.advantage === undefined ? null : fact("advantage", signed(row.advantage)),
-    fact("stop", trajectory.stop_reason, trajectory.error ? "bad" : ""),
+    fact("stop reason", trajectory.stop_reason, trajectory.error ? "bad" : ""),
     fact("turns", number(trajectory.turns.length)),
     fact("tokens", `${number(trajectory.num_policy_tokens)} of ${number(trajectory.num_tokens)}`),
     versions.length ? fact("version", versions.length > 1 ? `${versions[0]}–${versions.at(-1)}` : String(versions[0])) : null,
-    row.staleness ? fact("stale", String(row.staleness)) : null,
+    row.staleness ? fact("staleness", String(row.staleness)) : null,
     trajectory.num_forks ? fact("forks", String(trajectory.num_forks)) : null,
     ...Object.entries(trajectory.metrics || {}).map(([name, value]) => fact(name.replaceAll("_", " "), number(value))),
     fact("env", trajectory.env_id), fact("seed", String(trajectory.seed)),
@@ -108,5 +108,5 @@ function rawTab(body, trajectory) {
   }, "copy as JSON");
   const pre = h("pre.code", {}, shown(text.slice(0, 200000)));
   fill(body, h("div.bar", {}, copy), pre);
-  if (text.length > 200000) body.append(h("p.hint", {}, `the first 200,000 of ${number(text.length)} characters; the copy has all`));
+  if (text.length > 200000) body.append(h("p.hint", {}, `the first 200,000 of ${number(text.length)} characters; the copied JSON has all`));
 }

@@ -1,0 +1,255 @@
+"""The charts of a run: which metrics share which axes. Reports, notebooks, pictures and the viewer
+draw from this table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_NOISE = 1e-7
+"""A chart whose values are nowhere larger than this shows rounding only, and is left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChartSpec:
+    """The metrics of one chart, and how its axis runs."""
+
+    title: str
+    hint: str = ""
+    unit: str = ""
+    metrics: Mapping[str, str]
+    """Metrics with their labels; `*` stands for any text."""
+    total: str = ""
+    """The metric of which `metrics` are parts; shown where they are not stacked."""
+    heldout: str = ""
+    """What evaluations on held-out tasks measure in the same unit."""
+    floor: float | None = 0.0
+    ceiling: float | None = None
+    least: float | None = None
+    """How high the axis reaches at least, lest noise around zero look like a landscape."""
+    is_stacked: bool = False
+    is_quiet: bool = False
+    """Whether it is left out while all values are 0."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON-ready form, for the viewer."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One line of a chart; values that are None leave a gap."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float | None]
+    are_dots: bool = False
+    bounds: Sequence[tuple[float, float] | None] = field(default_factory=tuple)
+    """95% interval of each value, if they have one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Lines in common axes."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+
+
+CHARTS = (
+    ChartSpec(
+        title="Reward",
+        hint="mean of the batch; held-out accuracy with its 95% interval",
+        metrics={"reward/mean": "batch"},
+        heldout="sampled",
+    ),
+    ChartSpec(
+        title="pass@k",
+        hint="share of tasks solved by at least one of k",
+        unit="share of tasks",
+        metrics={"reward/pass@*": "pass@"},
+        ceiling=1,
+    ),
+    ChartSpec(
+        title="Loss",
+        hint="the loss that is minimized",
+        metrics={"train/loss": "loss", "train/critic_loss": "critic"},
+        heldout="loss",
+        floor=None,
+    ),
+    ChartSpec(
+        title="Accuracy",
+        hint="on the batch and on held-out examples",
+        unit="share",
+        metrics={"train/accuracy": "batch"},
+        heldout="accuracy",
+    ),
+    ChartSpec(
+        title="KL",
+        hint="from the policy that sampled, from the reference and from the teacher",
+        unit="nats",
+        metrics={
+            "train/approx_kl": "sampler",
+            "train/kl_reference": "reference",
+            "train/kl_teacher": "teacher",
+        },
+        least=1e-5,
+    ),
+    ChartSpec(
+        title="Entropy",
+        hint="mean entropy of the distributions that tokens were sampled from",
+        unit="nats",
+        metrics={"train/entropy": "entropy"},
+    ),
+    ChartSpec(
+        title="Clipped",
+        hint="share of tokens whose loss is clipped",
+        unit="share of tokens",
+        metrics={"train/clip_fraction": "clipped", "train/corrected_fraction": "corrected"},
+        least=0.01,
+    ),
+    ChartSpec(
+        title="Gradient norm",
+        hint="before clipping",
+        metrics={"train/grad_norm": "norm"},
+    ),
+    ChartSpec(
+        title="Groups",
+        hint="solved by all members or by none: there is nothing to learn from these",
+        unit="share of groups",
+        metrics={"reward/solve_all": "all solve", "reward/solve_none": "none solves"},
+        ceiling=1,
+    ),
+    ChartSpec(
+        title="Staleness",
+        hint="versions that a token lags behind",
+        unit="versions",
+        metrics={"rollout/staleness_mean": "mean", "rollout/staleness_max": "max"},
+        least=1,
+    ),
+    ChartSpec(
+        title="Length",
+        hint="tokens sampled per trajectory",
+        unit="tokens",
+        metrics={"rollout/policy_tokens_mean": "mean", "rollout/policy_tokens_max": "max"},
+    ),
+    ChartSpec(
+        title="Turns",
+        hint="engine calls per episode",
+        metrics={
+            "rollout/turns": "turns",
+            "env/tool_calls": "tool calls",
+            "env/tool_errors": "tool errors",
+        },
+    ),
+    ChartSpec(
+        title="Time of a step",
+        hint="the parts of its wall time",
+        unit="s",
+        metrics={"time/wait_s": "wait", "time/train_s": "train", "time/publish_s": "publish"},
+        total="time/step_s",
+        is_stacked=True,
+    ),
+    ChartSpec(
+        title="Overlap",
+        hint="of generation and training; 100% hides the shorter one entirely",
+        unit="share",
+        metrics={
+            "time/overlap_efficiency": "overlap",
+            "time/share_engine": "episodes wait for the engine",
+        },
+        ceiling=1,
+    ),
+    ChartSpec(
+        title="Throughput",
+        hint="tokens per second, trained on and sampled",
+        unit="tokens/s",
+        metrics={
+            "rollout/tokens_per_s": "whole step",
+            "rollout/generated_tokens_per_s": "sampled",
+        },
+    ),
+    ChartSpec(
+        title="Stop reasons",
+        hint="why the episodes ended",
+        unit="share of episodes",
+        metrics={"rollout/stop/*": ""},
+        ceiling=1,
+        is_stacked=True,
+    ),
+    ChartSpec(
+        title="Failures",
+        hint="episodes lost so far, by cause",
+        unit="episodes",
+        metrics={"rollout/failures/*": "", "rollout/stale_groups": "stale groups"},
+        is_quiet=True,
+    ),
+)
+"""The charts of a run, the most telling first."""
+
+
+def charts_of(
+    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[Chart]:
+    """Yield the charts that a run's metrics give, the most telling first.
+
+    Args:
+        rows: rows of `metrics.jsonl`.
+        evaluations: what `evaluation_of` makes of the rows of `evaluations.jsonl`.
+    """
+    for spec in CHARTS:
+        chart = chart_of(spec, rows, evaluations)
+        if any(abs(value or 0.0) > _NOISE for line in chart.lines for value in line.values):
+            yield chart
+
+
+def chart_of(
+    spec: ChartSpec, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]
+) -> Chart:
+    """Make one chart; it has no lines where the run has none of the metrics."""
+    names = sorted({name for row in rows for name in row}, key=lambda name: (len(name), name))
+    steps = [int(row["step"]) for row in rows]
+    total = {spec.total: "all"} if spec.total else {}
+    lines = []
+    for metric, label in {**total, **spec.metrics}.items():
+        stem = metric.removesuffix("*")
+        for name in names:
+            if name == metric or (stem != metric and name.startswith(stem)):
+                values = [row.get(name) for row in rows]
+                lines.append(Line(name=label + name[len(stem) :], steps=steps, values=values))
+    return Chart(title=spec.title, unit=spec.unit, lines=[*lines, *_heldout(spec, evaluations)])
+
+
+def _heldout(spec: ChartSpec, evaluations: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    measures = {spec.heldout: "held out"}
+    if spec.heldout == "sampled":
+        measures["greedy"] = "greedy"
+    for measure, label in measures.items():
+        rows = [row for row in evaluations if row.get(measure) is not None]
+        if rows:
+            has_bounds = measure == "sampled"
+            yield Line(
+                name=label,
+                steps=[row["step"] for row in rows],
+                values=[row[measure] for row in rows],
+                are_dots=True,
+                bounds=[(row["low"], row["high"]) if has_bounds else None for row in rows],
+            )
+
+
+def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten a row of `evaluations.jsonl`: `step`, and what the objective measures."""
+    if "heldout" in row:
+        return {"step": row["step"], **row["heldout"]}
+    sampled, greedy = row["sampled"], row["greedy"]
+    return {
+        "step": row["step"],
+        "sampled": sampled["pass@1"],
+        "low": sampled["pass@1_low"],
+        "high": sampled["pass@1_high"],
+        "greedy": greedy["pass@1"],
+        "greedy_low": greedy["pass@1_low"],
+        "greedy_high": greedy["pass@1_high"],
+    }
