@@ -1,0 +1,161 @@
+"""The package's shape: no import circle, few loose modules, unique names, short units."""
+
+import ast
+from collections import Counter
+
+from tests._support.package_source import (
+    MODULES,
+    PACKAGE,
+    functions,
+    imported_modules,
+    source,
+    tree,
+)
+
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 75
+MAX_LOOSE_MODULES = 12
+
+LONG_MODULES: dict[str, int] = {
+    "envs.base": 507,
+    "envs.grading.equality": 420,
+    "models.tiny.decoder": 411,
+    "rollout.episode": 476,
+    "rollout.runner": 533,
+    "runs.components": 456,
+    "runs.speed": 420,
+    "sandbox.docker": 489,
+    "sandbox.worker.jail": 403,
+    "sandbox.worker.zygote": 404,
+    "trainer.parallel.worker": 464,
+    "trainer.trainer": 587,
+    "types": 449,
+}
+"""Modules above the limit, with the lines they may have. It may only shrink."""
+
+LONG_FUNCTIONS: dict[str, int] = {
+    "cli.eval_command.eval_command": 92,
+    "envs.plugin.register_envs": 81,
+    "gateway.routes._table": 149,
+    "rollout.episode.play_episode": 78,
+    "rollout.evaluate.measure": 109,
+    "rollout.runner.__init__": 106,
+    "runs.fixed_data._learn": 127,
+    "runs.steps.take_steps": 150,
+    "runs.train.play": 120,
+    "trainer.algorithms.corrections.correct": 77,
+    "trainer.trainer._update": 78,
+}
+"""Functions above the limit, with the lines they may have. It may only shrink."""
+
+SHARED_NAMES = {"base", "plugin", "__main__"}
+"""Module names that several folders use in one sense."""
+
+NAMES_USED_TWICE: set[str] = {"running", "tasks"}
+CIRCLES_LEFT: list[set[str]] = [
+    {"chat.template_probe", "chat.renderer"},
+    {"gateway.routes", "gateway.gateway_server"},
+]
+
+
+PUBLIC_MODULES: list[str] = [
+    "agents.base",
+    "engines.base",
+    "envs.base",
+    "envs.countdown",
+    "envs.tasks",
+    "envs.tools",
+    "errors",
+    "loggers.base",
+    "sandbox.base",
+    "sandbox.process",
+    "testing",
+    "trainer.algorithms.advantages",
+    "trainer.algorithms.losses",
+    "types",
+]
+"""Modules outside of an `__init__` that list their public names."""
+
+
+def import_circles() -> list[set[str]]:
+    """Return the strongly connected components of the imports with more than one module."""
+    # Tarjan's algorithm.
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    circles = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for target in imported_modules(module):
+            if target not in number:
+                visit(target)
+                lowest[module] = min(lowest[module], lowest[target])
+            elif target in stack:
+                lowest[module] = min(lowest[module], number[target])
+        if lowest[module] == number[module]:
+            place = stack.index(module)
+            component = set(stack[place:])
+            del stack[place:]
+            if len(component) > 1:
+                circles.append(component)
+
+    for module in MODULES:
+        if module not in number:
+            visit(module)
+    return circles
+
+
+def test_modules_import_no_circles():
+    circles = import_circles()
+    unexpected = [
+        sorted(circle)
+        for circle in circles
+        if not any(circle <= allowed for allowed in CIRCLES_LEFT)
+    ]
+    assert unexpected == []
+
+
+def test_top_folder_has_few_modules():
+    assert len(list(PACKAGE.glob("*.py"))) <= MAX_LOOSE_MODULES
+
+
+def test_module_names_are_unique():
+    modules = (path.stem for path in MODULES.values() if path.stem != "__init__")
+    repeated = {name for name, count in Counter(modules).items() if count > 1}
+    assert repeated - SHARED_NAMES <= NAMES_USED_TWICE
+
+
+def test_modules_are_short():
+    lengths = {name: len(source(name).splitlines()) for name in MODULES}
+    assert {
+        name: lines
+        for name, lines in lengths.items()
+        if lines > LONG_MODULES.get(name, MAX_MODULE_LINES)
+    } == {}
+
+
+def test_functions_are_short():
+    long = {}
+    for module in MODULES:
+        for name, node in functions(module):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            full = f"{module}.{name}"
+            if lines > LONG_FUNCTIONS.get(full, MAX_FUNCTION_LINES):
+                long[full] = lines
+    assert long == {}
+
+
+def test_private_modules_have_no_all():
+    """`__all__` is for packages whose names people import."""
+    with_all = [
+        name
+        for name, path in MODULES.items()
+        if path.name != "__init__.py"
+        and any(
+            isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            for node in tree(name).body
+        )
+    ]
+    assert set(with_all) <= set(PUBLIC_MODULES)
