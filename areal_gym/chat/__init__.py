@@ -1,4 +1,4 @@
-"""Messages to tokens and back: what a chat template adds, and what sampled ids mean."""
+"""Converts messages to tokens and back."""
 
 from areal_gym.chat.dialogue import Dialogue, Prompt
 from areal_gym.chat.renderer import Renderer

@@ -1,4 +1,4 @@
-"""Jinja for templates of other people: a sandbox whose templates end, and stay small.
+"""A bounded sandbox for untrusted Jinja templates: their rendering ends, and stays small.
 
 Chat templates come with checkpoints, so they are data. jinja2's sandbox keeps them from attributes
 that lead to code. It does not keep them from looping for hours or from filling the memory; this
@@ -26,13 +26,13 @@ import jinja2.visitor
 from jinja2.exceptions import SecurityError
 
 MOST_CHARACTERS = 2**26
-"""Of a text that a template makes: a hundred times the longest context of a model."""
+"""Limit for a text that a template makes: a hundred times the longest context of a model."""
 MOST_SECONDS = 60.0
-"""Of one rendering; it usually takes less than a millisecond, and a busy machine is slow."""
+"""Limit for one rendering, which usually takes less than a millisecond; busy machines are slow."""
 _MOST_NUMBER = 10**6
-"""Of a count or width that a template passes on."""
+"""Limit for a count or width that a template passes on."""
 _MOST_BITS = 2**12
-"""Of a number that a template computes."""
+"""Limit for a number that a template computes."""
 _LARGE_WIDTH = re.compile(r"\d{6,}|\*")
 # No template can use these filters by their names, nor give them another meaning.
 _EACH, _CONCAT, _ADD, _KEEP = "+each", "+concat", "+add", "+keep"
@@ -63,7 +63,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Inside, one rendering goes on; its time begins now."""
+        """Bound the rendering in this block; its time begins now."""
         self._running.deadline_s = time.monotonic() + MOST_SECONDS
         try:
             yield
@@ -71,7 +71,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._running.deadline_s = None
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls what the sandbox allows, with arguments that keep the result small."""
+        """Call what the sandbox allows, with arguments that keep the result small."""
         self._check_time()
         _require_small(args, kwargs)
         name = getattr(__obj, "__name__", None)
@@ -84,13 +84,13 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _small(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Any:
-        """Return what stands for `str.format`, unless the format is of a very wide text."""
+        """Return the replacement of `str.format`, unless the format makes a very wide text."""
         if isinstance(owner := getattr(value, "__self__", None), str):
             _require_small_format(owner)
         return super().wrap_str_format(value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes left + right and the like, unless the result would be too large."""
+        """Compute left + right and the like, unless the result would be too large."""
         if operator == "%":
             if isinstance(left, str):
                 _require_small_format(left)
@@ -106,7 +106,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return bounded
 
     def _each(self, items: Any) -> Any:
-        """Return the items of a loop; each round looks at the clock, now and then."""
+        """Return the items of a loop; some rounds check the clock."""
         self._check_time()
         if isinstance(items, list | tuple | str | dict) and len(items) < 64:
             return items  # the loops inside of it look at the clock, too
@@ -125,7 +125,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text; we need no mark."""
+    """Ignores `{% generation %}...{% endgeneration %}`, which marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -193,7 +193,7 @@ def _concat(parts: list[Any]) -> str:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """Return what a block, a macro or the whole template has written."""
+    """Return the text that a block, a macro or the whole template has written."""
     taken = list(parts)
     _require_length(sum(map(len, taken)))
     return "".join(taken)
@@ -231,7 +231,7 @@ def _with_small_replace(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _small_parts(separator: str, parts: Iterable[Any]) -> list[Any]:
-    """Return the parts of a text that is going to be joined, unless it would be too long."""
+    """Return the parts of a text to join, unless it would be too long."""
     taken: list[Any] = []
     length = 0
     for part in parts:

@@ -1,4 +1,5 @@
-"""Tools for a chat template that knows none: described in the system message, answered by the user.
+"""Tools for chat templates without tool support: the system message describes them, the user's turn
+has the results.
 
 Calls are then in Hermes' dialect, which most models have seen.
 """
@@ -22,7 +23,8 @@ What it answers comes back between <tool_response> tags."""
 
 
 def describe(messages: Sequence[Message], tools: ToolSchemas) -> list[Message]:
-    """Return the messages with the tools in the system message; there is one afterwards."""
+    """Return the messages with the tools described in the system message, which is added if
+    missing."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _HOW.format(tools=listed)
     if messages and messages[0]["role"] == "system":
@@ -31,8 +33,7 @@ def describe(messages: Sequence[Message], tools: ToolSchemas) -> list[Message]:
 
 
 def as_user(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the answers of tools as the user's words, one message for all in a
-    row.
+    """Return the messages with tool results as user messages, one message per run of results.
 
     What the user says right after them belongs to the same message: such templates often refuse two
     in a row.

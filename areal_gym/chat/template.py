@@ -18,8 +18,8 @@ ToolSchemas = Sequence[Mapping[str, Any]]
 """Tools as chat templates take them (`Tool.schema()`), in the environment's order."""
 
 BREAK = "\ufdd0"
-"""Stands in rendered text where encoding must begin anew: inside what only looks like a control
-token. No text holds it: Unicode sets this code point aside."""
+"""Marks where encoding restarts in rendered text: inside text that only looks like a control token.
+Unicode sets this code point aside, so no text contains it."""
 
 
 class ChatTemplate:
@@ -106,8 +106,7 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _harmless(self, message: Message) -> Message:
-        """Return the message with its control tokens broken up, unless the policy has sampled
-        them."""
+        """Return the message with control tokens broken up, unless the policy has sampled them."""
         content = message["content"]
         if message["role"] == "assistant" or self._control is None:
             return message

@@ -1,4 +1,4 @@
-"""Text to ids and back, with nothing added."""
+"""Tokenizers: text to ids and back, with nothing added."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_gym.errors import ConfigError
 
 
 class Tokenizer(Protocol):
-    """What rendering needs of a tokenizer."""
+    """The part of a tokenizer that rendering needs."""
 
     @property
     def control_tokens(self) -> Sequence[str]:
@@ -18,16 +18,16 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with nothing added; control tokens in it become their ids."""
+        """Return the ids of `text`, with nothing added; control tokens in it become their ids."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, control tokens included."""
+        """Return the text of `ids`, control tokens included."""
         ...
 
 
 class FastTokenizer:
-    """`tokenizers.Tokenizer` with what rendering needs.
+    """A `tokenizers.Tokenizer` with the interface that rendering needs.
 
     Raises:
         ConfigError: there is no readable `tokenizer.json` in the directory.
@@ -55,14 +55,14 @@ class FastTokenizer:
         }
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.num_plain_tokens = 1 + max((id for id in ids if id not in control_ids), default=-1)
-        """One more than the largest id of a token that is no control token."""
+        """One more than the largest id of a token that is not a control token."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with nothing added."""
+        """Return the ids of `text`, with nothing added."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, control tokens included."""
+        """Return the text of `ids`, control tokens included."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text

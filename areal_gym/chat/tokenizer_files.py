@@ -1,4 +1,4 @@
-"""The parts of Hugging Face's checkpoint layout that rendering needs."""
+"""Reads the parts of Hugging Face's checkpoint layout that rendering needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from areal_gym.errors import ConfigError
 from areal_gym.utils.files import read_bytes
 
 _MOST_BYTES = 2**26
-"""Of a tokenizer's settings or a template: the largest in use have a hundredth of it."""
+"""Limit for a tokenizer's settings or a template; the largest in use have a hundredth of it."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in `file`; an empty one where there is no such file.
+    """Return the object in `file`, or an empty one if the file does not exist.
 
     Raises:
         ConfigError: it cannot be read.
@@ -57,7 +57,8 @@ def read_chat_template(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Names that a template may use, such as `bos_token`, from the tokenizer's configuration."""
+    """Return the names that a template may use, such as `bos_token`, from the tokenizer's
+    configuration."""
     return {
         name: value["content"] if isinstance(value, dict) else value
         for name, value in config.items()

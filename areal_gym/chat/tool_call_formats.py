@@ -1,4 +1,4 @@
-"""How an assistant's text is read: its thinking, its tool calls, and what is left."""
+"""Reads an assistant's text: its thinking, its tool calls, and the prose around them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def parse_assistant(
 
 
 def require_dialect(dialect: str) -> str:
-    """Return the dialect itself.
+    """Return the dialect if it exists.
 
     Raises:
         ConfigError: there is none of that name.
@@ -113,7 +113,7 @@ def write_call(name: str, arguments: dict[str, Any], dialect: str = DEFAULT_DIAL
 
 
 def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None, str]:
-    """What was thought (None: no thinking block), and what was said."""
+    """Return the thinking (None: no thinking block) and the text after it."""
     start = text.find(THINK)
     end = text.find(END_THINK)
     if start >= 0 and not text[:start].strip() and (end < 0 or start < end):
@@ -153,7 +153,7 @@ def _parse_hermes(text: str) -> _Parsed:
 
 
 def _read_call(text: str, start: int) -> tuple[str, dict[str, Any], int]:
-    """Name, arguments and end of the call whose opening tag ends at `start`."""
+    """Return name, arguments and end of the call whose opening tag ends at `start`."""
     # The JSON is decoded before the closing tag is looked for: the tag may stand inside a string.
     call, end = _decode_json(text, _skip_space(text, start), "the tool call")
     end = _skip_space(text, end)
@@ -165,7 +165,7 @@ def _read_call(text: str, start: int) -> tuple[str, dict[str, Any], int]:
 
 
 def _named_arguments(call: Any, key: str = "arguments") -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a call's JSON."""
+    """Return name and arguments of a call's JSON."""
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError(f"a tool call is an object {_shape(key)}")
@@ -189,7 +189,8 @@ def _no_constant(name: str) -> Any:
 
 
 _MAX_DEPTH = MAX_JSON_DEPTH - 16
-"""Less than a request may have, which the call is a part of when it travels to a server."""
+"""Limit for the depth of a call's JSON, below that of a request, which contains the call on its way
+to a server."""
 _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
@@ -296,7 +297,7 @@ DIALECTS = {
     "mistral": _parse_mistral,
     "plain": _parse_plain,
 }
-"""How tool calls can be written in an assistant's text."""
+"""Formats of tool calls in an assistant's text."""
 
 MARKERS: dict[str, tuple[str, ...]] = {
     "fenced": ("```",),
@@ -305,4 +306,4 @@ MARKERS: dict[str, tuple[str, ...]] = {
     "mistral": (_TOOL_CALLS,),
     "plain": (),
 }
-"""Until one of these stands in a text, it is prose for certain; who streams it needs to know."""
+"""A text is certainly prose until one of its dialect's markers occurs; streaming depends on it."""

@@ -1,4 +1,4 @@
-"""A dialogue that somebody has written, as the token ids of a policy that had said it.
+"""A written dialogue as token ids, as if a policy had sampled the assistant's turns.
 
 The same path as in an episode (`Dialogue`): what the assistant says is encoded apart from what it
 reads, and ends with the end of turn, so that a policy which learns from transcripts is asked, in
@@ -26,9 +26,9 @@ class Transcript:
 
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
-    """True on what the assistant says, ends of its turns included."""
+    """True on the assistant's tokens, ends of its turns included."""
     num_prompt: int
-    """Tokens before the first thing that it says."""
+    """Number of tokens before the assistant's first."""
 
 
 def transcribe(
@@ -38,7 +38,8 @@ def transcribe(
     *,
     num_given: int = 0,
 ) -> list[Transcript]:
-    """Return the branches of a dialogue, mostly one; what follows the last thing said is left out.
+    """Return the branches of a dialogue, mostly one; messages after the last assistant turn are
+    left out.
 
     Args:
         renderer: of the policy.
@@ -82,7 +83,7 @@ def transcribe(
 
 
 def sampled_text(renderer: Renderer, message: Message) -> str:
-    """What a policy would have sampled, but for the end of turn, to say this message.
+    """Return the text that a policy would sample, up to the end of turn, to send this message.
 
     Calls and thinking are in the template's own words where it has some.
 
@@ -112,7 +113,8 @@ def sampled_text(renderer: Renderer, message: Message) -> str:
 
 
 def closing_ids(renderer: Renderer) -> tuple[int, ...]:
-    """What the template writes after the end of the last turn of a whole dialogue; often a line."""
+    """Return the ids that the template writes after the last end of turn of a dialogue, often a
+    newline."""
     dialogue: list[Message] = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "x"},

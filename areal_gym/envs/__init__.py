@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Environments: the contract, tools, tasks, built-in environments, adapters, checker and server."""

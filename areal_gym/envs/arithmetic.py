@@ -1,4 +1,4 @@
-"""Arithmetic expressions: sampling them by level, their value, their canonical form, phrasings.
+"""Arithmetic expressions: sampling by level, exact values, canonical forms, phrasings.
 
 `tir`, `math` and the starter policy's demonstrations all draw from here, and all split by
 `canonical`: an expression that is held out in one of them is held out in every other.
@@ -18,7 +18,7 @@ from areal_gym.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """How hard the expressions are.
+    """The difficulty of the expressions.
 
     Example: `Level(min_operands=2, max_operands=3, largest=99, operators="+-*")`.
     """
@@ -26,7 +26,7 @@ class Level:
     min_operands: int
     max_operands: int
     largest: int
-    """Operands are 1 to this."""
+    """The largest operand; the smallest is 1."""
     operators: str
     has_parentheses: bool = False
     has_division: bool = False
@@ -47,7 +47,7 @@ LEVELS: Mapping[int, Level] = {
         has_division=True,
     ),
 }
-"""From mental arithmetic to what needs a tool."""
+"""Levels from mental arithmetic to expressions that need a tool."""
 
 PHRASINGS = (
     "What is {}?",
@@ -99,7 +99,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def canonical(expression: str) -> str:
-    """One text for all ways to write the same expression: `"12+37*48"` and `"48*37+12"` agree.
+    """Return one text for all ways to write an expression: `"12+37*48"` and `"48*37+12"` agree.
 
     Sums and products are flattened and sorted; nothing is multiplied out or computed.
 

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class StepResult(NamedTuple):
-    """What one step gave; unpacks as Gymnasium's five."""
+    """The result of one step; unpacks as Gymnasium's five values."""
 
     observation: str
     reward: float
@@ -56,17 +56,17 @@ class StepResult(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Response:
-    """An environment's answer to one assistant message; read at once, and not kept."""
+    """An environment's answer to one assistant message."""
 
     messages: Sequence[Message] = ()
-    """What the policy reads next (tool results, a user's reply). Empty at the end."""
+    """The messages that the policy reads next (tool results, a user's reply). Empty at the end."""
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of the reward, for people; they need not sum to it."""
+    """Named parts of the reward, for people; they need not add up to it."""
     is_terminated: bool = False
     """The task's own end (solved, failed, given up)."""
     is_truncated: bool = False
-    """A limit of the environment's own; `max_turns` is watched for you."""
+    """A limit of the environment's own; `max_turns` is applied for you."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to add up over the episode (tool calls, tool errors, ...)."""
 
@@ -81,30 +81,30 @@ class TextEnv(gymnasium.Env[str, str]):
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # type: ignore[misc]
     tools: Sequence[Tool] = ()
-    """What the policy may call, in the order in which the template lists them."""
+    """The tools that the policy may call, in the order in which the template lists them."""
     max_turns: int = 8
     """Assistant messages after which an episode that has not terminated is truncated."""
     tool_dialect: str | None = None
-    """How tool calls are written in an assistant's text (see `chat.tool_call_formats`); None: as
-    the model's own chat template writes them."""
+    """The format of tool calls in an assistant's text (see `chat.tool_call_formats`); None: the
+    format of the model's own chat template."""
     max_calls: int = 16
-    """Tool calls of one message that are run; the policy is told that the others were not."""
+    """Tool calls that are run per message; the policy is told that the others were not."""
     max_tool_calls: int | None = None
-    """Tool calls of one episode that are run; the policy is told that the later ones were not."""
+    """Tool calls that are run per episode; the policy is told that later ones were not."""
     suspends: bool = False
     """Set to True when `respond` or a tool really awaits (I/O, a sandbox): the synchronous `step`
-    then runs on a kept event loop. Without it, `step` drives the coroutine directly (0.5 us)."""
+    then runs on a kept event loop. Otherwise `step` drives the coroutine directly (0.5 us)."""
     has_gold: bool = True
-    """Set to False where nobody knows a perfect policy (somebody else's game, say)."""
+    """Set to False if no perfect policy is known (a game of another library, say)."""
     process_variables: Mapping[str, str] = {}
     """Environment variables that another process needs to make the same environment."""
     judges_all_output: bool = False
-    """Set to True where whatever `respond` or a tool raises is the fault of what the policy wrote:
-    the episode then ends with reward 0 and a count in the metric `judge_errors`, instead of as a
+    """Set to True if any exception of `respond` or a tool is caused by the policy's output: the
+    episode then ends with reward 0 and a count in the metric `judge_errors`, instead of as a
     failure of the environment. Failures of the machine stay failures (see `judging`)."""
 
     made_by: Callable[[], TextEnv] | None = None
-    """Makes another instance like this one; known of those that `areal_gym.make` has made."""
+    """Makes another instance like this one; set by `areal_gym.make`."""
 
     _generator: np.random.Generator | None = None
 
@@ -114,9 +114,9 @@ class TextEnv(gymnasium.Env[str, str]):
         self.render_mode = render_mode
         self.num_turns = 0
         self.num_tool_calls = 0
-        """Calls that were run in this episode."""
+        """Number of calls that were run in this episode."""
         self.tool_s = 0.0
-        """Seconds that the newest step spent in tools."""
+        """Seconds that the latest step spent in tools."""
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._is_over = True
@@ -154,20 +154,20 @@ class TextEnv(gymnasium.Env[str, str]):
         raise NotImplementedError(f"{type(self).__name__}.respond")
 
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
-        """Await what the next episode needs from afar, before all else; seldom overridden."""
+        """Await resources for the next episode, before anything else; rarely overridden."""
 
     @property
     def prepares(self) -> bool:
-        """Whether a reset awaits something: event loops then await `areset`."""
+        """Whether a reset awaits something; event loops then await `areset`."""
         return type(self).prepare is not TextEnv.prepare
 
     def num_tasks(self, split: str) -> int | None:
-        """Return how many distinct tasks `options={"index": i}` can name; None when there is no
-        end."""
+        """Return the number of distinct tasks that `options={"index": i}` can name; None:
+        endless."""
         return None
 
     async def aclose(self) -> None:
-        """Release what the episode holds (an interpreter, a connection). May be called twice."""
+        """Release the episode's resources (an interpreter, a connection). May be called twice."""
 
     # ---- what every environment ships, for `areal-gym check` ---------------------------------
 
@@ -183,8 +183,7 @@ class TextEnv(gymnasium.Env[str, str]):
     # ---- helpers for authors -----------------------------------------------------------------
 
     def judging(self) -> JudgingBoundary:
-        """Return a block in which exceptions are the fault of the policy's output, and not an
-        error.
+        """Return a block in which exceptions count as wrong output, not as errors.
 
         Set the verdict to "wrong" before it::
 
@@ -210,12 +209,13 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @property
     def sandboxes(self) -> Sequence[Any]:
-        """Where it runs code that the policy writes: ids or objects of sandboxes."""
+        """Ids or objects of the sandboxes that run code of the policy."""
         return ()
 
     @property
     def played_id(self) -> str | None:
-        """Whose task the running episode has, where an environment plays for several (`mix`)."""
+        """Name of the environment that the running task belongs to, if this one plays several
+        (`mix`)."""
         return None
 
     @property
@@ -408,7 +408,7 @@ class TextEnv(gymnasium.Env[str, str]):
         return StepResult(observation, reward, is_terminated, is_truncated, info)
 
     async def _guarded_response(self, message: Message) -> Response:
-        """What `respond` gives; what it raises ends the episode: as a failure, or as wrong."""
+        """Call `respond`; an exception ends the episode, as a failure or as a wrong answer."""
         try:
             return await self.respond(message)
         except EpisodeError:
@@ -425,7 +425,7 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @final
     def close(self) -> None:
-        """Release what the episode holds, synchronously. See `aclose`.
+        """Release the episode's resources, synchronously. See `aclose`.
 
         Raises:
             EnvError: the environment's own code failed.
@@ -456,12 +456,12 @@ class TextEnv(gymnasium.Env[str, str]):
 
 @dataclass(slots=True)
 class ToolResults:
-    """What `call_tools` gave; read at once, and not kept."""
+    """The result of `call_tools`."""
 
     messages: list[Message]
     num_calls: int
     num_errors: int
-    """Malformed calls, unknown tools, wrong arguments, what tools complain of, refused calls."""
+    """Malformed calls, unknown tools, wrong arguments, errors of tools, refused calls."""
     num_refused: int
     """Calls beyond a limit, which were not run."""
 

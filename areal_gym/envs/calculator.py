@@ -12,7 +12,7 @@ from areal_gym.errors import ToolError
 _MAX_EXPRESSION = 500
 _MAX_DIGITS = 1_000
 _MAX_POWER_BITS = 4_000
-"""Powers whose value would have more bits than this are refused before they are computed."""
+"""Powers with more bits than this are refused before they are computed."""
 
 Number = int | float
 

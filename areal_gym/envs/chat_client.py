@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible chat servers, for users and judges that are language models."""
+"""A client of OpenAI-compatible chat servers, for users and judges played by language models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from areal_gym.errors import EnvError
 
 FIRST_WAIT_S = 0.5
-"""Before the second try; doubled for each one after it."""
+"""Wait before the second try; doubled for each later one."""
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 

@@ -1,4 +1,4 @@
-"""Is what is measured on in what is learned from? Questions in common, or nearly so."""
+"""Does the test set leak into the training set? Finds equal and nearly equal questions."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from areal_gym.envs.base import TextEnv
 from areal_gym.envs.tasks import key_of_text
 
 _SHINGLE = 8
-"""Words in a row that two different questions seldom share."""
+"""Number of consecutive words that two different questions rarely share."""
 _MIN_SHINGLES = 8
 _MAX_TASKS = 20_000
 _NUM_GENERATED = 1_000
-"""Tasks of a split without end that are looked at."""
+"""Number of tasks that are compared of an endless split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """A held-out task, and a training task that asks the same, or nearly."""
+    """A held-out task, and a training task with the same or nearly the same question."""
 
     heldout_id: str
     train_id: str
     similarity: float
-    """1: the same words; else the share of the held-out question's eight-word passages that the
-    training question has, too. Of a short question only the same words count: a word at its end
-    is in one passage only, and may be all that is asked."""
+    """1 for the same words; else the share of the held-out question's eight-word passages that the
+    training question contains. Short questions count only with the same words: a word at the end is
+    in one passage only, and may be the whole difference."""
     question: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contamination:
-    """What two splits have in common."""
+    """The overlaps of two splits."""
 
     num_train: int
-    """Tasks that were looked at."""
+    """Number of compared training tasks."""
     num_heldout: int
     overlaps: Sequence[Overlap]
 
     @property
     def num_same(self) -> int:
-        """Held-out questions that training asks word for word."""
+        """Number of held-out questions that occur in training word for word."""
         return sum(overlap.similarity == 1 for overlap in self.overlaps)
 
 

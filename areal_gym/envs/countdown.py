@@ -21,7 +21,7 @@ from areal_gym.types import Message, Task
 __all__ = ["CountdownEnv", "countdown_tasks", "uses_exactly"]
 
 FORMAT_REWARD = 0.1
-"""For an answer that is arithmetic, though not the right one."""
+"""Reward for an answer that is arithmetic, but wrong."""
 
 _LARGEST = 99
 _TARGETS = range(10, 100)
@@ -36,7 +36,7 @@ _SPELLINGS = {"×": "*", "÷": "/", "−": "-", "\\times": "*", "\\cdot": "*", "
 
 @cache
 def countdown_tasks(num_numbers: int) -> GeneratedTasks:
-    """Solvable tasks; `task.data` holds `numbers`, `target` and one `solution`."""
+    """Return solvable tasks; `task.data` holds `numbers`, `target` and one `solution`."""
 
     def make_draft(rng: random.Random) -> Draft:
         while True:
@@ -151,7 +151,8 @@ class CountdownEnv(QuestionEnv):
         )
 
     def gold_action(self) -> str:
-        """Return the expression that the task was made from; of an unsolvable one, nothing."""
+        """Return the expression that the task was made from, or the noop action if there is
+        none."""
         solution = self.task.data.get("solution")
         return self.noop_action() if solution is None else f"\\boxed{{{solution}}}"
 

@@ -1,4 +1,5 @@
-"""Rows of data files (JSON lines, JSON, Parquet, CSV) and of data sets on the Hugging Face hub.
+"""Reads rows of data files (JSON lines, JSON, Parquet, CSV) and of data sets on the Hugging Face
+hub.
 
 Every row knows where it stands, so that a broken one can be named.
 """
@@ -22,9 +23,9 @@ class SourceRow(NamedTuple):
     """One row and its place."""
 
     where: str
-    """For messages: `questions.jsonl, line 3`."""
+    """The place in messages: `questions.jsonl, line 3`."""
     label: str
-    """For task ids: `questions/3`."""
+    """The place in task ids: `questions/3`."""
     data: Mapping[str, Any]
 
 
@@ -133,7 +134,7 @@ def _object(row: Any, where: str) -> Mapping[str, Any]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines that are not blank."""
+    """Yield the numbered lines that are not blank."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for line_number, line in enumerate(file, start=1):
@@ -149,7 +150,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def row_filter(where: Mapping[str, Any] | None) -> Callable[[SourceRow], bool]:
-    """Which rows are meant: of each field its value, a list of values, or {"min": ..., "max": ...}.
+    """Return a filter of rows: for each field its value, a list of values, or {"min": ..., "max":
+    ...}.
 
     Example: `row_filter({"subject": "Algebra", "level": {"max": 3}})`
 
@@ -182,7 +184,7 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 
 def text_field(row: SourceRow, name: str) -> str:
-    """Return the row's field of that name, which must be a text that is not blank, or a number.
+    """Return the row's field of that name: a text that is not blank, or a number.
 
     Raises:
         DataError: it is missing or something else.

@@ -1,4 +1,4 @@
-"""The boundary around judging: what a policy's output causes is the policy's failure.
+"""The judging boundary: exceptions that a policy's output causes are the policy's failure.
 
 An exception that the policy can provoke must not be a failure of the environment, because failed
 episodes are played again and never trained on: a policy could void the episodes that it loses.

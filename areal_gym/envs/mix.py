@@ -18,7 +18,7 @@ _KEYS = ("id", "weight", "kwargs", "name")
 
 
 class MixedEnv(TextEnv):
-    """Tasks of several environments; each is played by the environment that it comes from.
+    """Tasks of several environments, each played by its own environment.
 
     Task: of one of the environments, drawn by weight. With an index, they take turns in
         proportion to their weights, and what has no more tasks is passed over.
@@ -53,7 +53,7 @@ class MixedEnv(TextEnv):
 
     @property
     def playing(self) -> TextEnv:
-        """The environment of the running episode: as if it had been reset to the task itself."""
+        """The environment of the running episode, as if it had been reset to the task itself."""
         return self._envs[self._name]
 
     @property
@@ -63,21 +63,21 @@ class MixedEnv(TextEnv):
 
     @property
     def sandboxes(self) -> Sequence[Any]:
-        """Those of all environments."""
+        """The sandboxes of all environments."""
         return [sandbox for env in self._envs.values() for sandbox in env.sandboxes]
 
     def num_tasks(self, split: str) -> int | None:
-        """Return all tasks together; None when one of the environments has no end of them."""
+        """Return the number of all tasks; None if one of the environments is endless."""
         counts = [env.num_tasks(split) for env in self._envs.values()]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def prepares(self) -> bool:
-        """Whether one of the environments does."""
+        """Whether one of the environments awaits its reset."""
         return any(env.prepares for env in self._envs.values())
 
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
-        """Where one of the environments awaits its reset, the one that plays is reset here."""
+        """Reset the next task's environment here, if one of the environments awaits its reset."""
         if not self.prepares:
             return
         rng = self.np_random if seed is None else np.random.default_rng(seed)
@@ -101,7 +101,7 @@ class MixedEnv(TextEnv):
         return _task_of(name, self._envs[name].sample_task(rng, options))
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """Those of the task's own environment, which is reset to it."""
+        """Return the first messages of the task's environment, after resetting it to the task."""
         if not self.prepares:
             self._name = task.data["env"]
             seed = int(self.np_random.integers(2**31))
@@ -111,7 +111,7 @@ class MixedEnv(TextEnv):
         return tuple(env.messages)
 
     async def respond(self, message: Message) -> Response:
-        """What the task's own environment answers."""
+        """Return the response of the task's environment."""
         step = await self.playing.astep(message)
         return Response(
             messages=step.info["messages"],
@@ -128,17 +128,17 @@ class MixedEnv(TextEnv):
             await env.aclose()
 
     def gold_action(self) -> str:
-        """Return the gold policy of the task's own environment."""
+        """Return the gold action of the task's environment."""
         return self.playing.gold_action()
 
     def noop_action(self) -> str:
-        """Return the noop policy of the task's own environment."""
+        """Return the noop action of the task's environment."""
         return self.playing.noop_action()
 
     def _whose(
         self, rng: np.random.Generator, options: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, Any]]:
-        """Return the environment that has the next task, and what it is asked for."""
+        """Return the name of the next task's environment, and the options for it."""
         split, index = asked_for(options)
         if index is None:
             shares = np.array(self._weights) / sum(self._weights)
@@ -159,7 +159,7 @@ def _task_of(name: str, task: Task) -> Task:
 
 
 def _checked(given: Mapping[str, Any], others: Mapping[str, TextEnv]) -> tuple[str, float]:
-    """Name and weight."""
+    """Return name and weight."""
     wrong = [key for key in given if key not in _KEYS]
     if wrong or "id" not in given:
         near = did_you_mean(wrong[0], _KEYS) if wrong else None
@@ -178,7 +178,7 @@ def _checked(given: Mapping[str, Any], others: Mapping[str, TextEnv]) -> tuple[s
 
 
 class _Turns:
-    """Whose turn it is at an index, and which of its own tasks that is."""
+    """The order in which the environments take turns, by index."""
 
     def __init__(self, envs: Sequence[TextEnv], weights: Sequence[float]) -> None:
         self._envs, self._weights = envs, weights

@@ -1,4 +1,4 @@
-"""The environment of online runs: tasks and rewards are with programs outside."""
+"""The environment of online runs: programs outside bring the tasks and rewards."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from areal_gym.types import Message, Task
 
 
 class OnlineEnv(TextEnv):
-    """No environment: programs outside open sessions at the gateway, ask the policy whatever they
-    like, and post rewards (docs/agents.md). Its tasks are numbers.
+    """A placeholder: programs outside open sessions at the gateway, ask the policy, and post
+    rewards.
+
+    See docs/agents.md. Its tasks are numbers.
     """
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """Return a name that no other has."""
+        """Return a task with a unique id."""
         return Task(id=f"online/{rng.integers(2**48):012x}", data={})
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """Something to say, for who looks whether engine and trainer are the same model."""
+        """Return a prompt for the check that engine and trainer are the same model."""
         return [{"role": "user", "content": "Hello."}]
 
     async def respond(self, message: Message) -> Response:
-        """Nothing is said here, and nothing rewarded."""
+        """End the episode without a reward."""
         return Response(is_terminated=True)
 
     def gold_action(self) -> str:
-        """There is nothing to solve."""
+        """Return an empty text: there is nothing to solve."""
         return ""

@@ -1,4 +1,4 @@
-r"""What environments have in common whose task is a question.
+r"""Base classes of environments whose task is a question.
 
 QuestionEnv     a source of tasks, levels of difficulty, an instruction and the question
 AnswerEnv       the same for mathematics: an answer in `\boxed{}`, graded on the assistant's
@@ -30,7 +30,7 @@ DATA_DIR_VARIABLE = "AREAL_GYM_DATA"
 
 
 class QuestionEnv(TextEnv):
-    """A question of a task source, asked after an instruction. See the module.
+    """A question of a task source, asked after an instruction.
 
     Args:
         tasks: where questions come from; `task.data["question"]` is asked.
@@ -52,7 +52,7 @@ class QuestionEnv(TextEnv):
         self._levels = levels
 
     def num_tasks(self, split: str) -> int | None:
-        """Return how many tasks the split has; None (endless) when they are generated."""
+        """Return the number of tasks in the split; None (endless) when they are generated."""
         return self.task_source.num_tasks(split)
 
     @property
@@ -82,7 +82,7 @@ class QuestionEnv(TextEnv):
 
 
 class AnswerEnv(QuestionEnv):
-    r"""A mathematical question. See the module; the arguments are those of `math`."""
+    r"""A mathematical question. The arguments are those of `math`."""
 
     system_prompt = r"Solve the problem. Put the final answer in \boxed{}."
 
@@ -126,7 +126,7 @@ class AnswerEnv(QuestionEnv):
         return answer.rpartition("####")[2].strip()
 
     async def grade(self, message: Message) -> Response:
-        """Return the end of the episode: whether the assistant's text gives the right answer."""
+        """Grade the assistant's text and end the episode."""
         answer, is_right = None, False
         with self.judging():
             answer = extract_answer(message["content"])
@@ -138,7 +138,7 @@ class AnswerEnv(QuestionEnv):
         )
 
     async def is_right(self, answer: str) -> bool:
-        """Return whether an extracted answer is the right one."""
+        """Return whether an extracted answer is right."""
         # Generated answers are numbers: sympy stays out of the process that trains on them.
         if self._is_generated:
             return is_same_number(answer, self.gold)
@@ -192,11 +192,12 @@ def hub_tasks(
     skip_broken: bool = False,
     where: Mapping[str, Any] | None = None,
 ) -> RowTasks:
-    """Return the tasks of a data set on the Hugging Face hub; its split "test" (or "validation") is
-    held out, and a tenth of "train" where there is neither.
+    """Return the tasks of a data set on the Hugging Face hub.
+
+    Its split "test" (or "validation") is held out, or a tenth of "train" where there is neither.
 
     Raises:
-        DataError: it cannot be had, or has a broken row.
+        DataError: it cannot be loaded, or has a broken row.
     """
     splits = read_hub(name, subset)
     test = splits.get("test", splits.get("validation"))
@@ -214,7 +215,7 @@ def hub_tasks(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Known:
-    """A public data set, and where a data directory has it."""
+    """A public data set, and its place in a data directory."""
 
     hub: str
     subset: str | None = None
@@ -244,7 +245,7 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 class _Chosen(NamedTuple):
-    """Which rows, and what of them; hashable."""
+    """Selected rows and fields; hashable."""
 
     question_field: str | None
     answer_field: str | None
@@ -253,7 +254,7 @@ class _Chosen(NamedTuple):
     """JSON."""
 
     def rows(self) -> dict[str, Any]:
-        """As arguments of `file_tasks` and `hub_tasks`."""
+        """Return the selection as arguments of `file_tasks` and `hub_tasks`."""
         return {"skip_broken": self.skip_broken, "where": json.loads(self.where)}
 
 
@@ -265,8 +266,10 @@ def _question_file(path: Path, test_path: Path | None, chosen: _Chosen) -> RowTa
 
 @cache
 def _dataset_tasks(dataset: str, chosen: _Chosen, data_dir: str | None) -> RowTasks:
-    """`gsm8k` and `math500` from the data directory or the hub; others, `NAME` or `NAME:SUBSET`,
-    from the hub."""
+    """Load `gsm8k` and `math500` from the data directory or the hub, others from the hub.
+
+    Other data sets are `NAME` or `NAME:SUBSET`.
+    """
     known = _KNOWN.get(dataset)
     if known is None:
         name, _, subset = dataset.partition(":")

@@ -1,4 +1,4 @@
-"""Our environments under Gymnasium's own ids: `gymnasium.make("areal_gym/tir-v0")`."""
+"""Registers our environments under Gymnasium's ids: `gymnasium.make("areal_gym/tir-v0")`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from areal_gym.plugins import EnvSpec, registry
 
 
 def gymnasium_id(spec: EnvSpec) -> str:
-    """`math/multi-turn` -> `areal_gym/math-multi-turn-v0`: Gymnasium allows one namespace only."""
+    """Return `areal_gym/math-multi-turn-v0` for `math/multi-turn`: Gymnasium allows one namespace
+    only."""
     name = spec.id.replace("/", "-").replace(":", "-")
     return f"areal_gym/{name}-v{spec.version}"
 

@@ -38,15 +38,15 @@ class TextSpace(Space[str]):
 
     @property
     def is_np_flattenable(self) -> bool:
-        """Text does not flatten into an array."""
+        """False: text does not flatten into an array."""
         return False
 
     def to_jsonable(self, sample_n: Iterable[str]) -> list[str]:
-        """Strings are JSON already."""
+        """Return the strings, which are JSON already."""
         return list(sample_n)
 
     def from_jsonable(self, sample_n: list[Any]) -> list[str]:
-        """Strings are JSON already."""
+        """Return the strings, which are JSON already."""
         return [str(sample) for sample in sample_n]
 
     def __eq__(self, other: object) -> bool:

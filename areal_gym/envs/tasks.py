@@ -1,4 +1,4 @@
-"""Where tasks come from: seeded generators without end, and rows of data.
+"""Task sources: endless seeded generators, and rows of data.
 
     draw(rng, split)   -> a random task: what training asks for
     at(index, split)   -> the i-th of a fixed sequence of distinct tasks: what evaluation asks for
@@ -38,16 +38,16 @@ TEST_SHARE = 0.1
 """Share of the keys that is held out."""
 
 _MAX_INDEX = 1_000_000
-"""A fixed sequence is kept in memory; whoever wants more tasks draws them."""
+"""Limit of a fixed sequence, which is kept in memory; draw tasks to get more."""
 _MAX_REPEATS = 20_000
 """Drafts in a row without a new key after which a generator counts as exhausted."""
 
 
 class TaskSource(Protocol):
-    """Gives the tasks of an environment."""
+    """Provides the tasks of an environment."""
 
     def num_tasks(self, split: str) -> int | None:
-        """Return how many distinct tasks the split has; None for a generator."""
+        """Return the number of distinct tasks in the split; None for a generator."""
         ...
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
@@ -60,7 +60,7 @@ class TaskSource(Protocol):
 
 
 def split_of(key: str) -> str:
-    """ "test" for a tenth of all keys, "train" for the others."""
+    """Return "test" for a tenth of all keys, "train" for the others."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return "test" if int.from_bytes(digest[:4]) < TEST_SHARE * 2**32 else "train"
 
@@ -77,7 +77,7 @@ def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[s
 
 
 def asked_for(options: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Return the split and the index that options name; None: any task.
+    """Return the split and the index in the options; None: any task.
 
     Raises:
         UsageError: they name none.
@@ -104,18 +104,18 @@ def _require_split(split: Any) -> None:
 
 
 class Draft(NamedTuple):
-    """A generated problem before it is known to which split it belongs."""
+    """A problem before it is assigned to a split."""
 
     key: str
-    """What the split goes by; equal for problems that are the same but for their wording."""
+    """Decides the split; equal for problems that differ only in their wording."""
     data: Mapping[str, Any]
     split: str | None = None
-    """Where the data itself says which split it belongs to."""
+    """The split, if the data itself names one."""
 
 
 @dataclass
 class _Sequence:
-    """The fixed sequence of one split, as far as anybody has asked for it."""
+    """The fixed sequence of one split, as far as it has been requested."""
 
     rng: random.Random
     tasks: list[Task] = field(default_factory=list)
@@ -123,7 +123,7 @@ class _Sequence:
 
 
 class GeneratedTasks:
-    """Tasks drawn from `make_draft`, without end.
+    """An endless source of tasks drawn from `make_draft`.
 
     Args:
         name: names the generator and its settings; fixed sequences are seeded with it.
@@ -137,7 +137,7 @@ class GeneratedTasks:
         self._lock = threading.Lock()
 
     def num_tasks(self, split: str) -> int | None:
-        """None: there is always another one."""
+        """Return None: the tasks are endless."""
         return None
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
@@ -185,7 +185,7 @@ def _task_of(draft: Draft, split: str) -> Task:
 
 
 class RowTasks:
-    """Tasks made of the rows of files or data sets, in their order.
+    """Tasks made from the rows of files or data sets, in their order.
 
     Without `test`, rows may say to which split they belong; of others, a tenth is held out by a
     hash of their keys. With it, the test split is that, and tasks whose keys occur in it are left
@@ -220,7 +220,7 @@ class RowTasks:
         self.num_filtered = 0
         self._is_meant = is_meant
         self.num_contaminated = 0
-        """Training rows that were left out because the test split asks the same."""
+        """Training rows that were left out because the test split has the same question."""
         self._make_draft = make_draft
         self._skip_broken = skip_broken
         rows = self._read(train)
@@ -241,7 +241,7 @@ class RowTasks:
         }
 
     def num_tasks(self, split: str) -> int | None:
-        """Return how many distinct tasks the split has.
+        """Return the number of distinct tasks in the split.
 
         Raises:
             UsageError: there is no such split.
@@ -309,5 +309,5 @@ def _distinct(rows: list[_Row]) -> list[_Row]:
 
 
 def key_of_text(text: str) -> str:
-    """Return the key of a question in words: spaces and case say nothing."""
+    """Return the key of a question in words: spaces and case are ignored."""
     return " ".join(text.split()).casefold()

@@ -168,7 +168,7 @@ class TirEnv(AnswerEnv):
 
     @property
     def sandboxes(self) -> Sequence[Any]:
-        """Where the tool `python` runs; nowhere without it."""
+        """The sandbox of the tool `python`; none without the tool."""
         return (self._sandbox,) if any(tool.name == "python" for tool in self.tools) else ()
 
     async def respond(self, message: Message) -> Response:
@@ -189,7 +189,8 @@ class TirEnv(AnswerEnv):
             await session.aclose()
 
     def gold_action(self) -> str:
-        """Call the first tool, then repeat what it said; of questions of a file, the answer."""
+        """Call the first tool, then repeat its output; for questions of a file, return the
+        answer."""
         last = self.messages[-1]
         if last["role"] == "tool":
             return f"\\boxed{{{last['content']}}}"
@@ -269,7 +270,7 @@ def _require_known(sandbox_id: str) -> str:
 
 
 def _observed(result: SandboxResult) -> str:
-    """What there is to read of a run."""
+    """Return the text of a run that the policy reads."""
     if result.is_ok:
         return result.stdout.strip() or result.value or ""
     if result.status is SandboxStatus.ERROR:

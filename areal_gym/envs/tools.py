@@ -57,7 +57,7 @@ class Tool:
     """None for a tool whose calls the environment answers by itself."""
 
     def schema(self) -> dict[str, Any]:
-        """OpenAI's description of the function, as chat templates take it."""
+        """Return the function's description in OpenAI's format, as chat templates take it."""
         return {
             "type": "function",
             "function": {

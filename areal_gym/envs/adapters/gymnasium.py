@@ -23,14 +23,14 @@ _ACTIONS: Mapping[str, tuple[str, ...]] = {
     "FrozenLake": ("left", "down", "right", "up"),
     "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
 }
-"""Names of the actions of Gymnasium's own environments that texts show well."""
+"""Names of the actions of Gymnasium's own environments that work well as text."""
 
 _MARKED = re.compile(r"\x1b\[[\d;]*m(.)\x1b\[0m")
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 
 
 class GymnasiumEnv(TextEnv):
-    """An environment of Gymnasium, in words.
+    """A Gymnasium environment in words.
 
     Task: the environment's own, reset with a seed.
     Tools: none.
@@ -90,11 +90,11 @@ class GymnasiumEnv(TextEnv):
         self._instruction = instruction or default
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """Return a seed."""
+        """Draw a seed."""
         return choose_task(SeedTasks(), rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """Return the instruction, and what there is to see."""
+        """Return the instruction and the first observation."""
         observation, _ = self._env.reset(seed=task.data["seed"])
         return [
             {"role": "system", "content": self._instruction},

@@ -1,4 +1,4 @@
-"""`openenv:URL`: an environment that a server of OpenEnv offers."""
+"""`openenv:URL`: an environment on an OpenEnv server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNSEEN = ("done", "reward", "metadata")
 
 _INVALID_ACTION = ("VALIDATION_ERROR", "INVALID_JSON")
 _FAILED_ACTION = "EXECUTION_ERROR"
-"""Codes of OpenEnv's servers: an action has not its form; the environment raised in a step."""
+"""Codes of OpenEnv's servers: the action is malformed; the environment raised in a step."""
 
 
 class OpenEnvEnv(TextEnv):
@@ -103,14 +103,14 @@ class OpenEnvEnv(TextEnv):
         return self._next
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """Return the instruction, if there is one, and what the server showed."""
+        """Return the instruction, if there is one, and the server's first observation."""
         messages: list[Message] = [{"role": "user", "content": self._first}]
         if self._instruction:
             messages.insert(0, {"role": "system", "content": self._instruction})
         return messages
 
     async def respond(self, message: Message) -> Response:
-        """Take the step over there."""
+        """Take the step on the server."""
         action = self._action(message["content"])
         if action is None:
             return _invalid("An action is a JSON object here; that was none.")
@@ -169,11 +169,11 @@ class OpenEnvEnv(TextEnv):
 
 
 def _invalid(text: str) -> Response:
-    """Tells the policy that its action was not taken."""
+    """Tell the policy that its action was not taken."""
     return Response(messages=[{"role": "user", "content": text}], metrics={"invalid_actions": 1})
 
 
 def _error_code(error: EnvError) -> str:
-    """Return the code that a server gave for an error, which the client quotes, or ""."""
+    """Return the server's error code, which the client quotes, or ""."""
     quoted = re.search(r"\(code: (\w+)\)$", str(error.__cause__))
     return quoted.group(1) if quoted else ""

@@ -21,7 +21,7 @@ from areal_gym.types import Message, Task
 _INSTRUCTION = "Solve the problem. Write the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MAX_ANSWER = 20_000
-"""Characters; what is longer is no answer."""
+"""Characters; a longer answer is wrong."""
 
 
 @cache
@@ -39,7 +39,8 @@ def _tasks(name: str, settings: str) -> GeneratedTasks:
 
 @cache
 def _grader() -> Any:
-    """Grades apart from us: graders of the datasets' own may run for ever (9^9^9^9)."""
+    """Return the grader, which runs in other processes: graders of datasets may run for ever
+    (9^9^9^9)."""
     from areal_gym.sandbox import Grader
 
     return Grader(
@@ -87,7 +88,7 @@ class ReasoningGymEnv(TextEnv):
         self._is_plain = is_plain(known)
 
     def num_tasks(self, split: str) -> int | None:
-        """Endless."""
+        """Return None: the tasks are endless."""
         return self._tasks.num_tasks(split)
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:

@@ -1,4 +1,5 @@
-"""reasoning_gym's datasets and graders, apart from the rest: workers import this and no more."""
+"""reasoning_gym's datasets and graders, in a module of their own because workers import only
+this."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from areal_gym.errors import UnknownIdError, UsageError, did_you_mean
 
 NUM_INDEXES = 2**30
-"""Problems are made from their index, so there is no end of them."""
+"""Size of every dataset: problems are made from their index, practically without end."""
 
 _SEVERAL = "composite"
 _EXAMPLE = "such as config={datasets: [{name: leg_counting, weight: 2}, {name: chain_sum}]}"
@@ -53,7 +54,7 @@ def open_dataset(name: str, settings: str) -> Any:
 
 
 def _several(datasets: Iterable[Mapping[str, Any]] = (), **rest: Any) -> dict[str, Any]:
-    """Return the arguments of several datasets in one, whose library wants them as objects."""
+    """Convert the arguments of a composite dataset to the library's objects."""
     from reasoning_gym.composite import DatasetSpec
 
     made = [DatasetSpec(**{"weight": 1, "config": {}, **entry}) for entry in datasets]
@@ -63,11 +64,11 @@ def _several(datasets: Iterable[Mapping[str, Any]] = (), **rest: Any) -> dict[st
 def score(
     name: str, settings: str, index: int, question: str, answer: str
 ) -> tuple[float, int] | None:
-    """What the dataset's grader gives, between 0 and 1, and how often it could not read the answer;
-    None where the dataset's problem of that index is another one.
+    """Return the grader's score between 0 and 1, and the number of answers that it could not read.
 
-    Some graders raise at what is no answer of the right form. Where the right answer is graded
-    well, that is the answer's fault, and earns nothing.
+    Returns None if the dataset's problem of that index differs from `question`. Some graders raise
+    on answers of the wrong form. If the right answer is graded well, the given answer is at fault
+    and earns nothing.
     """
     dataset = open_dataset(name, settings)
     entry = dataset[index]
@@ -82,7 +83,7 @@ def score(
 
 
 def is_plain(dataset: Any) -> bool:
-    """Return whether the dataset grades by comparing texts, and by nothing of its own."""
+    """Return whether the dataset only compares texts, without a grader of its own."""
     from reasoning_gym.dataset import ProceduralDataset
 
     return type(dataset).score_answer is ProceduralDataset.score_answer

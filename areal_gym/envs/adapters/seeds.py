@@ -1,4 +1,4 @@
-"""Tasks that are nothing but a seed: what other libraries' environments are reset with."""
+"""Tasks that consist of a seed, for environments of other libraries."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class SeedTasks:
     """Even seeds train, odd ones test; `task.data` holds the `seed`."""
 
     def num_tasks(self, split: str) -> int | None:
-        """Endless."""
+        """Return None: the tasks are endless."""
         return None
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
-        """Return a random seed of the split."""
+        """Draw a random seed of the split."""
         return self.at(int(rng.integers(_MOST)), split)
 
     def at(self, index: int, split: str) -> Task:

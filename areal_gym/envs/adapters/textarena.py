@@ -59,11 +59,11 @@ class TextArenaEnv(TextEnv):
             self._game = _make(game, dict(options or {}))
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """Return a seed."""
+        """Draw a seed."""
         return choose_task(SeedTasks(), rng, options)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """Return the rules, and what there is to see."""
+        """Return the rules and the first observation."""
         seed = task.data["seed"]
         self._states = None
         with self._own_generators():
@@ -88,7 +88,7 @@ class TextArenaEnv(TextEnv):
         )
 
     def _observe(self) -> str:
-        """What the game has said since the player was asked last."""
+        """Return the game's messages since the player's last turn."""
         _, observation = self._game.get_observation()
         if isinstance(observation, str):
             return observation.strip()
@@ -96,7 +96,8 @@ class TextArenaEnv(TextEnv):
 
     @contextlib.contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """The global generators are this game's while it moves, and as they were afterwards."""
+        """Give the global generators the game's state in this block, and restore them
+        afterwards."""
         with _generators:
             before = random.getstate(), np.random.get_state()
             if self._states is not None:

@@ -101,7 +101,7 @@ class CodeEnv(QuestionEnv):
 
     @property
     def sandboxes(self) -> Sequence[Any]:
-        """Where the functions run."""
+        """The sandbox that runs the functions."""
         return (self._sandbox,)
 
     async def respond(self, message: Message) -> Response:
@@ -170,7 +170,7 @@ class CodeEnv(QuestionEnv):
     async def _verify(
         self, code: str, imports: str, prompt: str, statements: Sequence[str]
     ) -> Sequence[str]:
-        """How each statement test ended."""
+        """Return how each statement test ended."""
         from areal_gym.sandbox import shared_sandbox
 
         entry = self.task.data.get("entry_point", "")
@@ -192,7 +192,7 @@ class CodeEnv(QuestionEnv):
 
 
 def _plain(value: Any) -> Any:
-    """Frozen lists as lists, whose `repr` is Python."""
+    """Return frozen lists as lists, whose `repr` is Python."""
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -1,4 +1,4 @@
-"""Functions to write from files: MBPP, HumanEval, or arguments and results."""
+"""Tasks of the environment `code` from files: MBPP, HumanEval, or arguments and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_gym.errors import DataError
 
 @cache
 def code_file_tasks(path: Path, test_path: Path | None, skip_broken: bool) -> RowTasks:
-    """Return the tasks of files; see `CodeEnv`."""
+    """Return the tasks of files; the arguments are those of `CodeEnv`."""
     return file_tasks(path, test_path, _draft, skip_broken=skip_broken)
 
 
@@ -32,7 +32,8 @@ def _draft(row: SourceRow) -> Draft:
 
 
 def _mbpp(row: SourceRow) -> dict[str, Any]:
-    """`text` (or `prompt`), `code`, `test_list`, `test_setup_code` (or `test_imports`)."""
+    """Convert a row with `text` (or `prompt`), `code`, `test_list`, `test_setup_code` (or
+    `test_imports`)."""
     question = text_field(row, "text" if "text" in row.data else "prompt")
     asserts = _texts(row, "test_list")
     setup = row.data.get("test_setup_code") or "\n".join(row.data.get("test_imports") or ())
@@ -49,7 +50,8 @@ def _mbpp(row: SourceRow) -> dict[str, Any]:
 
 
 def _humaneval(row: SourceRow) -> dict[str, Any]:
-    """`prompt` (signature and docstring), `entry_point`, `test`, `canonical_solution`."""
+    """Convert a row with `prompt` (signature and docstring), `entry_point`, `test`,
+    `canonical_solution`."""
     prompt, name = text_field(row, "prompt"), text_field(row, "entry_point")
     solution = row.data.get("canonical_solution")
     check = f"{text_field(row, 'test')}\ncheck({name})"
@@ -63,7 +65,8 @@ def _humaneval(row: SourceRow) -> dict[str, Any]:
 
 
 def _plain(row: SourceRow) -> dict[str, Any]:
-    """`question`, `entry_point`, `tests`: [{"args": [...], "result": ...}], maybe `solution`."""
+    """Convert a row with `question`, `entry_point`, `tests`: [{"args": [...], "result": ...}],
+    maybe `solution`."""
     tests = row.data.get("tests")
     if (
         not isinstance(tests, list)
@@ -86,7 +89,7 @@ def _plain(row: SourceRow) -> dict[str, Any]:
 
 
 def _call_of(text: str) -> dict[str, Any] | None:
-    """`assert f(2) == 4` as a call and its result; None when it is anything else."""
+    """Convert `assert f(2) == 4` to a call and its result; None for any other statement."""
     try:
         (statement,) = ast.parse(text.strip()).body
         match statement:
@@ -102,8 +105,11 @@ def _call_of(text: str) -> dict[str, Any] | None:
 
 
 def _name_of(asserts: list[str], solution: object) -> str | None:
-    """Return the function under test: the first called name that the solution defines, if there is
-    one; else the first that is not a built-in function; else the first at all."""
+    """Return the name of the function under test.
+
+    Preferred is the first called name that the solution defines, then the first that is not a
+    built-in function, then the first.
+    """
     called = [name for text in asserts for name in _called(text)]
     defined = _defined(solution) if isinstance(solution, str) else set()
     preferred = (

@@ -1,4 +1,4 @@
-"""Functions to write, generated: what is kept of a list, what becomes of it, what comes out."""
+"""Generated tasks of the environment `code`: functions that filter, map and reduce."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NAMES = ("solve", "compute", "process", "run", "answer")
 
 
 class _Part(NamedTuple):
-    """A piece of a function: in words, as an expression, and as it is."""
+    """A piece of a function: its words, its source and the function itself."""
 
     words: str
     source: str
-    """Of `x` (a number) or `values` (a list)."""
+    """An expression of `x` (a number) or `values` (a list)."""
     function: Callable[[Any], Any]
 
 

@@ -1,4 +1,5 @@
-"""Plain values as JSON text, and back: all that crosses between processes when code is verified.
+"""Plain values as JSON text and back: the only data that crosses between processes in code
+verification.
 
 `decode` builds objects of built-in types only, so that what comes from untrusted code can be
 compared: it has no methods of its own. What is not plain travels as a reference, a number.
@@ -20,11 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_TEXT = 1_000_000
-"""Characters of one message."""
+"""Limit for the characters of one message."""
 _MAX_DEPTH = 60
 _MAX_ITEMS = 200_000
 _MAX_ITERATED = 10_000
-"""Items that are taken from an iterator, which may have no end."""
+"""Limit for the items taken from an iterator, which may be endless."""
 _SMALL = 2**53
 
 _BUILTINS = (
@@ -50,14 +51,14 @@ _DATES: dict[str, type] = {
 
 
 class NotPlainError(ValueError):
-    """A value or a text that is not plain: nothing that is compared may depend on it."""
+    """A value or a text is not plain: nothing that is compared may depend on it."""
 
 
 # ---- writing ------------------------------------------------------------------------------------
 
 
 def encode(value: Any, refer: Callable[[Any], int] | None = None, depth: int = 0) -> Any:
-    """Return the value as what `json.dumps` takes.
+    """Return the value in the form that `json.dumps` takes.
 
     Args:
         value: of a built-in type; of subclasses, only the built-in part is written.
@@ -141,7 +142,7 @@ def _encode_rare(value: Any, kind: type) -> Any:
 
 
 def parse(text: str) -> Any:
-    """Return what a JSON text says, within bounds; decoding it is another step.
+    """Return the parsed JSON text, within bounds; decoding it is another step.
 
     Raises:
         NotPlainError: it is too long, is not JSON, or is nested too deeply.

@@ -1,4 +1,4 @@
-"""Hidden tests: what enters the sandbox, and what is made of what comes back.
+"""Runs hidden tests: makes the sandbox's program and compares its results.
 
 A test with arguments and a result is a call. Only the arguments enter the sandbox; what comes back
 is compared outside, so that code which looks around finds nothing to return. A test that is a
@@ -19,13 +19,13 @@ from areal_gym.sandbox.base import SandboxLimits, SandboxResult
 
 LIMITS = SandboxLimits(cpu_s=2.0, memory_mb=256)
 STATEMENT_LIMITS = SandboxLimits(wall_s=20.0, cpu_s=2.0, memory_mb=256)
-"""Of the code that statements test, for all its calls, each of which waits for its turn."""
+"""Limits for the code under test, over all calls of the statements, which wait for one another."""
 MAX_TESTS = 20
-"""Tests of one run: a sandbox gives 8,000 characters of a value back."""
+"""Tests per run: a sandbox returns at most 8,000 characters of a value."""
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 _MAX_RESULT = 300
-"""Characters of a result that come back."""
+"""Limit for the characters of a returned result."""
 
 _HARNESS = """
 import json as _json
@@ -42,12 +42,12 @@ def _tried(_test):
 
 
 class Outcome(NamedTuple):
-    """How the hidden tests went."""
+    """The result of the hidden tests."""
 
     num_tests: int
     num_passed: int
     num_unverifiable: int = 0
-    """Tests that did not pass because only the policy's own code could say whether they do."""
+    """Tests that did not pass because only the policy's own code could decide them."""
 
 
 def find_code(text: str) -> str | None:
@@ -61,7 +61,7 @@ def find_code(text: str) -> str | None:
 
 
 def program(code: str, tests: Sequence[Mapping[str, Any]]) -> str:
-    """What runs in the sandbox: the code, then the calls; its value is the list of results.
+    """Return the sandbox's program: the code, then the calls; its value is the list of results.
 
     Args:
         code: the policy's.
@@ -72,7 +72,7 @@ def program(code: str, tests: Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_call(entry_point: str, test: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a test of arguments and result (`{"args": [...], "result": ...}`) as a call."""
+    """Convert a test of arguments and result (`{"args": [...], "result": ...}`) to a call."""
     arguments = ", ".join(map(repr, test["args"]))
     return {"call": f"{entry_point}({arguments})", "result": test["result"]}
 
@@ -112,7 +112,8 @@ def _passes(text: object, test: Mapping[str, Any]) -> bool:
 
 
 def _is_same(value: Any, wanted: Any) -> bool:
-    """Equal, a list as good as a tuple (JSON has none), floats up to rounding."""
+    """Return whether the values are equal: a list equals a tuple (JSON has none), floats up to
+    rounding."""
     if isinstance(wanted, list | tuple):
         return (
             isinstance(value, list | tuple)

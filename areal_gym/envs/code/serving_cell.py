@@ -1,4 +1,5 @@
-"""Serves a policy's functions: runs in the cell of the policy's code, and is never imported.
+"""Serves the policy's functions; runs in the sandbox cell of the policy's code, and is never
+imported.
 
 It gets plain values and gives plain values. The policy's code can change everything here, so that
 the other side believes nothing but that these are values that the policy came up with.
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from areal_gym.envs.code.plain_values import NotPlainError, decode, encode, parse
 
 _CHUNK = 3_900
-"""Characters of a reply that a cell gives at a time: of a value, 8,000 with escapes come back."""
+"""Characters per piece of a reply: 8,000 characters of a value, escapes included, leave a cell."""
 _MUTABLE = (list, dict, set, bytearray)
 
 

@@ -1,4 +1,5 @@
-"""What a statement test needs: names that it takes from elsewhere, and what it does with calls."""
+"""Analyses statement tests: the names that they need from elsewhere, and how they call
+functions."""
 
 from __future__ import annotations
 
@@ -12,22 +13,22 @@ from typing import Any, NamedTuple
 _ALIASES = {"np": "numpy"}
 _WELL_KNOWN = ("math", "cmath", "collections", "itertools", "functools", "operator", "string")
 _ALSO_KNOWN = ("copy", "random", "statistics", "fractions", "decimal", "heapq", "bisect", "typing")
-"""Modules whose names tests use without importing them, because the solution did."""
+"""Modules whose names tests use without importing them, because the solution imported them."""
 
 
 class TestOrder(NamedTuple):
-    """A test as the cell that runs it wants it; its fields are JSON."""
+    """A test in the form that the testing cell takes; its fields are JSON."""
 
     test: str
     definitions: str
-    """Code that the task gives, such as the helpers before a signature: not the policy's."""
+    """Code given by the task, such as the helpers before a signature; not the policy's."""
     imports: Mapping[str, tuple[str, str]]
     """Name -> module and attribute ("" for the module itself)."""
     remote: Sequence[str]
     """Other names that only the policy's code can define."""
     entry: str
     mutates: bool
-    """Whether a call stands alone as a statement: then it is made for what it does to arguments."""
+    """Whether a call stands alone as a statement, and is thus made for its effect on arguments."""
 
 
 @lru_cache(maxsize=4096)
@@ -67,7 +68,7 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Names that the code itself binds, anywhere."""
+    """Return the names that the code itself binds, anywhere."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -83,7 +84,8 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _import_of(name: str) -> tuple[str, str] | None:
-    """Module and attribute of a name that tests take for granted; None for others."""
+    """Return module and attribute of a name that tests use without an import; None for other
+    names."""
     module = _ALIASES.get(name, name)
     if module in sys.stdlib_module_names or module == "numpy":
         return module, ""
@@ -100,7 +102,7 @@ def _public_names(module: str) -> frozenset[str]:
 
 
 def _has_lone_call(tree: ast.Module, entry: str) -> bool:
-    """Return whether the function under test is called for its effect: by its name, or as a
+    """Return whether the function under test is called for its effect, by name or as a
     parameter."""
     parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Runs the statements of hidden tests: in a cell of their own, and is never imported.
+"""Runs the statements of hidden tests; runs in a sandbox cell of its own, and is never imported.
 
 No code of the policy is here. A call to one of its functions is a request, which leaves the cell
 as plain values and comes back as plain values: what a test compares is of built-in types, and what
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from areal_gym.envs.code.plain_values import decode, encode, parse
 
 _CHUNK = 3_900
-"""Characters of a message that a cell gives at a time: of a value, 8,000 with escapes come back."""
+"""Characters per piece of a message: 8,000 characters of a value, escapes included, leave a
+cell."""
 
 
 class UnverifiableError(BaseException):
-    """A test asks for what only the policy's own code could say: it never passes.
+    """Only the policy's own code could decide the test: it never passes.
 
     Outside of `Exception`, so that tests which expect an exception do not take it for one.
     """
 
 
 class Test:
-    """One test: runs on a thread, which waits while the policy's side computes."""
+    """One test, run on a thread that waits while the policy's side computes."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.is_unverifiable = False
@@ -85,7 +86,7 @@ class Test:
     def ask(
         self, do: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return what the policy's side gives; raises what it raises."""
+        """Return the answer of the policy's side; raise its exception."""
         request = {
             "do": do,
             "target": target,
@@ -123,7 +124,7 @@ class Test:
 
 
 class Remote:
-    """A function or an object of the policy's: calls and attributes are asked for.
+    """A function or an object of the policy: calls and attributes are requests.
 
     It is equal to nothing and compares with nothing: its own methods would decide that.
     """
@@ -135,7 +136,7 @@ class Remote:
             object.__setattr__(self, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the policy's function returns; raises what it raises."""
+        """Return the result of the policy's function; raise its exception."""
         value = self._test.ask("call", self._target, args, kwargs)
         if isinstance(value, bool) and not self._is_tested:
             self._test.give_up()  # a judge of the policy's own
@@ -172,7 +173,8 @@ class Remote:
 
 
 def _exception(names: Any, args: list[Any]) -> Exception:
-    """Return the exception of the nearest built-in type; none that ends the test as passed."""
+    """Return an exception of the nearest built-in type; never one that would end the test as
+    passed."""
     for name in names:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -201,7 +203,7 @@ def _update(old: Any, new: Any) -> None:
 
 
 class Tester:
-    """Takes one test after the other."""
+    """Runs one test after the other."""
 
     def __init__(self, cpu_s: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))

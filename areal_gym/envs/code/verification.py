@@ -1,4 +1,5 @@
-"""Statement tests, verified in two cells: the policy's functions in one, the tests in another.
+"""Verifies statement tests in two sandbox cells: the policy's functions in one, the tests in the
+other.
 
     tests' cell:   assert first("abca") == "a"        no code of the policy
          |  ^
@@ -30,13 +31,13 @@ from areal_gym.errors import SandboxError
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
 
 UNVERIFIABLE = "unverifiable"
-"""How a test ends whose verdict only the policy's own code could give."""
+"""End of a test that only the policy's own code could decide."""
 PASSED = "passed"
 _LOST = "lost"
 _TESTS_CPU_S = 10
 _TESTS_LIMITS = SandboxLimits(wall_s=60.0, cpu_s=_TESTS_CPU_S, memory_mb=256)
 _MAX_CALLS = 20_000
-"""Calls that one test may make."""
+"""Limit for the calls of one test."""
 
 _NAME = "__areal__"
 _PRELUDE = """
@@ -53,7 +54,7 @@ if _util.MAGIC_NUMBER == {magic!r} or {source!r}:
 
 
 class _CellEndedError(Exception):
-    """A cell broke a limit, ended itself or answered with something else."""
+    """A cell broke a limit, ended itself or gave an invalid answer."""
 
 
 async def verify(
@@ -118,7 +119,7 @@ async def _verify_one(served: _Peer, tested: _Peer, order: TestOrder) -> str:
 
 
 def _checked(text: str) -> dict[str, Any]:
-    """Return a reply of the policy's cell in its own form, made of parts that can be decoded."""
+    """Return a validated reply of the policy's cell, whose parts can be decoded."""
     try:
         reply = parse(text)
         if not isinstance(reply, dict):
@@ -152,11 +153,11 @@ class _Peer:
         self._session = session
         self._limits = limits
         self._deadline = deadline
-        """Of the policy's side, after which it has lost."""
+        """End of the policy's time; None for the tests' side."""
         self._is_trusted = deadline is None
 
     async def open(self, module: str, cpu_s: float, words: str) -> None:
-        """Define the object. `words` tell the sandbox which modules will be wanted."""
+        """Define the object. `words` tell the sandbox which modules the code will import."""
         for source, packed in (("", _packed(module)), (_source(module), "")):
             prelude = _PRELUDE.format(
                 words=words,
@@ -233,7 +234,7 @@ class _Peer:
 
 @cache
 def _source(module: str) -> str:
-    """Return the source that a cell executes, without what is for readers only."""
+    """Return the source that a cell executes, without docstrings and imports for type checking."""
     package = files("areal_gym.envs.code")
     texts = [(package / f"{name}.py").read_text() for name in ("plain_values", module)]
     trees = [ast.parse(text) for text in texts]
@@ -245,7 +246,7 @@ def _source(module: str) -> str:
 
 @cache
 def _packed(module: str) -> str:
-    """Return the same, compiled by this interpreter, in base64."""
+    """Return the same source, compiled by this interpreter, in base64."""
     code = compile(_source(module), _NAME, "exec", optimize=2)
     return base64.b64encode(marshal.dumps(code)).decode()
 

@@ -1,4 +1,4 @@
-r"""Grading answers: which part of a text is the answer, and whether it equals the right one.
+r"""Grades answers: extracts the answer from a text, and compares it with the right one.
 
     text --extract_answer--> "\frac{1}{2}" --is_equal--> bool
 

@@ -1,4 +1,5 @@
-"""Algebra with sympy: only to be called in a process that may be killed (see `equality`)."""
+"""Compares formulas with sympy; to be called only in a process that may be killed (see
+`equality`)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def are_same_expressions(a: str, b: str) -> bool:
 
 
 def _parse(text: str, next_to_pi: bool) -> Any:
-    """Return the formula; its degrees are degrees with an angle's function, and next to radians."""
+    """Return the formula; degrees are read as such with an angle's function, or next to radians."""
     import sympy
     from latex2sympy2_extended import latex2sympy
 
@@ -64,7 +65,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _allowance(a: str, b: str) -> float:
-    """Return how far apart they may be: when one is a decimal of four places or more, its last
+    """Return the allowed difference: one decimal of four places or more is compared to its last
     place."""
     places = [_DECIMAL.fullmatch(text) for text in (a, b)]
     if (places[0] is None) == (places[1] is None):
@@ -95,7 +96,7 @@ def _are_same(a: Any, b: Any, allowance: float) -> bool:
 
 
 def _agree_at_points(a: Any, b: Any, allowance: float) -> bool | None:
-    """Return whether both have the same values; None when they have none that can be computed."""
+    """Return whether both have equal values at sample points; None if no value can be computed."""
     import sympy
 
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)

@@ -1,4 +1,4 @@
-r"""One way of writing for many: typesetting is dropped, symbols become LaTeX."""
+r"""Normalises answers: drops typesetting, and writes symbols as LaTeX."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SYMBOL = re.compile("|".join(map(re.escape, _SYMBOLS)))
 
 _CURRENCIES = {"$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees"}
 _PRICE = re.compile(r"^(-?)\\?([$€£¥₹])\s*(\d[\d,]*(?:\.\d+)?)$")
-"""A price alone: within mathematics `$` is a delimiter."""
+"""A price alone; within mathematics `$` is a delimiter."""
 
 _SIZES = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|mathstrut)(?![a-zA-Z])\.?"
@@ -79,8 +79,7 @@ _END = re.compile(r"(?:[\s,;:]|(?<!\.)\.|\\+)+$")
 
 
 def tidy(text: str) -> str:
-    """Return the same answer without what is typesetting only, in LaTeX's spelling; never
-    raises."""
+    """Return the answer in LaTeX's spelling, without mere typesetting; never raises."""
     if text[-2:].strip(".")[-1:] in _QUOTES and (quoted := _QUOTED.fullmatch(text.strip())):
         text = quoted[1]
     text = text.replace(" != ", r" \ne ")  # 5!=120 is no such thing
@@ -116,7 +115,7 @@ def tidy(text: str) -> str:
 
 
 def _without_stray_brace(text: str) -> str:
-    """Without a last brace that closes nothing: what is left of somebody's box."""
+    """Drop a last brace that closes nothing, the remainder of a box."""
     if not text.endswith("}") or text.endswith("\\}"):
         return text
     braces = _BRACE.findall(text)

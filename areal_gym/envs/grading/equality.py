@@ -1,4 +1,4 @@
-"""Whether two answers are the same, part by part."""
+"""Compares two answers, part by part."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_equal(prediction: str, gold: str) -> bool:
 
 
 async def agrees(prediction: str, gold: str) -> bool:
-    """`is_equal`, without holding up the event loop.
+    """Return `is_equal` without blocking the event loop.
 
     Raises:
         SandboxError: the process that does algebra failed, which says nothing about the answer.
@@ -69,7 +69,8 @@ async def agrees(prediction: str, gold: str) -> bool:
 
 
 async def decide(prediction: str, gold: str) -> bool:
-    """`agrees`, which raises what an answer provokes: for those who count that.
+    """Return `agrees`, but raise the exceptions that an answer provokes, for callers that count
+    them.
 
     Raises:
         SandboxError: the process that does algebra failed, which says nothing about the answer.
@@ -133,7 +134,7 @@ def _are_equal(prediction: str, gold: str, compare: _Compare) -> bool:
 
 
 def _are_same(a: str, b: str, compare: _Compare) -> bool:
-    """Of tidy texts: the cheap and certain comparisons first."""
+    """Compare tidy texts, beginning with the cheap and certain comparisons."""
     if not a or not b:
         return False
     numbers = parse_tidy_number(a), parse_tidy_number(b)
@@ -158,7 +159,7 @@ def _are_same(a: str, b: str, compare: _Compare) -> bool:
 def _are_same_things(
     a: str, b: str, numbers: tuple[Number | None, Number | None], compare: _Compare
 ) -> bool:
-    """When neither numbers nor spelling decide: part by part, and by algebra."""
+    """Compare part by part, and by algebra, where neither numbers nor spelling decide."""
     if numbers[1] is not None and _UNFINISHED.fullmatch(a.strip("{}")):
         return False
     for number, text in zip(numbers, (b, a), strict=True):
@@ -195,7 +196,8 @@ _TIGHT = re.compile(r"\s+|\\(?=[ ])")
 
 
 def _bare(text: str) -> str:
-    """For comparison letter by letter: choices lose their parentheses, words their case."""
+    """Return the text for comparison letter by letter: choices lose their parentheses, words their
+    case."""
     choice = _CHOICE.fullmatch(_OPTION.sub("", text))
     if choice:
         return (choice[1] or choice[2]).upper()
@@ -207,7 +209,7 @@ def _bare(text: str) -> str:
 
 
 def _is_choice(text: str, letter: str) -> bool:
-    """ "(B) 12" is the choice "B"."""
+    """Return whether the text is that choice: "(B) 12" is the choice "B"."""
     single, full = _CHOICE.fullmatch(letter), _CHOICE_AND_TEXT.fullmatch(text)
     return (
         single is not None
@@ -229,7 +231,7 @@ _APPROXIMATELY = re.compile(r"\\approx(?![a-zA-Z])|\\simeq|\\sim(?![a-zA-Z])")
 
 
 def _readings(a: str, b: str) -> list[tuple[str, str]]:
-    """What the answers may be taken for, likeliest first: a value without its name or unit, ..."""
+    """Return the pairs of readings, likeliest first: a value without its name or unit, ..."""
     values = _value(_without_letter(a, b)), _value(_without_letter(b, a))
     values = _spelled_out(values[0], values[1]), _spelled_out(values[1], values[0])
     has_equation = len(_sides(values[0])) > 1, len(_sides(values[1])) > 1
@@ -243,7 +245,7 @@ def _readings(a: str, b: str) -> list[tuple[str, str]]:
 
 
 def _without_letter(text: str, other: str) -> str:
-    """ "(B) 12" is 12 where no letters are asked for."""
+    """Return "(B) 12" as 12 where no letters are expected."""
     full = _CHOICE_AND_TEXT.fullmatch(text)
     return full[2] if full and not _CHOICE_AND_TEXT.fullmatch(other) else text
 
@@ -252,7 +254,7 @@ _POINT = re.compile(r"\(([A-Za-z](?:\s*,\s*[A-Za-z])+)\)\s*=\s*\(([^()]*)\)")
 
 
 def _spelled_out(text: str, other: str) -> str:
-    """ "(a, b) = (2, 3)" as "a = 2, b = 3" where the other one is written like that."""
+    """Return "(a, b) = (2, 3)" as "a = 2, b = 3" if the other answer is written like that."""
     point = _POINT.fullmatch(text)
     if point is None or other.count("=") < 2:
         return text
@@ -264,7 +266,7 @@ def _spelled_out(text: str, other: str) -> str:
 
 
 def _value(text: str) -> str:
-    """Without "≈ 0.71" after it, without the steps of "x = 2 + 3 = 5", without a unit."""
+    """Drop a trailing "≈ 0.71", the steps of "x = 2 + 3 = 5", and a unit."""
     exact = _APPROXIMATELY.split(text)[0].strip()
     if exact and "=" not in text and _assigned(text) is None:
         text = exact
@@ -293,7 +295,7 @@ def _assigned(text: str) -> str | None:
 
 
 def _unnamed(text: str) -> str:
-    """Return the value alone."""
+    """Return the value without its name."""
     return _name_and_value(text)[1]
 
 
@@ -315,7 +317,7 @@ _VECTOR = re.compile(r"m\[(?:1(?:, 1)+|\d+)\]")
 
 
 def _points(text: str) -> str | None:
-    """ "x = 1, y = 2; x = 3, y = 4" as (1, 2), (3, 4); None for other texts."""
+    """Return "x = 1, y = 2; x = 3, y = 4" as (1, 2), (3, 4); None for other texts."""
     alternatives = [group.split(",") for group in _ALTERNATIVES.split(text)]
     if len(alternatives) < 2 or len(alternatives[0]) < 2:  # nearly always
         return None
@@ -330,7 +332,7 @@ _TWO_WHOLE = re.compile(r"-?\d+,-?\d+")
 
 
 def _pair(text: str) -> Parts | None:
-    """ "0,1" as two numbers, which alone would be a decimal of other countries."""
+    """Return "0,1" as two numbers; alone it would be a decimal of other countries."""
     return Parts("", text.split(",")) if _TWO_WHOLE.fullmatch(text) else None
 
 
@@ -338,13 +340,13 @@ _CHOICES = re.compile(r"[A-J]{2,10}")
 
 
 def _letters(text: str, other: Parts | None) -> Parts | None:
-    """ "ABD" where the other one is a list of choices: A, B, D."""
+    """Return "ABD" as A, B, D if the other answer is a list of choices."""
     is_asked = other is not None and all(_CHOICE.fullmatch(item) for item in other.items)
     return Parts("", list(text)) if is_asked and _CHOICES.fullmatch(text) else None
 
 
 def _only_element(parts: Parts | None, text: str) -> str | None:
-    """That of a set of one; the text itself when it is no collection."""
+    """Return the element of a set of one, or the text itself when it is not a collection."""
     if parts is None:
         return text
     return parts.items[0] if parts.brackets == "{}" and len(parts.items) == 1 else None
@@ -371,7 +373,7 @@ def _are_same_parts(a: Parts, b: Parts, compare: _Compare) -> bool:
 
 
 def _as_set(parts: Parts) -> Parts:
-    """Elements of a set and points of a list once; two equal numbers may be two roots."""
+    """Drop repeated elements of a set and points of a list; two equal numbers may be two roots."""
     is_set = parts.brackets == "{}" or (
         not parts.brackets and all(item.startswith("(") for item in parts.items)
     )

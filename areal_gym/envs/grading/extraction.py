@@ -1,4 +1,4 @@
-r"""Which part of a text is the answer: `\boxed{...}`, `####`, "the answer is"."""
+r"""Extracts the answer from a text: `\boxed{...}`, `####`, "the answer is"."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 _MAX_TEXT = 100_000
-"""Characters, from the end, in which an answer is looked for."""
+"""Number of characters, from the end, that are searched for an answer."""
 
 # An escaped brace (\{) is text; \boxed{ opens a box; other braces only have to balance.
 _BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -16,7 +16,7 @@ _BETWEEN_BOXES = re.compile(
 )
 _MAX_BETWEEN = 60
 _MAX_PROSE = 2_000
-"""Characters of prose that are searched for sentences and formulas."""
+"""Number of characters of prose that are searched for sentences and formulas."""
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _TAGGED = re.compile(r"<answer>(.{0,2000}?)</answer>", re.DOTALL)
 _LEADS = re.compile(
@@ -42,7 +42,7 @@ _LAST_NUMBER = re.compile(
 )
 _COMMAND = re.compile(r"\\[a-zA-Z]+\s*(?:\{[^{}]*\})*")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!(?:and|or)\b)[^\W\d_一-鿿]{2,}|[一-鿿]{1,2}", re.IGNORECASE)
-"""Of any language; two Chinese characters are about a word."""
+"""A word of any language; two Chinese characters are about a word."""
 # "Answer $9$", "Therefore $x > 5$": words, and then one formula.
 _INTRODUCTION = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z ,:;*]*")
 # "It is not 10, but 12": 10 was taken back.
@@ -68,7 +68,8 @@ def extract_answer(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """What a text comes to, for comparing: its answer, else its last formula or number, else all.
+    """Return the answer for comparison: the marked one, else the last formula or number, else the
+    text.
 
     A text without any mark is prose when it has several words: then its last formula counts, or
     its last number. Prose that hedges ("2 or 3", "maybe 5") is left whole: it equals nothing.
@@ -166,13 +167,13 @@ def _last_boxes(text: str) -> str | None:
 class _Box(NamedTuple):
     begin: int
     start: int
-    """Of the content."""
+    """Start of the content."""
     end: int
-    """Of the content."""
+    """End of the content."""
 
 
 def _boxes(text: str) -> list[_Box]:
-    """Return the closed boxes in order; of one within another, the inner one."""
+    """Return the closed boxes in order; of nested boxes, the inner one."""
     open_braces: list[tuple[int, int, bool]] = []
     boxes: list[_Box] = []
     for match in _BRACES.finditer(text):

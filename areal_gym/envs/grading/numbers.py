@@ -1,4 +1,4 @@
-"""Numbers as answers give them, compared exactly."""
+"""Reads and compares numbers exactly."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from areal_gym.envs.grading.answer_cleaning import tidy
 
 _MAX_NUMBER = 200
 _MIN_DECIMALS = 4
-"""Decimals from which on a rounded number is taken for what it was rounded from."""
+"""Number of decimals from which a rounded number equals the exact one."""
 
 
 class Number(NamedTuple):
-    """A number as an answer gives it."""
+    """A number as an answer writes it."""
 
     value: Fraction
     is_percent: bool = False
     unit: str = ""
     """Lower case; empty when none is written."""
     last_place: Fraction | None = None
-    """What one more in its last decimal would add; None when it has fewer than four decimals."""
+    """The unit of its last decimal; None with fewer than four decimals."""
 
 
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
@@ -31,7 +31,7 @@ _DECIMAL = re.compile(rf"(?P<number>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d{{1,3}})
 _DECIMAL_COMMA = re.compile(r"(?:\d+,\d{2}|\d+,\d{4,}|0+,\d+)")
 _RECURRING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?|\((\d+)\))")
 _GOES_ON = re.compile(r"(\d*)\.(\d{0,9}?)(\d{1,9}?)\3{2,20}\.\.\.")
-"""0.1666...: what comes three times goes on."""
+"""0.1666...: digits that occur three times repeat for ever."""
 _FRACTION = re.compile(
     r"(?:(?P<whole>\d{1,3}(?:[ ,]\d{3})+|\d+)[ +])?(?P<top>\d[\d,]*(?:\.\d+)?|\.\d+)"
     r"/(?P<bottom>\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -45,7 +45,7 @@ NAME = (
     r"(?!\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac))(?:m?\\angle\s*)?\\?[A-Za-z]+(?:\^\{-1\})?(?:_\{?\\?\w+\}?|'*)?"
     r"(?:\s*\([A-Za-z, ]+\))?"
 )
-"""A variable or `f(x)`: what may stand before "=" without being part of the answer."""
+"""A variable or `f(x)`, which may precede "=" without being part of the answer."""
 _VARIABLE = re.compile(rf"{NAME}\s*(?:=|\\approx)\s*|\\approx\s*")
 _PERCENT = re.compile(r"\s*(?:%|percent(?:age)?|pct|per cent)$")
 _CURRENCY = re.compile(r"[$€£¥₹]|\bRs\.?\s|\\(?:pounds|euro)(?![a-zA-Z])|\b(?:USD|EUR|GBP)\b")
@@ -72,10 +72,10 @@ _SHORT = {
     **{"pound": "lb", "ounce": "oz", "second": "s", "sec": "s", "minute": "min", "hour": "h"},
     **{"hr": "h", "mph": "mi", "kmh": "km", "kph": "km", "square": "sq", "cubic": "cu"},
 }
-"""Of a unit's name its short form; what a unit is divided by is not read, nor is it here."""
+"""Short forms of units' names; the divisor of a unit is not read."""
 _POWERS = {None: "", "2": "sq ", "3": "cu "}
 _FIRST_WORDS = {"of", "sq", "cu"}
-"""Of units, and too short for one."""
+"""Words that begin units, although they are too short for one."""
 _NO_UNITS = {
     *("and", "or", "not", "to", "is", "but", "than", "plus", "minus", "times", "over", "by", "pi"),
     *("sqrt", "sin", "cos", "tan", "log", "exp", "mod", "root", "frac", "hundred", "dozen", "half"),
@@ -117,7 +117,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def parse_tidy_number(text: str) -> Number | None:
-    """`parse_number` of a text that is tidy already."""
+    """Return `parse_number` of a text that is tidy already."""
     if len(text) > _MAX_NUMBER:
         return None
     text, num_degrees = _DEGREES.subn("", _CURRENCY.sub("", text).strip())
@@ -144,14 +144,13 @@ def parse_tidy_number(text: str) -> Number | None:
 
 
 def without_unit(text: str) -> str:
-    """Return a formula without the unit behind it; of a tidy text. A single letter is a
-    variable."""
+    """Return a tidy formula without its unit. A single letter is a variable."""
     formula, unit, _ = _split_unit(text) if " " in text else (text, "", "")
     return formula if len(unit) > 1 else text
 
 
 def _split_unit(text: str) -> tuple[str, str, str]:
-    """What stands before a unit, the unit, and "sq " or "cu " for its square or cube."""
+    """Return the text before a unit, the unit, and "sq " or "cu " for its square or cube."""
     found = _UNIT.fullmatch(text)
     if found and _is_unit(found["unit"].rstrip("."), has_space=bool(found["space"])):
         return found["number"], found["unit"].lower().rstrip("."), _POWERS[found["power"]]
@@ -238,7 +237,7 @@ _SCALES_OF_DEGREES = {"c", "f", "celsius", "fahrenheit", "degrees celsius", "deg
 
 
 def _have_other_units(a: Number, b: Number) -> bool:
-    """Return whether both have a unit, and not the same one; 20 degrees may be meant in Celsius."""
+    """Return whether both have units that differ; 20 degrees may mean Celsius."""
     units = ["percent" if number.is_percent else number.unit for number in (a, b)]
     if "percent" in units and not (a.unit or b.unit):
         return False
@@ -248,14 +247,14 @@ def _have_other_units(a: Number, b: Number) -> bool:
 
 
 def _short_unit(unit: str) -> str:
-    """ "square inches" is "sq in", as "in^2" is by now."""
+    """Return "square inches" as "sq in", which "in^2" has become already."""
     words = unit.replace("-", " ").replace(".", "").partition(" per ")[0].split(" ")
     singular = [word if word in _SHORT or len(word) == 1 else word.rstrip("s") for word in words]
     return " ".join(_SHORT.get(word, word) for word in singular)
 
 
 def numbers_agree(a: Number, b: Number) -> bool:
-    """Return whether they are one number; 50% is 50 and 0.5, and 0.3333 is 1/3."""
+    """Return whether the numbers are equal; 50% is 50 and 0.5, and 0.3333 is 1/3."""
     if _have_other_units(a, b):
         return False
     if _are_same(a, b):

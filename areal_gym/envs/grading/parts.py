@@ -9,7 +9,7 @@ from areal_gym.envs.grading.numbers import parse_tidy_number
 
 
 class Parts(NamedTuple):
-    """What an answer consists of."""
+    """The parts of an answer."""
 
     brackets: str
     """ "()", "[)", "{}", ... or the shape of a matrix; empty for bare lists and unions."""
@@ -17,7 +17,7 @@ class Parts(NamedTuple):
 
 
 UNORDERED = {"", "{}"}
-"""Brackets within which the order says nothing."""
+"""Brackets whose contents have no order."""
 
 _FACTOR = r"(-?(?:\d+(?:/\d+)?|\\frac\{[^{}]*\}\{[^{}]*\}|[a-zA-Z])?)(?:\s*(?:\\cdot|\*))?"
 _MATRIX = re.compile(
@@ -30,7 +30,7 @@ _ROW_END = re.compile(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-zA-Z])")
 
 
 def read_matrix(text: str) -> Parts | None:
-    """Return the entries of a matrix, row after row; None when the text is none."""
+    """Return the entries of a matrix, row by row; None if the text is not a matrix."""
     text = text.strip()
     if text.startswith("[["):
         return _nested_rows(text)
@@ -47,7 +47,7 @@ def read_matrix(text: str) -> Parts | None:
 
 
 def _nested_rows(text: str) -> Parts | None:
-    """[[1, 2], [3, 4]], as programs write a matrix."""
+    """Read [[1, 2], [3, 4]], a matrix as programs write it."""
     rows = _split(text[1:-1])
     if text[-1] != "]" or not all(row[0] + row[-1] == "[]" and _wraps(row) for row in rows):
         return None
@@ -78,7 +78,7 @@ _BUILDER = re.compile(
 )
 _WITHOUT = re.compile(rf"{_REALS}\s*(?:\\setminus|\\backslash|\\|-)\s*\\\{{([^{{}},]+)\\\}}")
 _OUTWARD = re.compile(r"([\[\]])([^\[\],;]+[,;][^\[\],;]+)([\[\]])")
-"""]1, 2[ is how some countries write (1, 2)."""
+"""]1, 2[, which some countries write for (1, 2)."""
 _EXCEPT = re.compile(rf"{_SYMBOL}\s*\\ne(?![a-zA-Z])\s*([^<>=,]+)")
 _BOTH = re.compile(
     rf"({_SYMBOL})\s*{_RELATION}\s*{_SIDE}\s+and\s+({_SYMBOL})\s*{_RELATION}\s*{_SIDE}"
@@ -89,7 +89,7 @@ _SIGNS = {"<": ("(", ")"), "\\le": ("[", "]"), ">": (")", "("), "\\ge": ("]", "[
 
 
 def _interval(text: str) -> str:
-    r"""`-2 \le x < 7` as `[-2, 7)`; other texts as they are."""
+    r"""Return `-2 \le x < 7` as `[-2, 7)`, and other texts unchanged."""
     if match := _BETWEEN.fullmatch(text):
         low, first, second, high = match.groups()
         if "<" in first or "le" in first:

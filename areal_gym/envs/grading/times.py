@@ -13,16 +13,16 @@ _CLOCK = re.compile(
 
 
 class Time(NamedTuple):
-    """A time of day as an answer gives it."""
+    """A time of day as an answer writes it."""
 
     written: tuple[int, int, int]
     """Hours, minutes, seconds."""
     half: str
-    """Of the day, "a" or "p"; empty when it is left out."""
+    """The half of the day, "a" or "p"; empty when it is left out."""
 
 
 def are_same_times(a: Time, b: Time) -> bool:
-    """Return whether 17:45 is 5:45 pm, or one of them leaves "pm" out."""
+    """Return whether 17:45 is 5:45 pm, or one of the times leaves "pm" out."""
     if a.written == b.written:
         return a.half == b.half or not (a.half and b.half)
     return _hours(a) == _hours(b)
@@ -34,8 +34,7 @@ def _hours(time: Time) -> tuple[int, int, int]:
 
 
 def read_time(text: str) -> Time | None:
-    """Return the time that a tidy text is: it has a colon or "am", "pm", "noon"; None for other
-    texts."""
+    """Return the time in a tidy text with a colon or "am", "pm", "noon"; None for other texts."""
     clock = _CLOCK.fullmatch(text)
     if clock is None or not (clock["minute"] or clock["half"] or clock["named"]):
         return None

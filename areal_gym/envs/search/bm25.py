@@ -1,4 +1,4 @@
-"""BM25 over passages in memory: a few thousand of them, without any package."""
+"""BM25 over passages in memory: for the small built-in corpus, without the extra `search`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from areal_gym.envs.search.corpus import Hit, Passage, terms, words
 
 _K1, _B = 1.2, 0.75
-"""What Lucene and tantivy use."""
+"""The values of Lucene and tantivy."""
 
 
 class MemoryIndex:
@@ -51,5 +51,5 @@ class MemoryIndex:
         return [Hit(self._passages[number], score) for number, score in best]
 
     def get(self, id: str) -> Passage | None:
-        """Return the passage of that id."""
+        """Return the passage of that id; None if there is none."""
         return self._by_id.get(id)

@@ -23,12 +23,12 @@ class Passage(NamedTuple):
 
     @property
     def searched(self) -> str:
-        """What is searched. The title counts twice: what a passage is about comes first."""
+        """The searched text. The title counts twice: the subject of a passage comes first."""
         return f"{self.title} {self.title} {self.text}"
 
 
 class Hit(NamedTuple):
-    """A passage that was found."""
+    """A passage with its score."""
 
     passage: Passage
     score: float
@@ -67,7 +67,7 @@ def passage_of(row: SourceRow) -> Passage:
 
 
 def corpus_hash(path: Path) -> str:
-    """16 hex digits of a file's bytes.
+    """Return 16 hex digits of a hash of the file's bytes.
 
     Raises:
         DataError: it cannot be read.
@@ -80,7 +80,7 @@ def corpus_hash(path: Path) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters and digits, in lower case."""
+    """Return the runs of letters and digits, in lower case."""
     return "".join(c if c.isalnum() else " " for c in text.lower()).split()
 
 

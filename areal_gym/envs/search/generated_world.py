@@ -82,12 +82,12 @@ class Question:
     text: str
     answer: str
     queries: tuple[str, ...]
-    """What to search for, one thing after the other."""
+    """The searches that lead to the answer, in order."""
     support: tuple[str, ...]
-    """Ids of the passages that tell it, in that order."""
+    """Ids of the passages that support the answer, in the same order."""
 
     def to_data(self) -> dict[str, Any]:
-        """As a row of questions."""
+        """Return a row of questions."""
         return {
             "question": self.text,
             "answers": [self.answer],
@@ -99,7 +99,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class _Fact:
-    """What one passage says about a thing."""
+    """The fact that one passage states about a thing."""
 
     passage: Passage
     value: str
@@ -134,7 +134,7 @@ class World:
             self._maker[company] = _Fact(self._tell(company, f"a shop of {person}"), person)
 
     def questions(self) -> Iterator[Question]:
-        """Yield all of them, in a fixed order."""
+        """Yield all questions, in a fixed order."""
         for town in self._province:
             yield self._ask(f"In which province is {town}?", town, self._province)
             yield self._ask(f"On which river is {town}?", town, self._river)
@@ -172,5 +172,5 @@ class World:
 
 @cache
 def world() -> World:
-    """Return the built-in one, made once."""
+    """Return the built-in world, made once."""
     return World()

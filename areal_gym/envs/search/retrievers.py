@@ -1,4 +1,4 @@
-"""Who answers queries. A retriever of your own is a plugin: `register_retrievers`.
+"""Retrievers, which answer queries. Your own retriever is a plugin: `register_retrievers`.
 
 A retriever's class is made once for all episodes of a process, with the corpus' path and the
 arguments that the settings give (`env.kwargs.retriever_kwargs`).
@@ -17,14 +17,14 @@ from areal_gym.envs.search.corpus import Hit, Passage
 from areal_gym.errors import ConfigError, EnvError, ToolError
 
 _REFUSED_QUERY = (400, 413, 414, 422)
-"""What servers answer to a query that they do not accept: its own fault."""
+"""Statuses of servers that refuse a query: the query is at fault."""
 
 
 class Retriever(Protocol):
     """Finds passages. One object serves many concurrent episodes."""
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """For each query, the `k` best passages, best first.
+        """Return the `k` best passages for each query, best first.
 
         Raises:
             EnvError: it failed, and no query is to blame: the episode ends, and counts nowhere.
@@ -32,7 +32,7 @@ class Retriever(Protocol):
         ...
 
     async def get(self, id: str) -> Passage | None:
-        """Return the passage of that id; None when there is none.
+        """Return the passage of that id; None if there is none.
 
         Raises:
             EnvError: it failed.
@@ -61,11 +61,11 @@ class Bm25Retriever:
             self.index = open_index(corpus, None if index is None else Path(index))
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """See `Retriever.search`."""
+        """Return the `k` best passages for each query, best first."""
         return [self.index.search(query, k) for query in queries]
 
     async def get(self, id: str) -> Passage | None:
-        """See `Retriever.get`."""
+        """Return the passage of that id; None if there is none."""
         found: Passage | None = self.index.get(id)
         return found
 
@@ -105,12 +105,12 @@ class HttpRetriever:
             raise ConfigError(f"retriever_kwargs.url = {url!r} is no URL of http")
         self.url = url
         self.num_retries = 0
-        """Requests that were made again."""
+        """Number of repeated requests."""
         self._timeout_s, self._max_retries, self._max_kept = timeout_s, max_retries, max_kept
         self._kept: dict[str, Passage] = {}
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """See `Retriever.search`."""
+        """Return the `k` best passages for each query, best first."""
         body = {"queries": list(queries), "topk": k, "return_scores": True}
         for attempt in range(1 + self._max_retries):
             try:
@@ -138,7 +138,7 @@ class HttpRetriever:
         return results
 
     async def get(self, id: str) -> Passage | None:
-        """See `Retriever.get`."""
+        """Return the passage of that id if a search has returned it."""
         return self._kept.get(id)
 
     async def _post(self, body: Mapping[str, Any]) -> Any:

@@ -11,16 +11,16 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CITATION = re.compile(r"\[([^\[\]\s]{1,80})\]")
 _VERDICTS = {"yes", "no", "noanswer"}
-"""Half a verdict is none: such answers have no partial F1 (HotpotQA)."""
+"""Answers without a partial F1, since half a verdict is worthless (HotpotQA)."""
 
 
 def normalize(answer: str) -> str:
-    """Lower case, without punctuation, articles and extra space."""
+    """Return the answer in lower case, without punctuation, articles and extra space."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, golds: Iterable[str]) -> float:
-    """1 when the answer is one of the right ones."""
+    """Return 1 if the answer is one of the right ones, else 0."""
     given = normalize(answer)
     return float(bool(given) and any(given == normalize(gold) for gold in golds))
 
@@ -39,12 +39,12 @@ def _f1(given: str, gold: str) -> float:
 
 
 def cited_ids(text: str) -> list[str]:
-    """What stands in square brackets, in order, each once: `[w00009]`."""
+    """Return the texts in square brackets, in order, each once: `[w00009]`."""
     return list(dict.fromkeys(_CITATION.findall(text)))
 
 
 def citation_score(cited: Collection[str], support: Collection[str]) -> float:
-    """F1 of the cited passages against those that support the answer."""
+    """Return the F1 of the cited passages against those that support the answer."""
     wanted = set(support)
     return _harmonic_mean(len(wanted & set(cited)), len(set(cited)), len(wanted))
 

@@ -164,7 +164,7 @@ class SearchEnv(QuestionEnv):
         return Response(messages=results.messages, metrics=metrics)
 
     def gold_action(self) -> str:
-        """Search for one thing after the other, where they are known, then answer and cite."""
+        """Search for one thing after the other, if the queries are known, then answer and cite."""
         data = self.task.data
         queries = data.get("queries", ())
         if self.num_turns < min(len(queries), self.max_turns - 1):
@@ -267,7 +267,7 @@ class SearchEnv(QuestionEnv):
 
 
 def _clean(text: str) -> str:
-    """What UTF-8 can say: half of a surrogate pair finds nothing."""
+    """Return the text as valid UTF-8: half of a surrogate pair matches nothing."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -298,7 +298,7 @@ def _question_tasks(path: Path, test_path: Path | None, skip_broken: bool, where
 
 
 def _draft(row: SourceRow) -> Draft:
-    """Rows have `answers`, or one `answer`; `support` and `queries` are lists of texts."""
+    """Convert a row with `answers`, or one `answer`; `support` and `queries` are lists of texts."""
     question = text_field(row, "question")
     data: dict[str, Any] = {"question": question}
     if "answers" in row.data:

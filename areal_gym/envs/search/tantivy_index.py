@@ -1,4 +1,5 @@
-"""BM25 by tantivy: an index on disk, built once and memory-mapped (the extra `search`)."""
+"""BM25 by tantivy for corpora of any size: an index on disk, built once and memory-mapped (the
+extra `search`)."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class TantivyIndex:
         return [Hit(self._passage(address), score) for score, address in hits]
 
     def get(self, id: str) -> Passage | None:
-        """Return the passage of that id."""
+        """Return the passage of that id; None if there is none."""
         import tantivy
 
         query = tantivy.Query.term_query(self._index.schema, "id", id)
@@ -94,7 +95,7 @@ def open_index(corpus: Path, directory: Path | None = None) -> TantivyIndex:
 
 
 def _build(corpus: Path, digest: str, place: Path) -> None:
-    """Build beside the place and move there, so that no other process sees half an index."""
+    """Build in a temporary directory and rename it, so that other processes see no half index."""
     import tantivy
 
     with readable_cache_errors():
@@ -134,7 +135,7 @@ def _build(corpus: Path, digest: str, place: Path) -> None:
 
 
 def _shown(passages: Iterable[Passage], title: str) -> Iterator[Passage]:
-    """With a progress bar, where a person is watching."""
+    """Yield the passages, with a progress bar on a terminal."""
     if not sys.stderr.isatty():
         yield from passages
         return

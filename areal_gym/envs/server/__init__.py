@@ -1,1 +1,1 @@
-"""Environments for other processes and machines: over HTTP, and as MCP servers."""
+"""Serves environments to other processes and machines: over HTTP, and as MCP servers."""

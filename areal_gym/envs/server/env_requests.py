@@ -1,4 +1,4 @@
-"""What clients of a served environment may send, checked whole before anything is played."""
+"""Requests of a served environment's clients, validated before anything is played."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def checked(model: type[M], body: Any) -> M:
 
 
 def message_of(turn: PlayTurn) -> Message | str:
-    """Return the action that an environment takes, complete in every field that one reads."""
+    """Return the action for the environment, complete in every field that it may read."""
     given = turn.message
     if isinstance(given, str):
         return given

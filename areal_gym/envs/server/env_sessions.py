@@ -1,4 +1,4 @@
-"""Environments that are being played by somebody elsewhere: a session for each."""
+"""Sessions of environments that clients elsewhere play."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from areal_gym.types import Message
 
 
 class GoneError(GymError):
-    """There is no such session, or no longer."""
+    """The session does not exist, or no longer."""
 
 
 class FullError(GymError):
-    """There are as many sessions as there may be."""
+    """The limit of sessions is reached."""
 
 
 @dataclass(eq=False)
 class Session:
-    """One instance, one episode at a time, one call at a time."""
+    """One instance with one episode and one call at a time."""
 
     id: str
-    """A secret: whoever knows it plays on."""
+    """A secret: a client that knows it can continue the session."""
     env: TextEnv
     used_s: float
-    """When it was used last (`time.monotonic`)."""
+    """Time of the last use (`time.monotonic`)."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last: StepResult | None = None
-    """What the last turn gave."""
+    """Result of the last turn."""
     has_options: bool = False
     """Whether the client has chosen the episode's task, or made it up."""
 
@@ -59,7 +59,7 @@ class Session:
         return self.last is not None and (self.last.terminated or self.last.truncated)
 
     async def reset(self, seed: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Start an episode; Gymnasium's info."""
+        """Start an episode and return Gymnasium's info."""
         async with self.lock:
             _, info = await self.env.areset(seed=seed, options=options)
             self.last = None  # not before: what cannot begin ends nothing
@@ -109,7 +109,7 @@ class Sessions:
         self.num_opened = 0
         self.num_expired = 0
         self.example = make()
-        """An instance that nobody plays, to ask what the environment is like."""
+        """An unplayed instance that describes the environment."""
         self._make = make
         self._open: dict[str, Session] = {}
         self._reaper: asyncio.Task[None] | None = None
@@ -161,7 +161,7 @@ class Sessions:
         return session
 
     async def close(self, id: str) -> None:
-        """End a session, if there is such."""
+        """End a session if it exists."""
         session = self._open.pop(id, None)
         if session is not None:
             async with session.lock:

@@ -47,12 +47,13 @@ def is_loopback(host: str) -> bool:
 
 
 def made_up_token(host: str) -> str | None:
-    """Return a secret, where other machines can come in."""
+    """Return a random token if other machines can connect, else None."""
     return None if is_loopback(host) else secrets.token_urlsafe(24)
 
 
 class EnvServer:
-    """Listens while it is entered. An asynchronous context manager, inside that of its sessions.
+    """Serves an environment while it is entered. An asynchronous context manager, inside that of
+    its sessions.
 
     Args:
         sessions: where episodes are kept.
@@ -92,7 +93,7 @@ class EnvServer:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """The address of the server."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
@@ -218,7 +219,7 @@ class EnvServer:
 
 
 def host_name(header: str) -> str:
-    """Return the name in a Host header; empty where there is none that can be read."""
+    """Return the name in a Host header, or "" if it cannot be read."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -226,7 +227,7 @@ def host_name(header: str) -> str:
 
 
 def is_same_secret(given: str, secret: str) -> bool:
-    """Return whether a client knows a secret; headers may hold bytes that are no text."""
+    """Return whether a client knows a secret; headers may contain bytes that are not text."""
     return hmac.compare_digest(
         given.encode("utf-8", "surrogateescape"), secret.encode("utf-8", "surrogateescape")
     )

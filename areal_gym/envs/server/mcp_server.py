@@ -35,7 +35,7 @@ _EPISODE = {"type": "string", "description": f"What {START} gave."}
 
 
 def make_mcp_server(sessions: Sessions, env_id: str) -> Server[Any]:
-    """Return an MCP server of the environment; its transport is another matter.
+    """Return an MCP server of the environment, without a transport.
 
     Args:
         sessions: where episodes are kept; the caller enters it.
@@ -188,7 +188,7 @@ def _result(
 
 
 async def serve_stdio(server: Server[Any]) -> None:
-    """Serve the one client at stdin and stdout until it hangs up."""
+    """Serve one client at stdin and stdout until it disconnects."""
     from mcp.server.stdio import stdio_server
 
     async with stdio_server() as (read_stream, write_stream):
@@ -239,7 +239,7 @@ async def serve_http(
 
 
 class _Guarded:
-    """Lets nobody through who does not send the token."""
+    """Refuses clients that do not send the token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

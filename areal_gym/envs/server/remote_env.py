@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "AREAL_GYM_ENV_TOKEN"
 
 _QUICK_S = 30.0
-"""How long answers may take that run nothing of the environment's."""
+"""Time limit for answers that run no code of the environment."""
 
 _cards: dict[tuple[str, str | None], dict[str, Any]] = {}
-"""What the servers of this process's environments serve, by URL and owner key."""
+"""Cards of the servers that this process's environments use, by URL and owner key."""
 
 
 class RemoteEnv(TextEnv):
@@ -99,7 +99,7 @@ class RemoteEnv(TextEnv):
     # ---- episodes ------------------------------------------------------------------------------
 
     async def prepare(self, seed: int | None, options: Mapping[str, Any]) -> None:
-        """Open a session, or begin anew in the one there is."""
+        """Open a session, or start an episode in the open one."""
         if seed is None:
             seed = int(self.np_random.integers(2**48))
         body = {"seed": seed, "options": plain(options)}
@@ -111,23 +111,23 @@ class RemoteEnv(TextEnv):
             raise EnvError(f"{self.url} serves another environment than it did before")
 
     def num_tasks(self, split: str) -> int | None:
-        """As the server says."""
+        """Return the server's number of tasks."""
         if split not in SPLITS:
             raise UsageError(f"no split {split!r}", hints=[f"there is: {', '.join(SPLITS)}"])
         number: int | None = self._card["num_tasks"][split]
         return number
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """Return the one that the server has chosen."""
+        """Return the task that the server has chosen."""
         return Task(**self._first["task"])
 
     def first_messages(self, task: Task) -> Sequence[Message]:
-        """As the server says."""
+        """Return the server's first messages."""
         messages: list[Message] = self._first["messages"]
         return messages
 
     async def respond(self, message: Message) -> Response:
-        """As the server says."""
+        """Play the turn on the server."""
         step = await self._ask(f"{self._path}/step", {"turn": self.num_turns, "message": message})
         return Response(
             messages=step["messages"],
@@ -148,11 +148,11 @@ class RemoteEnv(TextEnv):
                 await self._ask(path, None, method="DELETE")
 
     def gold_action(self) -> str:
-        """As the server says."""
+        """Return the server's gold action."""
         return str(self._ask_now(f"{self._path}/gold")["action"])
 
     def noop_action(self) -> str:
-        """As the server says."""
+        """Return the server's noop action."""
         return str(self._ask_now(f"{self._path}/noop")["action"])
 
     @property
@@ -186,7 +186,7 @@ class RemoteEnv(TextEnv):
         raise AssertionError("never reached")
 
     def _ask_now(self, path: str) -> dict[str, Any]:
-        """For what environments say at once, also where no loop runs."""
+        """Send a request that is answered at once, also without a running event loop."""
         request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
             # The machine's proxies are for the world outside.

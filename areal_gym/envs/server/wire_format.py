@@ -1,4 +1,4 @@
-"""What a served environment and its clients say to each other: JSON over HTTP.
+"""The protocol between a served environment and its clients: JSON over HTTP.
 
     GET    /v1/env                          what it is: tools, limits, number of tasks
     POST   /v1/sessions                     {seed, options} -> {session, task, messages}
@@ -48,11 +48,11 @@ ERRORS: Mapping[str, tuple[int, type[GymError]]] = {
     "reward": (500, RewardError),
     "env": (500, EnvError),
 }
-"""Kind -> HTTP status, and what it is in a process."""
+"""Maps each kind of error to its HTTP status and its class in a process."""
 
 
 def plain(value: Any) -> Any:
-    """Return the value as JSON can hold it: tasks as rows, numpy's numbers as numbers."""
+    """Return the value in a form that JSON can hold: tasks as rows, numpy's numbers as numbers."""
     return json.loads(json.dumps(thaw(value), default=_plain))
 
 
@@ -65,7 +65,7 @@ def _plain(value: Any) -> Any:
 
 
 def describe(env: TextEnv, env_id: str) -> dict[str, Any]:
-    """What `/v1/env` says. `hash` changes whenever anything else does."""
+    """Return the body of `/v1/env`. `hash` changes whenever anything else does."""
     card = {
         "env": env_id,
         "description": (type(env).__doc__ or "").strip(),
@@ -91,7 +91,7 @@ def tools_from(rows: list[dict[str, Any]]) -> tuple[Tool, ...]:
 
 
 def step_body(result: StepResult) -> dict[str, Any]:
-    """Return a turn's answer."""
+    """Return the body that answers a turn."""
     info = result.info
     return {
         "messages": list(info["messages"]),
@@ -105,7 +105,7 @@ def step_body(result: StepResult) -> dict[str, Any]:
 
 
 def error_body(error: GymError) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body that say it."""
+    """Return the HTTP status and the body for an error."""
     kind = next((k for k, (_, cls) in ERRORS.items() if isinstance(error, cls)), "env")
     if isinstance(error, EpisodeError) and kind == "usage":
         kind = "env"
@@ -115,7 +115,7 @@ def error_body(error: GymError) -> tuple[int, dict[str, Any]]:
 
 
 def error_from(body: Any) -> GymError:
-    """Return the error that a body says; a session that is gone is the environment's failure."""
+    """Return the error in a body; a session that is gone is the environment's failure."""
     error = body["error"]
     cls = ERRORS.get(error["kind"], (500, EnvError))[1]
     if cls in (GoneError, FullError):
