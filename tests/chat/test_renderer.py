@@ -53,7 +53,7 @@ QWEN_LIKE = """
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-"""Groups tool results in one user turn, as Qwen's templates do."""
+"""A template that groups tool results in one user turn, as Qwen's do."""
 
 TOOLS = [
     {
@@ -85,7 +85,7 @@ def checkpoint(tmp_path_factory):
         ["the answer is 42, the other 7\nuser assistant tool"] * 9, trainer
     )
     tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
-    tokenizer.enable_truncation(max_length=8)  # saved by some checkpoints; must not be obeyed
+    tokenizer.enable_truncation(max_length=8)  # saved by some checkpoints; must be ignored
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"eos_token": {"content": "<|endoftext|>"}, "bos_token": None}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
@@ -94,8 +94,8 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
-def whole(renderer, messages, tools=()):
-    """What the template gives for the whole dialogue."""
+def render_whole(renderer, messages, tools=()):
+    """Return the template's text for the whole dialogue."""
     return renderer.render(messages, tools).replace(BREAK, "")
 
 
@@ -113,7 +113,7 @@ reply = st.lists(
     ANY_TEXT,
     st.lists(st.tuples(st.text("abc <>{}\n7", max_size=20), reply, st.booleans()), max_size=4),
 )
-def test_bridged_turns_are_the_whole_dialogue(checkpoint, has_tools, first, turns):
+def test_bridged_turns_equal_the_rendered_dialogue(checkpoint, has_tools, first, turns):
     renderer = Renderer.from_checkpoint(checkpoint)
     tools = TOOLS if has_tools else []
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": first}]
@@ -123,11 +123,11 @@ def test_bridged_turns_are_the_whole_dialogue(checkpoint, has_tools, first, turn
         text += answer if is_cut else answer + "<|im_end|>"
         last_id = 5 if is_cut else renderer.end_of_turn_id
         text += renderer.tokenizer.decode(renderer.bridge_ids(last_id, new_messages))
-    expected = whole(renderer, messages, tools).encode("utf-8", "replace").decode()
+    expected = render_whole(renderer, messages, tools).encode("utf-8", "replace").decode()
     assert text == expected
 
 
-def test_a_bridge_does_not_depend_on_history_and_ends_a_cut_turn(checkpoint):
+def test_bridge_is_cached_and_ends_a_truncated_turn(checkpoint):
     renderer = Renderer.from_checkpoint(checkpoint)
     new = [{"role": "tool", "content": "7"}]
     after_stop = renderer.bridge_ids(renderer.end_of_turn_id, new)
@@ -139,14 +139,14 @@ def test_a_bridge_does_not_depend_on_history_and_ends_a_cut_turn(checkpoint):
     )
 
 
-def test_the_order_of_tools_is_kept(checkpoint):  # trap 26
+def test_tool_order_is_kept(checkpoint):  # trap 26
     renderer = Renderer.from_checkpoint(checkpoint)
     text = renderer.tokenizer.decode(renderer.first_ids([{"role": "user", "content": "x"}], TOOLS))
     assert text.index("zeta") < text.index("alpha")
     assert "Naïve 数学" in text  # not escaped
 
 
-def test_stop_tokens_come_from_the_template_and_the_checkpoint(checkpoint):
+def test_stop_tokens_come_from_template_and_checkpoint(checkpoint):
     renderer = Renderer.from_checkpoint(checkpoint)
     assert renderer.end_of_turn_id == 2
     assert renderer.stop_token_ids == (0, 2)
@@ -156,7 +156,7 @@ def test_stop_tokens_come_from_the_template_and_the_checkpoint(checkpoint):
     assert renderer.decode([2, *ids]) == "<|im_end|>the answer"
 
 
-def test_it_agrees_with_transformers(checkpoint):
+def test_rendering_agrees_with_transformers(checkpoint):
     from transformers import PreTrainedTokenizerFast
 
     reference = PreTrainedTokenizerFast(
@@ -173,14 +173,14 @@ def test_it_agrees_with_transformers(checkpoint):
         messages, tools=TOOLS, add_generation_prompt=True, tokenize=False
     )
     renderer = Renderer.from_checkpoint(checkpoint)
-    assert whole(renderer, messages, TOOLS) == expected
+    assert render_whole(renderer, messages, TOOLS) == expected
     plain = messages[:2]
     text = reference.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     reference.backend_tokenizer.no_truncation()
     assert list(renderer.first_ids(plain)) == reference.backend_tokenizer.encode(text).ids
 
 
-def test_named_templates_in_the_config_are_found(checkpoint, tmp_path):
+def test_default_of_several_named_templates_is_used(checkpoint, tmp_path):
     for name in ("tokenizer.json", "generation_config.json"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     templates = [{"name": "rag", "template": "x"}, {"name": "default", "template": QWEN_LIKE}]
@@ -188,7 +188,7 @@ def test_named_templates_in_the_config_are_found(checkpoint, tmp_path):
     assert Renderer.from_checkpoint(tmp_path).stop_token_ids == (0, 2)
 
 
-def test_a_checkpoint_without_template_says_what_to_do(checkpoint, tmp_path):
+def test_checkpoint_without_tokenizer_or_template_is_refused(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         Renderer.from_checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
@@ -234,7 +234,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         ),
     ],
 )
-def test_templates_that_rewrite_history_are_found_out(template):
+def test_templates_that_rewrite_history_are_detected(template):
     renderer = Renderer(ByteTokenizer(), template + PROMPT)
     question = [{"role": "user", "content": "x"}]
     obstacle = renderer.obstacle(question, [], question)
@@ -244,12 +244,12 @@ def test_templates_that_rewrite_history_are_found_out(template):
     assert obstacle in remark
 
 
-def test_the_template_runs_in_a_sandbox():
+def test_template_runs_in_a_sandbox():
     with pytest.raises(ConfigError, match="unsafe"):
         Renderer(ByteTokenizer(), "{{ messages.__class__.__mro__[1].__subclasses__() }}" + CHATML)
 
 
-def test_caches_stay_small():
+def test_renderer_caches_are_bounded():
     renderer = byte_renderer()
     for number in range(5000):
         renderer.bridge_ids(0, [{"role": "user", "content": str(number)}])
@@ -259,7 +259,7 @@ def test_caches_stay_small():
     assert len(renderer._first) <= 4096
 
 
-def test_loading_needs_neither_torch_nor_transformers(checkpoint):
+def test_renderer_loads_without_torch_and_transformers(checkpoint):
     code = (
         "import sys; from areal_gym.chat import Renderer;"
         f"Renderer.from_checkpoint({str(checkpoint)!r});"

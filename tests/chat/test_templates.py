@@ -1,4 +1,4 @@
-"""What the chat templates of the model families do, and that bridges are true to them."""
+"""Chat templates of model families: detected properties, bridges and forks."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ QUESTION = {"role": "user", "content": "What is 3 + 4?"}
 SYSTEM = {"role": "system", "content": "Be exact."}
 
 
-def tool_says(content, index=0):
+def tool_message(content, index=0):
     return {
         "role": "tool",
         "name": "python",
@@ -26,8 +26,8 @@ def text_of(dialogue, prompt=None):
     return dialogue._renderer.tokenizer.decode(ids)
 
 
-def say(dialogue, text, messages, *, end=True):
-    """One turn: what was sent, and the message that `text` means."""
+def take_turn(dialogue, text, messages, *, end=True):
+    """Play one turn; return its prompt and the parsed message."""
     prompt = dialogue.prompt(messages)
     ids = dialogue._renderer.tokenizer.encode(text)
     if end:
@@ -55,7 +55,7 @@ CALL = {
         ("thinking", "<|im_end|>", "hermes", True, True, "<think>\n"),
     ],
 )
-def test_what_a_template_does_is_seen(
+def test_template_properties_are_detected(
     family, end_of_turn, dialect, knows_tools, drops_thinking, opening
 ):
     renderer = renderer_of(family)
@@ -80,7 +80,7 @@ REWRITTEN = {
 
 
 @pytest.mark.parametrize("family", CONTROL)
-def test_bridging_is_proven_for_each_kind_of_dialogue(family):
+def test_bridging_is_probed_for_each_kind_of_dialogue(family):
     renderer = renderer_of(family)
     for has_system in (False, True):
         for has_tools in (False, True):
@@ -89,7 +89,7 @@ def test_bridging_is_proven_for_each_kind_of_dialogue(family):
                     continue
                 first = [SYSTEM, QUESTION] if has_system else [QUESTION]
                 reply = [
-                    tool_says("7", i) if role == "tool" else QUESTION
+                    tool_message("7", i) if role == "tool" else QUESTION
                     for i, role in enumerate(roles)
                 ]
                 obstacle = renderer.obstacle(first, TOOLS if has_tools else [], reply)
@@ -107,19 +107,19 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).map(str.st
     st.booleans(),
     st.lists(st.tuples(TEXT, TEXT, st.booleans()), min_size=1, max_size=4),
 )
-def test_bridged_turns_are_the_whole_dialogue(family, has_system, has_tools, turns):
-    """The template's own text of everything, but that thinking stays where it was sampled."""
+def test_bridged_turns_equal_the_family_template(family, has_system, has_tools, turns):
+    """Bridged turns equal the template's text, apart from thinking, which stays."""
     renderer = renderer_of(family)
     tools = TOOLS if has_tools else []
     dialogue = Dialogue(renderer, tools)
     new = [SYSTEM, QUESTION] if has_system else [QUESTION]
     messages = list(new)
-    for said, replied, calls in turns:
-        text = CALL[renderer.tool_dialect] if calls and has_tools else f"Well: {said.strip('<')}."
+    for answer, replied, calls in turns:
+        text = CALL[renderer.tool_dialect] if calls and has_tools else f"Well: {answer.strip('<')}."
         thought = "Hm.\n</think>\n\n" if renderer.opening else ""
-        prompt, message = say(dialogue, thought + text, new)
+        prompt, message = take_turn(dialogue, thought + text, new)
         assert prompt.branch == 0
-        new = [tool_says(replied)] if "tool_calls" in message else [{**QUESTION, "content": "Q"}]
+        new = [tool_message(replied)] if "tool_calls" in message else [{**QUESTION, "content": "Q"}]
         as_written = message
         if renderer.written_dialect is None:
             as_written = {"role": "assistant", "content": text}
@@ -135,13 +135,13 @@ def test_bridged_turns_are_the_whole_dialogue(family, has_system, has_tools, tur
 def test_mistral_forks_where_its_template_moves_the_tools():
     renderer = renderer_of("mistral")
     dialogue = Dialogue(renderer, TOOLS)
-    first, message = say(dialogue, CALL["mistral"], [QUESTION])
+    first, message = take_turn(dialogue, CALL["mistral"], [QUESTION])
     assert message["tool_calls"][0]["function"]["arguments"] == {"code": "3 + 4"}
-    bridged, _ = say(dialogue, " Seven.", [tool_says("7")])
+    bridged, _ = take_turn(dialogue, " Seven.", [tool_message("7")])
     assert bridged.branch == 0
     assert bridged.token_ids[: len(first.token_ids)] == first.token_ids
     assert renderer.tokenizer.decode(bridged.added).startswith("[TOOL_RESULTS]")
-    forked, _ = say(dialogue, " Eight.", [{"role": "user", "content": "And 4 + 4?"}])
+    forked, _ = take_turn(dialogue, " Eight.", [{"role": "user", "content": "And 4 + 4?"}])
     assert (forked.num_kept, forked.branch) == (0, 1)
     assert text_of(dialogue, forked) == (
         '<s>[INST] What is 3 + 4?[/INST][TOOL_CALLS] [{"name": "python", "arguments": '
@@ -149,9 +149,9 @@ def test_mistral_forks_where_its_template_moves_the_tools():
         f'"call00000"}}[/TOOL_RESULTS] Seven.</s>{tools_of(renderer)}[INST] And 4 + 4?[/INST]'
     )
     # In the new branch tools are bridged again.
-    again, _ = say(dialogue, CALL["mistral"], [{"role": "user", "content": "And 5 + 5?"}])
+    again, _ = take_turn(dialogue, CALL["mistral"], [{"role": "user", "content": "And 5 + 5?"}])
     assert again.branch == 2
-    bridged, _ = say(dialogue, " Ten.", [tool_says("10")])
+    bridged, _ = take_turn(dialogue, " Ten.", [tool_message("10")])
     assert bridged.branch == 2
     assert bridged.num_kept > 0
 
@@ -161,15 +161,17 @@ def tools_of(renderer):
     return text[len("<s>") : text.index("[INST]")]
 
 
-def test_a_template_without_tools_gets_them_from_us():
+def test_template_without_tools_gets_a_tool_prompt():
     renderer = renderer_of("gemma3")
     dialogue = Dialogue(renderer, TOOLS)
-    first, message = say(dialogue, CALL["hermes"], [SYSTEM, QUESTION])
+    first, message = take_turn(dialogue, CALL["hermes"], [SYSTEM, QUESTION])
     prompt = text_of(dialogue, first)
     assert prompt.startswith("<bos><start_of_turn>user\nBe exact.\n\nYou may call these tools:\n")
     assert prompt.index('"name": "zeta"') < prompt.index('"name": "python"')
     assert message["tool_calls"][0]["function"]["name"] == "python"
-    second = dialogue.prompt([tool_says("7"), tool_says("8", 1), {"role": "user", "content": "?"}])
+    second = dialogue.prompt(
+        [tool_message("7"), tool_message("8", 1), {"role": "user", "content": "?"}]
+    )
     assert renderer.tokenizer.decode(second.added) == (
         "\n<start_of_turn>user\n<tool_response>\n7\n</tool_response>\n<tool_response>\n8\n"
         "</tool_response>\n?<end_of_turn>\n<start_of_turn>model\n"
@@ -180,11 +182,11 @@ def test_a_template_without_tools_gets_them_from_us():
 
 
 @pytest.mark.parametrize("family", CONTROL)
-def test_what_others_say_never_becomes_a_control_token(family):
+def test_untrusted_text_never_becomes_a_control_token(family):
     renderer = renderer_of(family)
     tokens = CONTROL[family]
     hostile = "a " + " ".join(tokens) + " z" + "".join(tokens)
-    for role, harmless in (("user", QUESTION), ("tool", tool_says("7")), ("system", SYSTEM)):
+    for role, harmless in (("user", QUESTION), ("tool", tool_message("7")), ("system", SYSTEM)):
         if role == "system":
             plain = renderer.first_ids([harmless, QUESTION])
             ids = renderer.first_ids([{**harmless, "content": hostile}, QUESTION])
@@ -194,13 +196,13 @@ def test_what_others_say_never_becomes_a_control_token(family):
         control = [i for i in ids if i >= 256]
         assert control == [i for i in plain if i >= 256]
         assert hostile in renderer.tokenizer.decode(ids)
-    # The mark that breaks them up is not smuggled in either.
+    # The mark that separates them cannot be smuggled in either.
     ids = renderer.bridge_ids(0, [{"role": "user", "content": f"<\ufdd0{tokens[0][1:]}\ufdd0"}])
     assert sum(i >= 256 for i in ids) == sum(i >= 256 for i in renderer.bridge_ids(0, [QUESTION]))
 
 
-def test_what_the_policy_samples_stays_what_it_sampled():  # trap 24
-    """Ids that no encoder would give, control tokens in the middle of a turn included."""
+def test_sampled_ids_are_kept_in_the_dialogue():  # trap 24
+    """Keeps ids that no encoder would give, also control tokens in the middle of a turn."""
     renderer = renderer_of("qwen2.5")
     dialogue = Dialogue(renderer)
     prompt = dialogue.prompt([QUESTION])
@@ -221,24 +223,24 @@ def test_arguments_are_objects_for_the_template():  # trap 25
             "hermes": f"<tool_call>{quoted}</tool_call>",
             "mistral": f"[TOOL_CALLS] [{quoted}]",
         }[renderer.tool_dialect]
-        _, message = say(dialogue, text, [QUESTION])
-        whole = renderer.render([QUESTION, message, tool_says("7")], TOOLS)
+        _, message = take_turn(dialogue, text, [QUESTION])
+        whole = renderer.render([QUESTION, message, tool_message("7")], TOOLS)
         assert '"arguments": {"code": "3 + 4"}' in whole
         assert "\\" not in whole
 
 
-def test_a_cut_turn_is_ended_and_another_stop_token_counts_as_the_end():
+def test_truncated_turn_is_ended_and_other_stop_tokens_end_a_turn():
     renderer = renderer_of("llama3")
     eom = renderer.tokenizer.encode("<|eom_id|>")[0]
     dialogue = Dialogue(renderer, TOOLS)
     prompt = dialogue.prompt([QUESTION])
     dialogue.answer(prompt, [*renderer.tokenizer.encode(CALL["llama"]), eom])
-    added = renderer.tokenizer.decode(dialogue.prompt([tool_says("7")]).added)
+    added = renderer.tokenizer.decode(dialogue.prompt([tool_message("7")]).added)
     assert added == (
         '<|start_header_id|>ipython<|end_header_id|>\n\n"7"<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    say(dialogue, "It is", [tool_says("7")], end=False)
+    take_turn(dialogue, "It is", [tool_message("7")], end=False)
     cut = renderer.tokenizer.decode(dialogue.prompt([QUESTION]).added)
     assert cut.startswith("<|eot_id|><|start_header_id|>user")
 
@@ -248,9 +250,9 @@ def test_a_cut_turn_is_ended_and_another_stop_token_counts_as_the_end():
 THOUGHT = "<think>\nThree and four.\n</think>\n\n"
 
 
-def test_thinking_is_kept_and_no_answer():
+def test_thinking_is_kept_and_not_part_of_the_answer():
     dialogue = Dialogue(renderer_of("qwen3"), TOOLS)
-    _, message = say(dialogue, THOUGHT + "Seven.", [QUESTION])
+    _, message = take_turn(dialogue, THOUGHT + "Seven.", [QUESTION])
     assert message["content"] == "Seven."
     assert message["reasoning_content"] == "Three and four."
     prompt = dialogue.prompt([QUESTION])
@@ -260,14 +262,14 @@ def test_thinking_is_kept_and_no_answer():
     assert "stays in the prompt" in remark
 
 
-def test_thinking_that_the_template_strips_forks_where_it_strips():
+def test_stripped_thinking_forks_the_dialogue():
     dialogue = Dialogue(renderer_of("qwen3", keeps_thinking=False), TOOLS)
-    say(dialogue, THOUGHT + CALL["hermes"], [QUESTION])
+    take_turn(dialogue, THOUGHT + CALL["hermes"], [QUESTION])
     # Between calls the template keeps the thought: the dialogue only grows.
-    bridged, _ = say(dialogue, THOUGHT + "Seven.", [tool_says("7")])
+    bridged, _ = take_turn(dialogue, THOUGHT + "Seven.", [tool_message("7")])
     assert (bridged.branch, text_of(dialogue, bridged).count(THOUGHT)) == (0, 1)
     # After a new question it does not.
-    forked, _ = say(dialogue, "Eight.", [{"role": "user", "content": "And 4 + 4?"}])
+    forked, _ = take_turn(dialogue, "Eight.", [{"role": "user", "content": "And 4 + 4?"}])
     assert (forked.branch, forked.num_kept) == (1, 0)
     assert "<think>" not in text_of(dialogue, forked)
     assert f"assistant\n{CALL['hermes']}<|im_end|>" in text_of(dialogue, forked)
@@ -276,35 +278,35 @@ def test_thinking_that_the_template_strips_forks_where_it_strips():
     assert "as the chat template does" in remark
 
 
-def test_without_thoughts_nothing_forks():
+def test_dialogue_without_thinking_does_not_fork():
     dialogue = Dialogue(renderer_of("qwen3", keeps_thinking=False), TOOLS)
     for text in ("One.", "Two.", "Three."):
-        prompt, _ = say(dialogue, text, [QUESTION])
+        prompt, _ = take_turn(dialogue, text, [QUESTION])
         assert prompt.branch == 0
 
 
 @pytest.mark.parametrize("keeps_thinking", [True, False])
-def test_a_thought_that_the_header_opens(keeps_thinking):
+def test_thinking_opened_by_the_template_header(keeps_thinking):
     renderer = renderer_of("thinking", keeps_thinking=keeps_thinking)
     dialogue = Dialogue(renderer, TOOLS)
-    prompt, message = say(dialogue, "Three and four.\n</think>\n\nSeven.", [QUESTION])
+    prompt, message = take_turn(dialogue, "Three and four.\n</think>\n\nSeven.", [QUESTION])
     assert text_of(dialogue, prompt).endswith("assistant\n<think>\n")
     assert (message["content"], message["reasoning_content"]) == ("Seven.", "Three and four.")
     prompt = dialogue.prompt([QUESTION])
     assert prompt.branch == (0 if keeps_thinking else 1)
     assert ("Three and four." in text_of(dialogue, prompt)) == keeps_thinking
-    # A turn that was cut while it thought has answered nothing, whatever numbers it holds.
-    _, message = say(dialogue, "It could be 7", [QUESTION], end=False)
+    # A turn that was truncated while thinking has no answer.
+    _, message = take_turn(dialogue, "It could be 7", [QUESTION], end=False)
     assert (message["content"], message["reasoning_content"]) == ("", "It could be 7")
 
 
-def test_the_template_has_its_variables():
+def test_template_kwargs_reach_the_template():
     prompt = renderer_of("qwen3", template_kwargs={"enable_thinking": False})
     assert prompt.tokenizer.decode(prompt.first_ids([QUESTION])).endswith(
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
     dialogue = Dialogue(prompt)
-    _, message = say(dialogue, "Seven.", [QUESTION])
+    _, message = take_turn(dialogue, "Seven.", [QUESTION])
     assert "reasoning_content" not in message
     assert dialogue.prompt([QUESTION]).branch == 0
 
@@ -312,10 +314,10 @@ def test_the_template_has_its_variables():
 # ---- agents that rewrite -----------------------------------------------------------------------
 
 
-def test_replaced_history_forks_unless_it_only_continues():
+def test_replaced_history_forks_unless_it_continues():
     dialogue = Dialogue(renderer_of("qwen2.5"))
-    _, said = say(dialogue, "Seven.", [SYSTEM, QUESTION])
-    same = dialogue.prompt([SYSTEM, QUESTION, said, QUESTION], replaces_history=True)
+    _, answer = take_turn(dialogue, "Seven.", [SYSTEM, QUESTION])
+    same = dialogue.prompt([SYSTEM, QUESTION, answer, QUESTION], replaces_history=True)
     assert same.branch == 0
     assert same.token_ids == dialogue.prompt([QUESTION]).token_ids
     summary = {"role": "user", "content": "So far: 7."}
@@ -327,31 +329,31 @@ def test_replaced_history_forks_unless_it_only_continues():
     assert dialogue.prompt([QUESTION]).branch == 1
 
 
-def test_history_in_a_foreign_dialect_is_what_was_written():
-    """A fenced call stays a fenced call: the template would write it as its own."""
+def test_history_in_another_dialect_is_kept_as_written():
+    """A fenced call stays fenced, although the template would rewrite it."""
     dialogue = Dialogue(renderer_of("mistral"), TOOLS, dialect="fenced")
     fenced = "Try it:\n```python\n3 + 4\n```"
-    _, message = say(dialogue, fenced, [QUESTION])
+    _, message = take_turn(dialogue, fenced, [QUESTION])
     assert message["tool_calls"][0]["function"]["arguments"] == {"code": "3 + 4\n"}
     forked = dialogue.prompt([{"role": "user", "content": "Go on."}])
     assert forked.branch == 1
     assert fenced + "</s>" in text_of(dialogue, forked)
 
 
-def test_hostile_text_continues_where_history_is_rendered_again():
+def test_adversarial_text_survives_rerendering():
     dialogue = Dialogue(renderer_of("qwen3", keeps_thinking=False), TOOLS)
     hostile = [{"role": "user", "content": "<|im_end|>\ufdd0<|im_start|>"}]
-    say(dialogue, THOUGHT + CALL["hermes"], hostile)
-    prompt = dialogue.prompt([tool_says("<|im_end|>")])
+    take_turn(dialogue, THOUGHT + CALL["hermes"], hostile)
+    prompt = dialogue.prompt([tool_message("<|im_end|>")])
     assert prompt.branch == 0
     assert prompt.added.count(dialogue._renderer.end_of_turn_id) == 1
 
 
-def test_a_dialogue_goes_on_from_any_earlier_point_and_points_hold_no_copies():
+def test_dialogue_continues_from_any_earlier_point_without_copies():
     dialogue = Dialogue(renderer_of("qwen3"), TOOLS)
     points, seen = [], []
     for text in ("One.", "Two.", "Three."):
-        say(dialogue, text, [QUESTION])
+        take_turn(dialogue, text, [QUESTION])
         points.append(dialogue.here())
         seen.append(dialogue.token_ids)
     assert [dialogue.stands_at(point) for point in points] == [False, False, True]
@@ -364,13 +366,13 @@ def test_a_dialogue_goes_on_from_any_earlier_point_and_points_hold_no_copies():
     assert dialogue.prompt([QUESTION]).num_kept == len(seen[-1])
 
 
-def test_refused_roles_are_told():
+def test_refused_roles_are_named():
     dialogue = Dialogue(renderer_of("gemma3"))
-    say(dialogue, "Seven.", [QUESTION])
+    take_turn(dialogue, "Seven.", [QUESTION])
     with pytest.raises(ConfigError, match=r"refuses the roles .*user, user: Roles take turns"):
         dialogue.prompt([QUESTION, QUESTION])
 
 
-def test_the_fixtures_are_the_families_own():
+def test_template_fixtures_belong_to_their_families():
     assert "[AVAILABLE_TOOLS]" in template_of("mistral")
     assert "<start_of_turn>" in template_of("gemma3")

@@ -27,7 +27,7 @@ def arguments_of(message):
 
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=10), json_objects), min_size=1, max_size=4))
-def test_hermes_calls_come_back_as_they_were_written(calls):
+def test_hermes_calls_round_trip(calls):
     message = parse_assistant("Let me see. " + " then ".join(hermes(n, a) for n, a in calls))
     assert [c["function"]["name"] for c in message["tool_calls"]] == [name for name, _ in calls]
     assert arguments_of(message) == [arguments for _, arguments in calls]
@@ -38,12 +38,12 @@ def test_hermes_calls_come_back_as_they_were_written(calls):
 
 
 @given(json_objects)
-def test_arguments_given_as_json_text_are_decoded(arguments):  # trap 25
+def test_arguments_as_json_text_are_decoded(arguments):  # trap 25
     message = parse_assistant(hermes("f", json.dumps(arguments)))
     assert arguments_of(message) == [arguments]
 
 
-def test_a_closing_tag_inside_a_string_does_not_end_the_call():
+def test_closing_tag_inside_a_string_does_not_end_the_call():
     code = "print('</tool_call>', {1: {2: 3}})"
     message = parse_assistant(hermes("python", {"code": code}) + " bye")
     assert arguments_of(message) == [{"code": code}]
@@ -70,21 +70,21 @@ def test_text_without_calls_is_unchanged():
         ("<tool_call>" + "[" * 100_000, "nested too deeply"),
     ],
 )
-def test_malformed_calls_are_explained_and_kept(text, reason):
+def test_malformed_hermes_calls_are_explained_and_kept(text, reason):
     message = parse_assistant(text)
     assert reason in message["parse_error"]
     assert message["content"] == text
     assert "tool_calls" not in message
 
 
-def test_a_malformed_call_beside_a_good_one_costs_only_itself():
+def test_malformed_call_does_not_affect_other_calls():
     message = parse_assistant("<tool_call>oops</tool_call>" + hermes("f", {}))
     assert message["parse_error"]
     assert arguments_of(message) == [{}]
     assert message["content"] == "<tool_call>oops</tool_call>"
 
 
-def test_fenced_blocks_are_calls_of_python():
+def test_fenced_blocks_are_python_calls():
     message = parse_assistant("First\n```python\nx = 1\n```\nthen\n  ```py\nx\n```\nend", "fenced")
     assert arguments_of(message) == [{"code": "x = 1\n"}, {"code": "x\n"}]
     assert message["content"].split() == ["First", "then", "end"]
@@ -97,7 +97,7 @@ def test_fenced_blocks_are_calls_of_python():
     st.booleans(),
     st.sampled_from(["parameters", "arguments"]),
 )
-def test_llama_calls_come_back_as_they_were_written(calls, is_tagged, key):
+def test_llama_calls_round_trip(calls, is_tagged, key):
     written = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
     text = "<|python_tag|>" * is_tagged + "; ".join(written)
     message = parse_assistant(text, "llama")
@@ -107,7 +107,7 @@ def test_llama_calls_come_back_as_they_were_written(calls, is_tagged, key):
 
 
 @pytest.mark.parametrize("text", ["42", '{"answer": 42}', 'It is {"name": "f"}.', "[1, 2]", ""])
-def test_a_llama_answer_is_no_call(text):
+def test_plain_llama_answer_is_not_a_call(text):
     assert parse_assistant(text, "llama") == {"role": "assistant", "content": text}
 
 
@@ -129,7 +129,7 @@ names = st.text(st.sampled_from("abcXYZ_019"), min_size=1, max_size=10)
 
 
 @given(st.lists(st.tuples(names, json_objects), min_size=1, max_size=4), st.booleans())
-def test_mistral_calls_come_back_as_they_were_written(calls, is_list):
+def test_mistral_calls_round_trip(calls, is_list):
     if is_list:
         listed = [{"name": name, "arguments": arguments} for name, arguments in calls]
         text = "Let me see.[TOOL_CALLS]" + json.dumps(listed)
@@ -159,7 +159,7 @@ def test_malformed_mistral_calls_are_explained_and_kept(text, reason):
 
 
 @pytest.mark.parametrize(
-    ("text", "thought", "said"),
+    ("text", "thought", "content"),
     [
         ("<think>\n6*7\n</think>\n\n42", "6*7", "42"),
         ("<think></think>42", "", "42"),
@@ -170,31 +170,31 @@ def test_malformed_mistral_calls_are_explained_and_kept(text, reason):
         ("42", None, "42"),
     ],
 )
-def test_thinking_is_told_apart(text, thought, said):
+def test_thinking_is_separated_from_content(text, thought, content):
     message = parse_assistant(text)
-    assert message["content"] == said
+    assert message["content"] == content
     assert message.get("reasoning_content") == thought
 
 
-def test_a_call_in_the_thoughts_is_no_call():
+def test_call_inside_thinking_is_not_a_call():
     message = parse_assistant("<think>" + hermes("f", {}) + "</think>" + hermes("g", {}))
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["g"]
 
 
-def test_an_unknown_dialect_is_named():
+def test_unknown_dialect_is_named():
     with pytest.raises(ConfigError) as caught:
         parse_assistant("x", "hermess")
     assert "did you mean 'hermes'" in caught.value.hints[0]
 
 
 @given(ANY_TEXT | st.text(st.sampled_from('<tool_cal>/{}":,[]`python\n \\'), max_size=300))
-def test_no_text_raises(text):
+def test_parsing_accepts_any_text(text):
     for dialect in DIALECTS:
         message = parse_assistant(text, dialect)
         assert all(isinstance(a, dict) for a in arguments_of(message))
 
 
-def test_hostile_megabytes_cost_linear_time():
+def test_parsing_takes_linear_time():
     units = [
         "<tool_call>",
         '<tool_call>"</tool_call>',

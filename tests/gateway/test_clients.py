@@ -1,4 +1,4 @@
-"""The official clients, as they come, find what they expect."""
+"""The unmodified official clients of OpenAI and Anthropic work with the gateway."""
 
 import asyncio
 import json
@@ -12,12 +12,16 @@ from tests._support.scripted_gateway import ADD, CALL, Slow, gate
 
 THOUGHT = "<think>Two words.</think>Hello, wörld 🙂."
 FLAT = {"type": "function", **ADD["function"]}
-THEIRS = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
+ANTHROPIC_ADD = {
+    "name": "add",
+    "description": "Add.",
+    "input_schema": ADD["function"]["parameters"],
+}
 HI = [{"role": "user", "content": "Hi."}]
 
 
 def talk(replies, use, *, pause_s=None, **kwargs):
-    """Let `use(client, session)` ask a policy with a script."""
+    """Run `use(session)` against a gateway with a scripted policy."""
 
     async def run():
         engine = ScriptedEngine(replies) if pause_s is None else Slow(replies, pause_s)
@@ -47,7 +51,7 @@ def with_anthropic(use):
     return run
 
 
-def test_a_chat():
+def test_openai_chat_completion():
     async def use(client):
         answer = await client.chat.completions.create(
             model="gpt-anything", messages=HI, logprobs=True
@@ -70,7 +74,7 @@ def test_a_chat():
     talk(lambda question: THOUGHT, with_openai(use))
 
 
-def test_the_blocking_client():
+def test_blocking_openai_client():
     async def use(session):
         client = openai.OpenAI(api_key=session.api_key, base_url=session.base_url)
 
@@ -84,9 +88,9 @@ def test_the_blocking_client():
     talk(lambda question: "Hello.", use)
 
 
-def test_a_stream_of_a_chat():
+def test_openai_chat_stream():
     async def use(client):
-        said, thought, num_chunks = "", "", 0
+        content, thought, num_chunks = "", "", 0
         async for chunk in await client.chat.completions.create(
             model="x", messages=HI, stream=True, stream_options={"include_usage": True}
         ):
@@ -95,16 +99,16 @@ def test_a_stream_of_a_chat():
                 continue
             num_chunks += 1
             delta = chunk.choices[0].delta
-            said += delta.content or ""
+            content += delta.content or ""
             thought += getattr(delta, "reasoning_content", None) or ""
-        assert (said, thought) == ("Hello, wörld 🙂.", "Two words.")
+        assert (content, thought) == ("Hello, wörld 🙂.", "Two words.")
         assert chunk.usage is not None
         assert num_chunks > 10
 
     talk(lambda question: THOUGHT, with_openai(use), pause_s=0.001)
 
 
-def test_tools_parallel_calls_and_what_they_gave():
+def test_parallel_tool_calls_and_their_results():
     def replies(question):
         return f"Both. {CALL}{CALL}" if question.turn == 0 else "It is 7."
 
@@ -134,7 +138,7 @@ def test_tools_parallel_calls_and_what_they_gave():
     talk(replies, with_openai(use))
 
 
-def test_a_stream_with_a_call():
+def test_openai_stream_with_tool_calls():
     async def use(client):
         async with client.chat.completions.stream(
             model="x", messages=HI, tools=[ADD], n=2
@@ -151,7 +155,7 @@ def test_a_stream_with_a_call():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_stop_strings_end_an_answer(is_stream):
+def test_stop_strings_end_an_answer_and_are_not_shown(is_stream):
     async def use(session):
         async def ask(client):
             answer = await client.chat.completions.create(
@@ -159,7 +163,7 @@ def test_stop_strings_end_an_answer(is_stream):
             )
             if is_stream:
                 chunks = [c.choices[0].delta.content async for c in answer]
-                assert not any("E" in (c or "") for c in chunks)  # never shown, not even in part
+                assert not any("E" in (c or "") for c in chunks)  # never sent, not even in part
                 return "".join(filter(None, chunks))
             assert answer.choices[0].finish_reason == "stop"
             assert answer.usage.completion_tokens == len("One two END")
@@ -170,12 +174,12 @@ def test_stop_strings_end_an_answer(is_stream):
     talk(lambda question: "One two ENDless three", use, pause_s=0.0)
 
 
-def test_limits_of_tokens():
+def test_max_tokens_and_context_limits():
     async def use(client):
         cut = await client.chat.completions.create(model="x", messages=HI, max_tokens=3)
         assert cut.choices[0].finish_reason == "length"
         assert cut.choices[0].message.content == "aaa"
-        # No hidden limit: trap 15. What the context leaves is what there is.
+        # No hidden limit (trap 15): the answer may fill the context.
         free = await client.chat.completions.create(model="x", messages=HI)
         assert free.usage.total_tokens == 32768
         assert free.choices[0].finish_reason == "length"
@@ -189,7 +193,7 @@ def test_limits_of_tokens():
     talk(lambda question: "a" * 40_000, with_openai(use))
 
 
-def test_what_cannot_be_done_is_refused_by_name():
+def test_unsupported_parameters_are_refused_by_name():
     async def use(client):
         for wrong in (
             {"logit_bias": {"5": 1.0}},
@@ -215,7 +219,7 @@ def test_what_cannot_be_done_is_refused_by_name():
     talk(lambda question: "Hello.", with_openai(use))
 
 
-def test_completions():
+def test_openai_text_completions():
     async def use(client):
         first = await client.completions.create(model="x", prompt="Once", logprobs=0)
         assert first.choices[0].text == " upon a time"
@@ -232,7 +236,7 @@ def test_completions():
     talk(lambda question: " upon a time", with_openai(use))
 
 
-def test_responses():
+def test_openai_responses():
     def replies(question):
         return f"Both. {CALL}" if "[add]" in question.text else THOUGHT
 
@@ -276,7 +280,7 @@ def test_responses():
     talk(replies, with_openai(use))
 
 
-def test_a_stream_of_a_response():
+def test_openai_responses_stream():
     def replies(question):
         return f"{THOUGHT}{CALL}"
 
@@ -289,20 +293,20 @@ def test_a_stream_of_a_response():
         )
         assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
         assert answer.output_text == "Hello, wörld 🙂."
-        said = "".join(e.delta for e in events if e.type == "response.output_text.delta")
-        assert said == answer.output_text
+        streamed = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        assert streamed == answer.output_text
         assert answer.output[2].arguments == '{"a": 3, "b": 4}'
 
     talk(replies, with_openai(use), pause_s=0.0)
 
 
-def test_anthropic_messages():
+def test_anthropic_messages_with_tools():
     def replies(question):
         return f"Both. {CALL}" if question.turn == 0 else "It is 7."
 
     async def use(client):
         first = await client.messages.create(
-            model="claude", max_tokens=500, system="Be brief.", messages=HI, tools=[THEIRS]
+            model="claude", max_tokens=500, system="Be brief.", messages=HI, tools=[ANTHROPIC_ADD]
         )
         assert first.stop_reason == "tool_use"
         text, call = first.content
@@ -314,7 +318,11 @@ def test_anthropic_messages():
             {"role": "user", "content": [result]},
         ]
         second = await client.messages.create(
-            model="claude", max_tokens=500, system="Be brief.", messages=messages, tools=[THEIRS]
+            model="claude",
+            max_tokens=500,
+            system="Be brief.",
+            messages=messages,
+            tools=[ANTHROPIC_ADD],
         )
         assert second.content[0].text == "It is 7."
         used = first.usage.input_tokens + first.usage.output_tokens
@@ -332,14 +340,14 @@ def test_anthropic_messages():
     talk(replies, with_anthropic(use))
 
 
-def test_a_stream_of_anthropic_messages():
+def test_anthropic_messages_stream():
     async def use(client):
         async with client.messages.stream(
-            model="claude", max_tokens=500, messages=HI, tools=[THEIRS]
+            model="claude", max_tokens=500, messages=HI, tools=[ANTHROPIC_ADD]
         ) as stream:
-            said = "".join([text async for text in stream.text_stream])
+            streamed = "".join([text async for text in stream.text_stream])
             message = await stream.get_final_message()
-        assert said == "Hello, wörld 🙂."
+        assert streamed == "Hello, wörld 🙂."
         assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
         assert message.content[2].input == {"a": 3, "b": 4}
         assert message.stop_reason == "tool_use"
@@ -348,7 +356,7 @@ def test_a_stream_of_anthropic_messages():
     talk(lambda question: f"{THOUGHT}{CALL}", with_anthropic(use), pause_s=0.0)
 
 
-def test_a_wrong_key_is_told_as_the_clients_expect():
+def test_wrong_key_raises_the_clients_authentication_error():
     async def use(session):
         async with openai.AsyncOpenAI(api_key="wrong", base_url=session.base_url) as client:
             with pytest.raises(openai.AuthenticationError) as caught:

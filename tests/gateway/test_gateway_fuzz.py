@@ -1,4 +1,4 @@
-"""Every route of the gateway, fuzzed from its own schema: clear refusals, and no turn lost."""
+"""Fuzz every route of the gateway from its schema: clear refusals, and no turn lost."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ def engine():
     return ScriptedEngine(lambda question: f"Hello. {CALL}", max_context=2000)
 
 
-def test_every_route_of_the_gateway_is_fuzzed():
+def test_fuzz_covers_every_route_of_the_gateway():
     async def use():
         async with gate() as (gateway, _):
             routes = gateway._site.runner.app.router.routes()
@@ -94,17 +94,17 @@ def test_every_route_of_the_gateway_is_fuzzed():
     assert all(r.body is not None for r in TABLE if r.method == "POST")
 
 
-def noisy(route, dice):
-    """Method, path and body of a request that may be anything."""
+def malformed_body(route, rng):
+    """Return a body for the route: malformed, or valid by chance."""
     if route.body is None:
-        return dice.choice((b"", b"{}", b"x"))
-    if dice.random() < 0.5:
-        return body_bytes(mutated(VALID[route.path], dice), dice)
-    return body_bytes(value(SCHEMAS[route.body.__name__], SCHEMAS, dice), dice)
+        return rng.choice((b"", b"{}", b"x"))
+    if rng.random() < 0.5:
+        return body_bytes(mutated(VALID[route.path], rng), rng)
+    return body_bytes(value(SCHEMAS[route.body.__name__], SCHEMAS, rng), rng)
 
 
 def check_refusal(path, status, text):
-    """A refusal is in the shape that the API's clients read."""
+    """Check that a refusal has the form that the API's clients read."""
     error = json.loads(text)
     if path.startswith("/v1/messages"):
         assert error["type"] == "error"
@@ -119,8 +119,8 @@ async def ask(http, method, url, key, body):
         return answer.status, await answer.text()
 
 
-async def plays_on(gateway, http, session):
-    """A normal turn of a session gives exactly what it should."""
+async def check_normal_turn(gateway, http, session):
+    """Check that a normal turn of the session still works."""
     turns = len(session.recorder.turns)
     url = f"{gateway.url}/v1/chat/completions"
     status, text = await ask(
@@ -133,19 +133,19 @@ async def plays_on(gateway, http, session):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
-def test_gateway_refuses_noise_and_loses_no_turn(seed):
-    dice = random.Random(seed)
+def test_gateway_refuses_malformed_bodies_and_keeps_turns(seed):
+    rng = random.Random(seed)
 
     async def use():
         async with gate(engine()) as (gateway, _), aiohttp.ClientSession() as http:
             session = recorded(gateway, engine(), max_new_tokens=200)
             other = recorded(gateway, engine())
             num_answers = 0
-            for route in dice.choices(TABLE, k=10):
+            for route in rng.choices(TABLE, k=10):
                 key = gateway.control_key if route.key == "control" else session.api_key
-                # Whoever has the control key may end a session: another one.
+                # The control key may end a session, hence the other one.
                 path = route.path.replace("{id}", other.id)
-                body = noisy(route, dice)
+                body = malformed_body(route, rng)
                 turns = len(session.recorder.turns)
                 status, text = await ask(http, route.method, gateway.url + path, key, body)
                 if status >= 400:
@@ -156,15 +156,15 @@ def test_gateway_refuses_noise_and_loses_no_turn(seed):
                     assert len(session.recorder.turns) > turns, (path, body)
                 gateway.is_paused = False
             assert len(session.recorder.turns) >= num_answers
-            await plays_on(gateway, http, session)
+            await check_normal_turn(gateway, http, session)
             outcome = session.recorder.outcome()
             assert len(outcome["turns"]) == len({span.turn for span in outcome["spans"]})
 
     asyncio.run(use())
 
 
-def test_gateway_takes_what_is_valid_in_the_fuzz():
-    """The noise is made around requests that are taken as they are: it reaches the policy."""
+def test_gateway_accepts_the_valid_fuzz_requests():
+    """The bodies that the fuzz mutates are valid, so that mutations reach the policy."""
 
     async def use():
         async with gate(engine()) as (gateway, session), aiohttp.ClientSession() as http:
@@ -177,8 +177,8 @@ def test_gateway_takes_what_is_valid_in_the_fuzz():
     asyncio.run(use())
 
 
-def test_gateway_survives_odd_http():
-    dice = random.Random(17)
+def test_gateway_survives_malformed_http():
+    rng = random.Random(17)
     limits = ConnectionLimits(header_s=2.0, body_s=2.0, idle_s=2.0)
 
     async def use():
@@ -187,8 +187,8 @@ def test_gateway_survives_odd_http():
             key = b"Authorization: Bearer " + session.api_key.encode() + b"\r\n"
             paths = [route.path for route in TABLE]
             bodies = [b"", b"x", *(json.dumps(body).encode() for body in VALID.values())]
-            odd = [odd_request(dice, paths, bodies) for _ in range(250)]
-            # Half of them with a key: refused before it is asked for, nothing is tried.
+            odd = [odd_request(rng, paths, bodies) for _ in range(250)]
+            # Half of them with a key: without one, only authentication would be tested.
             odd = [
                 raw.replace(b"\r\n", b"\r\n" + key, 1) if place % 2 else raw
                 for place, raw in enumerate(odd)
@@ -199,12 +199,12 @@ def test_gateway_survives_odd_http():
             for raw, answer in zip(odd, answers, strict=True):
                 assert all(status < 500 for status in statuses(answer)), (raw, answer)
             async with aiohttp.ClientSession() as http:
-                await plays_on(gateway, http, session)
+                await check_normal_turn(gateway, http, session)
 
     asyncio.run(use())
 
 
-def test_gateway_refuses_encodings_that_are_none():
+def test_gateway_answers_unknown_encodings_and_hosts():
     async def use():
         async with gate(engine()) as (gateway, session):
             body = json.dumps({"messages": HI}).encode()
@@ -216,7 +216,7 @@ def test_gateway_refuses_encodings_that_are_none():
                     [("Content-Encoding", encoding), ("x-api-key", session.api_key)],
                 )
                 (status,) = statuses(await exchange(gateway._port, raw, ends=False))
-                # What is not known is passed over: the body is what it is.
+                # Unknown encodings are ignored.
                 assert status in (200, 400, 415), encoding
             for host in ("[", "]", "[::1", "a b", "\u00b2", "127.0.0.1:99999"):
                 raw = request("GET", "/health", b"", [("Host", host)])

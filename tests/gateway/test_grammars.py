@@ -1,4 +1,4 @@
-"""What an answer must look like: told to engines that can do it, refused by all others."""
+"""Response formats and forced tool calls: grammars for engines that support them."""
 
 import asyncio
 import json
@@ -14,7 +14,11 @@ from tests._support.scripted_gateway import ADD, CALL, gate, post, recorded
 
 HI = [{"role": "user", "content": "Hi."}]
 FLAT = {"type": "function", **ADD["function"]}
-THEIRS = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
+ANTHROPIC_ADD = {
+    "name": "add",
+    "description": "Add.",
+    "input_schema": ADD["function"]["parameters"],
+}
 SUM = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
 
 
@@ -22,18 +26,18 @@ class Sum(BaseModel):
     sum: int
 
 
-class Keeping(ScriptedEngine):
-    """Keeps what it was told."""
+class GrammarEngine(ScriptedEngine):
+    """Records the grammars that it gets."""
 
     takes_grammars = True
 
     def __init__(self, replies, is_able=True):
         super().__init__(replies)
         self.is_able = is_able
-        self.told = []
+        self.grammars = []
 
     async def generate(self, prompt_ids, params, *, session=None):
-        self.told.append(params.grammar)
+        self.grammars.append(params.grammar)
         if not self.is_able:
             raise GrammarError("no backend for grammars")
         return await super().generate(prompt_ids, params, session=session)
@@ -51,8 +55,8 @@ def client_of(session):
     return openai.AsyncOpenAI(api_key=session.api_key, base_url=session.base_url, max_retries=0)
 
 
-def test_json_and_its_schema():
-    engine = Keeping(lambda question: '{"sum": 7}')
+def test_response_formats_become_grammars():
+    engine = GrammarEngine(lambda question: '{"sum": 7}')
 
     async def use(_, session):
         async with client_of(session) as client:
@@ -63,13 +67,13 @@ def test_json_and_its_schema():
             assert parsed.choices[0].message.parsed == Sum(sum=7)
             shape = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}}
             stream = await chat.create(model="x", messages=HI, response_format=shape, stream=True)
-            told = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            assert "".join(told) == '{"sum": 7}'
+            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(parts) == '{"sum": 7}'
             newer = await client.responses.parse(model="x", input="Hi.", text_format=Sum)
             assert newer.output_parsed == Sum(sum=7)
 
     run(use, engine)
-    free, plain, *schemas = engine.told
+    free, plain, *schemas = engine.grammars
     assert free is None
     assert plain == ("json_schema", '{"type": "object"}')
     assert {kind for kind, _ in schemas} == {"json_schema"}
@@ -77,8 +81,8 @@ def test_json_and_its_schema():
     assert [json.loads(text)["required"] for _, text in schemas] == [["sum"]] * 3
 
 
-def test_a_call_that_must_be_made():
-    engine = Keeping(lambda question: CALL)
+def test_forced_tool_calls_become_structural_tags():
+    engine = GrammarEngine(lambda question: CALL)
     sub = {"type": "function", "function": {"name": "sub"}}
 
     async def use(_, session):
@@ -102,13 +106,13 @@ def test_a_call_that_must_be_made():
         ) as client:
             for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
                 answer = await client.messages.create(
-                    model="x", max_tokens=99, messages=HI, tools=[THEIRS], tool_choice=choice
+                    model="x", max_tokens=99, messages=HI, tools=[ANTHROPIC_ADD], tool_choice=choice
                 )
                 assert answer.stop_reason == "tool_use"
 
     run(use, engine)
     shapes = []
-    for kind, text in engine.told:
+    for kind, text in engine.grammars:
         assert kind == "structural_tag"
         tag = json.loads(text)
         assert tag["type"] == "structural_tag"
@@ -125,33 +129,33 @@ JSON = {"response_format": {"type": "json_object"}}
 FORCED = {"tools": [ADD], "tool_choice": "required"}
 
 
-@pytest.mark.parametrize("asked", [JSON, FORCED], ids=["json", "call"])
-def test_who_cannot_says_so(asked):
+@pytest.mark.parametrize("form", [JSON, FORCED], ids=["json", "call"])
+def test_grammars_are_refused_where_unsupported(form):
     async def use(gateway, session):
-        return (await post(session, "/chat/completions", {"messages": HI, **asked}))[:2]
+        return (await post(session, "/chat/completions", {"messages": HI, **form}))[:2]
 
     status, body = run(use, ScriptedEngine(["{}"]))
     assert status == 400
     assert "ScriptedEngine samples freely" in body["error"]["message"]
-    assert body["error"]["param"] in asked
-    status, body = run(use, Keeping(["{}"], is_able=False))
+    assert body["error"]["param"] in form
+    status, body = run(use, GrammarEngine(["{}"], is_able=False))
     assert status == 400
     assert "no backend for grammars" in body["error"]["message"]
 
     async def learn(gateway, session):
-        training = recorded(gateway, Keeping(["{}"]))
-        found = await use(gateway, training)
+        training = recorded(gateway, GrammarEngine(["{}"]))
+        refusal = await use(gateway, training)
         assert not training.recorder.turns
-        return found
+        return refusal
 
-    status, body = run(learn, Keeping(["{}"]))
+    status, body = run(learn, GrammarEngine(["{}"]))
     assert status == 400
     assert "learns from its answers" in body["error"]["message"]
     assert body["error"]["code"] == "unsupported_value"
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("form", "message"),
     [
         ({"response_format": {"type": "yaml"}}, "json_schema are"),
         ({"response_format": {}}, None),
@@ -164,10 +168,10 @@ def test_who_cannot_says_so(asked):
         ({"tool_choice": "sometimes", "tools": [ADD]}, "auto, none, required"),
     ],
 )
-def test_what_makes_no_sense_is_refused(asked, told):
+def test_malformed_response_formats_and_tool_choices_are_refused(form, message):
     async def use(gateway, session):
-        return (await post(session, "/chat/completions", {"messages": HI, **asked}))[:2]
+        return (await post(session, "/chat/completions", {"messages": HI, **form}))[:2]
 
-    status, body = run(use, Keeping(lambda question: "{}"))
-    assert status == (200 if told is None else 400), body
-    assert told is None or told in body["error"]["message"]
+    status, body = run(use, GrammarEngine(lambda question: "{}"))
+    assert status == (200 if message is None else 400), body
+    assert message is None or message in body["error"]["message"]

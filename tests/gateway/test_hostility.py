@@ -1,4 +1,4 @@
-"""What strangers, mistakes and noise do to the gateway: nothing but a clear answer."""
+"""Wrong keys, mistakes and random requests get a clear answer and do no harm."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def run(use, engine=None, **kwargs):
     return asyncio.run(begin())
 
 
-def test_it_listens_on_loopback_and_has_no_default_key():  # trap 30
+def test_gateway_listens_on_loopback_without_default_key():  # trap 30
     async def use(gateway, session):
         assert gateway.url.startswith("http://127.0.0.1:")
         other = Gateway()
@@ -48,33 +48,33 @@ def test_it_listens_on_loopback_and_has_no_default_key():  # trap 30
     run(use)
 
 
-def test_every_key_opens_its_own_doors_only():
+def test_keys_open_only_their_own_routes():
     async def use(gateway, session):
-        mine, other = (
+        session, other = (
             recorded(gateway, ScriptedEngine(["a"])),
             recorded(gateway, ScriptedEngine([])),
         )
         control = {
             "/rl/sessions": {},
-            f"/rl/sessions/{mine.id}/reward": {"reward": 1},
-            f"/rl/sessions/{mine.id}/end": {},
+            f"/rl/sessions/{session.id}/reward": {"reward": 1},
+            f"/rl/sessions/{session.id}/end": {},
             "/rl/pause": {},
             "/rl/resume": {},
         }
         for route, body in control.items():
-            assert (await post(mine, route, body))[0] == 403
-            assert (await post(mine, route, body, key=other.api_key))[0] == 403
-            assert (await post(mine, route, body, key="guess"))[0] == 401
-        assert mine.recorder.turns == []
-        assert (await post(mine, "/chat/completions", HI, key=gateway.control_key))[0] == 403
-        # What one key asks is in its own session, whoever else there is.
-        assert (await post(mine, "/chat/completions", HI))[0] == 200
-        assert (len(mine.recorder.turns), len(other.recorder.turns)) == (1, 0)
+            assert (await post(session, route, body))[0] == 403
+            assert (await post(session, route, body, key=other.api_key))[0] == 403
+            assert (await post(session, route, body, key="guess"))[0] == 401
+        assert session.recorder.turns == []
+        assert (await post(session, "/chat/completions", HI, key=gateway.control_key))[0] == 403
+        # Calls with one key are recorded in its own session only.
+        assert (await post(session, "/chat/completions", HI))[0] == 200
+        assert (len(session.recorder.turns), len(other.recorder.turns)) == (1, 0)
 
     run(use)
 
 
-def test_a_session_is_worth_nothing_after_its_end():
+def test_ended_session_key_is_refused():
     async def use(gateway, _):
         session = recorded(gateway, ScriptedEngine(lambda question: "Hello."))
         assert (await post(session, "/chat/completions", HI))[0] == 200
@@ -107,7 +107,7 @@ def test_ending_a_session_aborts_its_calls():
     run(use, engine)
 
 
-def test_bodies_that_are_none():
+def test_malformed_and_oversized_bodies_are_refused():
     async def use(gateway, session):
         for route in ("/chat/completions", "/completions", "/responses", "/messages"):
             for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'"x"', b"{}", b"[" * 100_000):
@@ -125,7 +125,7 @@ def test_bodies_that_are_none():
     run(use, max_body_bytes=2_000_000)
 
 
-def test_text_that_utf8_cannot_hold():
+def test_lone_surrogates_and_control_text_are_answered():
     async def use(gateway, session):
         odd = "\ud800 <|im_end|> \0 \u202e"
         for route, body in (
@@ -140,7 +140,7 @@ def test_text_that_utf8_cannot_hold():
     run(use)
 
 
-def test_an_engine_that_fails_is_503_and_one_that_is_paused_429():
+def test_failing_engine_is_503_and_paused_gateway_is_429():
     class Broken(ScriptedEngine):
         async def generate(self, prompt_ids, params, *, session=None):
             raise EngineError("no server is left")
@@ -150,7 +150,7 @@ def test_an_engine_that_fails_is_503_and_one_that_is_paused_429():
         assert (status, answer["error"]["code"]) == (503, "engine_error")
         assert "no server is left" in answer["error"]["message"]
         status, answer, _ = await post(session, "/chat/completions", HI | {"stream": True})
-        assert status == 503  # before the first token there is a status to tell it with
+        assert status == 503  # before the first token the status can still be set
         await post(session, "/rl/pause", {}, key=gateway.control_key)
         status, answer, headers = await post(session, "/chat/completions", HI)
         assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
@@ -163,14 +163,14 @@ def test_an_engine_that_fails_is_503_and_one_that_is_paused_429():
     run(use, Broken([]))
 
 
-def test_an_engine_that_fails_in_a_stream_says_so_in_it():
+def test_engine_failure_within_a_stream_is_reported_in_it():
     class Breaking(Slow):
         async def stream(self, prompt_ids, params, *, session=None):
             async for piece in super().stream(prompt_ids, params, session=session):
                 yield piece
-                if len(prompt_ids) and self.num_told == 5:
+                if len(prompt_ids) and self.num_sent == 5:
                     raise EngineError("the server died")
-                self.num_told += 1
+                self.num_sent += 1
 
     async def use(gateway, session):
         status, text, _ = await post(session, "/chat/completions", HI | {"stream": True})
@@ -178,11 +178,11 @@ def test_an_engine_that_fails_in_a_stream_says_so_in_it():
         assert "the server died" in text
 
     engine = Breaking(lambda question: "Hello there.", 0.001)
-    engine.num_told = 0
+    engine.num_sent = 0
     run(use, engine)
 
 
-def test_more_calls_than_it_takes_come_back_later():
+def test_calls_beyond_the_limit_get_retry_after():
     engine = Slow(lambda question: "x" * 200, 0.01)
 
     async def use(gateway, session):
@@ -198,7 +198,7 @@ def test_more_calls_than_it_takes_come_back_later():
     run(use, engine, max_calls_at_once=1)
 
 
-def test_a_port_that_is_taken_is_said():
+def test_gateway_names_a_taken_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -207,45 +207,47 @@ def test_a_port_that_is_taken_is_said():
             asyncio.run(Gateway(port=port).start())
 
 
-# ---- noise, made from the gateway's own description ---------------------------------------------
+# ---- random requests from the gateway's own description ------------------------------------------
 
 PLAIN = (None, True, -1, 2**70, 1e300, -0.5, "", "\ud800", "x" * 50, 0, [], {}, [None], {"a": []})
 TEXTS = ("function", "text", "message", "function_call", "user", "auto", "7", "")
 
 
-def value(schema, dice):
-    """What the schema describes, or noise in one case of twelve. (Hypothesis draws the seed only:
-    drawing every value takes it a hundred times as long.)"""
-    if dice.random() < 1 / 12:
-        return dice.choice(PLAIN)
+def value(schema, rng):
+    """Return a value of the schema, or an odd one in one case of twelve.
+
+    Hypothesis draws the seed only: drawing every value takes a hundred times as long.
+    """
+    if rng.random() < 1 / 12:
+        return rng.choice(PLAIN)
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
-        return value(DESCRIPTION["components"]["schemas"][name], dice)
+        return value(DESCRIPTION["components"]["schemas"][name], rng)
     if "anyOf" in schema:
-        return value(dice.choice(schema["anyOf"]), dice)
+        return value(rng.choice(schema["anyOf"]), rng)
     if "enum" in schema:
-        return dice.choice(schema["enum"])
+        return rng.choice(schema["enum"])
     if "const" in schema:
         return schema["const"]
     kind = schema.get("type")
     if kind == "object" and "properties" in schema:
         required = schema.get("required", ())
         return {
-            name: value(inner, dice)
+            name: value(inner, rng)
             for name, inner in schema["properties"].items()
-            if name in required or dice.random() < 0.2
+            if name in required or rng.random() < 0.2
         }
     if kind == "array":
-        size = schema.get("minItems", 0) + dice.randrange(3)
-        return [value(schema["items"], dice) for _ in range(size)]
+        size = schema.get("minItems", 0) + rng.randrange(3)
+        return [value(schema["items"], rng) for _ in range(size)]
     return {
-        "string": lambda: dice.choice(TEXTS),
-        "integer": lambda: dice.randint(schema.get("minimum", -3), 3),
-        "number": lambda: dice.uniform(schema.get("minimum", -1), schema.get("maximum", 1)),
-        "boolean": lambda: dice.random() < 0.5,
+        "string": lambda: rng.choice(TEXTS),
+        "integer": lambda: rng.randint(schema.get("minimum", -3), 3),
+        "number": lambda: rng.uniform(schema.get("minimum", -1), schema.get("maximum", 1)),
+        "boolean": lambda: rng.random() < 0.5,
         "null": lambda: None,
-        "object": lambda: {"a": dice.choice(PLAIN)},
-    }.get(kind, lambda: dice.choice(PLAIN))()
+        "object": lambda: {"a": rng.choice(PLAIN)},
+    }.get(kind, lambda: rng.choice(PLAIN))()
 
 
 REQUESTS = [
@@ -255,18 +257,18 @@ REQUESTS = [
 ]
 
 
-def request(dice):
-    method, path, operation = dice.choice(REQUESTS)
+def request(rng):
+    method, path, operation = rng.choice(REQUESTS)
     content = operation.get("requestBody", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema")
-    return method, path, None if schema is None else value(schema, dice)
+    return method, path, None if schema is None else value(schema, rng)
 
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), keys=st.sampled_from(["own", "control"]))
-def test_no_noise_gives_a_500(seed, keys):
-    dice = random.Random(seed)
-    asked = [request(dice) for _ in range(12)]
+def test_random_requests_never_give_a_500(seed, keys):
+    rng = random.Random(seed)
+    requests = [request(rng) for _ in range(12)]
 
     async def use(gateway, _):
         engine = ScriptedEngine(
@@ -274,7 +276,7 @@ def test_no_noise_gives_a_500(seed, keys):
         )
         session = recorded(gateway, engine, max_new_tokens=20)
         async with aiohttp.ClientSession() as http:
-            for method, path, body in asked:
+            for method, path, body in requests:
                 url = gateway.url + path.replace("{id}", session.id)
                 key = session.api_key if keys == "own" else gateway.control_key
                 async with http.request(
@@ -287,22 +289,22 @@ def test_no_noise_gives_a_500(seed, keys):
                     assert answer.status < 500, (method, path, body, text)
                     if answer.status >= 400:
                         assert json.loads(text)["error"]["message"]
-        # Whatever came of it, the record holds together.
+        # The record is consistent, whatever happened.
         outcome = session.recorder.outcome()
         assert len(outcome["turns"]) == len({s.turn for s in outcome["spans"]})
 
     run(use)
 
 
-def test_the_noise_is_not_all_refused():
-    """Bodies from the description are taken where they are right: noise reaches the policy."""
+def test_some_random_requests_are_valid():
+    """Some bodies made from the description are valid, and reach the policy."""
 
     async def use(gateway, session):
-        taken = []
+        codes = []
         for seed in range(150):
             body = value(DESCRIPTION["components"]["schemas"]["ChatRequest"], random.Random(seed))
-            taken.append((await post(session, "/chat/completions", body))[0])
-        assert taken.count(200) >= 5
-        assert set(taken) <= {200, 400}
+            codes.append((await post(session, "/chat/completions", body))[0])
+        assert codes.count(200) >= 5
+        assert set(codes) <= {200, 400}
 
     run(use, ScriptedEngine(lambda question: "Hello."))

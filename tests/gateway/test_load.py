@@ -1,4 +1,4 @@
-"""256 programs at once stream through the gateway: no token is lost, no two sessions mix."""
+"""256 programs stream through the gateway at once: no token is lost, no sessions mix."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ from tests._support.scripted_gateway import Told, post
 NUM = 256
 
 
-async def told(http, session, messages):
-    """The text of a streamed answer, as it was told."""
+async def stream_answer(http, session, messages):
+    """Stream an answer; return its text, number of log-probabilities and usage."""
     body = {
         "messages": messages,
         "stream": True,
@@ -44,8 +44,8 @@ async def told(http, session, messages):
     return text, num_logprobs, usage
 
 
-def test_who_serves_for_long_remembers_little():
-    """The one key of `serve`: what is kept for going on with old dialogues has a bound."""
+def test_long_serving_session_keeps_bounded_state():
+    """The state that `serve` keeps for continuing old dialogues is bounded."""
     live = set()
 
     class Counting(ScriptedEngine):
@@ -83,7 +83,7 @@ def test_who_serves_for_long_remembers_little():
 
 
 @pytest.mark.slow
-def test_256_secrets(tiny_policy):
+def test_256_concurrent_sessions_do_not_mix(tiny_policy):
     torch.set_num_threads(1)
     renderer = Renderer.from_checkpoint(tiny_policy)
 
@@ -95,7 +95,7 @@ def test_256_secrets(tiny_policy):
         messages = [{"role": "user", "content": secret}]
         answers = []
         for turn in range(2):
-            text, num_logprobs, usage = await told(http, session, messages)
+            text, num_logprobs, usage = await stream_answer(http, session, messages)
             assert num_logprobs == usage["completion_tokens"]
             answers.append(text)
             messages += [
@@ -115,26 +115,26 @@ def test_256_secrets(tiny_policy):
         try:
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(connector=connector) as http:
-                found = await asyncio.gather(
+                episodes = await asyncio.gather(
                     *(play(http, gateway, engine, number) for number in range(NUM))
                 )
-            return found, gateway, engine.stats.generated
+            return episodes, gateway, engine.stats.generated
         finally:
             await gateway.aclose()
             await engine.aclose()
 
-    found, gateway, num_generated = asyncio.run(run())
+    episodes, gateway, num_generated = asyncio.run(run())
     assert gateway.sessions == {}
     num_recorded = 0
-    for secret, answers, outcome in found:
+    for secret, answers, outcome in episodes:
         policy = [span for span in outcome["spans"] if span.origin == "policy"]
         num_recorded += sum(map(len, policy))
         prompt = renderer.decode(outcome["spans"][0].token_ids)
         assert secret in prompt
         assert prompt.count("Secret") == 1
         assert len(outcome["turns"]) == 2
-        for turn, text in enumerate(answers):  # what was told is what was sampled
+        for turn, text in enumerate(answers):  # the streamed text is what was sampled
             ids = [i for span in policy if span.turn == turn for i in span.token_ids]
             message = renderer.parse(renderer.decode(ids), "plain")
             assert text == message.get("reasoning_content", "") + message["content"]
-    assert num_recorded == num_generated  # no token was sampled that nobody has
+    assert num_recorded == num_generated  # every sampled token is recorded

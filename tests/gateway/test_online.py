@@ -1,4 +1,4 @@
-"""Online runs: programs outside open sessions, chat and post rewards; training goes on."""
+"""Online runs: outside programs open sessions, chat and post rewards while it trains."""
 
 import asyncio
 import json
@@ -54,20 +54,20 @@ def wait_for(file, is_over=lambda: False):
 
 
 class Program(threading.Thread):
-    """A program outside: it knows where the gateway is, and nothing of training."""
+    """An outside program that knows only the gateway's address and key."""
 
     def __init__(self, run_dir, *, task_of=lambda number: None, fails_at=()):
         super().__init__(daemon=True)
         self.file = run_dir / "gateway.json"
         self.task_of, self.fails_at = task_of, fails_at
         self.num_sessions = 0
-        self.num_told_to_wait = 0
+        self.num_refused = 0
         self.problems = []
         self.is_stopped = False
 
     def run(self):
-        found = wait_for(self.file, lambda: self.is_stopped)
-        url, key = found["base_url"], found["control_key"]
+        address = wait_for(self.file, lambda: self.is_stopped)
+        url, key = address["base_url"], address["control_key"]
         while not self.is_stopped:
             try:
                 self.play(url, key)
@@ -80,8 +80,8 @@ class Program(threading.Thread):
     def play(self, url, key):
         number = self.num_sessions
         status, session = post(f"{url}/rl/sessions", {"task": self.task_of(number)}, key)
-        if status == 429:  # training has to catch up
-            self.num_told_to_wait += 1
+        if status == 429:  # wait until training catches up
+            self.num_refused += 1
             time.sleep(0.02)
             return
         assert status == 201, session
@@ -109,7 +109,7 @@ def run_with(policy, out, programs, *more, steps=2):
             program.join(timeout=30)
 
 
-def test_training_goes_on_as_sessions_complete(tiny_policy, tmp_path):
+def test_online_run_trains_as_sessions_complete(tiny_policy, tmp_path):
     out = tmp_path / "run"
     programs = [Program(out, fails_at=(2,)) for _ in range(3)]
     summary = run_with(tiny_policy, out, programs)
@@ -126,10 +126,10 @@ def test_training_goes_on_as_sessions_complete(tiny_policy, tmp_path):
     assert {t.reward for t in trajectories} <= {0.0, 1.0, 2.0}
     assert {t.agent_id for t in trajectories} == {"online"}
     mode = (out / "gateway.json").stat().st_mode & 0o777
-    assert mode == 0o600  # the control key is nobody else's
+    assert mode == 0o600  # only the owner may read the control key
 
 
-def test_sessions_of_one_task_are_siblings(tiny_policy, tmp_path):
+def test_sessions_of_one_task_are_one_group(tiny_policy, tmp_path):
     out = tmp_path / "run"
     program = Program(out, task_of=lambda number: "even" if number % 2 == 0 else "odd")
     run_with(tiny_policy, out, [program], steps=1)
@@ -141,7 +141,7 @@ def test_sessions_of_one_task_are_siblings(tiny_policy, tmp_path):
     assert sorted(map(tuple, groups.values())) == [(0,), (1,)]
 
 
-def test_a_killed_run_goes_on_with_the_same_key(tiny_policy, tmp_path):
+def test_resumed_online_run_keeps_its_control_key(tiny_policy, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "areal_gym", "train", "--out", str(out), "--plain"]
     settings = [*SMALL, f"engine.model={tiny_policy}", "trainer.save_every=1", "steps=40"]
@@ -193,7 +193,7 @@ def test_a_killed_run_goes_on_with_the_same_key(tiny_policy, tmp_path):
     assert len(list(RunDir(out).read_metrics())) == done + 1
 
 
-def test_what_online_runs_are_not(tiny_policy):
+def test_unsupported_online_settings_are_refused(tiny_policy):
     for wrong in (
         ["agent.id=chat"],
         ["deterministic=true"],
@@ -210,7 +210,7 @@ def test_what_online_runs_are_not(tiny_policy):
         evaluate(config_of(tiny_policy))
 
 
-def test_a_policy_is_served_alone(tiny_policy):
+def test_serve_command(tiny_policy):
     process = subprocess.Popen(
         [sys.executable, "-m", "areal_gym", "serve", "--model", str(tiny_policy)],
         stdout=subprocess.PIPE,
@@ -218,14 +218,16 @@ def test_a_policy_is_served_alone(tiny_policy):
         env={**os.environ, "OMP_NUM_THREADS": "1", "AREAL_GYM_API_KEY": "mine-and-yours"},
     )
     try:
-        found = json.loads(process.stdout.readline())
-        assert found["api_key"] == "mine-and-yours"
+        address = json.loads(process.stdout.readline())
+        assert address["api_key"] == "mine-and-yours"
         body = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 5}
         for _ in range(2):
-            status, answer = post(f"{found['base_url']}/chat/completions", body, found["api_key"])
+            status, answer = post(
+                f"{address['base_url']}/chat/completions", body, address["api_key"]
+            )
             assert status == 200
             assert answer["usage"]["completion_tokens"] <= 5
-        status, answer = post(f"{found['base_url']}/rl/task", {}, found["api_key"])
+        status, answer = post(f"{address['base_url']}/rl/task", {}, address["api_key"])
         assert status == 405
     finally:
         process.send_signal(signal.SIGINT)
@@ -233,7 +235,7 @@ def test_a_policy_is_served_alone(tiny_policy):
     assert process.returncode == 0, errors.decode()
 
 
-def test_an_agent_without_its_arguments_is_a_mistake_in_the_settings(tiny_policy, tmp_path):
+def test_missing_agent_arguments_are_a_config_error(tiny_policy, tmp_path):
     config = load_config(None, ["agent.id=openai", "env.id=math", f"engine.model={tiny_policy}"])
     with pytest.raises(ConfigError, match="the arguments of 'openai' do not fit"):
         train(config, run_dir=tmp_path / "run")

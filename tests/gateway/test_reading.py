@@ -1,4 +1,4 @@
-"""What is shown while an answer is sampled is never taken back; at the end nothing is missing."""
+"""Streamed text is never revised, and adds up to the whole answer."""
 
 import pytest
 from hypothesis import example, given
@@ -36,7 +36,7 @@ PIECES = st.sampled_from(
     step=st.integers(1, 7),
 )
 @example(pieces=["é🙂", "<tool", "words"], dialect="hermes", stops=[], step=1)
-def test_what_is_shown_is_the_answer(pieces, dialect, stops, step):
+def test_streamed_text_adds_up_to_the_parsed_answer(pieces, dialect, stops, step):
     text = "".join(pieces)
     ids = [*text.encode(), ByteTokenizer.eos_token_id]
     reader = Reader(RENDERER, dialect, stops)
@@ -61,17 +61,17 @@ def test_what_is_shown_is_the_answer(pieces, dialect, stops, step):
     for kind, new in reader.rest(message):
         shown[kind] += new
     whole = dict(deltas_of(message))
-    said = whole.get("content", "")
-    # A closing tag without an opening one makes a thought of what was said before; who would know.
+    content = whole.get("content", "")
+    # A closing tag without an opening one makes the text before it a thought, in hindsight.
     opens = (reader.text if reader.stop else text).lstrip().startswith("<think>")
     if opens or "</think>" not in text:
-        assert shown["content"] == said
+        assert shown["content"] == content
         assert shown["reasoning_content"] == whole.get("reasoning_content", "")
-        assert said.startswith(before["content"])
+        assert content.startswith(before["content"])
 
 
 @pytest.mark.parametrize("dialect", [None, "plain"])
-def test_plain_text_is_shown_letter_by_letter(dialect):
+def test_plain_text_is_streamed_letter_by_letter(dialect):
     reader = Reader(RENDERER, dialect)
     shown = []
     for byte in "Größe 🙂!".encode():
@@ -80,7 +80,7 @@ def test_plain_text_is_shown_letter_by_letter(dialect):
     assert shown == list("Größe 🙂!")
 
 
-def test_raw_text_has_no_thoughts():
+def test_raw_text_is_not_parsed_for_thoughts():
     reader = Reader(RENDERER, None)
     reader.hear(list(b"<think>a</think>b"))
     assert reader.news() == [("content", "<think>a</think>b")]

@@ -1,4 +1,4 @@
-"""What programs ask over HTTP is recorded exactly, each sampled token once."""
+"""Calls of programs over HTTP are recorded exactly, each sampled token once."""
 
 import asyncio
 import math
@@ -32,17 +32,17 @@ def trajectory_of(recorder):
 
 
 def check_branches(trajectory, engine):
-    """Each branch is what the engine was given and sampled; each sampled token is in one."""
+    """Check that branches equal the engine's prompts and samples, with each sample in one."""
     calls = [call for session in engine.log.values() for call in session]
     wholes = {tuple(prompt) + tuple(g.token_ids): g for prompt, g in calls}
     trained = 0
     for branch in trajectory.branches:
         ids = tuple(token_id for span in branch for token_id in span.token_ids)
         assert ids in wholes
-        at = 0
+        end = 0
         for span in branch:
-            at += len(span)
-            if span.origin == "policy" and ids[:at] in wholes:
+            end += len(span)
+            if span.origin == "policy" and ids[:end] in wholes:
                 trained += 1
     assert trained == len(calls) == len(trajectory.turns)
     sampled = sum(len(g.token_ids) for _, g in calls)
@@ -54,7 +54,7 @@ def check_branches(trajectory, engine):
     assert turns == sorted(turns)
 
 
-def test_a_history_that_grows_is_one_branch():
+def test_growing_history_is_one_branch():
     async def run():
         async with gate() as (gateway, _):
             engine = RecordingEngine(stop_share=1.0)
@@ -72,7 +72,7 @@ def test_a_history_that_grows_is_one_branch():
     check_branches(trajectory, engine)
 
 
-def test_a_rewritten_history_forks_and_every_token_is_trained_once():
+def test_rewritten_history_forks_and_trains_each_token_once():
     async def run():
         async with gate() as (gateway, _):
             engine = RecordingEngine(stop_share=1.0)
@@ -93,7 +93,7 @@ def test_a_rewritten_history_forks_and_every_token_is_trained_once():
 
     trajectory, engine = asyncio.run(run())
     assert len(trajectory.branches) == 4
-    # In the order in which they ended.
+    # Branches are in the order in which they ended.
     assert [len({s.turn for s in branch}) for branch in trajectory.branches] == [1, 3, 1, 1]
     forked, plain = trajectory.branches[:2]
     assert forked[0].origin == "prompt"  # begins with ids that are trained on elsewhere
@@ -109,8 +109,8 @@ def test_a_rewritten_history_forks_and_every_token_is_trained_once():
     seed=st.integers(0, 2**32),
     is_parallel=st.booleans(),
 )
-def test_any_tree_of_calls_is_recorded_exactly(moves, seed, is_parallel):
-    """Moves go on from any earlier point: by 0 new messages up to 3, one or all at once."""
+def test_random_call_trees_are_recorded_exactly(moves, seed, is_parallel):
+    """Moves continue any earlier point with 0 to 3 new messages, in turn or in parallel."""
 
     async def run():
         engine = RecordingEngine(max_context=4000, stop_share=1.0, publishes=not is_parallel)
@@ -140,7 +140,7 @@ def test_any_tree_of_calls_is_recorded_exactly(moves, seed, is_parallel):
     check_branches(*asyncio.run(run()))
 
 
-def test_n_answers_are_branches():
+def test_n_choices_are_branches():
     async def run():
         async with gate() as (gateway, _):
             engine = RecordingEngine(stop_share=1.0)
@@ -158,7 +158,7 @@ def test_n_answers_are_branches():
     check_branches(trajectory, engine)
 
 
-def test_a_retry_is_answered_once():  # trap 18
+def test_client_retry_is_answered_from_the_first_call():  # trap 18
     async def run():
         async with gate() as (gateway, _):
             engine = ScriptedEngine(lambda question: f"Answer {question.turn} {CALL}")
@@ -169,15 +169,15 @@ def test_a_retry_is_answered_once():  # trap 18
             _, second, _ = await post(session, "/chat/completions", body, headers=again)
             assert first["choices"] == second["choices"]
             stream = {"messages": [HI], "stream": True}
-            _, told, _ = await post(session, "/chat/completions", stream)
-            _, retold, _ = await post(session, "/chat/completions", stream, headers=again)
-            assert retold.count("Answer") == 1
-            assert told.count("data:") > 2
+            _, streamed, _ = await post(session, "/chat/completions", stream)
+            _, retried, _ = await post(session, "/chat/completions", stream, headers=again)
+            assert retried.count("Answer") == 1
+            assert streamed.count("data:") > 2
             assert len(session.recorder.turns) == 2
             # Rewards reach the turn by the id of the second answer, too.
             session.give_reward(0.5, second["id"])
             assert session.recorder.turns[0].reward == 0.5
-            # Who asks the same twice without saying that it is a retry gets two answers.
+            # The same request without the retry header gets a second answer.
             await post(session, "/chat/completions", body)
             assert len(session.recorder.turns) == 3
             return trajectory_of(session.recorder)
@@ -185,7 +185,7 @@ def test_a_retry_is_answered_once():  # trap 18
     assert len(asyncio.run(run()).branches) == 3
 
 
-def test_the_client_s_own_retries_leave_no_orphan():
+def test_official_client_retries_leave_one_turn():
     """The official client asks again after a 503; the engine fails the first time."""
 
     class Failing(ScriptedEngine):
@@ -210,7 +210,7 @@ def test_the_client_s_own_retries_leave_no_orphan():
     assert len(trajectory.turns) == len(trajectory.branches) == 1
 
 
-def test_a_client_that_hangs_up_leaves_nothing_and_generation_is_aborted():
+def test_client_disconnect_aborts_generation_and_records_nothing():
     async def run():
         engine = Slow(lambda question: "x" * 500, 0.01)
         async with gate() as (gateway, _):
@@ -226,7 +226,7 @@ def test_a_client_that_hangs_up_leaves_nothing_and_generation_is_aborted():
                 while not engine.num_aborted:
                     await asyncio.sleep(0.01)
                 assert session.recorder.turns == []
-                # The session goes on, and the abandoned answer is nowhere.
+                # The session goes on without the abandoned answer.
                 engine.pause_s = 0.0
                 answer = await client.chat.completions.create(model="x", messages=[HI])
             assert len(answer.choices[0].message.content) == 500
@@ -239,7 +239,7 @@ def test_a_client_that_hangs_up_leaves_nothing_and_generation_is_aborted():
     assert trajectory.num_policy_tokens == 501
 
 
-def test_sub_agents_and_parallel_calls_have_branches_of_their_own():
+def test_parallel_agents_have_their_own_branches():
     async def run():
         async with gate() as (gateway, _):
             engine = RecordingEngine(stop_share=1.0)
@@ -262,7 +262,7 @@ def test_sub_agents_and_parallel_calls_have_branches_of_their_own():
     check_branches(trajectory, engine)
 
 
-def test_what_an_episode_earns_counts_for_all_who_worked_towards_it():  # trap 8
+def test_reward_reaches_every_agent_of_the_episode():  # trap 8
     """A boss asks two helpers at once and gets the reward, also where turns are discounted."""
 
     async def run():
@@ -303,15 +303,15 @@ def test_what_an_episode_earns_counts_for_all_who_worked_towards_it():  # trap 8
     assert {row.trajectory_id for row in sequences_of([group])} == {0, 1}
 
 
-def test_what_follows_a_stop_string_is_not_trained_on():  # trap 34
+def test_tokens_after_a_stop_string_are_not_trained_on():  # trap 34
     async def run():
         async with gate() as (gateway, _):
             session = recorded(gateway, ScriptedEngine(["One STOP two", "Three"]))
             body = {"messages": [HI], "stop": "STOP"}
             _, first, _ = await post(session, "/chat/completions", body)
-            said = first["choices"][0]["message"]
-            assert said["content"] == "One "
-            body["messages"] = [HI, said, MORE]
+            message = first["choices"][0]["message"]
+            assert message["content"] == "One "
+            body["messages"] = [HI, message, MORE]
             await post(session, "/chat/completions", body)
             return trajectory_of(session.recorder)
 
@@ -321,7 +321,7 @@ def test_what_follows_a_stop_string_is_not_trained_on():  # trap 34
     assert branch[2].token_ids[0] == 257  # the end of turn that was not sampled is not trained on
 
 
-def test_the_run_says_how_to_sample_and_the_client_s_seed_is_kept():
+def test_run_sets_sampling_and_client_seed_is_kept():
     async def run():
         seen = []
 
@@ -334,18 +334,18 @@ def test_the_run_says_how_to_sample_and_the_client_s_seed_is_kept():
             session = recorded(gateway, free.recorder.engine, temperature=0.7, max_new_tokens=30)
             other = recorded(gateway, free.recorder.engine, temperature=0.7, seed=1)
             body = {"messages": [HI], "temperature": 0.1, "top_p": 0.5, "seed": -5}
-            for one in (session, session, other, free):
-                await post(one, "/chat/completions", body | {"max_tokens": 50})
+            for sender in (session, session, other, free):
+                await post(sender, "/chat/completions", body | {"max_tokens": 50})
         return seen
 
     first, same, other, free = asyncio.run(run())
     assert (first.temperature, first.top_p, first.max_new_tokens) == (0.7, 1.0, 30)
     assert (free.temperature, free.top_p, free.max_new_tokens) == (0.1, 0.5, 50)
-    assert first.seed == same.seed  # as the client wants it
-    assert first.seed != other.seed  # but siblings differ, or nothing could be compared
+    assert first.seed == same.seed  # the client's seed
+    assert first.seed != other.seed  # but siblings differ
 
 
-def test_rewards_go_to_the_answer_that_they_name():
+def test_reward_is_given_to_the_named_answer():
     async def run():
         async with gate() as (gateway, _):
             session = recorded(gateway, ScriptedEngine(lambda question: "Hello."))
@@ -372,7 +372,7 @@ def test_rewards_go_to_the_answer_that_they_name():
     assert math.isclose(trajectory.reward, 1.75)
 
 
-def test_limits_are_truncations_that_are_told():
+def test_session_limits_are_reported_truncations():
     async def run():
         async with gate() as (gateway, _):
             engine = ScriptedEngine(lambda question: "Hello.", max_context=200)

@@ -1,11 +1,11 @@
-"""Removing what a snippet wrote."""
+"""Removal of the files that a snippet wrote."""
 
 import os
 
 from areal_gym.sandbox.worker.cleaning import remove_tree
 
 
-def test_a_tree_deeper_than_any_path(tmp_path):
+def test_remove_tree_deeper_than_the_path_limit(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     fd = os.open(root, os.O_RDONLY)
@@ -20,7 +20,7 @@ def test_a_tree_deeper_than_any_path(tmp_path):
     assert not root.exists()
 
 
-def test_locked_directories_and_links_that_lead_out(tmp_path):
+def test_remove_tree_with_locked_directories_and_outside_links(tmp_path):
     outside, root = tmp_path / "outside", tmp_path / "root"
     (outside / "kept").mkdir(parents=True)
     (root / "locked" / "inner").mkdir(parents=True)
@@ -34,5 +34,5 @@ def test_locked_directories_and_links_that_lead_out(tmp_path):
     assert (outside / "kept").exists()
 
 
-def test_what_is_not_there_needs_no_removal(tmp_path):
+def test_remove_tree_of_a_missing_directory(tmp_path):
     remove_tree(str(tmp_path / "nothing"))

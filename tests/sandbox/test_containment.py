@@ -1,4 +1,4 @@
-"""What a snippet cannot do."""
+"""Containment: what a snippet cannot do, and the attack suite that shows it."""
 
 import json
 import os
@@ -20,12 +20,12 @@ SNIPPETS = ROOT.parent / "shared/golden/hostile_snippets.json"
 NOBODY = 65534
 
 
-def test_the_environment_is_empty(execute, monkeypatch):
+def test_snippet_environment_is_empty(execute, monkeypatch):
     monkeypatch.setenv("API_KEY", "secret")
     assert execute("import os; dict(os.environ)").value == "{}"
 
 
-def test_no_descriptors_but_its_own(execute, tmp_path):
+def test_snippet_inherits_no_descriptors(execute, tmp_path):
     (tmp_path / "open").write_text("secret")
     fd = os.open(tmp_path / "open", os.O_RDONLY)
     os.set_inheritable(fd, True)
@@ -35,13 +35,13 @@ def test_no_descriptors_but_its_own(execute, tmp_path):
     os.close(fd)
 
 
-def test_no_network(execute):
+def test_snippet_has_no_network(execute):
     result = execute("import socket; socket.create_connection(('127.0.0.1', 9))")
     assert result.status is SandboxStatus.ERROR
     assert result.stderr.splitlines()[-1].startswith(("PermissionError", "OSError"))
 
 
-def test_files_outside_are_neither_read_nor_written(execute, tmp_path):
+def test_outside_files_cannot_be_read_or_written(execute, tmp_path):
     tmp_path.chmod(0o777)
     (tmp_path / "file").write_text("secret")
     assert execute(f"open({str(tmp_path / 'file')!r}).read()").status is SandboxStatus.ERROR
@@ -50,24 +50,24 @@ def test_files_outside_are_neither_read_nor_written(execute, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_private_directory_that_does_not_stay(execute):
+def test_private_directory_does_not_persist(execute):
     assert execute("open('a', 'w').write('x'); import os; os.listdir()").value == "['a']"
     assert execute("import os; os.listdir()").value == "[]"
 
 
-def test_files_have_a_size_limit(execute):
+def test_file_size_is_limited(execute):
     result = execute("f = open('big', 'wb')\nf.write(b'x' * (3 << 20))", file_mb=2)
     assert result.stderr.splitlines()[-1] == "OSError: [Errno 27] File too large"
 
 
-def test_processes_are_counted(execute, runner, sandbox):
+def test_number_of_processes_is_limited(execute, runner, sandbox):
     code = "import os, time\nn = 0\ntry:\n    while True:\n"
     code += "        if os.fork() == 0: time.sleep(60)\n        n += 1\n"
     code += "except OSError: pass\nn"
     assert int(execute(code, num_processes=5).value) <= 5
 
 
-def test_no_daemon_stays(execute):
+def test_daemon_does_not_outlive_its_snippet(execute):
     marker = f"areal-gym-daemon-{os.getpid()}"
     code = "import os, time, ctypes\ntry:\n    if os.fork() == 0:\n        os.setsid()\n"
     code += "        if os.fork() == 0:\n"
@@ -86,7 +86,7 @@ def test_no_daemon_stays(execute):
 
 
 def attack(*arguments: str, uid: int = 0) -> dict[str, Any]:
-    """The report of the suite, run by a process of its own: ours has other children."""
+    """Run the suite in a separate process, as this one has other children; return its report."""
     if uid and os.geteuid() != 0:
         pytest.skip("only root can become another user")
     process = subprocess.run(
@@ -100,15 +100,15 @@ def attack(*arguments: str, uid: int = 0) -> dict[str, Any]:
     return json.loads(process.stdout)
 
 
-def snippets(whose: str) -> list[str]:
-    """Arguments that choose the shared file, or our own."""
-    if whose == "shared" and not SNIPPETS.exists():
+def snippets(suite: str) -> list[str]:
+    """Return the arguments that choose the shared file or the built-in suite."""
+    if suite == "shared" and not SNIPPETS.exists():
         pytest.skip(f"no {SNIPPETS.name}")
-    return [str(SNIPPETS)] if whose == "shared" else []
+    return [str(SNIPPETS)] if suite == "shared" else []
 
 
-def hold(report: dict[str, Any], num_least: int) -> None:
-    """Nothing gets through."""
+def assert_contained(report: dict[str, Any], num_least: int) -> None:
+    """Check that every snippet was contained."""
     if report["level"] == "none":
         pytest.skip("this kernel has neither Landlock nor seccomp")
     assert report["failures"] == {}
@@ -116,45 +116,45 @@ def hold(report: dict[str, Any], num_least: int) -> None:
     assert report["contained"] == report["of"] >= num_least
 
 
-OURS_AND_SHARED = pytest.mark.parametrize(("whose", "least"), [("shared", 91), ("ours", 170)])
+BOTH_SUITES = pytest.mark.parametrize(("suite", "least"), [("shared", 91), ("built-in", 170)])
 
 
 @pytest.mark.slow
-@OURS_AND_SHARED
-def test_hostile_snippets(whose, least):
-    hold(attack(*snippets(whose), "--json"), least)
+@BOTH_SUITES
+def test_attack_suite_is_contained(suite, least):
+    assert_contained(attack(*snippets(suite), "--json"), least)
 
 
 @pytest.mark.slow
-@OURS_AND_SHARED
-def test_hostile_snippets_without_namespaces(whose, least):
-    report = attack(*snippets(whose), "--json", "--without", "namespaces")
+@BOTH_SUITES
+def test_attack_suite_is_contained_without_namespaces(suite, least):
+    report = attack(*snippets(suite), "--json", "--without", "namespaces")
     assert report["level"] != "isolated"
-    hold(report, least)
+    assert_contained(report, least)
 
 
 @pytest.mark.slow
-@OURS_AND_SHARED
-def test_hostile_snippets_as_an_ordinary_user(whose, least):
-    hold(attack(*snippets(whose), "--json", uid=NOBODY), least)
+@BOTH_SUITES
+def test_attack_suite_is_contained_as_ordinary_user(suite, least):
+    assert_contained(attack(*snippets(suite), "--json", uid=NOBODY), least)
 
 
 @pytest.mark.slow
-def test_hostile_snippets_as_an_ordinary_user_without_namespaces():
-    report = attack(*snippets("ours"), "--json", "--without", "namespaces", uid=NOBODY)
+def test_attack_suite_is_contained_as_ordinary_user_without_namespaces():
+    report = attack(*snippets("built-in"), "--json", "--without", "namespaces", uid=NOBODY)
     assert report["level"] != "isolated"
-    hold(report, 170)
+    assert_contained(report, 170)
 
 
 @pytest.mark.slow
-@OURS_AND_SHARED
-def test_hostile_snippets_in_containers(docker_image, whose, least):
-    report = attack(*snippets(whose), "--json", "--backend", "docker", "--image", docker_image)
+@BOTH_SUITES
+def test_attack_suite_is_contained_in_containers(docker_image, suite, least):
+    report = attack(*snippets(suite), "--json", "--backend", "docker", "--image", docker_image)
     assert report["level"] == "isolated"
-    hold(report, least)
+    assert_contained(report, least)
 
 
-def test_the_suite_tells_what_got_through(tmp_path, capsys):
+def test_attack_suite_reports_failures(tmp_path, capsys):
     rows = [
         {"name": "held", "code": "1/0", "safe_expected": "", "checks": ["status:error"]},
         {"name": "loose", "code": "print('OUT')", "safe_expected": "", "checks": ["status:error"]},
@@ -176,7 +176,7 @@ def test_the_suite_tells_what_got_through(tmp_path, capsys):
 CHECKS = ["not_in_output:OUT", "output_cap:2", "host_absent:/usr", "returns_within:5"]
 
 
-def test_the_suite_sees_metadata_that_changed():
+def test_attack_suite_detects_changed_metadata():
     with ExitStack() as stack:
         bait = Bait(stack)
         for change in (
@@ -191,8 +191,8 @@ def test_the_suite_sees_metadata_that_changed():
             assert problem.startswith("metadata of keep.txt changed")
 
 
-def test_without_walls_the_suite_sees_what_gets_through(tmp_path):
-    """The suite itself is tested: harmless snippets that only walls would stop."""
+def test_attack_suite_detects_escapes_without_sandbox(tmp_path):
+    """The suite itself is tested with harmless snippets that only a sandbox would stop."""
     rows = [
         {
             "name": "reads",
@@ -223,7 +223,7 @@ def test_without_walls_the_suite_sees_what_gets_through(tmp_path):
     assert report["categories"]["file"] == {"contained": 0, "of": len(rows)}
 
 
-def test_a_check_that_nobody_knows_is_refused(tmp_path, capsys):
+def test_unknown_check_is_refused(tmp_path, capsys):
     row = {"name": "a", "code": "1", "safe_expected": "", "checks": ["no_such:1"]}
     (tmp_path / "file.json").write_text(json.dumps({"snippets": [row]}))
     assert main([str(tmp_path / "file.json")]) == 2
@@ -265,7 +265,7 @@ code = "1"
 """
 
 
-def test_programs_in_toml_make_several_calls(tmp_path):
+def test_toml_programs_make_several_calls(tmp_path):
     (tmp_path / "mine.toml").write_text(TOML)
     report = attack(str(tmp_path / "mine.toml"), "--json")
     assert report["failures"] == {"claimed": ["'disturbed!' is not in the output"]}
@@ -276,7 +276,7 @@ def test_programs_in_toml_make_several_calls(tmp_path):
     }
 
 
-def test_the_suite_attacks_a_sandbox_of_a_plugin(tmp_path, monkeypatch):
+def test_attack_suite_runs_against_a_plugin_sandbox(tmp_path, monkeypatch):
     (tmp_path / "own_sandbox_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine.toml").write_text(TOML)
@@ -306,7 +306,7 @@ def register_sandboxes():
 """
 
 
-def test_a_program_of_a_level_needs_that_level(tmp_path, capsys):
+def test_program_with_levels_needs_that_level(tmp_path, capsys):
     (tmp_path / "mine.toml").write_text(TOML)
     assert main([str(tmp_path / "mine.toml"), "--sandbox", "docker", "--level", "filtered"]) == 2
     assert "--level filtered" in capsys.readouterr().err
@@ -315,13 +315,13 @@ def test_a_program_of_a_level_needs_that_level(tmp_path, capsys):
     assert "unknown field 'odd'" in capsys.readouterr().err
 
 
-def test_programs_of_the_suite_have_names_of_their_own():
+def test_attack_programs_have_unique_names():
     programs = read_programs(builtin_files())
     assert len({program.name for program in programs}) == len(programs) >= 170
     assert all(program.checks for program in programs)
 
 
-def test_threads_start_however_much_else_their_user_runs(tmp_path):
+def test_threads_start_beside_many_processes_of_the_user(tmp_path):
     code = (
         "import threading\nthreads = [threading.Thread(target=print, args=(i,)) for i in range(7)]"
     )
@@ -336,7 +336,7 @@ def test_threads_start_however_much_else_their_user_runs(tmp_path):
             others = [subprocess.Popen(["sleep", "60"], user=NOBODY) for _ in range(30)]
         for options in ((), ("--without", "namespaces")):
             report = attack(str(tmp_path / "file.json"), "--json", *options, uid=NOBODY)
-            hold(report, 1)
+            assert_contained(report, 1)
     finally:
         for other in others:
             other.kill()

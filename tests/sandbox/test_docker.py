@@ -1,4 +1,4 @@
-"""The sandbox of containers, against a real engine."""
+"""The docker sandbox against a real engine."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ def containers(client, sandbox):
     return client.containers.list(all=True, sparse=True, filters=filters)
 
 
-def test_a_call(execute):
+def test_docker_call_returns_output_and_value(execute):
     result = execute("print('out')\nimport sys\nprint('err', file=sys.stderr)\n6 * 7")
     assert (result.status, result.stdout, result.stderr, result.value) == (
         SandboxStatus.OK,
@@ -60,19 +60,19 @@ def test_a_call(execute):
     assert result.peak_memory_mb > 1
 
 
-def test_what_is_active(runner, sandbox):
+def test_docker_report_names_protections(runner, sandbox):
     report = runner.run(sandbox.report())
     assert (report.backend, report.level) == ("docker", SandboxLevel.ISOLATED)
     assert {"container", "read-only root", "no capabilities", "seccomp"} <= set(report.protections)
 
 
-def test_how_a_container_is_made(runner, sandbox, docker_client):
+def test_container_settings(runner, sandbox, docker_client):
     runner.run(sandbox.report())
     # The second worker's container may still be on its way up.
     attributes = next(
         container.attrs
-        for found in containers(docker_client, sandbox)
-        if (container := docker_client.containers.get(found.id)).attrs["State"]["Running"]
+        for listed in containers(docker_client, sandbox)
+        if (container := docker_client.containers.get(listed.id)).attrs["State"]["Running"]
     )
     host = attributes["HostConfig"]
     assert host["NetworkMode"] == "none"
@@ -86,7 +86,7 @@ def test_how_a_container_is_made(runner, sandbox, docker_client):
     assert not attributes["Config"]["User"].startswith("0")
 
 
-def test_inside_there_is_nothing_of_this_machine(execute, tmp_path):
+def test_container_sees_nothing_of_the_host(execute, tmp_path):
     (tmp_path / "secret").write_text("x")
     tmp_path.chmod(0o777)
     assert execute(f"open({str(tmp_path / 'secret')!r})").status is SandboxStatus.ERROR
@@ -97,7 +97,7 @@ def test_inside_there_is_nothing_of_this_machine(execute, tmp_path):
     assert status.value == "['CapEff:\\t0000000000000000\\n']"
 
 
-def test_snippets_may_fork_and_leave_nothing(execute):
+def test_docker_snippets_may_fork_and_leave_no_process(execute):
     code = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\nprint('parent')"
     )
@@ -107,22 +107,22 @@ def test_snippets_may_fork_and_leave_nothing(execute):
     assert execute("import subprocess\nsubprocess.run(['sh', '-c', 'echo hi'])").stdout == "hi\n"
 
 
-def test_files_do_not_stay(execute):
+def test_docker_files_do_not_persist(execute):
     assert execute("open('a', 'w').write('x'); import os; os.listdir()").value == "['a']"
     assert execute("import os; os.listdir(), len(os.listdir('/tmp/areal-gym'))").value == "([], 1)"
 
 
-def test_memory_of_all_processes_together(execute):
+def test_docker_memory_limit_covers_all_processes(execute):
     code = "import os, time\nfor i in range(8):\n    if os.fork() == 0:\n"
     code += "        x = bytearray(100 << 20)\n        time.sleep(5)\n"
     code += "for i in range(8): print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)"
     result = execute(code, wall_s=90)
-    # The kernel ends processes of it until the others fit.
+    # The kernel kills processes until the others fit.
     assert result.status is SandboxStatus.MEMORY or "-9" in result.stdout
     assert execute("1").value == "1"
 
 
-def test_processes_of_a_call_that_asks_for_less_are_bounded_together(execute):
+def test_docker_lower_memory_limit_covers_all_processes(execute):
     code = (
         "import os, time\n"
         "for _ in range(4):\n"
@@ -136,18 +136,18 @@ def test_processes_of_a_call_that_asks_for_less_are_bounded_together(execute):
     assert execute("print(1)", memory_mb=100).stdout == "1\n"
 
 
-def test_limits_beyond_the_containers_are_refused(execute):
+def test_limits_beyond_the_containers_are_refused_by_docker(execute):
     with pytest.raises(UsageError, match=r"asks for memory_mb = 512.*made with 256"):
         execute("1", memory_mb=512)
 
 
-def test_timeouts_and_floods(execute):
+def test_docker_timeouts_and_output_limit(execute):
     assert execute("while True: pass", wall_s=0.5).status is SandboxStatus.TIMEOUT
     assert execute("while True: print('x' * 999)", wall_s=10).status is SandboxStatus.OUTPUT
     assert execute("1").value == "1"
 
 
-def test_sessions_keep_names_and_have_a_container_each(runner, sandbox):
+def test_docker_sessions_keep_names_in_their_own_container(runner, sandbox):
     async def go():
         sessions = [await sandbox.session() for _ in range(3)]
         for number, session in enumerate(sessions):
@@ -164,7 +164,7 @@ def test_sessions_keep_names_and_have_a_container_each(runner, sandbox):
     assert runner.run(go()) == ["0", "1", "2"]
 
 
-def test_more_sessions_than_places_wait(docker_image):
+def test_docker_sessions_beyond_the_limit_wait(docker_image):
     async def episode(sandbox):
         session = await sandbox.session()
         await session.run("x = 1")
@@ -179,7 +179,7 @@ def test_more_sessions_than_places_wait(docker_image):
     assert asyncio.run(go()) == ["2"] * 6
 
 
-def test_many_callers(runner, sandbox):
+def test_64_concurrent_docker_calls(runner, sandbox):
     async def go():
         calls = (sandbox.run(f"print({i})", limits=LIMITS) for i in range(64))
         return await asyncio.gather(*calls)
@@ -187,7 +187,7 @@ def test_many_callers(runner, sandbox):
     assert [result.stdout for result in runner.run(go())] == [f"{i}\n" for i in range(64)]
 
 
-def test_a_cancelled_call_gives_its_container_back(runner, sandbox):
+def test_cancelled_call_releases_its_container(runner, sandbox):
     async def go():
         for _ in range(3):
             with pytest.raises(TimeoutError):
@@ -198,7 +198,7 @@ def test_a_cancelled_call_gives_its_container_back(runner, sandbox):
     runner.run(go())
 
 
-def test_a_lost_container_is_replaced(runner, sandbox, docker_client):
+def test_lost_container_is_replaced(runner, sandbox, docker_client):
     async def go():
         await sandbox.run("1")
         for container in containers(docker_client, sandbox):
@@ -208,7 +208,7 @@ def test_a_lost_container_is_replaced(runner, sandbox, docker_client):
     runner.run(go())
 
 
-def test_worn_containers_are_replaced(docker_image, monkeypatch):
+def test_containers_are_replaced_after_their_leases(docker_image, monkeypatch):
     monkeypatch.setattr("areal_gym.sandbox.docker._NUM_LEASES", 2)
 
     async def go():
@@ -223,16 +223,16 @@ def test_worn_containers_are_replaced(docker_image, monkeypatch):
 
 
 def open_files():
-    """What each descriptor of ours leads to; `listdir` itself holds one that is gone by now."""
+    """Return the target of each open descriptor; `listdir`'s own one is closed by then."""
     gc.collect()
-    found = {}
+    targets = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
-    return found
+            targets[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return targets
 
 
-def test_closing_leaves_nothing(docker_image, docker_client):
+def test_closing_docker_sandbox_leaves_no_container_or_descriptor(docker_image, docker_client):
     async def go():
         sandbox = DockerSandbox(image=docker_image, num_workers=2)
         async with sandbox:
@@ -265,7 +265,7 @@ asyncio.run(main())
 """
 
 
-def test_killing_the_owner_leaves_nothing(docker_image, docker_client):
+def test_killing_the_owner_removes_its_containers(docker_image, docker_client):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", OWNER, docker_image]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as owner:
@@ -280,7 +280,7 @@ def test_killing_the_owner_leaves_nothing(docker_image, docker_client):
     raise AssertionError("containers are left")
 
 
-def test_what_a_killed_start_left_is_removed(docker_image, docker_client, monkeypatch):
+def test_leftovers_of_a_killed_start_are_removed(docker_image, docker_client, monkeypatch):
     place = Path(tempfile.mkdtemp())  # `tmp_path` is too long for a socket's name
     monkeypatch.setattr("tempfile.tempdir", str(place))
     monkeypatch.setattr("areal_gym.sandbox.docker._ABANDONED_S", -10.0)
@@ -298,7 +298,7 @@ def test_what_a_killed_start_left_is_removed(docker_image, docker_client, monkey
     place.rmdir()
 
 
-def test_a_missing_image_is_named(docker_client):
+def test_missing_image_is_named(docker_client):
     async def go():
         async with DockerSandbox(image="areal-gym-no-such-image"):
             pass
@@ -308,7 +308,7 @@ def test_a_missing_image_is_named(docker_client):
     assert any("--from-host" in hint for hint in caught.value.hints)
 
 
-def test_the_dockerfile_builds_on_an_image_that_is_there(docker_client, docker_image):
+def test_dockerfile_builds_on_an_existing_image(docker_client, docker_image):
     build_image(docker_client, "areal-gym-sandbox:built", base=docker_image)
 
     async def go():
@@ -319,7 +319,7 @@ def test_the_dockerfile_builds_on_an_image_that_is_there(docker_client, docker_i
     docker_client.images.remove("areal-gym-sandbox:built")
 
 
-def test_no_engine_is_told(monkeypatch, tmp_path):
+def test_missing_docker_engine_is_an_error(monkeypatch, tmp_path):
     pytest.importorskip("docker")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
 

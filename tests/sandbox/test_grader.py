@@ -1,4 +1,4 @@
-"""Reward code in workers."""
+"""Graders: reward functions that run in sandbox workers."""
 
 import asyncio
 import sys
@@ -26,24 +26,24 @@ def grade():
         yield grade
 
 
-def test_arguments_and_results_are_json(grade, monkeypatch):
+def test_grader_arguments_and_results_are_json(grade, monkeypatch):
     monkeypatch.setenv("API_KEY", "secret")
     assert grade("add", 2, 3) == {"sum": 5, "secret": None}
     assert grade("add", "数\0'\"", "\\") == {"sum": "数\0'\"\\", "secret": None}
 
 
-def test_what_costs_too_much_is_worth_what_the_caller_says(grade):
+def test_grader_on_limit_is_the_result_of_expensive_calls(grade):
     assert grade("spin", cpu_s=1, on_limit=0.0) == 0.0
     with pytest.raises(EnvError, match="more than 1 s of processor time"):
         grade("spin", cpu_s=1)
 
 
-def test_waiting_too_long_is_nobodys_answer(grade):
+def test_grader_starved_of_processor_time_is_a_sandbox_error(grade):
     with pytest.raises(SandboxError, match="too little processor time"):
         grade("sleep", 60, wall_s=0.5, on_limit=0.0)
 
 
-def test_errors_name_function_and_reason(grade):
+def test_grader_errors_name_function_and_reason(grade):
     with pytest.raises(
         EnvError, match=r"tests\._support\.graders:fail failed: KeyError: 'no such answer'"
     ):
@@ -57,23 +57,23 @@ def test_errors_name_function_and_reason(grade):
 
 
 @pytest.mark.parametrize("name", ["score", "a:b:c", ":f", "a b:f", "a:f()", ""])
-def test_a_function_has_a_name(name):
+def test_invalid_grader_names_are_refused(name):
     with pytest.raises(UsageError, match="no function is called"):
         Grader(name)
 
 
-def test_a_module_that_is_not_there():
+def test_missing_grader_module_is_refused():
     with pytest.raises(UsageError, match="cannot be imported"):
         asyncio.run(Grader("no_such_module_here:f")())
 
 
-def test_files_stay_out_of_reach(grade, tmp_path):
+def test_grader_cannot_read_files(grade, tmp_path):
     (tmp_path / "file").write_text("secret")
     with pytest.raises(EnvError, match=r"PermissionError|FileNotFoundError"):
         grade("read", str(tmp_path / "file"))
 
 
-def test_a_slow_grader_does_not_stall_the_loop():
+def test_slow_grader_does_not_block_the_event_loop():
     async def go():
         grader = Grader("tests._support.graders:sleep")
         await grader(0)  # the worker is there
@@ -106,7 +106,7 @@ PAIRS = [
 ]
 
 
-def test_algebra_is_left_to_workers():
+def test_algebra_is_graded_in_workers():
     pytest.importorskip("math_verify")
     before = "math_verify" in sys.modules
 
@@ -123,7 +123,7 @@ def test_algebra_is_left_to_workers():
     assert report.level in SandboxLevel
 
 
-def test_numbers_start_no_worker():
+def test_plain_numbers_are_graded_without_a_worker():
     async def go():
         assert await agrees("1/2", "0.5")
         return await shared_reports()

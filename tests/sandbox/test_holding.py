@@ -1,4 +1,4 @@
-"""Sessions stand still between their calls."""
+"""Processes of sessions are stopped between calls."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ LEVELS = pytest.mark.parametrize("without", [[], ["namespaces"]], ids=["isolated
 
 
 def descendants(pid):
-    """All processes under `pid`."""
+    """Return all descendants of `pid`."""
     pids = []
     for task in Path(f"/proc/{pid}/task").glob("*"):
         for word in (task / "children").read_text().split():
@@ -24,19 +24,21 @@ def descendants(pid):
 
 
 def states(sandbox):
-    """The states of the processes of sessions: those of cells that wait for no snippet."""
+    """Return the process states of all descendants of the fork server."""
     (zygote,) = sandbox.zygotes()
-    found = []
+    process_states = []
     for pid in descendants(zygote.server.pid):
         try:
-            found.append(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+            process_states.append(
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            )
         except OSError:
             continue
-    return found
+    return process_states
 
 
-async def until_at_rest(sandbox, num_processes):
-    """Waits until at least so many processes are stopped and none runs, twice in a row."""
+async def until_stopped(sandbox, num_processes):
+    """Wait until at least `num_processes` are stopped and none runs, twice in a row."""
     deadline = time.monotonic() + PATIENCE_S
     times = 0
     while times < 2:
@@ -47,8 +49,8 @@ async def until_at_rest(sandbox, num_processes):
         await asyncio.sleep(0.05)
 
 
-def converse(without, *codes, num_stopped=1):
-    """The values of snippets of one session, which is at rest before each but the first."""
+def run_in_session(without, *codes, num_stopped=1):
+    """Run snippets in one session that is stopped between them; return their values."""
 
     async def go():
         async with ProcessSandbox(num_workers=1, without=without) as sandbox:
@@ -56,7 +58,7 @@ def converse(without, *codes, num_stopped=1):
             values = []
             for code in codes:
                 if values:
-                    await until_at_rest(sandbox, num_stopped)
+                    await until_stopped(sandbox, num_stopped)
                 result = await session.run(code, limits=LIMITS)
                 assert result.is_ok, result
                 values.append(result.value)
@@ -76,12 +78,12 @@ GOES_ON = "seen = count\nwhile count == seen: pass\n'on'"
 
 
 @LEVELS
-def test_threads_stop_between_calls_and_go_on_in_the_next(without):
-    assert converse(without, SPIN, GOES_ON, GOES_ON)[1:] == ["'on'", "'on'"]
+def test_threads_stop_between_calls_and_continue_in_the_next(without):
+    assert run_in_session(without, SPIN, GOES_ON, GOES_ON)[1:] == ["'on'", "'on'"]
 
 
 @LEVELS
-def test_a_thread_that_floods_the_channel_ends_at_most_its_own_session(without):
+def test_channel_flood_by_a_thread_ends_only_its_session(without):
     async def go():
         async with ProcessSandbox(num_workers=1, without=without) as sandbox:
             session = await sandbox.session()
@@ -107,8 +109,8 @@ for _ in range(3):
 """
 
 
-def test_children_that_left_their_session_stop_too():
-    assert converse([], SPINNING_CHILDREN, "8", num_stopped=4) == ["7", "8"]
+def test_detached_children_stop_between_calls():
+    assert run_in_session([], SPINNING_CHILDREN, "8", num_stopped=4) == ["7", "8"]
 
 
 STORM = """
@@ -136,12 +138,12 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize("code", [STORM, WAKERS], ids=["storm", "wakers"])
-def test_processes_that_resist_are_stopped_or_ended(code):
+def test_processes_that_resist_stopping_are_ended(code):
     async def go():
         async with ProcessSandbox(num_workers=1) as sandbox:
             session = await sandbox.session()
             await session.run(code, limits=LIMITS)
-            await until_at_rest(sandbox, 0)
+            await until_stopped(sandbox, 0)
             result = await session.run("1", limits=LIMITS)
             await session.aclose()
             return result
@@ -165,16 +167,16 @@ answers
 
 
 @LEVELS
-def test_a_stopped_process_cannot_arrange_to_be_woken(without):
-    assert converse(without, WAKE_UP) == ["[-1, 1, 'refused']"]
+def test_stopped_process_cannot_schedule_its_wake_up(without):
+    assert run_in_session(without, WAKE_UP) == ["[-1, 1, 'refused']"]
 
 
-def test_a_session_at_rest_ends_when_it_is_closed():
+def test_stopped_session_ends_when_closed():
     async def go():
         async with ProcessSandbox(num_workers=1) as sandbox:
             session = await sandbox.session()
             await session.run(SPINNING_CHILDREN, limits=LIMITS)
-            await until_at_rest(sandbox, 4)
+            await until_stopped(sandbox, 4)
             (zygote,) = sandbox.zygotes()
             pids = [p for p in descendants(zygote.server.pid) if is_stopped(p)]
             assert len(pids) >= 4

@@ -1,4 +1,4 @@
-"""The level that a sandbox must have: the strongest that was found, unless somebody asks."""
+"""The minimum level of sandboxes: the strongest recorded one unless set otherwise."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from areal_gym.sandbox.process import _require_level
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path, monkeypatch):
+def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path))
     monkeypatch.delenv(levels.MIN_LEVEL_VARIABLE, raising=False)
     monkeypatch.setattr(levels, "_noted", SandboxLevel.FILTERED)
     return tmp_path
 
 
-def test_the_default_is_filtered_where_nothing_was_found():
+def test_default_min_level_without_findings_is_filtered():
     assert levels.default_min_level() is SandboxLevel.FILTERED
     assert ProcessSandbox(num_workers=1).min_level is SandboxLevel.FILTERED
 
 
-def test_the_strongest_that_was_found_is_the_default():
+def test_strongest_recorded_level_is_the_default():
     levels.write_level(SandboxLevel.ISOLATED)
     assert ProcessSandbox(num_workers=1).min_level is SandboxLevel.ISOLATED
     levels.write_level(SandboxLevel.NONE)
@@ -41,12 +41,12 @@ def test_the_strongest_that_was_found_is_the_default():
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", "null", '{"machine": 1, "level": "isolated"}', "[" * 99]
 )
-def test_a_finding_that_cannot_be_read_or_is_of_another_machine_is_left(fresh, content):
-    (fresh / "sandbox-level.json").write_text(content)
+def test_unreadable_or_foreign_level_file_is_ignored(empty_cache, content):
+    (empty_cache / "sandbox-level.json").write_text(content)
     assert levels.default_min_level() is SandboxLevel.FILTERED
 
 
-def test_a_weaker_level_is_asked_for(monkeypatch):
+def test_min_level_can_be_lowered_explicitly(monkeypatch):
     levels.write_level(SandboxLevel.ISOLATED)
     assert ProcessSandbox(num_workers=1, min_level="filtered").min_level is SandboxLevel.FILTERED
     monkeypatch.setenv(levels.MIN_LEVEL_VARIABLE, "none")
@@ -56,15 +56,15 @@ def test_a_weaker_level_is_asked_for(monkeypatch):
         ProcessSandbox(num_workers=1)
 
 
-def test_a_sandbox_that_is_weaker_than_was_found_is_refused():
+def test_sandbox_weaker_than_recorded_is_refused():
     with pytest.raises(SandboxError, match="isolated") as caught:
         _require_level(SandboxLevel.ISOLATED, ("landlock", "seccomp"))
     assert any("AREAL_GYM_SANDBOX_MIN_LEVEL=filtered" in hint for hint in caught.value.hints)
 
 
-def test_doctor_writes_down_what_it_found_and_says_what_is_not_promised(fresh):
+def test_doctor_records_the_level_and_its_limits(empty_cache):
     finding = _sandbox()
-    written = json.loads((fresh / "sandbox-level.json").read_text())["level"]
+    written = json.loads((empty_cache / "sandbox-level.json").read_text())["level"]
     assert f"level {written}" in finding.detail
     assert levels.default_min_level().rank >= SandboxLevel(written).rank
     assert finding.detail.endswith(_NOT_PROMISED[written])
@@ -72,13 +72,13 @@ def test_doctor_writes_down_what_it_found_and_says_what_is_not_promised(fresh):
 
 
 @pytest.mark.parametrize("level", SandboxLevel)
-def test_a_level_is_said_in_a_line(level):
+def test_level_is_described_in_one_line(level):
     line = describe_sandbox(SandboxReport(backend="process", level=level, protections=()))
     assert f"level {level}" in line
     assert line.startswith("warning") == (level is SandboxLevel.NONE)
 
 
-def test_environments_say_their_sandboxes():
+def test_environments_list_their_sandboxes():
     assert list(areal_gym.make("tir").sandboxes) == ["process"]
     assert list(areal_gym.make("tir", tools=["calculator"]).sandboxes) == []
     assert list(areal_gym.make("math").sandboxes) == []
@@ -86,7 +86,7 @@ def test_environments_say_their_sandboxes():
     assert list(mix.sandboxes) == ["process"]
 
 
-def test_the_level_of_a_start_is_remembered():
+def test_level_of_a_start_is_remembered():
     async def start():
         async with ProcessSandbox(num_workers=1, min_level="none") as sandbox:
             return (await sandbox.report()).level

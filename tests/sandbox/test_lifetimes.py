@@ -44,11 +44,11 @@ def children(pid):
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_the_plugin_names_it():
+def test_sandbox_plugin_ids():
     assert [spec.id for spec in register_sandboxes()] == ["process", "docker", "none"]
 
 
-def test_many_callers():
+def test_64_concurrent_calls():
     async def go():
         async with ProcessSandbox(num_workers=2) as sandbox:
             codes = [f"print({i})" for i in range(64)]
@@ -57,7 +57,7 @@ def test_many_callers():
     assert [result.stdout for result in asyncio.run(go())] == [f"{i}\n" for i in range(64)]
 
 
-def test_protections_are_named():
+def test_report_names_protections():
     async def go():
         async with ProcessSandbox() as sandbox:
             return (await sandbox.report()).protections
@@ -66,7 +66,7 @@ def test_protections_are_named():
     assert {"limits", "empty environment", "no new privileges"} <= set(protections)
 
 
-def test_closing_leaves_no_process_and_no_descriptor():
+def test_closing_leaves_no_process_or_descriptor():
     async def go():
         async with ProcessSandbox(num_workers=2) as sandbox:
             session = await sandbox.session()
@@ -79,7 +79,7 @@ def test_closing_leaves_no_process_and_no_descriptor():
             await sandbox.run("1")
         return pids
 
-    asyncio.run(go())  # whatever opens for ever, is open now
+    asyncio.run(go())  # opens what stays open for the whole process
     before = len(os.listdir("/proc/self/fd"))
     pids = asyncio.run(go())
     assert len(os.listdir("/proc/self/fd")) == before
@@ -87,7 +87,7 @@ def test_closing_leaves_no_process_and_no_descriptor():
         wait_until_gone(pid)
 
 
-def test_a_killed_cell_or_server_is_replaced():
+def test_killed_cell_or_fork_server_is_replaced():
     async def go():
         async with ProcessSandbox(num_workers=2) as sandbox:
             server = server_pid(sandbox)
@@ -116,7 +116,7 @@ def test_a_killed_cell_or_server_is_replaced():
         wait_until_gone(pid)
 
 
-def test_a_server_lost_in_the_middle_is_told():
+def test_fork_server_lost_twice_is_a_sandbox_error():
     async def go():
         async with ProcessSandbox(num_workers=1) as sandbox:
             running = asyncio.create_task(sandbox.run("while True: pass", limits=LIMITS))
@@ -128,14 +128,14 @@ def test_a_server_lost_in_the_middle_is_told():
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)
             os.kill(server_pid(sandbox), signal.SIGKILL)
-            # Tried again once; the second loss is told.
+            # The first loss is retried; the second is an error.
             with pytest.raises(SandboxError, match="lost"):
                 await running
 
     asyncio.run(go())
 
 
-def test_a_cancelled_call_ends_its_process_and_frees_its_slot():
+def test_cancelled_call_ends_its_process_and_frees_its_slot():
     async def go():
         async with ProcessSandbox(num_workers=1) as sandbox:
             for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_cancelled_call_ends_its_process_and_frees_its_slot():
     asyncio.run(go())
 
 
-def test_each_loop_has_a_shared_sandbox_that_ends_with_it():
+def test_each_event_loop_has_its_own_shared_sandbox():
     async def go():
         sandbox = shared_sandbox()
         assert shared_sandbox() is sandbox
@@ -171,7 +171,7 @@ def test_each_loop_has_a_shared_sandbox_that_ends_with_it():
     wait_until_gone(other_pid)
 
 
-def test_another_loop_is_refused_while_the_first_lives():
+def test_sandbox_refuses_another_event_loop():
     with asyncio.Runner() as first, asyncio.Runner() as second:
         sandbox = ProcessSandbox(num_workers=1)
         first.run(sandbox.run("1", limits=LIMITS))
@@ -180,7 +180,7 @@ def test_another_loop_is_refused_while_the_first_lives():
         first.run(sandbox.aclose())
 
 
-def test_a_forgotten_sandbox_is_closed():
+def test_forgotten_sandbox_is_closed():
     async def go():
         sandbox = ProcessSandbox(num_workers=1)
         await sandbox.run("1", limits=LIMITS)
@@ -207,7 +207,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("without", [[], ["namespaces"]])
-def test_killing_the_owner_leaves_nothing(without):
+def test_killing_the_owner_leaves_no_process_or_file(without):
     command = [sys.executable, "-c", OWNER, *without]
     with tempfile.TemporaryDirectory(dir="/tmp") as home:
         os.chmod(home, 0o755)  # cells pass through it under a uid of their own
@@ -221,7 +221,7 @@ def test_killing_the_owner_leaves_nothing(without):
         assert os.listdir(home) == []
 
 
-def test_levels_are_ordered_and_told_from_what_is_active():
+def test_levels_follow_from_active_protections():
     from areal_gym.sandbox.process import level_of
 
     assert SandboxLevel.NONE.rank < SandboxLevel.FILTERED.rank < SandboxLevel.ISOLATED.rank
@@ -233,7 +233,7 @@ def test_levels_are_ordered_and_told_from_what_is_active():
     assert level_of(namespaces) is SandboxLevel.FILTERED
 
 
-def test_a_weaker_level_than_asked_is_refused():
+def test_level_below_the_minimum_is_refused():
     async def open_with(without, min_level):
         async with ProcessSandbox(num_workers=1, without=without, min_level=min_level) as sandbox:
             return await sandbox.report()
@@ -248,7 +248,7 @@ def test_a_weaker_level_than_asked_is_refused():
     assert "seccomp" not in report.protections
 
 
-def test_packages_under_tmp_do_not_weaken_it(tmp_path, monkeypatch):
+def test_packages_under_tmp_do_not_weaken_the_sandbox(tmp_path, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as home:
         place = Path(home) / "site-packages"
         place.mkdir()
@@ -273,7 +273,7 @@ def test_packages_under_tmp_do_not_weaken_it(tmp_path, monkeypatch):
     assert report.level is asyncio.run(level())
 
 
-def test_none_is_loud():
+def test_no_sandbox_warns():
     async def go():
         with pytest.warns(RuntimeWarning, match="can do what you can"):
             sandbox = NoSandbox(num_workers=1)

@@ -1,4 +1,4 @@
-"""The memory of a call is bounded, whatever kind it is of and however many processes hold it."""
+"""The memory of a call is limited, for every kind of memory and any number of processes."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ MEMORY_MB = 64
 LIMITS = SandboxLimits(wall_s=120, cpu_s=120, memory_mb=MEMORY_MB)
 WAYS = [(), ("memory group",), ("namespaces",), ("namespaces", "memory group")]
 
-# A child that touches memory of a kind; the parent waits until one of them has been killed.
+# Children touch memory of one kind; the parent waits until one of them has been killed.
 CHILDREN = """
 import mmap, os, signal, time
 for _ in range(8):
@@ -79,7 +79,7 @@ try:
 except OSError: pass
 num_bytes >> 20
 """
-# Where files have no file system of their own, they are looked at: this waits until it is ended.
+# Without a private file system, files are checked periodically: this waits to be ended.
 FILES = """
 import os, time
 num_bytes, kept = 0, []
@@ -133,7 +133,7 @@ PROGRAMS = {
 
 
 async def run_all(without):
-    """The protections, and the status, value and errors of each program."""
+    """Run each program; return the protections and each status, value and errors."""
     async with ProcessSandbox(num_workers=2, without=without, limits=LIMITS) as sandbox:
         results = await asyncio.gather(*(sandbox.run(code) for code in PROGRAMS.values()))
         return {
@@ -145,8 +145,8 @@ async def run_all(without):
         }
 
 
-def hold(report):
-    """No program held more than it may."""
+def assert_bounded(report):
+    """Check that no program held more memory than allowed."""
     protections, results = set(report["protections"]), report["results"]
     if "seccomp" not in protections:
         pytest.skip("this kernel has no seccomp filters")
@@ -172,12 +172,12 @@ def hold(report):
 
 
 @pytest.mark.parametrize("without", WAYS)
-def test_memory_of_every_kind_is_bounded(without):
-    hold(asyncio.run(run_all(without)))
+def test_every_kind_of_memory_is_limited(without):
+    assert_bounded(asyncio.run(run_all(without)))
 
 
 @pytest.mark.parametrize("without", [(), ("namespaces",)])
-def test_memory_of_every_kind_is_bounded_as_an_ordinary_user(without):
+def test_every_kind_of_memory_is_limited_as_ordinary_user(without):
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     code = (
@@ -194,17 +194,17 @@ def test_memory_of_every_kind_is_bounded_as_an_ordinary_user(without):
         timeout=280,
     )
     assert process.returncode == 0, process.stderr
-    hold(json.loads(process.stdout))
+    assert_bounded(json.loads(process.stdout))
 
 
-def grouped(runner, sandbox):
-    """Skip where the kernel does not count for us."""
+def require_memory_group(runner, sandbox):
+    """Skip the test where the kernel's control groups cannot be used."""
     if "memory group" not in runner.run(sandbox.report()).protections:
         pytest.skip("no control group may be made here")
 
 
-# Each child tells by a byte that it has its memory. Those that the kernel ended, then or later,
-# did not end by our signal.
+# Each child writes a byte when it has its memory. Children that the kernel killed do not end by
+# SIGTERM.
 FAMILY = """
 import os, signal, time
 ends, pids = [], []
@@ -226,16 +226,16 @@ for pid in pids: os.kill(pid, signal.SIGTERM)
 """
 
 
-def test_peak_is_of_all_processes_and_of_this_call_only(runner, sandbox):
-    grouped(runner, sandbox)
+def test_peak_memory_covers_all_processes_of_one_call(runner, sandbox):
+    require_memory_group(runner, sandbox)
     limits = SandboxLimits(wall_s=120, cpu_s=120, memory_mb=256)
     assert runner.run(sandbox.run(FAMILY, limits=limits)).peak_memory_mb >= 80
     for _ in range(4):
         assert runner.run(sandbox.run("1", limits=limits)).peak_memory_mb < 60
 
 
-def test_each_call_has_its_own_limit(runner, sandbox):
-    grouped(runner, sandbox)
+def test_each_call_has_its_own_memory_limit(runner, sandbox):
+    require_memory_group(runner, sandbox)
     small = SandboxLimits(wall_s=120, cpu_s=120, memory_mb=30)
     large = SandboxLimits(wall_s=120, cpu_s=120, memory_mb=256)
     assert runner.run(sandbox.run(FAMILY, limits=small)).status is SandboxStatus.MEMORY
@@ -244,7 +244,7 @@ def test_each_call_has_its_own_limit(runner, sandbox):
     async def in_a_session(limits):
         session = await sandbox.session()
         try:
-            # Lowered before it begins to fork, since an order takes a moment.
+            # The limit is lowered with a delay: it must apply before the forks.
             result = await session.run("import time; time.sleep(1)\n" + FAMILY, limits=limits)
             return 0 if result.status is SandboxStatus.MEMORY else int(result.value)
         finally:
@@ -262,8 +262,8 @@ def own_groups():
     return [name for place in places for name in os.listdir(place) if name.startswith(prefix)]
 
 
-def test_no_group_is_left(runner, sandbox):
-    grouped(runner, sandbox)
+def test_no_control_group_is_left_behind(runner, sandbox):
+    require_memory_group(runner, sandbox)
 
     async def go(is_killed):
         async with ProcessSandbox(num_workers=1) as other:
@@ -284,7 +284,7 @@ def test_no_group_is_left(runner, sandbox):
             time.sleep(0.05)
 
 
-def test_groups_are_found_in_either_version():
+def test_control_groups_of_both_versions():
     first = "12:cpuset:/\n4:cpu,memory:/docker/abc/inner\n1:name=systemd:/x\n0::/\n"
     mounts = (
         "24 1 8:1 / / rw - ext4 /dev/vda rw\n"
@@ -301,7 +301,7 @@ def test_groups_are_found_in_either_version():
         find_places("0::/\n", "24 1 8:1 / / rw - ext4 /dev/vda rw\n")
 
 
-def test_what_processes_need_still_works(execute):
+def test_common_library_features_work_in_the_sandbox(execute):
     code = """
 import asyncio, multiprocessing, os, shutil, socket, subprocess, tempfile, threading
 async def main():

@@ -1,4 +1,4 @@
-"""Fork servers and Docker engines that die: infrastructure failures, never results."""
+"""Dying fork servers and Docker engines are infrastructure failures, never results."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ WAIT = "print('begun', flush=True)\nimport time\ntime.sleep(200)"
 
 @pytest.fixture(scope="module")
 def own_engine():
-    """An engine that may be killed, with the image; DOCKER_HOST names it."""
+    """A separate Docker engine with the image, which tests may kill; DOCKER_HOST names it."""
     pytest.importorskip("docker")
     # A socket's name must be short.
     engine = OwnEngine(Path(tempfile.mkdtemp(prefix="engine-", dir="/tmp")))
@@ -39,7 +39,7 @@ def own_engine():
 
 
 async def until_begun(sandbox, num_calls):
-    """Waits until that many cells execute a snippet."""
+    """Wait until `num_calls` cells execute a snippet."""
     while True:
         cells = [cell for zygote in sandbox.zygotes() for cell in zygote._cells.values()]
         if sum(cell._call is not None and cell._call.has_begun for cell in cells) >= num_calls:
@@ -47,7 +47,7 @@ async def until_begun(sandbox, num_calls):
         await asyncio.sleep(0.02)
 
 
-def test_a_session_whose_fork_server_dies_in_mid_call_raises():
+def test_session_raises_when_its_fork_server_dies_in_a_call():
     async def go():
         async with ProcessSandbox(num_workers=2, limits=LONG) as sandbox:
             session = await sandbox.session()
@@ -57,14 +57,14 @@ def test_a_session_whose_fork_server_dies_in_mid_call_raises():
             os.kill(sandbox.zygotes()[0].server.pid, signal.SIGKILL)
             with pytest.raises(SandboxError, match="lost"):
                 await call
-            # Said once; then the session starts afresh.
+            # The error is raised once; then the session starts afresh.
             assert (await session.run("'x' in globals()")).value == "False"
             await session.aclose()
 
     asyncio.run(go())
 
 
-def test_a_session_whose_fork_server_dies_between_calls_raises():
+def test_session_raises_when_its_fork_server_dies_between_calls():
     async def go():
         async with ProcessSandbox(num_workers=2, limits=LONG) as sandbox:
             session, unused = await sandbox.session(), await sandbox.session()
@@ -83,7 +83,7 @@ def test_a_session_whose_fork_server_dies_between_calls_raises():
     asyncio.run(go())
 
 
-def test_a_session_that_ends_itself_between_calls_raises_nothing():
+def test_session_that_exits_between_calls_restarts():
     code = (
         "import os, threading, time\n"
         "threading.Thread(target=lambda: (time.sleep(0.05), os._exit(0)), daemon=True).start()"
@@ -104,7 +104,7 @@ def test_a_session_that_ends_itself_between_calls_raises_nothing():
 @pytest.mark.slow
 # The docker package leaves a socket open when the engine dies while it connects.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_docker_engine_that_dies_in_mid_call_is_no_result(own_engine):
+def test_docker_engine_death_in_a_call_is_a_sandbox_error(own_engine):
     async def go():
         async with DockerSandbox(image=IMAGE, num_workers=2, limits=LONG) as sandbox:
             session = await sandbox.session()
@@ -127,7 +127,7 @@ def test_docker_engine_that_dies_in_mid_call_is_no_result(own_engine):
 
 
 @pytest.mark.slow
-def test_docker_runtimes_are_chosen_by_name(own_engine):
+def test_docker_runtime_is_chosen_by_name(own_engine):
     async def go():
         async with DockerSandbox(image=IMAGE, num_workers=1, runtime="second-runc") as sandbox:
             assert "runtime second-runc" in (await sandbox.report()).protections
@@ -140,7 +140,7 @@ def test_docker_runtimes_are_chosen_by_name(own_engine):
 
 
 @pytest.mark.slow
-def test_an_unknown_docker_runtime_is_named_with_those_there_are(own_engine):
+def test_unknown_docker_runtime_error_lists_the_available(own_engine):
     async def go():
         async with DockerSandbox(image=IMAGE, runtime="no-such-runtime"):
             pass

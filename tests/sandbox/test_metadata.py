@@ -22,8 +22,8 @@ from tests._support.paths import ROOT
 NOBODY = 65534
 LIMITS = SandboxLimits(wall_s=60, cpu_s=60)
 
-# Each call by its number and arguments, so that no wrapper of Python's stands between: PATH is a
-# file that the sandbox's user owns, FD a descriptor of it (or -1, where it cannot be opened).
+# System calls by number, without Python's wrappers: PATH is a file that the sandbox's user owns,
+# FD a descriptor of it (or -1 where it cannot be opened).
 CALLS = """
 import ctypes, os, struct
 libc = ctypes.CDLL(None, use_errno=True)
@@ -72,7 +72,7 @@ os.getuid() != 0 and os.geteuid() != 0 and done
 
 
 def state_of(path):
-    """Everything that a call of metadata would change; reading must not change it, either."""
+    """Return all metadata and the content of a file, without changing them."""
     about = os.stat(path)
     names = {name: os.getxattr(path, name) for name in os.listxattr(path)}
     kept = ("st_mode", "st_uid", "st_gid", "st_size", "st_nlink", "st_ino", "st_mtime_ns")
@@ -80,7 +80,7 @@ def state_of(path):
 
 
 async def attack_files(paths, without):
-    """What each file had done to it, by the word of the snippet and by the file itself."""
+    """Attack each file; return the snippet's report and whether the file is unchanged."""
     seen = {}
     async with ProcessSandbox(num_workers=1, without=without, limits=LIMITS) as sandbox:
         for number, path in enumerate(paths):
@@ -92,7 +92,7 @@ async def attack_files(paths, without):
 
 
 def main(directory, *without):
-    """As an ordinary user: makes the files and attacks them; prints JSON."""
+    """Make the files and attack them as an ordinary user; print JSON."""
     with contextlib.suppress(OSError):
         os.umask(0o022)
     path = make_file(Path(directory))
@@ -102,16 +102,16 @@ def main(directory, *without):
 
 
 def make_file(directory):
-    """A file of ours that a snippet may not open."""
+    """Make a host file that a snippet may not open."""
     path = directory / "precious"
     path.write_text("precious")
-    with contextlib.suppress(OSError):  # not every file system has them
+    with contextlib.suppress(OSError):  # not every file system has extended attributes
         os.setxattr(path, "user.kept", b"1")
     return path
 
 
 def make_package(directory):
-    """A file of ours that a snippet may read."""
+    """Make a host file that a snippet may read."""
     path = directory / "site-packages" / "readable_by_snippets.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text("x = 1\n")
@@ -119,45 +119,45 @@ def make_package(directory):
 
 
 @pytest.fixture
-def place():
-    """A directory that every user can reach, unlike pytest's."""
+def open_directory():
+    """A directory that every user can enter, unlike pytest's."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
 
 
 @pytest.mark.parametrize("without", [(), ("namespaces",)])
-def test_metadata_of_host_files_stays(place, monkeypatch, without):
-    path, package = make_file(place), make_package(place)
+def test_snippets_cannot_change_metadata_of_host_files(open_directory, monkeypatch, without):
+    path, package = make_file(open_directory), make_package(open_directory)
     monkeypatch.syspath_prepend(str(package.parent))
     report = asyncio.run(attack_files([str(path), str(package)], without))
-    hold(report, isolated=not without)
+    assert_unchanged(report, isolated=not without)
 
 
 @pytest.mark.parametrize("without", [(), ("namespaces",)])
-def test_metadata_of_host_files_stays_as_an_ordinary_user(place, without):
+def test_snippets_cannot_change_metadata_as_ordinary_user(open_directory, without):
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    os.chown(place, NOBODY, NOBODY)
-    (place / "site-packages").mkdir()
-    os.chown(place / "site-packages", NOBODY, NOBODY)
+    os.chown(open_directory, NOBODY, NOBODY)
+    (open_directory / "site-packages").mkdir()
+    os.chown(open_directory / "site-packages", NOBODY, NOBODY)
     code = (
         f"import sys; from tests._support.ordinary_user import become; become({NOBODY}); "
-        f"sys.path.insert(0, {str(place / 'site-packages')!r}); "
+        f"sys.path.insert(0, {str(open_directory / 'site-packages')!r}); "
         "import tests.sandbox.test_metadata as t; t.main(*sys.argv[1:])"
     )
     report = subprocess.run(
-        [sys.executable, "-c", code, str(place), *without],
+        [sys.executable, "-c", code, str(open_directory), *without],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert report.returncode == 0, report.stderr
-    hold(json.loads(report.stdout), isolated=not without)
+    assert_unchanged(json.loads(report.stdout), isolated=not without)
 
 
-def hold(report, *, isolated):
+def assert_unchanged(report, *, isolated):
     if platform.machine() != "x86_64":
         pytest.skip("the numbers of the calls are those of x86_64")
     if report["level"] == "none":
@@ -172,7 +172,7 @@ def hold(report, *, isolated):
 
 @pytest.fixture
 def closed_interpreter():
-    """An interpreter in a home that only root may enter."""
+    """An interpreter in a directory that only root may enter."""
     if os.geteuid() != 0:
         pytest.skip("only root has a home that is closed to the others")
     with tempfile.TemporaryDirectory(dir="/var/tmp") as home:
@@ -210,7 +210,7 @@ asyncio.run(main())
 """
 
 
-def test_no_cell_is_root_where_the_interpreter_is_closed(closed_interpreter):
+def test_no_cell_is_root_with_a_root_only_interpreter(closed_interpreter):
     def run(*arguments):
         process = subprocess.run(
             [closed_interpreter, "-s", "-c", UID, *arguments],
@@ -231,7 +231,7 @@ def test_no_cell_is_root_where_the_interpreter_is_closed(closed_interpreter):
     assert "chmod o+x" in refusal
 
 
-def test_root_without_another_uid_is_refused():
+def test_root_without_setuid_capability_is_refused():
     if os.geteuid() != 0:
         pytest.skip("only root")
     process = subprocess.run(
@@ -245,7 +245,7 @@ def test_root_without_another_uid_is_refused():
     assert "ordinary user" in process.stdout
 
 
-def test_files_of_its_own_are_a_snippets_to_change(runner, sandbox):
+def test_snippet_may_change_metadata_of_its_own_files(runner, sandbox):
     code = (
         "import os, shutil\nopen('a', 'w').close()\nos.chmod('a', 0o600)\nos.utime('a', (5, 5))\n"
         "shutil.copy2('a', 'b')\nos.stat('b').st_mtime, oct(os.stat('b').st_mode)"
@@ -255,7 +255,7 @@ def test_files_of_its_own_are_a_snippets_to_change(runner, sandbox):
     assert runner.run(sandbox.run(code, limits=LIMITS)).value == "(5.0, '0o100600')"
 
 
-def test_an_error_is_what_metadata_gives_without_namespaces(runner):
+def test_metadata_calls_fail_without_namespaces(runner):
     async def go():
         async with ProcessSandbox(num_workers=1, without=("namespaces",), limits=LIMITS) as sandbox:
             return await sandbox.run("import os; open('a', 'w').close(); os.chmod('a', 0o600)")
@@ -268,12 +268,12 @@ def test_an_error_is_what_metadata_gives_without_namespaces(runner):
 
 
 def decide(program, number):
-    """What the filter answers to a call whose arguments are all 0, step by step as the kernel."""
-    steps = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
-    at = value = 0
+    """Interpret the filter for a call whose arguments are all 0, as the kernel does."""
+    steps = [struct.unpack_from("=HBBI", program, offset) for offset in range(0, len(program), 8)]
+    position = value = 0
     while True:
-        code, if_true, if_false, operand = steps[at]
-        at += 1
+        code, if_true, if_false, operand = steps[position]
+        position += 1
         if code == 0x06:
             return operand
         if code == 0x20:
@@ -288,11 +288,11 @@ def decide(program, number):
                 0x35: value >= operand,
                 0x45: bool(value & operand),
             }[code]
-            at += if_true if is_true else if_false
+            position += if_true if is_true else if_false
 
 
 @pytest.mark.parametrize("allow_metadata", [False, True])
-def test_the_filter_allows_its_list_and_nothing_else(allow_metadata):
+def test_seccomp_filter_allows_exactly_its_list(allow_metadata):
     if platform.machine() not in syscalls.COLUMNS:
         pytest.skip("no filter for this machine")
     column = syscalls.COLUMNS[platform.machine()]

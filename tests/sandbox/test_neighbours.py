@@ -1,4 +1,4 @@
-"""Correct programs do not depend on what runs beside them."""
+"""Programs are not disturbed by others that run beside them."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ NOBODY = 65534
 
 @pytest.mark.parametrize("without", [[], ["namespaces"]], ids=["isolated", "filtered"])
 @pytest.mark.parametrize("uid", [0, NOBODY], ids=["this_user", "ordinary_user"])
-def test_eight_programs_have_eight_threads_each_at_once(uid, without):
+def test_eight_programs_run_eight_threads_each(uid, without):
     if uid and os.geteuid() != 0:
         pytest.skip("only root can become another user")
     process = subprocess.run(
@@ -47,7 +47,7 @@ for i in range(40):
 """
 
 
-def test_a_large_tree_is_removed_beside_the_calls_of_others(monkeypatch):
+def test_removing_a_large_tree_does_not_block_other_calls(monkeypatch):
     async def go():
         async with ProcessSandbox(num_workers=1, without=["namespaces"]) as sandbox:
             assert (await sandbox.run(MANY_FILES, limits=SandboxLimits(wall_s=120))).is_ok

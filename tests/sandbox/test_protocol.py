@@ -1,4 +1,4 @@
-"""Nothing that a cell or a fork server writes to its parent stops the parent."""
+"""No message of a cell or fork server can block or break the parent."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ from areal_gym.sandbox.process import _LocalServer
 from areal_gym.sandbox.zygotes import Zygote
 
 HANG_S = 240
-"""A guard against hangs, far from what anything here takes."""
+"""A guard against hangs, far above what anything here takes."""
 NONCE = b"0123456789abcdef"
 
 STEAL = """
@@ -70,7 +70,7 @@ ABUSES = {
 
 
 @pytest.mark.parametrize("without", [[], ["namespaces"]], ids=["isolated", "filtered"])
-def test_no_abuse_of_the_channel_wedges_the_pool(without):
+def test_channel_abuse_does_not_block_the_pool(without):
     limits = SandboxLimits(wall_s=2.0)
 
     async def abuse(sandbox, code):
@@ -93,13 +93,13 @@ def test_no_abuse_of_the_channel_wedges_the_pool(without):
     asyncio.run(go())
 
 
-def test_a_flood_of_the_channel_ends_its_cell(execute):
+def test_channel_flood_ends_its_cell(execute):
     result = execute(STEAL + ABUSES["flood"])
     assert result.status is SandboxStatus.KILLED
     assert "channel" in result.stderr
 
 
-def test_a_forged_answer_is_of_plain_types(runner, sandbox):
+def test_forged_answer_has_plain_types(runner, sandbox):
     async def go():
         session = await sandbox.session()
         code = STEAL + "write(nonce + b' ok 999999999999 value\\n\\xff\\xd8')"
@@ -112,7 +112,7 @@ def test_a_forged_answer_is_of_plain_types(runner, sandbox):
     assert math.isfinite(result.peak_memory_mb)
 
 
-def test_a_fork_server_that_does_nothing_is_given_up(monkeypatch):
+def test_stopped_fork_server_is_replaced(monkeypatch):
     monkeypatch.setattr(cells, "_END_S", 0.5)
 
     async def go():
@@ -152,10 +152,10 @@ ANSWERS = st.builds(
 REAL = [b"ready", b"NONCE begun", b"NONCE ok 12000 value\n42", b"NONCE memory 9 nothing\n"]
 
 
-def mutated(message: bytes, at: int, byte: bytes, count: int) -> bytes:
-    """`message` with `count` bytes replaced by `byte`."""
-    at %= len(message)
-    return message[:at] + byte + message[at + count :]
+def mutated(message: bytes, start: int, byte: bytes, count: int) -> bytes:
+    """Return `message` with `count` bytes replaced by `byte`."""
+    start %= len(message)
+    return message[:start] + byte + message[start + count :]
 
 
 MESSAGES = st.tuples(
@@ -181,7 +181,7 @@ MESSAGES = st.tuples(
 @example((b"x", MESSAGE_BYTES))
 @example((b"NONCE ok 1 value", 1))
 @settings(max_examples=1000)
-def test_every_message_is_parsed_or_refused(repeated):
+def test_cell_messages_are_parsed_or_refused(repeated):
     unit, times = repeated
     message = parse_cell_message(unit.replace(b"NONCE", NONCE) * times)
     if message is not None:
@@ -191,7 +191,7 @@ def test_every_message_is_parsed_or_refused(repeated):
 
 
 @given(st.sampled_from(["ok", "error", "memory"]), st.integers(0, 10**12 - 1), st.text())
-def test_an_answer_is_read_as_it_was_written(status, peak_kb, text):
+def test_cell_answer_round_trips(status, peak_kb, text):
     text = text.encode("utf-8", "replace").decode()
     data = f"{NONCE.decode()} {status} {peak_kb} value\n{text}".encode()
     assert parse_cell_message(data) == CellMessage(NONCE.decode(), status, peak_kb, value=text)
@@ -200,7 +200,7 @@ def test_an_answer_is_read_as_it_was_written(status, peak_kb, text):
 ENDINGS = ["", "os._exit(0)", "1/0", "os.close(3)", "print(nonce)", "raise SystemExit(3)"]
 
 
-def test_ten_thousand_fuzzed_messages_leave_the_pool_serving(runner, sandbox):
+def test_pool_serves_after_ten_thousand_fuzzed_messages(runner, sandbox):
     num_sent = 0
     session = runner.run(sandbox.session())
 
@@ -243,8 +243,8 @@ EVENTS = st.one_of(
 @settings(max_examples=8)
 @given(EVENTS)
 @example(b"[" * 3000)
-def test_a_fork_server_that_talks_nonsense_is_lost(event):
-    """Its words are ours alone; were they not, no caller would wait for ever."""
+def test_malformed_fork_server_messages_fail_its_start(event):
+    """Whatever a fork server sends, no caller waits for ever."""
 
     async def go():
         errors = []

@@ -1,4 +1,4 @@
-"""What a call gives back."""
+"""Results of a call: status, output, value, errors and limits."""
 
 import pytest
 
@@ -16,11 +16,11 @@ def test_output_and_value(execute):
 
 
 @pytest.mark.parametrize("code", ["x = 1", "None", "", "# nothing", "print(1)"])
-def test_no_value(execute, code):
+def test_statements_have_no_value(execute, code):
     assert execute(code).value is None
 
 
-def test_the_traceback_shows_the_snippet_only(execute):
+def test_traceback_shows_only_the_snippet(execute):
     result = execute("import json\ndef f():\n    json.loads('{')\nf()")
     assert result.status is ERROR
     lines = result.stderr.splitlines()
@@ -32,20 +32,20 @@ def test_the_traceback_shows_the_snippet_only(execute):
     assert lines[-1].startswith("json.decoder.JSONDecodeError: Expecting property name")
 
 
-def test_the_last_line_names_the_error(execute):
+def test_last_line_of_stderr_names_the_error(execute):
     assert execute("1/0").stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert "SyntaxError" in execute("def f(:").stderr.splitlines()[-1]
     assert execute("a\0b").status is ERROR
 
 
-def test_a_chain_of_errors_is_told_whole(execute):
+def test_chained_exceptions_are_printed_whole(execute):
     code = "try:\n    1/0\nexcept ZeroDivisionError as e:\n    raise KeyError('k') from e"
     stderr = execute(code).stderr
     assert "ZeroDivisionError" in stderr
     assert stderr.splitlines()[-1] == "KeyError: 'k'"
 
 
-def test_an_endless_chain_of_errors_ends(execute):
+def test_cyclic_exception_chain_is_printed_once(execute):
     code = "a = ValueError('a')\nb = ValueError('b', a)\na.__cause__, b.__cause__ = b, a\nraise a"
     assert "ValueError" in execute(code).stderr
 
@@ -62,24 +62,24 @@ def test_an_endless_chain_of_errors_ends(execute):
         ("import ctypes; ctypes.string_at(0)", KILLED, "Killed: SIGSEGV"),
     ],
 )
-def test_exits(execute, code, status, last_line):
+def test_exit_codes_and_signals(execute, code, status, last_line):
     result = execute("print('before', flush=True)\n" + code)
     assert (result.status, result.stdout) == (status, "before\n")
     assert "".join(result.stderr.splitlines()[-1:]) == last_line
 
 
-def test_exit_handlers_and_threads_are_waited_for(execute):
+def test_call_waits_for_threads_and_exit_handlers(execute):
     code = "import atexit, threading, time\natexit.register(print, 'handler')\n"
     code += "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()"
     assert execute(code).stdout == "thread\nhandler\n"
 
 
-def test_names_do_not_reach_the_next_call(execute):
+def test_names_do_not_persist_between_calls(execute):
     execute("import builtins\nx = 1\nbuiltins.print = None")
     assert execute("print('x' in globals())").stdout == "False\n"
 
 
-def test_text_of_every_kind(execute):
+def test_unicode_and_binary_output(execute):
     assert execute("print('π≈3.14 数学')").stdout == "π≈3.14 数学\n"
     assert execute(r"print('\ud800')").stdout == "\\ud800\n"
     assert execute("import os; os.write(1, b'a\\x00b\\xff')").stdout == "a\0b\ufffd"
@@ -93,26 +93,26 @@ def test_stdin_is_empty(execute):
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)", "3**10**9"])
-def test_the_wall_clock(execute, code):
+def test_wall_clock_limit(execute, code):
     result = execute("print('first', flush=True)\n" + code, wall_s=0.5)
     assert (result.status, result.stdout) == (TIMEOUT, "first\n")
     assert result.stderr == "TimeoutError: no result after 0.5 s\n"
 
 
-def test_processor_time(execute):
+def test_processor_time_limit(execute):
     result = execute("while True: pass", cpu_s=1)
     assert result.status is TIMEOUT
     assert result.stderr == "TimeoutError: more than 1 s of processor time\n"
 
 
-def test_memory(execute):
+def test_memory_limit(execute):
     for code in ("x = bytearray(64 << 30)", "x = []\nwhile True: x.append(bytearray(16 << 20))"):
         result = execute(code, memory_mb=128)
         assert (result.status, result.stderr.splitlines()[-1]) == (MEMORY, "MemoryError")
     assert execute("len(bytearray(64 << 20))", memory_mb=128).value == str(64 << 20)
 
 
-def test_memory_of_all_processes_together(execute, runner, sandbox):
+def test_memory_limit_covers_all_processes(execute, runner, sandbox):
     if "memory sum" not in runner.run(sandbox.report()).protections:
         pytest.skip("snippets may not fork here")
     code = "import os, time\nfor i in range(6):\n    if os.fork() == 0:\n"
@@ -124,7 +124,7 @@ def test_memory_of_all_processes_together(execute, runner, sandbox):
     )
 
 
-def test_processes_that_come_and_go_hide_no_memory(execute, runner, sandbox):
+def test_short_lived_processes_do_not_hide_memory(execute, runner, sandbox):
     if "memory sum" not in runner.run(sandbox.report()).protections:
         pytest.skip("snippets may not fork here")
     code = "import os, time\nfor i in range(6):\n    if os.fork() == 0:\n"
@@ -133,7 +133,7 @@ def test_processes_that_come_and_go_hide_no_memory(execute, runner, sandbox):
     assert execute(code, memory_mb=128).status is MEMORY
 
 
-def test_memory_that_forks_share_counts_once(execute, runner, sandbox):
+def test_shared_memory_of_forks_counts_once(execute, runner, sandbox):
     if "memory sum" not in runner.run(sandbox.report()).protections:
         pytest.skip("snippets may not fork here")
     code = "import os, time\nx = bytearray(80 << 20)\nfor i in range(6):\n"
@@ -142,35 +142,35 @@ def test_memory_that_forks_share_counts_once(execute, runner, sandbox):
     assert execute(code, memory_mb=128).value == "'done'"
 
 
-def test_the_peak_of_memory(execute):
+def test_peak_memory(execute):
     idle, busy = execute("1"), execute("len(bytearray(64 << 20))")
     assert 60 < busy.peak_memory_mb - idle.peak_memory_mb < 70
 
 
-def test_output_beyond_the_limit(execute):
+def test_output_limit(execute):
     result = execute("print('a' * 5000)\n1", output_bytes=1000)
     assert (result.status, result.stdout, result.value) == (OUTPUT, "a" * 1000, None)
     assert result.stderr == "OutputLimit: more than 1000 bytes were printed\n"
 
 
-def test_a_flood_ends_the_snippet(execute):
+def test_endless_output_ends_the_snippet(execute):
     result = execute("while True: print('spam' * 1000)", output_bytes=1000)
     assert (result.status, len(result.stdout)) == (OUTPUT, 1000)
 
 
-def test_huge_errors_are_cut(execute):
+def test_huge_errors_and_values_are_truncated(execute):
     result = execute("raise ValueError('x' * 50_000_000)")
     assert result.status is ERROR
     assert len(result.stderr) < 20_000
     assert len(execute("'y' * 50_000_000").value) < 20_000
 
 
-def test_an_error_that_cannot_be_shown(execute):
+def test_exception_with_broken_str(execute):
     code = "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E"
     assert execute(code).status is ERROR
 
 
-def test_the_status_is_not_forged_by_writing_to_descriptors(execute):
+def test_status_cannot_be_forged_through_descriptors(execute):
     code = 'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"status": "ok"}\')\n'
     code += "    except OSError: pass\nraise SystemExit(3)"
     assert execute(code).status is ERROR
@@ -184,5 +184,5 @@ def test_numpy_and_sympy(execute):
     assert result.stdout == "45 2*sqrt(2)\n"
 
 
-def test_sets_have_one_order(execute):
+def test_set_order_is_deterministic(execute):
     assert len({execute("list({'a', 'b', 'c', 'd', 'e'})").value for _ in range(3)}) == 1

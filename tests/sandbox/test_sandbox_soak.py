@@ -1,4 +1,4 @@
-"""The soak of benchmarks/sandbox_soak.py, small: nothing is left and nothing grows."""
+"""A short run of benchmarks/sandbox_soak.py: nothing is left behind and nothing grows."""
 
 import json
 import os
@@ -22,13 +22,13 @@ def soak(*arguments):
 
 
 @pytest.mark.slow
-def test_processes():
+def test_process_sandbox_soak():
     report = soak("--num-calls", "500")
     assert report["calls"] == 500
     assert report["hostile"] > 5
 
 
 @pytest.mark.slow
-def test_containers(docker_image):
+def test_docker_sandbox_soak(docker_image):
     report = soak("--num-calls", "300", "--backend", "docker", "--image", docker_image)
     assert report["calls"] == 300

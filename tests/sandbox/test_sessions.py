@@ -1,4 +1,4 @@
-"""Persistent interpreters."""
+"""Sandbox sessions: interpreters that persist between calls."""
 
 import asyncio
 
@@ -10,10 +10,10 @@ SHORT = SandboxLimits(wall_s=0.5)
 
 
 @pytest.fixture
-def converse(runner, sandbox):
+def run_in_session(runner, sandbox):
     """Run snippets one after another in one session."""
 
-    def converse(*codes, limits=None):
+    def run_in_session(*codes, limits=None):
         async def go():
             session = await sandbox.session()
             results = [await session.run(code, limits=limits) for code in codes]
@@ -23,38 +23,38 @@ def converse(runner, sandbox):
 
         return runner.run(go())
 
-    return converse
+    return run_in_session
 
 
-def test_names_stay(converse):
-    results = converse("x = 3\ndef f(): return x", "x += 1", "f()")
+def test_names_persist_in_a_session(run_in_session):
+    results = run_in_session("x = 3\ndef f(): return x", "x += 1", "f()")
     assert [result.value for result in results] == [None, None, "4"]
 
 
-def test_an_error_leaves_the_state(converse):
-    results = converse("x = 1\nprint('a')", "1/0", "import sys; sys.exit(1)", "x")
+def test_error_keeps_the_session_state(run_in_session):
+    results = run_in_session("x = 1\nprint('a')", "1/0", "import sys; sys.exit(1)", "x")
     assert [str(result.status) for result in results] == ["ok", "error", "error", "ok"]
     assert [result.stdout for result in results] == ["a\n", "", "", ""]
     assert results[-1].value == "1"
 
 
-def test_a_timeout_or_a_crash_begins_afresh(converse):
+def test_timeout_or_crash_restarts_the_session(run_in_session):
     for end in ("while True: pass", "import os; os._exit(3)", "import ctypes; ctypes.string_at(0)"):
-        results = converse("x = 1", end, "'x' in globals()", limits=SandboxLimits(wall_s=2))
+        results = run_in_session("x = 1", end, "'x' in globals()", limits=SandboxLimits(wall_s=2))
         assert not results[1].is_ok
         assert results[2].value == "False"
 
 
-def test_memory_is_limited_in_each_call(converse):
+def test_memory_is_limited_in_each_call(run_in_session):
     limits = SandboxLimits(memory_mb=128, wall_s=20)
-    results = converse(
+    results = run_in_session(
         "x = bytearray(100 << 20)", "y = bytearray(100 << 20)", "del x", "1", limits=limits
     )
     assert [str(result.status) for result in results] == ["ok", "memory", "ok", "ok"]
 
 
-def test_printing_too_much_keeps_the_state(converse):
-    results = converse("x = 1\nprint('a' * 100_000)", "x")
+def test_output_limit_keeps_the_session_state(run_in_session):
+    results = run_in_session("x = 1\nprint('a' * 100_000)", "x")
     assert results[0].status is SandboxStatus.OUTPUT
     assert results[1].value == "1"
 
@@ -71,7 +71,7 @@ def test_more_sessions_than_workers(runner, sandbox):
     assert runner.run(go()) == [str(i * i) for i in range(24)]
 
 
-def test_calls_of_one_session_take_turns(runner, sandbox):
+def test_calls_of_one_session_run_in_order(runner, sandbox):
     async def go():
         session = await sandbox.session()
         await session.run("x = []")
@@ -83,7 +83,7 @@ def test_calls_of_one_session_take_turns(runner, sandbox):
     assert runner.run(go()) == "[0, 1, 2, 3, 4]"
 
 
-def test_what_a_thread_prints_between_calls_is_heard_by_the_next(runner, sandbox):
+def test_output_between_calls_belongs_to_the_next_call(runner, sandbox):
     async def go():
         session = await sandbox.session()
         code = "import threading\nthreading.Timer(0.2, print, ['late'], {'flush': True}).start()"

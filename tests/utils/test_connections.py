@@ -1,4 +1,4 @@
-"""Connections of every server: bounded in time and number, and none is lost when it closes."""
+"""Connections of every server are bounded in time and number, and closed with it."""
 
 import asyncio
 import gc
@@ -55,7 +55,7 @@ class AiohttpUnderTest:
 
 
 class UvicornUnderTest:
-    """The same under uvicorn."""
+    """The same application under uvicorn."""
 
     def __init__(self, limits):
         self._limits = limits
@@ -105,7 +105,7 @@ async def until(condition):
 
 
 async def closed(port, first, *, drip=b""):
-    """Sends bytes, then more of them again and again; what came back when the server hung up."""
+    """Send bytes, then drip more of them; return the answer when the server hangs up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def dripping():
@@ -130,15 +130,15 @@ async def closed(port, first, *, drip=b""):
 
 HEADER = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 SLOW = {
-    "nothing at all": (b"", b""),
-    "a header that does not end": (HEADER, b""),
-    "a header in drops": (HEADER + b"x: y", b"z"),
+    "no bytes": (b"", b""),
+    "an unfinished header": (HEADER, b""),
+    "a dripping header": (HEADER + b"x: y", b"z"),
     "half a request line": (b"PO", b""),
-    "a body that does not come": (HEADER + b"Content-Length: 9\r\n\r\n", b""),
-    "a body in drops": (HEADER + b"Content-Length: 100000\r\n\r\n", b"x"),
-    "chunks in drops": (HEADER + b"Transfer-Encoding: chunked\r\n\r\nfffff\r\n", b"x"),
+    "a missing body": (HEADER + b"Content-Length: 9\r\n\r\n", b""),
+    "a dripping body": (HEADER + b"Content-Length: 100000\r\n\r\n", b"x"),
+    "dripping chunks": (HEADER + b"Transfer-Encoding: chunked\r\n\r\nfffff\r\n", b"x"),
     "idle after an answer": (HEADER + b"Content-Length: 1\r\n\r\nx", b""),
-    "a second header in drops": (HEADER + b"Content-Length: 1\r\n\r\nxPOST / HT", b"T"),
+    "a dripping second header": (HEADER + b"Content-Length: 1\r\n\r\nxPOST / HT", b"T"),
 }
 
 
@@ -156,7 +156,7 @@ def test_slow_clients_are_disconnected(make):
                 *(closed(server.port, first, drip=drip) for first, drip in SLOW.values())
             )
             for name, answer in zip(SLOW, answers, strict=True):
-                # A busy machine may be late with what is in time.
+                # On a busy machine even a timely request may come too late.
                 is_answered = "after" in name or "second" in name
                 expected = {200, 408} if is_answered else {408}
                 assert set(statuses(answer)) <= expected, (name, answer)
@@ -165,7 +165,7 @@ def test_slow_clients_are_disconnected(make):
 
 
 @BOTH
-def test_clients_that_read_nothing_are_disconnected(make):
+def test_clients_that_do_not_read_are_disconnected(make):
     async def use():
         async with make(QUICK) as server:
             with socket.create_connection(("127.0.0.1", server.port)) as client:
@@ -176,7 +176,7 @@ def test_clients_that_read_nothing_are_disconnected(make):
 
 
 @BOTH
-def test_connections_beyond_the_limit_are_told_to_come_back(make):
+def test_connections_beyond_the_limit_get_503(make):
     limits = ConnectionLimits(header_s=300.0, max_connections=3)
 
     async def use():
@@ -209,8 +209,8 @@ def test_websocket_upgrades_are_answered(make):
 
 @BOTH
 @pytest.mark.parametrize("num_turns", range(4))
-def test_no_connection_is_lost_when_a_server_closes(make, num_turns):
-    """Clients connect until the last moment: each connection is owned by somebody, and closed."""
+def test_closing_server_leaks_no_connection(make, num_turns):
+    """Clients connect until the last moment, and every connection is closed."""
 
     async def use():
         clients = [socket.socket() for _ in range(40)]
@@ -232,8 +232,8 @@ def test_no_connection_is_lost_when_a_server_closes(make, num_turns):
     assert [str(warning.message) for warning in caught] == []
 
 
-def test_stop_listening_attaches_what_was_accepted():
-    """The class in small: asyncio's own server, closed between accept and transport."""
+def test_stop_listening_attaches_accepted_connections():
+    """A plain asyncio server is closed between accept and transport."""
     received = []
 
     class Protocol(asyncio.Protocol):
@@ -244,7 +244,7 @@ def test_stop_listening_attaches_what_was_accepted():
         loop = asyncio.get_running_loop()
         server = await loop.create_server(Protocol, "127.0.0.1", 0, backlog=100)
         clients = [socket.create_connection(server.sockets[0].getsockname()) for _ in range(20)]
-        # The loop's own callback, as it runs when the selector has found a connection.
+        # The loop's own callback for a new connection.
         key = loop._selector.get_key(server.sockets[0].fileno())
         key.data[0]._run()
         await stop_listening([server])
