@@ -136,4 +136,4 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
     assert areal_gym(["compare", "a"]) == 2
     assert areal_gym(["compare", "a", "nothing"]) == 5
-    assert "nothing holds neither" in capsys.readouterr().err
+    assert "nothing is neither a run" in capsys.readouterr().err
