@@ -118,22 +118,24 @@ def _runs(incomplete: str) -> list[CompletionItem[str]]:
 
 
 def _setting_keys() -> Iterator[tuple[str, str]]:
-    from areal_gym.config import setting_fields
+    from areal_gym.config import RunConfig
+    from areal_gym.config.settings_model import setting_fields
 
-    for name, info in setting_fields():
+    for name, info in setting_fields(RunConfig):
         yield f"{name}=", " ".join((info.description or "").split())
 
 
 def _choices(key: str) -> Iterator[tuple[str, str]]:
-    from areal_gym.config import setting_fields
+    from areal_gym.config import RunConfig
     from areal_gym.config.algorithm_settings import PRESETS
+    from areal_gym.config.settings_model import setting_fields
 
     for kind, spec in KINDS.items():
         if spec.setting == key:
             yield from _ids(kind)
     if key == "trainer.algorithm":
         yield from ((name, preset.summary) for name, preset in PRESETS.items())
-    for name, info in setting_fields():
+    for name, info in setting_fields(RunConfig):
         if name == key:
             for part in (info.annotation, *get_args(info.annotation)):
                 if get_origin(part) is Literal:

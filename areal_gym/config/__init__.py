@@ -3,8 +3,9 @@
 A run's resolved settings are written to its directory and run again as they are.
 """
 
-from areal_gym.config.loading import field_names, load_config, parse_override, setting_fields
-from areal_gym.config.run_config import STARTER_DEFAULTS, RunConfig, require_plain_sampling
+from areal_gym.config.defaults import STARTER_DEFAULTS
+from areal_gym.config.loading import field_names, load_config, parse_override
+from areal_gym.config.run_config import RunConfig, require_plain_sampling
 from areal_gym.config.sections import (
     AgentConfig,
     ClusterConfig,
@@ -35,5 +36,4 @@ __all__ = [
     "load_config",
     "parse_override",
     "require_plain_sampling",
-    "setting_fields",
 ]

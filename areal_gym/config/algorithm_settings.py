@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from areal_gym.config.settings_model import Settings, merge
-from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.config.settings_model import Settings
+from areal_gym.errors import ConfigError
 
 
 class CorrectionConfig(Settings):
@@ -211,54 +211,6 @@ PRESETS: Mapping[str, Preset] = {
         settings={**_SYMMETRIC, "correction": {"second_moment": 0.04}},
     ),
 }
-
-_BELONG_TO = {
-    "advantage": ("advantage_kwargs",),
-    "loss": ("loss_kwargs", "clip_low", "clip_high"),
-}
-_PARTS = ("aggregation", "correction", "kl", "reward", *sum(_BELONG_TO.values(), ()))
-
-
-def fill_in(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings below `trainer` on top of their algorithm's.
-
-    Raises:
-        ValueError: there is no such algorithm.
-    """
-    name = str(trainer.get("algorithm", "grpo"))
-    if name not in PRESETS:
-        near = did_you_mean(name, list(PRESETS))
-        known = f"there are {', '.join(PRESETS)}"
-        raise ValueError(f"no algorithm {name!r}: {near or known}")
-    tree = PRESETS[name].trainer()
-    for part, settings in _BELONG_TO.items():
-        if trainer.get(part, tree[part]) != tree[part]:
-            for key in settings:
-                tree.pop(key, None)
-    merge(tree, trainer)
-    return tree
-
-
-def left_open(trainer: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `fill_in`: `trainer` without what its algorithm fills in.
-
-    Args:
-        trainer: settings below `trainer`, such as those of a recorded run.
-        resolved: those of a run with the same algorithm, estimator and loss, and nothing else.
-    """
-    preset = PRESETS[resolved["algorithm"]]
-    usual = {key: resolved[key] for key in _PARTS}
-    return _without(trainer, usual | {"advantage": preset.advantage, "loss": preset.loss})
-
-
-def _without(tree: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key in usual and value == usual[key]:
-            continue
-        is_inner = isinstance(value, Mapping) and isinstance(usual.get(key), Mapping)
-        found[key] = _without(value, usual[key]) if is_inner else value
-    return found
 
 
 def compares_siblings(advantage: str, kwargs: Mapping[str, Any]) -> bool:

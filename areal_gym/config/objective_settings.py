@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from areal_gym.config.settings_model import Settings, merge
-from areal_gym.errors import did_you_mean
+from areal_gym.config.settings_model import Settings
 
 OBJECTIVES: Mapping[str, str] = {
     "rl": "the reward of episodes",
@@ -59,35 +58,6 @@ class TeacherConfig(Settings):
     @classmethod
     def _accept_one_url(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
-
-
-_DISTILLATION = {
-    "trainer": {
-        "advantage": "distill",
-        "loss": "ppo_clip",
-        "aggregation": "token_mean",
-        "clip_low": None,
-        "clip_high": None,
-    }
-}
-
-
-def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run on top of those that its objective brings.
-
-    Raises:
-        ValueError: there is no such objective.
-    """
-    name = tree.get("objective", "rl")
-    if name not in OBJECTIVES:
-        near = did_you_mean(str(name), OBJECTIVES)
-        raise ValueError(f"no objective {name!r}: {near or 'there is ' + ', '.join(OBJECTIVES)}")
-    if name != "distill" or not isinstance(tree.get("trainer", {}), Mapping):
-        return dict(tree)
-    found: dict[str, Any] = {}
-    merge(found, _DISTILLATION)
-    merge(found, tree)
-    return found
 
 
 def check_objective(

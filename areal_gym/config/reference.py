@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from areal_gym.config.run_config import RunConfig
+from areal_gym.config.settings_model import section_of
 
 _HEAD = """# Settings
 
@@ -45,20 +46,13 @@ def _sections(
     rows = [
         (prefix + name, _kind(info), _default(info), _cell(info.description or ""))
         for name, info in fields
-        if _inner(info) is None
+        if section_of(info) is None
     ]
     yield prefix.rstrip("."), _cell(model.__doc__ or ""), rows
     for name, info in fields:
-        inner = _inner(info)
-        if inner is not None:
-            yield from _sections(inner, f"{prefix}{name}.")
-
-
-def _inner(info: FieldInfo) -> type[BaseModel] | None:
-    annotation = info.annotation
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return None
+        section = section_of(info)
+        if section is not None:
+            yield from _sections(section, f"{prefix}{name}.")
 
 
 def _kind(info: FieldInfo) -> str:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from areal_gym.config.algorithm_settings import (
-    PRESETS,
-    compares_siblings,
-)
+from areal_gym.config.algorithm_settings import compares_siblings
+from areal_gym.config.defaults import fill_in
 from areal_gym.config.objective_settings import (
     SUPERVISED,
     DataConfig,
     DpoConfig,
     TeacherConfig,
     check_objective,
-    with_objective,
 )
-from areal_gym.config.online_settings import ONLINE, check_online, split_address
+from areal_gym.config.online_settings import check_online, split_address
 from areal_gym.config.sections import (
     AgentConfig,
     ClusterConfig,
@@ -70,22 +66,7 @@ class RunConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
-        """What objective and algorithm bring, where the settings say nothing else."""
-        if not isinstance(value, dict):
-            return value
-        value = with_objective(value)
-        env, agent = value.get("env", {}), value.get("agent", {})
-        if isinstance(env, dict) and env.get("id") == ONLINE and isinstance(agent, dict):
-            value = {**value, "agent": {"id": ONLINE, **agent}}
-        trainer, rollout = value.get("trainer", {}), value.get("rollout", {})
-        if isinstance(trainer, TrainerConfig):
-            trainer = {"algorithm": trainer.algorithm}
-        name = str(trainer.get("algorithm")) if isinstance(trainer, dict) else ""
-        if isinstance(rollout, RolloutConfig):
-            rollout = rollout.model_dump(exclude_unset=True)
-        if name not in PRESETS or not isinstance(rollout, dict):
-            return value
-        return {**value, "rollout": {"filters": PRESETS[name].filters, **rollout}}
+        return fill_in(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -96,6 +77,23 @@ class RunConfig(Settings):
         split_address(self.gateway)
         is_elsewhere = self.deterministic or bool(self.cluster.rollout_workers)
         check_online(self.env.id, self.agent.id, self.engine.model, is_elsewhere=is_elsewhere)
+        self._check_groups()
+        self._check_deterministic()
+        self._check_cluster()
+        if rollout.max_new_tokens >= self.engine.max_context:
+            raise ValueError(
+                f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "
+                f"engine.max_context = {self.engine.max_context}"
+            )
+        if trainer.minibatches > rollout.batch_groups:
+            raise ValueError(
+                f"trainer.minibatches = {trainer.minibatches} splits rollout.batch_groups = "
+                f"{rollout.batch_groups} groups: at least one group each is needed"
+            )
+        return self
+
+    def _check_groups(self) -> None:
+        rollout, trainer = self.rollout, self.trainer
         filters = [group_filter.id for group_filter in rollout.filters]
         loggers = [logger.id for logger in self.loggers]
         for key, kind, ids in (
@@ -129,34 +127,25 @@ class RunConfig(Settings):
                 f"rollout.min_group_size = {rollout.min_group_size} is more than "
                 f"rollout.group_size = {rollout.group_size}: every group would be dropped"
             )
-        if self.deterministic:
-            wrong = [
-                f"{name} = {value!r}"
-                for name, value, needed in (
-                    ("rollout.max_staleness", rollout.max_staleness, (0,)),
-                    ("engine.id", self.engine.id, ("embedded",)),
-                    ("engine.device", self.engine.device, ("auto", "cpu")),
-                    ("trainer.device", trainer.device, ("auto", "cpu")),
-                )
-                if value not in needed
-            ]
-            if wrong:
-                raise ValueError(
-                    "deterministic = true needs a synchronous run with the embedded engine on a "
-                    f"CPU, not {', '.join(wrong)}"
-                )
-        self._check_cluster()
-        if rollout.max_new_tokens >= self.engine.max_context:
-            raise ValueError(
-                f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "
-                f"engine.max_context = {self.engine.max_context}"
+
+    def _check_deterministic(self) -> None:
+        if not self.deterministic:
+            return
+        wrong = [
+            f"{name} = {value!r}"
+            for name, value, needed in (
+                ("rollout.max_staleness", self.rollout.max_staleness, (0,)),
+                ("engine.id", self.engine.id, ("embedded",)),
+                ("engine.device", self.engine.device, ("auto", "cpu")),
+                ("trainer.device", self.trainer.device, ("auto", "cpu")),
             )
-        if trainer.minibatches > rollout.batch_groups:
+            if value not in needed
+        ]
+        if wrong:
             raise ValueError(
-                f"trainer.minibatches = {trainer.minibatches} splits rollout.batch_groups = "
-                f"{rollout.batch_groups} groups: at least one group each is needed"
+                "deterministic = true needs a synchronous run with the embedded engine on a "
+                f"CPU, not {', '.join(wrong)}"
             )
-        return self
 
     def changed(self) -> dict[str, Any]:
         """Settings by dotted key: those that are not what objective and algorithm bring, and what
@@ -224,14 +213,6 @@ class RunConfig(Settings):
                 "cluster.rollout_workers with trainer.weight_sync=lora: workers do not learn the "
                 "names of new adapters; use another weight sync, or rollout_workers=0"
             )
-
-
-STARTER_DEFAULTS: Mapping[str, Any] = {
-    "engine": {"max_context": 256},
-    "trainer": {"optimizer": "muon", "lr": 3e-4, "muon_lr": 3e-3},
-    "steps": 60,
-}
-"""What fits the small policy that `engine.model=starter` builds, and no pretrained model."""
 
 
 def require_plain_sampling(config: RunConfig) -> None:

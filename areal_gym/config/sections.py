@@ -12,8 +12,8 @@ from areal_gym.config.algorithm_settings import (
     KlConfig,
     RewardConfig,
     check_estimator,
-    fill_in,
 )
+from areal_gym.config.defaults import fill_in_trainer
 from areal_gym.config.settings_model import Settings
 
 
@@ -222,7 +222,7 @@ class TrainerConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
-        return fill_in(value) if isinstance(value, dict) else value
+        return fill_in_trainer(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

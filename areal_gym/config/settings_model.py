@@ -1,4 +1,4 @@
-"""What settings are made of: frozen pydantic models, and trees of plain values that merge."""
+"""The base of all settings, and the trees of plain values that they are made from."""
 
 from __future__ import annotations
 
@@ -6,32 +6,55 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 
 class Settings(BaseModel):
-    """Unknown keys are errors; what follows an attribute is its description."""
+    """A section of settings: frozen, unknown keys are errors, attribute docstrings describe."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
 
-def merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
-    """Put `tree` on top of `into`, key by key."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            merge(into[key], value)
+def section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a setting that is a section of its own; None for a plain value."""
+    annotation = info.annotation
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
+
+
+def setting_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield all settings of a model by dotted key, in order."""
+    for name, info in model.model_fields.items():
+        section = section_of(info)
+        if section is None:
+            yield prefix + name, info
         else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
+            yield from setting_fields(section, f"{prefix}{name}.")
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the trees as one, key by key; later ones override earlier ones."""
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if isinstance(value, Mapping):
+                below = tree.get(key)
+                tree[key] = merged(below if isinstance(below, Mapping) else {}, value)
+            else:
+                tree[key] = value
+    return tree
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree, by dotted key; lists of mappings have numbers for keys."""
+    """Yield the leaves of a tree by dotted key; list items that are mappings get numbers."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from flat(item, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        for place, item in enumerate(value):
-            yield from flat(item, f"{prefix}.{place}")
+        for index, item in enumerate(value):
+            yield from flat(item, f"{prefix}.{index}")
     else:
         yield prefix, value

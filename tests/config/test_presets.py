@@ -99,7 +99,7 @@ def test_another_loss_for_recorded_settings_brings_its_own_clips():
     ("overrides", "reason"),
     [
         (["trainer.algorithm=drgrpo"], "did you mean 'dr_grpo'"),
-        (["trainer.algorithm=xyz"], "there are grpo, "),
+        (["trainer.algorithm=xyz"], "available: grpo, "),
         (["trainer.algorithm=dr_grpo", "trainer.advantage=grpo"], "leaves the standard deviation"),
         (["trainer.algorithm=rloo", "trainer.advantage=lite_ppo"], "algorithm=lite_ppo"),
         (["trainer.loss_kwargs.clip_high=0.0"], "use null"),
