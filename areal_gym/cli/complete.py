@@ -64,6 +64,17 @@ def settings(
     return _matching(((shown + choice, about) for choice, about in _choices(key)), shown + value)
 
 
+def setting_values(key: str) -> _Completer:
+    """Complete the values of one setting."""
+
+    def complete(
+        ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        return _matching(_choices(key), incomplete)
+
+    return complete
+
+
 def env_arguments(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
@@ -128,6 +139,7 @@ def _setting_keys() -> Iterator[tuple[str, str]]:
 def _choices(key: str) -> Iterator[tuple[str, str]]:
     from areal_gym.config import RunConfig
     from areal_gym.config.algorithm_settings import PRESETS
+    from areal_gym.config.objective_settings import OBJECTIVES
     from areal_gym.config.settings_model import setting_fields
 
     for kind, spec in KINDS.items():
@@ -135,6 +147,8 @@ def _choices(key: str) -> Iterator[tuple[str, str]]:
             yield from _ids(kind)
     if key == "trainer.algorithm":
         yield from ((name, preset.summary) for name, preset in PRESETS.items())
+    elif key == "objective":
+        yield from OBJECTIVES.items()
     for name, info in setting_fields(RunConfig):
         if name == key:
             for part in (info.annotation, *get_args(info.annotation)):

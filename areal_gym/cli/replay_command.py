@@ -8,6 +8,7 @@ import click
 
 from areal_gym.cli import complete
 from areal_gym.cli.output import Options, common_options, print_data, print_json
+from areal_gym.cli.setting_flags import resolve, trust_option
 from areal_gym.config import RunConfig
 from areal_gym.errors import UsageError
 
@@ -22,9 +23,7 @@ from areal_gym.errors import UsageError
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Keep metrics and the policy in this directory."
 )
-@click.option(
-    "--trust", is_flag=True, help="Follow all settings of the run: its author may start programs."
-)
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 @click.pass_obj
@@ -47,21 +46,19 @@ def replay_command(
     --refused repeats the one step that ended RUN because its loss or gradient was not finite, from
     the checkpoint before it; the exit code is 1 when it is not finite now, either.
     """
-    from areal_gym.cli.setting_flags import resolve
     from areal_gym.run_dir.run_list import no_run_hints
 
     recipe = run / "config.yaml"
     if not recipe.is_file():
-        raise UsageError(f"{run} holds no run", hints=no_run_hints(run))
-    if refused:
-        config = resolve(file=recipe, overrides=overrides, is_chosen=trust)
-        return _replay_refused(options, config, run, as_json)
-    if overrides and out is None:
+        raise UsageError(f"{run} is not a run directory", hints=no_run_hints(run))
+    if overrides and out is None and not refused:
         raise UsageError(
-            "other settings make another policy; where should it go?",
-            hints=["name a directory: --out runs/NAME"],
+            "other settings give another policy, which needs a directory",
+            hints=["name one: --out runs/NAME"],
         )
     config = resolve(file=recipe, overrides=overrides, is_chosen=trust)
+    if refused:
+        return _replay_refused(options, config, run, as_json)
 
     from areal_gym.runs.live_display import make_display
     from areal_gym.runs.replay import replay

@@ -1,164 +1,182 @@
-"""What `train` and `eval` share: flags to settings, and the resolved settings to text."""
+"""Command-line flags made from settings, and the settings that a command runs with."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_origin
 
-import yaml
+import click
+from pydantic.fields import FieldInfo
 
+from areal_gym.cli import complete
 from areal_gym.config import RunConfig, load_config
-from areal_gym.config.algorithm_settings import PRESETS
-from areal_gym.config.objective_settings import OBJECTIVES, SUPERVISED
+from areal_gym.config.settings_model import setting_fields
 from areal_gym.config.trust import require_chosen
 from areal_gym.errors import NothingToDoError, UsageError
 from areal_gym.run_dir.provenance import entries_used
 from areal_gym.run_dir.run_list import no_run_hints
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def setting_flags(flags: Mapping[str, str]) -> Callable[[F], F]:
+    """Add one option for each setting; the command gets the given ones as `flags`, by dotted key.
+
+    Type, bounds, help text and completion are those of the setting.
+
+    Args:
+        flags: dotted keys of settings by the option that sets them, like {"--seed": "seed"}.
+    """
+    fields = dict(setting_fields(RunConfig))
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def with_flags(*args: Any, **options: Any) -> Any:
+            given = {key: options.pop(_parameter(key)) for key in flags.values()}
+            values = {key: value for key, value in given.items() if value not in (None, ())}
+            return command(*args, flags=values, **options)
+
+        for flag, key in reversed(list(flags.items())):
+            info = fields[key]
+            is_multiple = get_origin(info.annotation) is tuple
+            help_text = " ".join((info.description or "").split())
+            with_flags = click.option(
+                *(flag, _parameter(key)),
+                type=_option_type(info),
+                multiple=is_multiple,
+                help=f"{help_text} Repeat it for several." if is_multiple else help_text,
+                shell_complete=complete.setting_values(key),
+            )(with_flags)
+        return with_flags  # type: ignore[return-value]
+
+    return decorate
+
+
+def _parameter(key: str) -> str:
+    return key.replace(".", "__")
+
+
+def _option_type(info: FieldInfo) -> click.ParamType[Any]:
+    """Return the type of an option: numbers within the setting's bounds, or text."""
+    if info.annotation not in (int, float):
+        return click.STRING
+    limits = {
+        name: getattr(limit, name)
+        for limit in info.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if getattr(limit, name, None) is not None
+    }
+    number_range = click.IntRange if info.annotation is int else click.FloatRange
+    return number_range(
+        min=limits.get("ge", limits.get("gt")),
+        max=limits.get("le", limits.get("lt")),
+        min_open="gt" in limits,
+        max_open="lt" in limits,
+    )
+
+
+trust_option = click.option(
+    "--trust",
+    is_flag=True,
+    help="Accept all settings of the run, which can start programs: do you trust its author?",
+)
+mixed_env_option = click.option(
+    "--env",
+    multiple=True,
+    shell_complete=complete.ids("envs"),
+    help="The environment's id (areal-gym list envs). Repeat it with weights to mix several: "
+    "A:0.7, B:0.3.",
+)
 
 
 def resolve(
     *,
     file: Path | None,
     overrides: Sequence[str],
+    flags: Mapping[str, Any] | None = None,
     is_chosen: bool = True,
-    **flags: Any,
 ) -> RunConfig:
-    """Settings from the recipe, then the flags that were given, then `key=value`.
+    """Return the settings of a recipe, overridden by flags, overridden by `key=value`.
 
     Args:
         file: the recipe.
-        overrides: `key=value` texts; they win.
-        is_chosen: whether the user has named the file as a recipe; else it is that of a run
+        overrides: `key=value` texts.
+        flags: values by dotted key.
+        is_chosen: whether the user has named the file as a recipe; otherwise it comes from a run
             directory, whose settings may not start programs (`areal_gym.config.trust`).
-        flags: values by dotted key, with "__" for the dot; None was not given.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
-        UnknownIdError: an id is.
+        UnknownIdError: an id is unknown.
         UsageError: a run's settings would start a program that the user has not chosen.
     """
-    given = [
-        f"{key.replace('__', '.')}={json.dumps(value, ensure_ascii=False)}"
-        for key, value in flags.items()
-        if value is not None
-    ]
-    config = load_config(file, [*given, *overrides])
+    config = load_config(file, overrides, flags=flags)
     if file is not None and not is_chosen:
-        require_chosen(config, file, [text.partition("=")[0] for text in (*given, *overrides)])
+        keys = [text.partition("=")[0] for text in overrides]
+        require_chosen(config, file, [*(flags or {}), *keys])
     entries_used(config)
     return config
 
 
 def env_flags(env: Sequence[str]) -> dict[str, Any]:
-    """Flags for `resolve` of what `--env` says: one id, or several with weights (`tir:0.7`).
+    """Return the settings that `--env` stands for: one id, or several with weights (`tir:0.7`).
 
     Raises:
-        UsageError: a weight without another environment to weigh it against.
+        UsageError: a single environment has a weight.
     """
-    chosen = [_weighed(text) for text in env]
-    if len(chosen) < 2:
-        if chosen and "weight" in chosen[0]:
-            raise UsageError(
-                f"--env {env[0]} is one environment with a weight",
-                hints=["name another one: --env tir:0.7 --env math:0.3"],
-            )
-        return {"env__id": chosen[0]["id"] if chosen else None}
-    return {"env__id": "mix", "env__kwargs": {"envs": chosen}}
+    mixed = [_with_weight(text) for text in env]
+    if len(mixed) > 1:
+        return {"env.id": "mix", "env.kwargs": {"envs": mixed}}
+    if mixed and "weight" in mixed[0]:
+        raise UsageError(
+            f"--env {env[0]} gives a weight to a single environment",
+            hints=["name another one: --env tir:0.7 --env math:0.3"],
+        )
+    return {"env.id": mixed[0]["id"]} if mixed else {}
 
 
-def _weighed(text: str) -> dict[str, Any]:
+def _with_weight(text: str) -> dict[str, Any]:
     id, _, weight = text.rpartition(":")
     if "://" in id and ":" not in id.partition("://")[2]:  # a port: remote:http://HOST:PORT
         return {"id": text}
     try:
         return {"id": id, "weight": float(weight)} if id else {"id": text}
-    except ValueError:  # of an adapter: reasoning_gym:leg_counting
+    except ValueError:  # an adapter: reasoning_gym:leg_counting
         return {"id": text}
 
 
 def require_env(env: Sequence[str], file: Path | None, overrides: Sequence[str]) -> None:
-    """Refuse to guess which environment is meant.
-
-    Raises:
-        UsageError: neither flag, recipe nor override names one.
-    """
+    """Raise UsageError if neither flag, recipe nor override names an environment."""
     if not env and file is None and not any(o.startswith("env.id=") for o in overrides):
         raise UsageError(
             "which environment?",
-            hints=["name one: --env tir", "all of them: areal-gym list envs"],
+            hints=["name one: --env tir", "see all: areal-gym list envs"],
         )
 
 
-def to_yaml(config: RunConfig) -> str:
-    """The settings as a recipe that gives them again."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def describe(config: RunConfig) -> str:
-    """What one step and the run amount to, and who provides the parts."""
-    from areal_gym.runs.memory_plan import describe_memory
-
-    lines = _describe_supervised(config) if config.objective in SUPERVISED else _describe_rl(config)
-    lines += describe_memory(config)
-    if config.objective != "rl":
-        lines.insert(0, f"objective: {config.objective}: {OBJECTIVES[config.objective]}")
-    lines += [
-        f"{entry.spec.kind}: {entry.id}, from {entry.plugin.source}"
-        for entry in entries_used(config)
-    ]
-    return "\n".join(lines)
-
-
-def _describe_supervised(config: RunConfig) -> list[str]:
-    data = config.data
-    source = data.file or (
-        f"{data.num_examples:,} examples made by the demonstrators of {config.env.id}"
-    )
-    return [
-        f"per step: {data.batch_size} examples, micro-batches of "
-        f"{config.trainer.tokens_per_microbatch:,} tokens; 1 optimizer update",
-        f"the run:  {config.steps} steps = {config.steps * data.batch_size:,} examples, from "
-        f"{source}",
-    ]
-
-
-def _describe_rl(config: RunConfig) -> list[str]:
-    rollout, trainer = config.rollout, config.trainer
-    num_trajectories = rollout.batch_groups * rollout.group_size
-    most_tokens = num_trajectories * config.engine.max_context
-    num_microbatches = math.ceil(most_tokens / trainer.tokens_per_microbatch)
-    updates = f"{trainer.minibatches} optimizer update{'s' * (trainer.minibatches > 1)}"
-    return [
-        f"per step: {rollout.batch_groups} groups x {rollout.group_size} = {num_trajectories} "
-        f"trajectories, at most {most_tokens:,} tokens = {num_microbatches} micro-batches of "
-        f"{trainer.tokens_per_microbatch:,}; {updates}",
-        f"the run:  {config.steps} steps = {config.steps * num_trajectories:,} trajectories; "
-        f"{rollout.max_in_flight} in flight, staleness at most {rollout.max_staleness}",
-        f"algorithm: {trainer.algorithm}, {PRESETS[trainer.algorithm].summary}",
-    ]
-
-
-def existing(file: Path, complaint: str) -> Path:
-    """The file, where it is; else UsageError with `complaint`."""
-    if not file.is_file():
-        message = f"{complaint}: there is no {file.name} in it"
-        raise UsageError(message, hints=no_run_hints(file.parent))
-    return file
-
-
-def newest_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run's directory.
+def policy_files(run: Path | None, checkpoint: Path | None) -> tuple[Path | None, Path | None]:
+    """Return the settings file and the checkpoint that `--run` or `--checkpoint` stands for.
 
     Raises:
-        NothingToDoError: it has none yet.
+        UsageError: the directory is not a run or not a checkpoint.
+        NothingToDoError: the run has no checkpoint yet.
     """
-    steps = sorted((run / "checkpoints").glob("step-*/config.json"))
-    if not steps:
-        raise NothingToDoError(
-            f"{run} has no checkpoint yet",
-            hints=[f"continue it: areal-gym train --resume --out {run}"],
+    if run is not None:
+        recipe = run / "config.yaml"
+        if not recipe.is_file():
+            raise UsageError(f"{run} is not a run directory", hints=no_run_hints(run))
+        steps = sorted((run / "checkpoints").glob("step-*/config.json"))
+        if not steps:
+            raise NothingToDoError(
+                f"{run} has no checkpoint yet",
+                hints=[f"continue it: areal-gym train --resume --out {run}"],
+            )
+        return recipe, steps[-1].parent
+    if checkpoint is not None and not (checkpoint / "config.json").is_file():
+        raise UsageError(
+            f"{checkpoint} is not a checkpoint: it has no config.json",
+            hints=no_run_hints(checkpoint),
         )
-    return steps[-1].parent
+    return None, checkpoint

@@ -76,7 +76,7 @@ def _require_no_path(id: str) -> None:
 
     path = Path(id)
     if path.is_dir():
-        raise UsageError(f"{path} holds no run", hints=no_run_hints(path))
+        raise UsageError(f"{path} is not a run directory", hints=no_run_hints(path))
     if path.parent != Path() and (path.parent.is_dir() or path.parts[0] == "runs"):
         raise UsageError(f"there is no run {path}", hints=no_run_hints(path))
 

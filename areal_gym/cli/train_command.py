@@ -10,7 +10,14 @@ import click
 
 from areal_gym.cli import complete
 from areal_gym.cli.output import Options, common_options, print_data
-from areal_gym.config.objective_settings import OBJECTIVES
+from areal_gym.cli.setting_flags import (
+    env_flags,
+    mixed_env_option,
+    require_env,
+    resolve,
+    setting_flags,
+    trust_option,
+)
 from areal_gym.errors import GymError, UsageError
 
 if TYPE_CHECKING:
@@ -20,46 +27,31 @@ if TYPE_CHECKING:
 
 @click.command("train")
 @click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
-@click.option(
-    "--env",
-    multiple=True,
-    shell_complete=complete.ids("envs"),
-    help="The environment's id (areal-gym list envs); again, with weights, to mix: A:0.7, B:0.3.",
-)
-@click.option(
-    "--objective",
-    shell_complete=complete.one_of(*OBJECTIVES),
-    help="What is learned: rl (a reward), sft, dpo, rm or distill [rl].",
-)
+@mixed_env_option
 @click.option(
     "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
 )
-@click.option(
-    "--agent", shell_complete=complete.ids("agents"), help="The agent's id (areal-gym list agents)."
+@setting_flags(
+    {
+        "--objective": "objective",
+        "--agent": "agent.id",
+        "--engine": "engine.id",
+        "--engine.url": "engine.url",
+        "--steps": "steps",
+        "--seed": "seed",
+    }
 )
-@click.option(
-    "--engine",
-    shell_complete=complete.ids("engines"),
-    help="The engine's id (areal-gym list engines).",
-)
-@click.option(
-    "--engine.url", "engine_url", multiple=True, help="A server of the engine; several: again."
-)
-@click.option("--steps", type=int, help="Training steps.")
-@click.option("--seed", type=int, help="Of tasks, sampling and the model.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     shell_complete=complete.runs,
-    help="The run's directory [runs/ENV-DATE-TIME].",
+    help="The run directory [runs/ENV-DATE-TIME].",
 )
 @click.option("--resume", is_flag=True, help="Continue the run in --out.")
 @click.option(
-    "--from-step", type=int, help="With --resume: the checkpoint to go on from [the newest]."
+    "--from-step", type=int, help="With --resume: the checkpoint to continue from [the newest]."
 )
-@click.option(
-    "--trust", is_flag=True, help="Follow all settings of the run: its author may start programs."
-)
+@trust_option
 @click.option("--clean", is_flag=True, help="Replace the run in --out.")
 @click.option(
     "--show-every",
@@ -67,22 +59,19 @@ if TYPE_CHECKING:
     default=10,
     show_default=True,
     metavar="STEPS",
-    help="On a terminal: how often the best and the worst trajectory are shown; 0 is never.",
+    help="On a terminal: steps between two displays of the best and worst trajectory; 0 is never.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the settings and what a step amounts to.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the settings and the size of a step, and do not train."
+)
 @common_options
 @click.pass_obj
 def train_command(
     options: Options,
     overrides: tuple[str, ...],
     env: tuple[str, ...],
-    objective: str | None,
     recipe: Path | None,
-    agent: str | None,
-    engine: str | None,
-    engine_url: tuple[str, ...],
-    steps: int | None,
-    seed: int | None,
+    flags: Mapping[str, Any],
     out: Path | None,
     resume: bool,
     from_step: int | None,
@@ -91,23 +80,23 @@ def train_command(
     show_every: int,
     dry_run: bool,
 ) -> None:
-    """Improve a policy in an environment, or from data.
+    """Train a policy in an environment, or on data.
 
-    key=value sets anything: areal-gym train --env tir trainer.lr=1e-4 env.kwargs.level=3
+    key=value sets any setting: areal-gym train --env tir trainer.lr=1e-4 env.kwargs.level=3
 
-    With --objective sft, dpo or rm it learns from data.file=FILE (JSON lines), else from the
-    environment's demonstrators; with distill from teacher.model=DIR, in episodes.
+    With --objective sft, dpo or rm, the policy learns from data.file=FILE (JSON lines) or from the
+    environment's demonstrators; with distill, from teacher.model=DIR, in episodes.
 
-    The order of precedence is: defaults, the recipe, flags, key=value.
+    Precedence, lowest first: defaults, the recipe, flags, key=value.
     """
-    from areal_gym.cli.setting_flags import describe, env_flags, require_env, resolve, to_yaml
+    from areal_gym.cli.dry_run import describe, to_yaml
     from areal_gym.config import require_plain_sampling
     from areal_gym.run_dir.run_dir import RunDir
     from areal_gym.run_dir.run_list import run_path
 
     mode = _mode(resume, clean, out)
     if from_step is not None and not resume:
-        raise UsageError("--from-step goes with --resume: it says where to go on")
+        raise UsageError("--from-step needs --resume")
     is_chosen = True
     if mode == "resume" and recipe is None:
         assert out is not None
@@ -115,16 +104,7 @@ def train_command(
     if not dry_run and not any(text.startswith("data.file=") for text in overrides):
         require_env(env, recipe, overrides)
     config = resolve(
-        file=recipe,
-        overrides=overrides,
-        is_chosen=is_chosen,
-        objective=objective,
-        **env_flags(env),
-        agent__id=agent,
-        engine__id=engine,
-        engine__url=engine_url or None,
-        steps=steps,
-        seed=seed,
+        file=recipe, overrides=overrides, flags={**env_flags(env), **flags}, is_chosen=is_chosen
     )
     if dry_run:
         require_plain_sampling(config)
@@ -146,7 +126,7 @@ def train_command(
 
 
 def _examples(run_dir: RunDir, every: int) -> Examples:
-    """The best and the worst trajectory of every N-th step, from the run's record."""
+    """Return a function that reads the best and the worst trajectory of every N-th step."""
     from areal_gym.report.content import best_and_worst
 
     def examples(step: int) -> Sequence[tuple[str, Mapping[str, Any]]]:
@@ -155,7 +135,7 @@ def _examples(run_dir: RunDir, every: int) -> Examples:
             return ()
         try:
             return best_and_worst(file, 1)
-        except (GymError, OSError):  # nothing to look at, which is no reason to stop training
+        except (GymError, OSError):  # training goes on without examples
             return ()
 
     return examples
@@ -167,7 +147,7 @@ def _mode(resume: bool, clean: bool, out: Path | None) -> RunMode:
     if (resume or clean) and out is None:
         flag = "--resume" if resume else "--clean"
         raise UsageError(
-            f"{flag} needs the run's directory",
-            hints=[f"name it: {flag} --out runs/NAME", "all of them: areal-gym list runs"],
+            f"{flag} needs the run directory",
+            hints=[f"name it: {flag} --out runs/NAME", "see all: areal-gym list runs"],
         )
     return "resume" if resume else "clean" if clean else "new"

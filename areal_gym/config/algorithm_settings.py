@@ -1,7 +1,7 @@
-"""Algorithms as presets: names for parts that belong together, and the settings of those parts.
+"""Algorithms as presets of estimator, loss and further settings; the sections of those settings.
 
-A preset fills in what the settings leave open. Every part can be chosen on its own, and then brings
-its own defaults: `trainer.algorithm=dapo trainer.loss=gspo` has DAPO's filter and GSPO's clips.
+A preset fills in the settings that are not given. Each part can be replaced, and then has its own
+defaults: `trainer.algorithm=dapo trainer.loss=gspo` has DAPO's filter and GSPO's clips.
 `docs/algorithms.md` has formulas and papers.
 """
 
@@ -19,28 +19,28 @@ from areal_gym.errors import ConfigError
 
 
 class CorrectionConfig(Settings):
-    """How tokens of an older policy are weighed (`areal_gym.trainer.algorithms.corrections`)."""
+    """Importance correction of tokens that an older policy sampled
+    (`areal_gym.trainer.algorithms.corrections`)."""
 
     proximal: Literal["auto", "recomputed", "loglinear", "linear", "recorded"] = "auto"
-    """The policy that ratios are taken against, and up to which old tokens are corrected: that of
-    the step's beginning. "auto" recomputes it where a batch holds stale tokens, or where the
-    engine's log-probabilities differ from the trainer's by more than a fifth of the clip,
-    "recomputed" always, "loglinear" and "linear" guess it from the policies before and after;
-    "recorded" takes the policy that sampled instead: nothing is corrected."""
+    """The proximal policy: the policy at the beginning of the step, against which ratios are taken.
+    "auto" recomputes it if a batch has stale tokens or if the engine's log-probabilities differ
+    from the trainer's by more than a fifth of the clip; "recomputed" always does; "loglinear" and
+    "linear" interpolate it; "recorded" uses the sampling policy instead, without correction."""
     level: Literal["token", "sequence"] = "token"
-    """Weigh each token by its own ratio, or a whole sequence by its `statistic`."""
+    """Weight each token by its own ratio, or a whole sequence by its `statistic`."""
     action: Literal["truncate", "mask"] = "truncate"
-    """A weight above the bound is cut to it, or what bears it is not trained on."""
+    """Truncate a weight to the bound, or mask its token or sequence."""
     upper: float | None = 5.0
-    """The bound above; null is none."""
+    """Upper bound; null is none."""
     lower: float | None = None
-    """The bound below; null is none."""
+    """Lower bound; null is none."""
     measure: Literal["ratio", "k1", "k2", "k3", "binary_kl"] = "ratio"
-    """With "mask": what is compared with the bounds."""
+    """With "mask": the quantity that is compared with the bounds."""
     statistic: Literal["mean", "sum", "max"] = "mean"
-    """With level "sequence": of its tokens."""
+    """With level "sequence": how its tokens' values are combined."""
     second_moment: float | None = Field(None, gt=0)
-    """M2PO: the tokens furthest from the policy that sampled them are masked until the mean of
+    """M2PO: mask the tokens that are furthest from the sampling policy until the mean of
     (old - prox)^2 is below this; null is off."""
 
     @model_validator(mode="after")
@@ -48,14 +48,13 @@ class CorrectionConfig(Settings):
         others = self.model_copy(update={"proximal": "auto"})
         if self.proximal == "recorded" and others != CorrectionConfig():
             raise ValueError(
-                'correction.proximal = "recorded" takes ratios against the policy that sampled: '
-                "there is nothing left to correct, and the other settings of correction would be "
-                "ignored"
+                'correction.proximal = "recorded" takes ratios against the sampling policy, '
+                "without correction: the other settings of correction would be ignored"
             )
         if self.second_moment is not None and self.proximal in ("loglinear", "linear"):
             raise ValueError(
-                f"correction.second_moment compares a batch's tokens with each other, and \""
-                f'{self.proximal}" knows them only one micro-batch at a time; use "auto"'
+                "correction.second_moment compares all tokens of a batch, and "
+                f'proximal = "{self.proximal}" sees one micro-batch at a time; use "auto"'
             )
         check_correction(
             self.level, self.action, self.upper, self.lower, self.measure, self.statistic
@@ -64,14 +63,14 @@ class CorrectionConfig(Settings):
 
 
 class KlConfig(Settings):
-    """What it costs to leave the reference policy: the one that the run began with, frozen."""
+    """The KL penalty against the reference policy: the frozen policy that the run began with."""
 
     coefficient: float = Field(0.0, ge=0)
-    """0 is off: no reference policy is kept."""
+    """Coefficient of the penalty; 0 is off, and no reference policy is kept."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of Schulman, "Approximating KL divergence"."""
+    """Estimator of the KL divergence (Schulman, "Approximating KL divergence")."""
     place: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken off the tokens' rewards."""
+    """Add the penalty to the loss, or subtract it from the tokens' rewards."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -84,37 +83,37 @@ class KlConfig(Settings):
 
 
 class RewardConfig(Settings):
-    """What is done to rewards before advantages: overlong penalty, (r + bias) * scale, clip."""
+    """Reward shaping before advantages: overlong penalty, (r + bias) * scale, clip."""
 
     overlong_tail: float = Field(0.0, ge=0, le=1)
-    """The penalty begins in this last part of rollout.max_new_tokens, and grows to its end: for the
-    longest turn of a trajectory. 0 is off; DAPO has 0.2."""
+    """The overlong penalty begins in this last fraction of rollout.max_new_tokens and grows
+    to its end, for the longest turn of a trajectory. 0 is off; DAPO has 0.2."""
     overlong_factor: float = Field(1.0, ge=0)
-    """The penalty of a turn that was cut."""
+    """The overlong penalty of a turn that was cut off."""
     bias: float = 0.0
     """Added to each reward."""
     scale: float = 1.0
-    """Then multiplied with it."""
+    """Factor of each reward, after the bias."""
     clip: float | None = Field(None, gt=0)
-    """Rewards stay within +-clip; null is off."""
+    """Rewards are clipped to +-clip; null is off."""
 
 
 class CriticConfig(Settings):
     """The critic of estimators that need one (`gae`)."""
 
     trunk: Literal["own", "shared"] = "own"
-    """"own" is a second decoder, which starts as the policy; "shared" is a head on the policy."""
+    """"own" is a second decoder that starts as the policy; "shared" is a head on the policy."""
     lr_scale: float = Field(3.0, gt=0)
-    """Its learning rate in units of the policy's."""
+    """The critic's learning rate relative to the policy's."""
     clip: float | None = Field(0.2, gt=0)
-    """How far a value may go in one step before its loss stops to pay for it; null is off."""
+    """Clip range of values in one step; null is off."""
     coefficient: float = Field(0.5, gt=0)
-    """What its loss counts in a shared trunk."""
+    """Coefficient of the value loss with a shared trunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """What an algorithm's name stands for."""
+    """The settings that an algorithm's name stands for."""
 
     summary: str
     advantage: str
@@ -122,12 +121,12 @@ class Preset:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings below `trainer`."""
     filters: tuple[str, ...] = ()
-    """What `rollout.filters` is."""
+    """The value of `rollout.filters`."""
     refuses: tuple[str, ...] = ()
-    """Estimators that are against what the algorithm is about."""
+    """Estimators that contradict the algorithm."""
 
     def trainer(self) -> dict[str, Any]:
-        """The settings below `trainer`."""
+        """Return the settings below `trainer`."""
         tree = {"advantage": self.advantage, "loss": self.loss, "aggregation": "token_mean"}
         return tree | copy.deepcopy(dict(self.settings))
 
@@ -143,13 +142,13 @@ PRESETS: Mapping[str, Preset] = {
         settings=_SYMMETRIC,
     ),
     "dr_grpo": Preset(
-        summary="GRPO without what favours long answers and tasks of little variance",
+        summary="GRPO without its bias towards long answers and tasks of low variance",
         advantage="dr_grpo",
         settings={**_SYMMETRIC, "aggregation": "constant_length"},
         refuses=_WITH_STD,
     ),
     "dapo": Preset(
-        summary="GRPO with clip-higher, groups that teach something, and a penalty near the limit",
+        summary="GRPO with clip-higher, a filter for uninformative groups and an overlong penalty",
         advantage="grpo",
         settings={"clip_low": 0.2, "clip_high": 0.28, "reward": {"overlong_tail": 0.2}},
         filters=("success-rate",),
@@ -214,7 +213,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def compares_siblings(advantage: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the built-in estimator gives a group of one nothing to learn from."""
+    """Whether the built-in estimator gives a group of one advantage 0."""
     if advantage == "per_turn":
         advantage = kwargs.get("baseline", "grpo")
     return advantage in ("grpo", "dr_grpo", "rloo", "lite_ppo", "reinforce_pp_baseline")
@@ -228,23 +227,23 @@ def check_correction(
     measure: str,
     statistic: str,
 ) -> None:
-    """Refuse bounds that hold nothing, and settings of a correction that contradict each other.
+    """Check a correction for empty bounds and contradicting settings.
 
     Raises:
-        ConfigError: why.
+        ConfigError: with the reason.
     """
     if action == "truncate" and measure != "ratio":
         raise ConfigError(
-            f"measure = {measure!r} cannot truncate, for its bounds are not bounds of the weight; "
+            f"measure = {measure!r} cannot truncate: its bounds are not bounds of the weight; "
             "use action=mask"
         )
     if statistic != "mean" and (level, action) != ("sequence", "mask"):
         raise ConfigError(
-            f"statistic = {statistic!r} is how a sequence is judged for its mask; use "
+            f"statistic = {statistic!r} applies only to masks of sequences; use "
             "level=sequence action=mask"
         )
     if upper is not None and lower is not None and lower >= upper:
-        raise ConfigError(f"lower = {lower} must be below upper = {upper}: nothing is between them")
+        raise ConfigError(f"lower = {lower} must be below upper = {upper}")
     if measure == "ratio" and upper is not None and upper <= 0:
         raise ConfigError(f"upper = {upper} must be above 0: weights are positive")
     if action == "mask" and upper is None and lower is None:
@@ -252,15 +251,15 @@ def check_correction(
 
 
 def check_estimator(algorithm: str, advantage: str) -> None:
-    """Refuse an estimator that undoes the algorithm.
+    """Check that the estimator does not contradict the algorithm.
 
     Raises:
-        ValueError: why.
+        ValueError: with the reason.
     """
     if advantage in PRESETS[algorithm].refuses:
         raise ValueError(
-            f"trainer.algorithm = {algorithm!r} leaves the standard deviation out, and "
-            f"trainer.advantage = {advantage!r} divides by one; use "
+            f"trainer.algorithm = {algorithm!r} does not divide by the standard deviation, and "
+            f"trainer.advantage = {advantage!r} does; use "
             f"trainer.algorithm={'lite_ppo' if advantage == 'lite_ppo' else 'grpo'}, or leave "
             "trainer.advantage out"
         )

@@ -1,4 +1,4 @@
-"""What `areal-gym train` can learn besides a reward, and the settings of that."""
+"""Training objectives besides reward maximisation, and their settings."""
 
 from __future__ import annotations
 
@@ -10,49 +10,48 @@ from pydantic import Field, field_validator
 from areal_gym.config.settings_model import Settings
 
 OBJECTIVES: Mapping[str, str] = {
-    "rl": "the reward of episodes",
-    "sft": "say what was said (supervised fine-tuning)",
-    "dpo": "say what was preferred rather than what was not",
-    "rm": "give the preferred dialogue the higher number (a reward model)",
-    "distill": "be as likely as a teacher to say what one says (on-policy distillation)",
+    "rl": "maximise the reward of episodes (reinforcement learning)",
+    "sft": "imitate dialogues (supervised fine-tuning)",
+    "dpo": "prefer the chosen to the rejected dialogue (direct preference optimisation)",
+    "rm": "score the chosen dialogue above the rejected one (a reward model)",
+    "distill": "match a teacher's probabilities on own samples (on-policy distillation)",
 }
 SUPERVISED = ("sft", "dpo", "rm")
-"""Those that learn from fixed data, without episodes."""
+"""Objectives that learn from fixed data, without episodes."""
 
 
 class DataConfig(Settings):
-    """What objectives sft, dpo and rm learn from: a file, else the environment's demonstrators."""
+    """Data of objectives sft, dpo and rm: a file, or else the environment's demonstrators."""
 
     file: str | None = None
     """JSON lines: {"messages": [...]}, for dpo and rm with "chosen" and "rejected"."""
     heldout_file: str | None = None
-    """What is measured on; by default a tenth of `file`, drawn by chance, which is then not learned
-    from."""
+    """Held-out examples; by default a random tenth of `file`, which is then not trained on."""
     num_examples: int = Field(2048, ge=1)
-    """How many demonstrations, or pairs of them, are made from training tasks; eval.num_tasks of
-    held-out tasks are measured on."""
+    """Demonstrations, or pairs of them, made from training tasks; eval.num_tasks more are made
+    from held-out tasks for evaluation."""
     min_reward: float | None = None
-    """For sft: demonstrations with a smaller reward are not learned from; null takes all."""
+    """For sft: leave out demonstrations with a lower reward; null takes all."""
     batch_size: int = Field(32, ge=1)
-    """Examples of a step."""
+    """Examples per step."""
 
 
 class DpoConfig(Settings):
-    """`areal_gym.trainer.objectives.dpo.preference_loss`."""
+    """The preference loss (`areal_gym.trainer.objectives.dpo.preference_loss`)."""
 
     kind: Literal["sigmoid", "ipo"] = "sigmoid"
-    """The loss: of Rafailov et al. (2023), or IPO of Azar et al. (2023)."""
+    """The loss of Rafailov et al. (2023), or IPO of Azar et al. (2023)."""
     beta: float = Field(0.1, gt=0)
-    """How strongly the policy is held to the one that the run began with."""
+    """Strength of the constraint to the policy that the run began with."""
 
 
 class TeacherConfig(Settings):
-    """Who is imitated with objective "distill": a policy with the same tokenizer."""
+    """The teacher of objective "distill": a policy with the same tokenizer."""
 
     model: str | None = None
-    """A checkpoint's directory, or a run's: its newest checkpoint."""
+    """A checkpoint directory, or a run directory: its newest checkpoint."""
     url: tuple[str, ...] = ()
-    """Or SGLang servers that serve it; nothing is published to them."""
+    """SGLang servers that serve the teacher; no weights are published to them."""
 
     @field_validator("url", mode="before")
     @classmethod
@@ -63,10 +62,10 @@ class TeacherConfig(Settings):
 def check_objective(
     objective: str, advantage: str, data: DataConfig, teacher: TeacherConfig, temperature: float
 ) -> None:
-    """Refuse settings that the objective does not go with.
+    """Check that the settings fit the objective.
 
     Raises:
-        ValueError: why.
+        ValueError: with the reason.
     """
     if objective == "distill":
         if (teacher.model is None) == (not teacher.url):
@@ -77,10 +76,10 @@ def check_objective(
         if temperature != 1:
             raise ValueError(
                 f"rollout.temperature = {temperature:g} with objective = 'distill': teachers give "
-                "log-probabilities at temperature 1, and what is sampled must be of the same kind"
+                "log-probabilities at temperature 1, and tokens must be sampled at it, too"
             )
     elif teacher != TeacherConfig() or advantage == "distill":
-        raise ValueError("a teacher teaches with objective=distill only")
+        raise ValueError("a teacher is for objective=distill only")
     if data.min_reward is not None and (objective != "sft" or data.file is not None):
         raise ValueError(
             "data.min_reward is about demonstrations for objective=sft; files and pairs have no "

@@ -1,4 +1,4 @@
-"""Settings of programs that ask through the gateway, and of runs which they alone play."""
+"""Settings of the gateway, and of online runs: episodes played by programs outside."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ ONLINE = "online"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`.
+    """Split `host:port`.
 
     Raises:
-        ValueError: it is no address.
+        ValueError: it is not an address.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no address; write host:port, port 0 is any that is free")
+        raise ValueError(f"{address!r} is not an address; write host:port, port 0 is any free one")
     return host.strip("[]"), int(port)
 
 
 def check_online(env: str, agent: str, model: str, *, is_elsewhere: bool) -> None:
-    """Refuse settings that an online run does not go with.
+    """Check the settings of an online run.
 
-    `is_elsewhere` where episodes are played in other processes, or in lockstep.
+    `is_elsewhere` says whether episodes are played in other processes, or in lockstep.
 
     Raises:
-        ValueError: why.
+        ValueError: with the reason.
     """
     if (env == ONLINE) != (agent == ONLINE):
         raise ValueError(
@@ -34,10 +34,10 @@ def check_online(env: str, agent: str, model: str, *, is_elsewhere: bool) -> Non
     if env == ONLINE and model == "starter":
         raise ValueError(
             "env.id = 'online' with engine.model = 'starter': the small policy learns from an "
-            "environment's demonstrations first, and there is none; use engine.model=DIR"
+            "environment's demonstrations first, and there are none; use engine.model=DIR"
         )
     if env == ONLINE and is_elsewhere:
         raise ValueError(
             "env.id = 'online' with deterministic = true or cluster.rollout_workers: programs "
-            "outside come when they like, and to one gateway"
+            "outside connect at any time, and to one gateway"
         )

@@ -1,4 +1,4 @@
-"""The settings as a page: `python -m areal_gym.config.reference > docs/settings.md`."""
+"""Writes docs/settings.md: `python -m areal_gym.config.reference > docs/settings.md`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from areal_gym.config.settings_model import section_of
 _HEAD = """# Settings
 
 `areal-gym train -c FILE key=value ...`: FILE is YAML with these keys as a tree, and `key=value`
-sets one of them (values are YAML, too). `--dry-run` prints them as a run would resolve them: the
-algorithm, the objective and `engine.model=starter` bring defaults of their own, and what depends on
-another setting is filled in.
+sets one of them (values are YAML, too). `--dry-run` prints the resolved settings: the algorithm,
+the objective and `engine.model=starter` have defaults of their own for some of them.
 
 This page is written by `python -m areal_gym.config.reference > docs/settings.md`; a test compares.
 """
 
 
 def settings_page() -> str:
-    """Markdown: a table for each section, in the order of `RunConfig`."""
+    """Return the page as Markdown: a table for each section, in the order of `RunConfig`."""
     parts = [_HEAD]
     for title, description, rows in _sections(RunConfig, ""):
         parts.append(f"## {f'`{title}`' if title else 'A run'}\n")

@@ -1,4 +1,4 @@
-"""A whole run's settings, and what fights whom among them."""
+"""The settings of a run, and the checks across sections."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _NAMED = ("env.id", "trainer.algorithm", "engine.model", "steps", "seed")
 
 
 class RunConfig(Settings):
-    """A whole run. `areal-gym train --dry-run` prints it resolved."""
+    """All settings of a run. `areal-gym train --dry-run` prints them resolved."""
 
     objective: str = "rl"
-    """What is learned: "rl" (a reward), "sft", "dpo", "rm" or "distill" (docs/objectives.md)."""
+    """The training objective: "rl", "sft", "dpo", "rm" or "distill" (docs/objectives.md)."""
     env: EnvConfig = EnvConfig()
     agent: AgentConfig = AgentConfig()
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     gateway: str = "127.0.0.1:0"
-    """Where agents that are programs find the policy (docs/agents.md): host:port, 0 is any port.
-    On loopback, other machines cannot reach it."""
+    """Address of the gateway, the policy's OpenAI and Anthropic API (docs/agents.md): host:port;
+    port 0 is any free one. Other machines cannot reach a loopback address."""
     trainer: TrainerConfig = TrainerConfig()
     guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
@@ -56,10 +56,10 @@ class RunConfig(Settings):
     steps: int = Field(30, ge=0)
     """Training steps."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of tasks, sampling, and of the model where one is made."""
+    """Seed of tasks, sampling, and of a model that is built from scratch."""
     deterministic: bool = False
-    """The same seed gives the same weights, bit for bit, also when the run was killed and resumed;
-    slower. CPU, synchronous, embedded engine."""
+    """The same seed gives the same weights, bit for bit, even if the run is killed and resumed.
+    Slower; needs a CPU, synchronous training and the embedded engine."""
     loggers: tuple[PluginConfig, ...] = ()
     """Destinations of metrics besides `metrics.jsonl` (`areal-gym list loggers`)."""
 
@@ -120,7 +120,7 @@ class RunConfig(Settings):
         if rollout.min_group_size == 1 and is_relative:
             raise ValueError(
                 f"rollout.min_group_size = 1 with trainer.advantage = {trainer.advantage!r}: a "
-                "member whose siblings failed would have nobody to be compared with; use 2 or more"
+                "trajectory whose siblings failed has none to be compared with; use 2 or more"
             )
         if rollout.min_group_size > rollout.group_size:
             raise ValueError(
@@ -148,8 +148,8 @@ class RunConfig(Settings):
             )
 
     def changed(self) -> dict[str, Any]:
-        """Settings by dotted key: those that are not what objective and algorithm bring, and what
-        a run is named by."""
+        """Return, by dotted key, the settings that differ from the defaults of the objective and
+        the algorithm, and a few that identify a run."""
         given = {"objective": self.objective, "trainer": {"algorithm": self.trainer.algorithm}}
         usual = dict(flat(RunConfig.model_validate(given).model_dump(mode="json")))
         return {
@@ -167,11 +167,11 @@ class RunConfig(Settings):
 
     def _repr_html_(self) -> str:
         shown = {name: short(value, 200) for name, value in self.changed().items()}
-        return block("RunConfig: what is not usual", pairs(dict(list(shown.items())[:60])))
+        return block("RunConfig: not the defaults", pairs(dict(list(shown.items())[:60])))
 
     @property
     def label(self) -> str:
-        """What its runs are called, before their date."""
+        """The first part of the names of its runs, before the date."""
         return self.env.id if self.objective == "rl" else f"{self.objective}-{self.env.id}"
 
     @property
@@ -216,15 +216,15 @@ class RunConfig(Settings):
 
 
 def require_plain_sampling(config: RunConfig) -> None:
-    """Refuse to train where the likeliest tokens only are sampled, which evaluations may.
+    """Refuse truncated sampling (top_p, top_k) in training; evaluations may use it.
 
     Raises:
-        ConfigError: `rollout.top_p` or `rollout.top_k` says so.
+        ConfigError: `rollout.top_p` or `rollout.top_k` truncates.
     """
-    if config.objective in SUPERVISED:  # nothing that is sampled is trained on
+    if config.objective in SUPERVISED:  # does not train on samples
         return
-    # Engines report log-probabilities over the whole vocabulary: ratios against them would say
-    # that tokens were sampled less often than they were.
+    # Engines report log-probabilities over the whole vocabulary, which understate how often a token
+    # is sampled from a truncated distribution.
     rollout = config.rollout
     for name, value, plain in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         if value != plain:

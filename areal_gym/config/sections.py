@@ -1,4 +1,4 @@
-"""The sections of a run's settings: one small pydantic model each."""
+"""The sections of a run's settings, one pydantic model each; docs/settings.md lists them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from areal_gym.config.settings_model import Settings
 
 
 class EnvConfig(Settings):
-    """Which environment, and its keyword arguments."""
+    """The environment and its keyword arguments."""
 
     id: str = "tir"
-    """`areal-gym list envs`."""
+    """The environment's id (`areal-gym list envs`)."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment's class (see `areal-gym show ENV`)."""
 
 
 class AgentConfig(Settings):
-    """How the policy is asked."""
+    """The agent: how an episode turns into calls of the policy."""
 
     id: str = "chat"
-    """`areal-gym list agents`."""
+    """The agent's id (`areal-gym list agents`)."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's class (see `areal-gym show AGENT`)."""
 
 
 class PluginConfig(Settings):
-    """A plugin and its keyword arguments; its id alone (a text) will do."""
+    """A plugin and its keyword arguments; the id alone, as a text, is enough."""
 
     id: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments."""
+    """The plugin's keyword arguments."""
 
     @model_validator(mode="before")
     @classmethod
@@ -52,30 +52,31 @@ class WeightSyncConfig(PluginConfig):
     """How new weights reach the engine."""
 
     id: str = "auto"
-    """"auto" is "in-process" for an engine in this process, "disk" for servers; see
-    `areal-gym list weight-syncs`."""
+    """The weight sync's id (`areal-gym list weight-syncs`); "auto" is "in-process" for an engine in
+    this process and "disk" for servers."""
 
 
 class EngineConfig(Settings):
-    """Who samples the policy."""
+    """The engine that samples from the policy."""
 
     id: str = "embedded"
-    """`areal-gym list engines`."""
+    """The engine's id (`areal-gym list engines`)."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the engine's own (see `areal-gym show ENGINE`)."""
+    """Arguments of the engine's class (see `areal-gym show ENGINE`)."""
     url: tuple[str, ...] = ()
-    """Servers of engine "sglang", one or several; without any, areal-gym starts one itself."""
+    """URL of a server, for engine "sglang"; without any, areal-gym starts one itself."""
     model: str = "starter"
-    """"starter" builds (or takes from the cache) the small policy; else a checkpoint directory."""
+    """The policy: a checkpoint directory, or "starter", a small policy that is built once and
+    cached. `areal-gym eval` also accepts the URL of a server with OpenAI's API."""
     max_context: int = Field(512, ge=16)
-    """Tokens of one sequence, prompt included."""
+    """Maximum tokens of one sequence, prompt included."""
     num_slots: int = Field(128, ge=1)
-    """Sequences that are sampled at once."""
+    """Sequences that are sampled concurrently."""
     max_logprob_gap: float = Field(0.05, gt=0)
-    """Engine and trainer score the same sampled tokens at the start; when their log-probabilities
-    differ by more than this in the mean, they are not the same model, and the run is refused."""
+    """At the start, engine and trainer score the same sampled tokens. If their log-probabilities
+    differ by more than this on average, they are not the same model, and the run is refused."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the engine computes in."""
+    """Compute type of the engine."""
     device: str = "auto"
     """"auto" takes CUDA when there is one."""
     num_threads: int = Field(1, ge=1)
@@ -88,52 +89,53 @@ class EngineConfig(Settings):
 
 
 class RolloutConfig(Settings):
-    """How episodes are played."""
+    """How episodes are played and grouped."""
 
     group_size: int = Field(8, ge=1)
-    """Siblings per task."""
+    """Trajectories per task (siblings)."""
     batch_groups: int = Field(16, ge=1)
     """Groups per training step."""
     max_in_flight: int = Field(128, ge=1)
-    """Episodes played at once."""
+    """Episodes played concurrently."""
     max_staleness: int = Field(0, ge=0)
-    """Policy versions that a trained token may lag behind; 0 is the synchronous algorithm."""
+    """Policy versions that a trained token may lag behind; 0 is synchronous training."""
     max_new_tokens: int = Field(96, ge=1)
-    """Per turn."""
+    """Maximum tokens that the policy generates per turn."""
     temperature: float = Field(1.0, gt=0)
-    """Of sampling, in training and in sampled evaluations."""
+    """Sampling temperature, in training and in sampled evaluations."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that make up this much; for `eval` only."""
+    """Sample from the likeliest tokens with this total probability; for `eval` only."""
     top_k: int = Field(0, ge=0)
-    """Sample from this many of the likeliest tokens, 0 is all; for `eval` only."""
+    """Sample from this many of the likeliest tokens; 0 is all; for `eval` only."""
     thinking: Literal["keep", "strip"] = "keep"
-    """What was thought in earlier turns stays in the prompt, so that dialogues only grow; "strip"
-    leaves to the chat template what stays, and dialogues fork where it drops something."""
+    """"keep" leaves the thinking of earlier turns in the prompt, so that a dialogue only grows;
+    "strip" lets the chat template decide, and a dialogue forks where the template drops text."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, such as enable_thinking."""
     filters: tuple[PluginConfig, ...] = ()
-    """Which finished groups are not trained on but replaced (`areal-gym list filters`)."""
+    """Group filters: finished groups that they reject are replaced (`areal-gym list filters`)."""
     curriculum: PluginConfig | None = None
-    """Who chooses the next task (`areal-gym list curricula`); null takes them as they come."""
+    """The curriculum that chooses the next task (`areal-gym list curricula`); null lets the
+    environment draw tasks."""
     min_group_size: int = Field(2, ge=1)
-    """A group that failures leave smaller than this is dropped and counted."""
+    """Groups that failed episodes leave smaller than this are dropped and counted."""
     episode_timeout_s: float = Field(120.0, gt=0)
-    """An episode that takes longer has failed: its infrastructure, not its policy."""
+    """An episode that takes longer counts as an infrastructure failure, not as a low reward."""
     max_retries: int = Field(1, ge=0)
-    """How often a failed episode is played again before its group goes on without it."""
+    """How often a failed episode is replayed before its group goes on without it."""
     max_failure_rate: float = Field(0.5, ge=0, le=1)
-    """Above this share of failed episodes, over the last 64 or more, the run stops."""
+    """The run stops if more than this share of the last 64 or more episodes failed."""
     outage_patience_s: float = Field(600.0, gt=0)
-    """How long a run waits when servers, workers or sandboxes are gone; what they lost is played
-    again when they are back, and costs no retry."""
+    """How long a run waits for lost servers, workers or sandboxes to come back. Episodes lost in
+    an outage are replayed and do not count as retries."""
 
 
 class LoraConfig(Settings):
-    """A low-rank adapter that is trained in place of the weights."""
+    """A low-rank adapter (LoRA) that is trained instead of the weights."""
 
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
-    """The adapter's product counts alpha / rank times."""
+    """The adapter's output is scaled by alpha / rank."""
     targets: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -143,40 +145,40 @@ class LoraConfig(Settings):
         "up_proj",
         "down_proj",
     )
-    """Which matrices of each layer."""
+    """Matrices of each layer that get an adapter."""
 
 
 class TrainerConfig(Settings):
-    """How the policy is improved."""
+    """The trainer: algorithm, optimizer and resources."""
 
     id: str = "single"
-    """`areal-gym list trainers`."""
+    """The trainer's id (`areal-gym list trainers`)."""
     algorithm: str = "grpo"
-    """A preset for the settings below, from `advantage` to `critic`
-    (`areal_gym.config.algorithm_settings`): it fills in what is not given."""
+    """The algorithm (`areal-gym list algorithms`): a preset that fills in the settings from
+    `advantage` to `critic` that are not given."""
     advantage: str = "grpo"
-    """What an action was worth: `areal-gym list advantages`."""
+    """The advantage estimator (`areal-gym list advantages`)."""
     advantage_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the estimator, such as `discount` and `lam` of "gae"."""
     loss: str = "ppo_clip"
-    """How that moves the policy: `areal-gym list losses`."""
+    """The policy loss (`areal-gym list losses`)."""
     aggregation: Literal["token_mean", "seq_mean", "constant_length"] = "token_mean"
-    """What tokens' losses are averaged over: all tokens, each sequence first, or a constant length
-    (`areal_gym.trainer.algorithms.losses`)."""
+    """How token losses are averaged: over all tokens, over each sequence first, or by a constant
+    length (`areal_gym.trainer.algorithms.losses`)."""
     clip_low: float | Literal["default"] | None = "default"
-    """Ratio below 1 - clip_low is clipped; null is off, "default" is the loss's own."""
+    """Ratios below 1 - clip_low are clipped; null is off, "default" is the loss's own value."""
     clip_high: float | Literal["default"] | None = "default"
-    """Ratio above 1 + clip_high is clipped; null is off, "default" is the loss's own."""
+    """Ratios above 1 + clip_high are clipped; null is off, "default" is the loss's own value."""
     loss_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the loss."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KlConfig = KlConfig()
     reward: RewardConfig = RewardConfig()
     entropy_bonus: float = Field(0.0, ge=0)
-    """What the policy's entropy, per token, is worth in the loss."""
+    """Coefficient of the policy's entropy per token in the loss."""
     critic: CriticConfig = CriticConfig()
     lora: LoraConfig | None = None
-    """Train an adapter (peft) and leave the weights as they are; null trains all weights."""
+    """Train a LoRA adapter (peft) and freeze the weights; null trains all weights."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """"muon" orthogonalises the updates of the layers' matrices; the rest stays with AdamW."""
     lr: float = Field(3e-4, gt=0)
@@ -186,38 +188,38 @@ class TrainerConfig(Settings):
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate grows to `lr`."""
     betas: tuple[float, float] = (0.9, 0.98)
-    """AdamW's."""
+    """AdamW's betas."""
     weight_decay: float = Field(0.0, ge=0)
-    """Of either optimizer."""
+    """Weight decay of either optimizer."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """A gradient that is longer is shortened to this."""
+    """Gradients are clipped to this norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer updates per step; the step's batch is split among them by group."""
     tokens_per_microbatch: int = Field(4096, ge=64)
-    """What one forward and backward pass takes at most: memory against speed."""
+    """Maximum tokens of one forward and backward pass: trades memory for speed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights and optimizer states are always float32."""
     device: str = "auto"
     """"auto" takes CUDA when there is one."""
     num_ranks: int = Field(1, ge=1)
-    """Processes that share the model's weights, gradients and states (FSDP2): one per GPU."""
+    """Processes that share the weights, gradients and optimizer states (FSDP2): one per GPU."""
     recompute_layers: bool = False
-    """Compute a layer's inner values again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False
-    """Let torch.compile fuse the layers' MLPs: slow to start, faster on GPUs. On CPUs it takes a
+    """Let torch.compile fuse the layers' MLPs: slow to start, faster on GPUs. On CPUs it needs a
     C++ compiler."""
     cpu_offload: bool = False
-    """With several ranks on GPUs: weights and states wait in host memory."""
+    """With several ranks on GPUs: keep weights and optimizer states in host memory."""
     runs_in: Literal["auto", "thread", "process"] = "auto"
-    """"process" keeps training and rollouts from sharing one interpreter; "auto" does so where
-    they overlap (rollout.max_staleness above 0) and the trainer is on a CPU."""
+    """"process" trains in a child process, apart from the rollouts; "auto" does so when the two
+    overlap (rollout.max_staleness above 0) and the trainer is on a CPU."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of each rank."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     save_every: int = Field(20, ge=0)
-    """Steps between checkpoints; 0 saves at the end, and when interrupted, only."""
+    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
     keep_checkpoints: int = Field(2, ge=1)
-    """How many of the newest checkpoints stay, besides the best that was measured (eval.every)."""
+    """Newest checkpoints to keep, besides the best one measured (eval.every)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -252,56 +254,56 @@ class TrainerConfig(Settings):
 
 
 class GuardConfig(Settings):
-    """When a run whose policy diverges is warned of and stopped (docs/trainer.md)."""
+    """When a diverging run is warned about and stopped (docs/trainer.md)."""
 
     action: Literal["stop", "warn", "ignore"] = "stop"
-    """"stop" ends the run and names its last good checkpoint, "warn" only says so, "ignore" looks
-    at nothing."""
+    """"stop" ends the run and names its last good checkpoint, "warn" only prints a warning,
+    "ignore" turns the guard off."""
     window: int = Field(5, ge=1)
-    """Steps that each signal is taken over."""
+    """Steps in the window of each signal."""
     patience: int = Field(3, ge=0)
-    """More steps that a signal must stay beyond its limit, after the warning, before the run
+    """Steps for which a signal must stay beyond its limit, after the warning, before the run
     stops."""
     save_every: int = Field(10, ge=0)
-    """While all signals are far from their limits, steps after which a checkpoint is written where
-    trainer.save_every has written none, so that there is a good one to go on from; 0 leaves it to
-    that, and to the first sign of trouble."""
+    """While all signals are far from their limits, write a checkpoint after this many steps unless
+    trainer.save_every has, so that there is a good one to resume from; 0 leaves it to
+    trainer.save_every and to the first warning."""
     kl: float | None = Field(0.75, gt=0)
-    """Limit of `train/approx_kl`, nats a token: median over the window; null is off."""
+    """Limit of `train/approx_kl`, in nats per token: median over the window; null is off."""
     ratio: float | None = Field(2.0, gt=1)
     """Limit of the factor between 1 and the mean ratio, `train/ratio` or `train/stale_ratio`:
     median over the window; null is off."""
     entropy: float | None = Field(3.0, gt=1)
-    """Limit of `train/entropy`, in units of what it was at the beginning (and at least 1 nat more):
+    """Limit of `train/entropy`, relative to its value at the beginning (and at least 1 nat more):
     median over the window; null is off."""
     reward: float | None = Field(0.5, gt=0, le=1)
-    """Share of the way from the lowest reward to the best mean of a window that `reward/newest` may
-    lose (over 32 groups or more, and where chance does not explain it); null is off. With a
-    curriculum, in online runs and in distillation it is not looked at."""
+    """Share of the distance between the lowest reward and the best windowed mean that
+    `reward/newest` may lose (over 32 groups or more, and beyond chance); null is off. Ignored with
+    a curriculum, in online runs and in distillation."""
 
 
 class EvalConfig(Settings):
-    """How the policy is measured on held-out tasks."""
+    """How the policy is evaluated on held-out tasks."""
 
     num_tasks: int = Field(512, ge=1)
-    """How many held-out tasks."""
+    """Number of held-out tasks."""
     num_samples: int = Field(1, ge=1)
     """Sampled episodes per task."""
     every: int = Field(0, ge=0)
-    """Training steps between evaluations; 0 evaluates before and after only."""
+    """Training steps between evaluations; 0 evaluates only before and after training."""
     split: str = "test"
-    """Which tasks are held out."""
+    """The split of the held-out tasks (`areal-gym show ENV` lists the splits)."""
 
 
 class ClusterConfig(Settings):
-    """Several processes and machines, by Ray; `trainer.num_ranks` says how many ranks train."""
+    """Several processes and machines, with Ray; `trainer.num_ranks` is the number of ranks."""
 
     address: str | None = None
-    """null: no Ray. "local" starts one on this machine, "auto" or "host:port" joins a running
-    one."""
+    """null is no Ray; "local" starts Ray on this machine; "auto" or "host:port" joins a running
+    cluster."""
     rollout_workers: int = Field(0, ge=0)
-    """Processes that play episodes; 0 plays them in the process that was started."""
+    """Processes that play episodes; 0 plays them in the main process."""
     servers: int = Field(0, ge=0)
-    """SGLang servers that Ray places and areal-gym starts there; 0 leaves it to `engine`."""
+    """SGLang servers that Ray places and areal-gym starts; 0 leaves servers to `engine`."""
     gpus_per_server: int = Field(1, ge=0)
-    """GPUs that each of these servers sees."""
+    """GPUs per server."""

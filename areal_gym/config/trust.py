@@ -1,12 +1,12 @@
-"""Which settings of a run directory are followed only if the user has chosen them.
+"""Decides which settings of a run directory need the user's consent.
 
-A run directory is data, perhaps another person's; `train --resume`, `eval --run`, `serve --run` and
-`replay` take their settings from it. Most settings are numbers and names. Some start programs,
+A run directory is data, perhaps from another person; `train --resume`, `eval --run`, `serve --run`
+and `replay` take their settings from it. Most settings are numbers and names. Some start programs,
 import modules, open files by name, or reach other machines: an agent's command, a function, a
-server's address. These are followed when this user has run with the very same ones before (a note
-in the cache says so), when the command line says them again, or with `--trust`.
+server's address. These are accepted if this user has run with the same ones before (a note in the
+cache records it), if the command line repeats them, or with `--trust`.
 
-A recipe that is named with `-c` is the user's choice.
+A recipe that is named with `-c` counts as chosen by the user.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from areal_gym.utils.cache import cache_directory
 from areal_gym.utils.markup import short
 
 _WORD = re.compile(r"[\w+-]{0,64}")
-"""A text that names no file, module or address."""
+"""A text that cannot name a file, module or address."""
 _ID = re.compile(r"[\w./+-]*(:[\w./+-]*)?")
-"""Of a plugin, or what an adapter stands for; another colon, or an address, names code."""
+"""An id of a plugin, or of an adapter with its argument; another colon could name code."""
 _STRICT = ("agent.", "engine.kwargs", "loggers.", "trainer.weight_sync.kwargs")
-"""Here, even a word may name a program."""
+"""Below these keys, even a plain word may name a program."""
 _PROTECTIVE = re.compile(r"sandbox|min_level|image|runtime|backend")
-"""Parts of names of arguments that choose how untrusted code is kept in."""
+"""Matches names of arguments that choose how untrusted code is contained."""
 
 
 def powerful_settings(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings, by dotted key, that start programs or reach what is not the run's."""
+    """Return the settings, by dotted key, that start programs or reach outside of the run."""
     return dict(_powerful(config))
 
 
 def remember_settings(config: RunConfig) -> None:
-    """Notes that this user runs with these settings; where the cache cannot be written, nothing."""
+    """Note in the cache, if it is writable, that this user runs with these settings."""
     if powerful := powerful_settings(config):
         file = _note_of(powerful)
         try:
@@ -51,13 +51,13 @@ def remember_settings(config: RunConfig) -> None:
             return
 
 
-def require_chosen(config: RunConfig, source: Path, said: Sequence[str]) -> None:
+def require_chosen(config: RunConfig, source: Path, given: Sequence[str]) -> None:
     """Refuse settings of a run directory that this user has not chosen.
 
     Args:
         config: the settings, resolved.
         source: the file that they come from.
-        said: dotted keys that the user has given; what is below them counts, too.
+        given: dotted keys that the user has set; they cover the keys below them.
 
     Raises:
         UsageError: one of them would start a program, import a module or reach another machine.
@@ -68,7 +68,7 @@ def require_chosen(config: RunConfig, source: Path, said: Sequence[str]) -> None
     unknown = {
         key: value
         for key, value in powerful.items()
-        if not any(key == name or key.startswith(f"{name}.") for name in said)
+        if not any(key == name or key.startswith(f"{name}.") for name in given)
     }
     if unknown:
         words = ", ".join(f"{key} = {short(value, 60)!r}" for key, value in unknown.items())
@@ -77,8 +77,8 @@ def require_chosen(config: RunConfig, source: Path, said: Sequence[str]) -> None
             f"{source} has settings that can start programs, read files or reach other machines, "
             f"and you have not run with them before: {words}",
             hints=[
-                "if you trust whoever wrote it: the same command with --trust",
-                f"or say them yourself, or others: {key}={json.dumps(value, ensure_ascii=False)}",
+                "if you trust its author: repeat the command with --trust",
+                f"or set them yourself: {key}={json.dumps(value, ensure_ascii=False)}",
             ],
         )
 

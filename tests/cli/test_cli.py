@@ -150,14 +150,14 @@ def test_the_source_tree_serves_without_being_installed(tmp_path):
         (["train", "--env", "tir", "--steps", "-1"], 2, ["steps"]),
         (["train", "-c", "none.yaml"], 2, ["cannot read none.yaml"]),
         (["train", "--env", "tir", "--resume", "--clean"], 2, ["exclude each other"]),
-        (["train", "--env", "tir", "--resume"], 2, ["needs the run's directory"]),
-        (["train", "--env", "tir", "--from-step", "3"], 2, ["goes with --resume"]),
+        (["train", "--env", "tir", "--resume"], 2, ["needs the run directory"]),
+        (["train", "--env", "tir", "--from-step", "3"], 2, ["--from-step needs --resume"]),
         (["train", "--resume", "--out", "gone"], 2, ["gone is not a run directory"]),
         (["eval"], 2, ["which environment?"]),
-        (["eval", "--run", "gone"], 2, ["gone holds no run", "list runs"]),
-        (["eval", "--env", "tir", "--checkpoint", "gone"], 2, ["gone holds no checkpoint"]),
+        (["eval", "--run", "gone"], 2, ["gone is not a run directory", "list runs"]),
+        (["eval", "--env", "tir", "--checkpoint", "gone"], 2, ["gone is not a checkpoint"]),
         (["eval", "--run", "a", "--model", "b"], 2, ["exclude each other"]),
-        (["eval", "--env", "tir", "--fail-under", "x"], 2, ["names no number"]),
+        (["eval", "--env", "tir", "--fail-under", "x"], 2, ["is not a number"]),
         (["eval", "--env", "tir", "-n", "0"], 2, ["'-n'", "0 is not in the range"]),
     ],
 )
@@ -564,7 +564,7 @@ def test_several_environments_are_a_mix(cli):
     }
     code, _, err = cli("train", "--env", "tir:0.7", "--dry-run")
     assert code == 2
-    assert "one environment with a weight" in err
+    assert "gives a weight to a single environment" in err
     code, _, err = cli("train", "--env", "tir", "--env", "mtah", "--dry-run")
     assert code == 2
     assert "did you mean 'math'?" in err

@@ -160,7 +160,7 @@ def test_a_mistake_leaves_stdout_to_the_data(call, argv):
         (["list", "rusn"], 2, "did you mean 'runs'?"),
         (["data", "sow"], 2, "no command 'sow'\n  did you mean 'show'?"),
         (["list", "--hepl"], 2, "did you mean '--help' or"),
-        (["show", "runs"], 2, "runs holds no run"),
+        (["show", "runs"], 2, "runs is not a run directory"),
         (["show", "runs/frist"], 2, "there is no run runs/frist\n  did you mean 'runs/first'?"),
         (["eval", "--run", "runs/frist"], 2, "did you mean 'runs/first'?"),
         (["view", "runs/frist"], 5, "did you mean 'runs/first'?"),

@@ -105,7 +105,7 @@ def test_a_directory_without_a_run_is_not_replayed(areal_gym, tmp_path):
     for name in ("empty", "nowhere"):
         found = areal_gym("replay", name)
         assert found.returncode == 2
-        assert f"{name} holds no run" in found.stderr
+        assert f"{name} is not a run directory" in found.stderr
         assert "areal-gym list runs" in found.stderr
 
 

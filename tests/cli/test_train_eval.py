@@ -53,7 +53,7 @@ def test_train_then_eval_then_resume(areal_gym, tiny_policy, tmp_path):
     assert numbers["num_tasks"] == 4
     assert {"pass@2", *JSON_KEYS["eval"][1].split()} <= set(numbers)
     assert "evaluate (sampled): 8/8 reward 0." in found.stderr
-    assert found.stderr.splitlines()[-1] == "see them: areal-gym view run"
+    assert found.stderr.splitlines()[-1] == "view the episodes: areal-gym view run"
     assert list((run / "trajectories").glob("eval*.jsonl"))
     missed = areal_gym("eval", "--run", "run", "--fail-under", "pass@1=1.1")
     assert missed.returncode == 1

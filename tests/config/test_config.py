@@ -171,6 +171,6 @@ def test_settings_are_frozen():
         RunConfig().steps = 3
 
 
-def test_a_lone_survivor_is_refused_at_the_door():
-    assert "nobody to be compared with" in explain("rollout.min_group_size=1")
+def test_min_group_size_of_one_needs_an_estimator_without_siblings():
+    assert "none to be compared with" in explain("rollout.min_group_size=1")
     load_config(overrides=["rollout.min_group_size=1", "trainer.advantage=reinforce"])

@@ -100,15 +100,24 @@ def test_another_loss_for_recorded_settings_brings_its_own_clips():
     [
         (["trainer.algorithm=drgrpo"], "did you mean 'dr_grpo'"),
         (["trainer.algorithm=xyz"], "available: grpo, "),
-        (["trainer.algorithm=dr_grpo", "trainer.advantage=grpo"], "leaves the standard deviation"),
+        (
+            ["trainer.algorithm=dr_grpo", "trainer.advantage=grpo"],
+            "does not divide by the standard deviation",
+        ),
         (["trainer.algorithm=rloo", "trainer.advantage=lite_ppo"], "algorithm=lite_ppo"),
         (["trainer.loss_kwargs.clip_high=0.0"], "use null"),
         (["trainer.kl.estimator=k1", "trainer.kl.coefficient=0.1"], "gradient whose mean is zero"),
-        (["trainer.correction.proximal=recorded", "trainer.correction.upper=2"], "nothing left"),
-        (["trainer.algorithm=m2po", "trainer.correction.proximal=linear"], "compares a batch's"),
-        (["trainer.algorithm=m2po", "trainer.correction.proximal=recorded"], "nothing left"),
+        (
+            ["trainer.correction.proximal=recorded", "trainer.correction.upper=2"],
+            "without correction",
+        ),
+        (
+            ["trainer.algorithm=m2po", "trainer.correction.proximal=linear"],
+            "compares all tokens of a batch",
+        ),
+        (["trainer.algorithm=m2po", "trainer.correction.proximal=recorded"], "without correction"),
         (["trainer.correction.measure=k2"], "cannot truncate"),
-        (["trainer.correction.lower=9"], "nothing is between them"),
+        (["trainer.correction.lower=9"], "must be below upper"),
         (["trainer.correction.second_moment=0"], "greater than 0"),
         (["trainer.reward.clip=0"], "greater than 0"),
         (["trainer.reward.overlong_tail=2"], "less than or equal to 1"),
@@ -132,7 +141,7 @@ def test_another_loss_for_recorded_settings_brings_its_own_clips():
             )
             for name in ("lite_ppo", "reinforce_pp_baseline", "rloo")
         ),
-        (["trainer.advantage=per_turn", "rollout.min_group_size=1"], "nobody to be compared with"),
+        (["trainer.advantage=per_turn", "rollout.min_group_size=1"], "none to be compared with"),
     ],
 )
 def test_what_fights_is_refused_with_the_reason(overrides, reason):

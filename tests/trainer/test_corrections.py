@@ -102,7 +102,7 @@ def test_weights_are_finite_within_bounds_and_know_no_order(log_weights, level, 
     ("settings", "reason"),
     [
         ({"measure": "k3"}, "cannot truncate"),
-        ({"statistic": "max"}, "how a sequence is judged"),
+        ({"statistic": "max"}, "only to masks of sequences"),
         ({"lower": 5.0}, "must be below upper"),
         ({"upper": 0.0}, "weights are positive"),
         ({"action": "mask", "upper": None}, "masks nothing"),

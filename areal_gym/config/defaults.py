@@ -1,0 +1,118 @@
+"""Defaults that depend on other settings: what objective, algorithm and policy bring with them.
+
+    own defaults of the settings < STARTER_DEFAULTS < objective, algorithm < file < flags, key=value
+
+`fill_in` is the only place that knows; it works on trees of plain values, before validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from areal_gym.config.algorithm_settings import PRESETS
+from areal_gym.config.objective_settings import OBJECTIVES
+from areal_gym.config.online_settings import ONLINE
+from areal_gym.config.settings_model import merged
+from areal_gym.errors import choices, did_you_mean
+
+STARTER_DEFAULTS: Mapping[str, Any] = {
+    "engine": {"max_context": 256},
+    "trainer": {"optimizer": "muon", "lr": 3e-4, "muon_lr": 3e-3},
+    "steps": 60,
+}
+"""Suits the small policy that `engine.model=starter` builds; `load_config` applies it."""
+
+_DISTILLATION = {
+    "advantage": "distill",
+    "loss": "ppo_clip",
+    "aggregation": "token_mean",
+    "clip_low": None,
+    "clip_high": None,
+}
+
+# A preset's settings that go with its estimator or its loss: another one has its own.
+_BELONG_TO = {
+    "advantage": ("advantage_kwargs",),
+    "loss": ("loss_kwargs", "clip_low", "clip_high"),
+}
+_PARTS = ("aggregation", "correction", "kl", "reward", *sum(_BELONG_TO.values(), ()))
+
+
+def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's settings on top of the defaults that they imply.
+
+    Sections that are no mappings are left to validation.
+
+    Raises:
+        ValueError: there is no such objective or algorithm.
+    """
+    objective = str(tree.get("objective", "rl"))
+    if objective not in OBJECTIVES:
+        raise ValueError(f"no objective {objective!r}: {_hint(objective, OBJECTIVES)}")
+    sections = ("env", "agent", "trainer", "rollout")
+    env, agent, trainer, rollout = (tree.get(section, {}) for section in sections)
+    filled = dict(tree)
+    if isinstance(trainer, Mapping):
+        filled["trainer"] = fill_in_trainer(
+            merged(_DISTILLATION if objective == "distill" else {}, trainer)
+        )
+    if isinstance(env, Mapping) and env.get("id") == ONLINE and isinstance(agent, Mapping):
+        filled["agent"] = {"id": ONLINE, **agent}
+    algorithm = _algorithm_of(trainer)
+    if isinstance(rollout, BaseModel):
+        rollout = rollout.model_dump(exclude_unset=True)
+    if algorithm in PRESETS and isinstance(rollout, Mapping):
+        filled["rollout"] = {"filters": PRESETS[algorithm].filters, **rollout}
+    return filled
+
+
+def fill_in_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings below `trainer` on top of those of their algorithm.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    algorithm = _algorithm_of(trainer) or "grpo"
+    if algorithm not in PRESETS:
+        raise ValueError(f"no algorithm {algorithm!r}: {_hint(algorithm, PRESETS)}")
+    preset = PRESETS[algorithm].trainer()
+    for part, settings in _BELONG_TO.items():
+        if trainer.get(part, preset[part]) != preset[part]:
+            for key in settings:
+                preset.pop(key, None)
+    return merged(preset, trainer)
+
+
+def without_defaults(trainer: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `trainer` without what its algorithm fills in: the reverse of `fill_in_trainer`.
+
+    Args:
+        trainer: settings below `trainer`, such as those of a recorded run.
+        resolved: those of a run with the same algorithm, estimator and loss, and nothing else.
+    """
+    preset = PRESETS[resolved["algorithm"]]
+    usual = {key: resolved[key] for key in _PARTS}
+    return _without(trainer, usual | {"advantage": preset.advantage, "loss": preset.loss})
+
+
+def _without(tree: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    rest: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key in usual and value == usual[key]:
+            continue
+        is_section = isinstance(value, Mapping) and isinstance(usual.get(key), Mapping)
+        rest[key] = _without(value, usual[key]) if is_section else value
+    return rest
+
+
+def _algorithm_of(trainer: object) -> str:
+    if isinstance(trainer, Mapping):
+        return str(trainer.get("algorithm", ""))
+    return str(getattr(trainer, "algorithm", ""))
+
+
+def _hint(asked: str, available: Mapping[str, Any]) -> str:
+    return did_you_mean(asked, available) or choices(asked, available)[-1]
