@@ -118,7 +118,7 @@ def is_within(name, packages):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_only_what_its_layer_may(path):
+def test_module_imports_only_allowed_layers(path):
     module = name_of(path)
     package = module.partition(".")[0]
     assert package in MAY_IMPORT, f"{package} has no layer; add it to the table"
@@ -177,7 +177,7 @@ def module_level(tree):
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("plugin.py")), ids=name_of)
-def test_a_plugin_module_imports_only_plugins(path):
+def test_plugin_module_imports_only_plugins(path):
     allowed = {"__future__", "collections.abc", "areal_gym.plugins"}
     assert set(imports_of(ast.parse(path.read_text()))) <= allowed
 

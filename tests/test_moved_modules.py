@@ -41,7 +41,7 @@ def test_old_documented_imports_work_and_warn():
 
 
 @pytest.mark.parametrize("old", _moved.MOVED)
-def test_every_row_leads_to_a_module_that_exists(old):
+def test_every_row_names_an_existing_module(old):
     new = _moved.new_path(f"areal_gym.{old}")
     assert new is not None
     assert importlib.import_module(new).__name__ == new
@@ -56,7 +56,7 @@ def test_old_and_new_names_are_the_same_object():
     assert Learner is Trainer
 
 
-def test_modules_of_a_package_that_moved_are_not_loaded_twice():
+def test_modules_of_a_moved_package_are_loaded_once():
     with pytest.warns(DeprecationWarning, match="areal_gym.trainer.weight_syncs"):
         from areal_gym.trainer.weight_syncs.disk import DiskWeightSync as old
     from areal_gym.trainer.weight_sync.disk import DiskWeightSync
@@ -64,7 +64,7 @@ def test_modules_of_a_package_that_moved_are_not_loaded_twice():
     assert old is DiskWeightSync
 
 
-def test_modules_that_never_existed_are_not_found():
+def test_unknown_modules_are_not_found():
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         importlib.import_module("areal_gym.nowhere")
     with pytest.raises(ModuleNotFoundError, match="nowhere"), pytest.warns():

@@ -36,7 +36,7 @@ def test_all_is_sorted():
     assert areal_gym.__all__ == sorted(areal_gym.__all__)
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="nonsense"):
         _ = areal_gym.nonsense
 
@@ -73,7 +73,7 @@ def test_importing_the_package_is_cheap():
         "import areal_gym.envs.base, gymnasium; env = gymnasium.make('areal_gym/tir-v0')",
     ],
 )
-def test_gymnasium_knows_the_environments_in_whichever_order_of_imports(code):
+def test_gymnasium_registration_in_any_import_order(code):
     done = python(f"{code}; print(env.reset(seed=0)[0]); import importlib.resources")
     assert done.stdout.strip()
     assert not done.stderr
@@ -84,7 +84,7 @@ def test_gymnasium_keeps_its_own_loader():
     assert done.stdout.strip() == "SourceFileLoader"
 
 
-def test_make_gives_an_environment():
+def test_make_returns_an_environment():
     env = areal_gym.make("countdown")
     text, info = env.reset(seed=3)
     assert text == info["messages"][-1]["content"]
@@ -100,7 +100,7 @@ def test_make_explains_mistakes():
     assert any("did you mean 'max_turns'" in hint for hint in wrong.value.hints)
 
 
-def test_a_traceback_shows_what_to_type_next():
+def test_traceback_shows_hints():
     with pytest.raises(areal_gym.GymError) as caught:
         areal_gym.make("tri")
     assert "did you mean 'tir'?" in "".join(traceback.format_exception(caught.value))

@@ -90,7 +90,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_an_object_is_short_and_harmless(name, tmp_path):
+def test_reprs_are_short_and_escaped(name, tmp_path):
     thing = OBJECTS[name](tmp_path)
     assert len(repr(thing)) < 2_000
     html = thing._repr_html_()
@@ -103,7 +103,7 @@ def test_an_object_is_short_and_harmless(name, tmp_path):
     html.encode()
 
 
-def test_a_trajectory_shows_who_wrote_what():
+def test_trajectory_repr_marks_the_writer():
     messages = (
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "2+2?"},
@@ -119,7 +119,7 @@ def test_a_trajectory_shows_who_wrote_what():
     assert repr(task) == "<Task gen/17 (train): {'question': '2+2?'}>"
 
 
-def test_settings_show_what_is_not_usual():
+def test_settings_repr_shows_non_default_values():
     config = load_config(overrides=["rollout.group_size=4", "trainer.algorithm=dapo"])
     shown = repr(config)
     assert "rollout.group_size=4" in shown

@@ -38,7 +38,7 @@ from areal_gym.trainer.algorithms.token_advantages import (
         (sapo, {"level": "sequence"}),
     ],
 )
-def test_built_in_losses_keep_their_contract(loss, settings):
+def test_built_in_losses_keep_the_contract(loss, settings):
     check_policy_loss(loss, **settings)
 
 
@@ -59,7 +59,7 @@ def test_built_in_losses_keep_their_contract(loss, settings):
         (per_turn, "siblings", {"baseline": "rloo", "by": "turn"}),
     ],
 )
-def test_built_in_estimators_keep_their_contract(estimator, compares, settings):
+def test_built_in_estimators_keep_the_contract(estimator, compares, settings):
     check_advantage_estimator(estimator, compares=compares, **settings)
 
 
@@ -137,7 +137,7 @@ def leaky(batch):
         (leaky, "masked tokens have a gradient"),
     ],
 )
-def test_a_loss_that_breaks_a_rule_is_found(loss, rule):
+def test_contract_detects_broken_losses(loss, rule):
     with pytest.raises(AssertionError, match=rule):
         check_policy_loss(loss)
 
@@ -174,12 +174,12 @@ def greedy(rewards_G, group_ids_G):
         (greedy, "changed in place"),
     ],
 )
-def test_an_estimator_that_breaks_a_rule_is_found(estimator, rule):
+def test_contract_detects_broken_estimators(estimator, rule):
     with pytest.raises(AssertionError, match=rule):
         check_advantage_estimator(estimator)
 
 
-def test_sequence_level_losses_pass_by_their_sum():
+def test_sequence_losses_are_checked_by_their_sum():
     def loss(batch):
         log_ratio_T = sequence_mean(batch.logprobs - batch.proximal, batch.sequence_ids)
         return LossOutput(loss=-batch.advantages * log_ratio_T.clamp(-20, 20).exp())

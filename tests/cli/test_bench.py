@@ -22,7 +22,7 @@ def brief(monkeypatch):
     monkeypatch.setattr(benches, "_SOME_S", 0.0)
 
 
-def test_every_part_gives_figures(brief, capsys):
+def test_every_benchmark_gives_figures(brief, capsys):
     assert run(["bench", "--env", "countdown", "--json"]) == 0
     out, err = capsys.readouterr()
     rows = json.loads(out)
@@ -33,21 +33,21 @@ def test_every_part_gives_figures(brief, capsys):
     assert "sandbox: a snippet in a fresh sandbox process" in err
 
 
-def test_a_part_as_a_table(brief, capsys):
+def test_benchmark_prints_a_table(brief, capsys):
     assert run(["bench", "rollout"]) == 0
     header, line = capsys.readouterr().out.splitlines()
     assert header.split() == ["measured", "README", "next", "to", "it"]
     assert re.search(r"CPU-ms +0\.25 +[\d.]+x, (slow|ok|fast)$", line)
 
 
-def test_faster_is_more_whatever_the_unit():
+def test_speedup_is_above_one_when_faster():
     figure = {"part": "", "what": "", "unit": ""}
     assert benches.Figure(**figure, value=2.0, reference=1.0).speed == 0.5
     assert benches.Figure(**figure, value=2.0, reference=1.0, is_more_better=True).speed == 2.0
     assert benches.Figure(**figure, value=2.0).speed is None
 
 
-def test_the_parts_of_the_help_are_the_parts():
+def test_help_names_every_benchmark():
     assert tuple(benches.PARTS) == command._NAMES
 
 
@@ -60,19 +60,19 @@ def test_the_parts_of_the_help_are_the_parts():
         ("step", r"64 new tokens, 2M parameters, generation included \| ([\d.]+) CPU-s"),
     ],
 )
-def test_readme_says_the_same(part, line):
+def test_readme_names_every_benchmark(part, line):
     (found,) = re.findall(line, README)
     assert float(found.replace(",", "")) == benches.REFERENCES[part]
 
 
-def test_mistakes_are_explained(capsys):
+def test_unknown_benchmark_is_refused(capsys):
     assert run(["bench", "enigne"]) == 2
     assert "did you mean 'engine'?" in capsys.readouterr().err
     assert run(["bench", "env", "--env", "coundown"]) == 2
     assert "did you mean 'countdown'?" in capsys.readouterr().err
 
 
-def test_without_torch_the_rest_is_measured(brief, capsys, monkeypatch):
+def test_bench_without_torch_runs_other_benchmarks(brief, capsys, monkeypatch):
     is_there = registry_module._is_importable
     monkeypatch.setattr(registry_module, "_is_importable", lambda n: n != "torch" and is_there(n))
     assert run(["bench", "engine"]) == 2

@@ -58,7 +58,7 @@ def process(*argv, stdin="", python=(), **env):
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["list", "envs"], ["plugins"], ["list", "--json"]])
-def test_looking_imports_nothing_heavy(argv):
+def test_reading_commands_import_no_heavy_package(argv):
     done = process(*argv, python=("-X", "importtime"))
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -98,7 +98,7 @@ def test_version(cli):
     assert cli("--version")[:2] == (0, "areal-gym, version 0.1.0\n")
 
 
-def test_the_installed_program_answers():
+def test_installed_program_prints_its_version():
     program = Path(sys.executable).with_name("areal-gym")
     if not program.exists():
         pytest.skip("not installed")
@@ -107,7 +107,7 @@ def test_the_installed_program_answers():
     assert "tir" in done.stdout
 
 
-def test_the_source_tree_serves_without_being_installed(tmp_path):
+def test_source_tree_runs_without_installation(tmp_path):
     code = (
         "import importlib.metadata as m, sys\n"
         "m.entry_points = lambda **_: []\n"
@@ -161,7 +161,7 @@ def test_the_source_tree_serves_without_being_installed(tmp_path):
         (["eval", "--env", "tir", "-n", "0"], 2, ["'-n'", "0 is not in the range"]),
     ],
 )
-def test_mistakes_are_explained(cli, tmp_path, argv, code, says):
+def test_usage_errors_are_explained(cli, tmp_path, argv, code, says):
     exit_code, out, err = cli(*argv)
     assert exit_code == code
     assert out == ""
@@ -188,7 +188,7 @@ def test_mistakes_are_explained(cli, tmp_path, argv, code, says):
         (SystemExit(7), 7, ""),
     ],
 )
-def test_every_error_ends_in_one_place(capsys, error, code, says):
+def test_every_error_is_printed_by_one_function(capsys, error, code, says):
     assert render_error(error) == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -196,14 +196,14 @@ def test_every_error_ends_in_one_place(capsys, error, code, says):
     assert "Traceback" not in err
 
 
-def test_verbose_shows_the_traceback(cli):
+def test_verbose_prints_the_traceback(cli):
     for argv in (["-v", "show", "ti"], ["show", "ti", "-v"]):
         code, _, err = cli(*argv)
         assert code == 2
         assert "Traceback" in err
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_closed_stdout_is_not_an_error():
     done = subprocess.run(
         f"{sys.executable} -m areal_gym list --json | head -c 1; exit ${{PIPESTATUS[0]}}",
         shell=True,
@@ -217,7 +217,7 @@ def test_a_reader_that_leaves_is_no_error():
     assert "areal-gym: error" not in done.stderr
 
 
-def test_another_broken_pipe_is_no_reader_that_left():
+def test_broken_pipe_other_than_stdout_is_an_error():
     code = (
         "import sys\n"
         "from areal_gym.cli import app\n"
@@ -230,7 +230,7 @@ def test_another_broken_pipe_is_no_reader_that_left():
     assert "a process that was talked to has ended" in done.stderr
 
 
-def test_ctrl_c_ends_with_130():
+def test_ctrl_c_exits_with_130():
     playing = subprocess.Popen(
         [sys.executable, "-m", "areal_gym", "play", "countdown"],
         stdin=subprocess.PIPE,
@@ -274,13 +274,13 @@ def test_list_algorithms(cli):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_listed(cli, kind):
+def test_list_shows_every_kind(cli, kind):
     code, out, _ = cli("list", kind, "--json")
     assert code == 0
     assert isinstance(json.loads(out), list)
 
 
-def test_list_everything(cli):
+def test_list_without_arguments_shows_everything(cli):
     code, out, _ = cli("list", "--json")
     assert code == 0
     assert set(json.loads(out)) == set(KINDS)
@@ -299,7 +299,7 @@ def test_list_runs(cli, tmp_path):
     assert json.loads(cli("show", "runs/a", "--json")[1])["steps"] == 3
 
 
-def test_show_an_environment(cli):
+def test_show_environment(cli):
     code, out, _ = cli("show", "tir", "--json")
     assert code == 0
     card = json.loads(out)
@@ -312,14 +312,14 @@ def test_show_an_environment(cli):
         assert text in out
 
 
-def test_show_a_loss_is_an_algorithm_card(cli):
+def test_show_loss_prints_an_algorithm_card(cli):
     code, out, _ = cli("show", "ppo_clip")
     assert code == 0
     assert "clip_low" in out
     assert "policy loss" in out
 
 
-def test_plugins(cli):
+def test_plugins_command_lists_distributions(cli):
     code, out, _ = cli("plugins", "--json")
     assert code == 0
     rows = {row["name"]: row for row in json.loads(out)}
@@ -328,7 +328,7 @@ def test_plugins(cli):
     assert "policy loss" in cli("plugins", "--all")[1]
 
 
-def test_a_plugin_can_be_left_out(cli):
+def test_without_plugin_leaves_it_out(cli):
     assert "tir" not in cli("-p", "no:envs", "list", "envs", "--json")[1]
     code, _, err = cli("-p", "no:envs", "show", "tir", "--kind", "envs")
     assert code == 2
@@ -338,12 +338,12 @@ def test_a_plugin_can_be_left_out(cli):
     assert "tir" in cli("list", "envs", "--json")[1]
 
 
-def test_a_mistyped_plugin_is_noticed(cli):
+def test_mistyped_plugin_name_is_refused(cli):
     _, _, err = cli("-p", "no:enfs", "list", "envs")
     assert "did you mean 'envs'" in err
 
 
-def test_the_environment_variable_restricts():
+def test_plugins_environment_variable_restricts_plugins():
     done = process("list", "--json", AREAL_GYM_PLUGINS="agents")
     assert json.loads(done.stdout)["envs"] == []
     assert json.loads(done.stdout)["agents"]
@@ -381,7 +381,7 @@ def plugin_module(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_module_that_is_not_installed_can_be_loaded(cli, plugin_module):
+def test_plugin_module_is_loaded_without_installation(cli, plugin_module):
     name = plugin_module(
         "plugin_for_cli_a", PLUGIN.format(id="mine/dice", module="plugin_for_cli_a")
     )
@@ -390,7 +390,7 @@ def test_a_module_that_is_not_installed_can_be_loaded(cli, plugin_module):
     assert "say hello" in cli("-p", name, "--help")[1]
 
 
-def test_a_duplicate_id_is_shown_and_ends_with_4(cli, plugin_module):
+def test_duplicate_id_is_shown_and_exits_with_4(cli, plugin_module):
     name = plugin_module("plugin_for_cli_b", PLUGIN.format(id="tir", module="plugin_for_cli_b"))
     for argv in (["list", "envs"], ["play", "tir"], ["train", "--env", "tir", "--dry-run"]):
         code, _, err = cli("-p", name, *argv)
@@ -400,7 +400,7 @@ def test_a_duplicate_id_is_shown_and_ends_with_4(cli, plugin_module):
         assert name in err
 
 
-def test_a_broken_plugin_is_said_and_harms_nobody(cli, plugin_module):
+def test_broken_plugin_is_reported_and_others_work(cli, plugin_module):
     name = plugin_module("plugin_for_cli_c", "import nowhere_to_be_found\n")
     code, out, err = cli("-p", name, "list", "envs")
     assert code == 0
@@ -416,7 +416,7 @@ def test_a_broken_plugin_is_said_and_harms_nobody(cli, plugin_module):
 # ---- try ----------------------------------------------------------------------------------------
 
 
-def test_play_from_a_pipe():
+def test_play_reads_actions_from_a_pipe():
     lines = "/help\n/tools\n\n/call python print(6*7)\n/nonsense\n/call pyton 1\n/gold\n"
     done = process("play", "tir", "--seed", "3", stdin=lines)
     assert done.returncode == 0
@@ -426,7 +426,7 @@ def test_play_from_a_pipe():
     assert "did you mean 'python'?" in done.stderr
 
 
-def test_play_gold_from_the_start_is_right():
+def test_play_gold_earns_full_reward():
     done = process("play", "countdown", "--task", "5", "--split", "test", stdin="/gold\n")
     assert done.returncode == 0
     assert "reward 1" in done.stdout
@@ -436,14 +436,14 @@ def test_play_gold_from_the_start_is_right():
     )
 
 
-def test_play_can_be_left():
+def test_play_ends_on_quit():
     for stdin in ("", "/quit\n"):
         done = process("play", "math", stdin=stdin)
         assert done.returncode == 0
         assert "left after 0 turns" in done.stdout
 
 
-def test_check(cli):
+def test_check_passes_a_good_environment(cli):
     code, out, _ = cli("check", "countdown", "-n", "2", "--json")
     assert code == 0
     (report,) = json.loads(out).values()
@@ -472,7 +472,7 @@ def __getattr__(name):
 """
 
 
-def test_check_says_which_rule_is_broken(cli, plugin_module):
+def test_check_names_the_broken_rule(cli, plugin_module):
     name = plugin_module("plugin_for_cli_d", BROKEN_ENV)
     for what in ("mine/broken", name):
         code, out, _ = cli("-p", name, "check", what, "-n", "2")
@@ -484,7 +484,7 @@ def test_check_says_which_rule_is_broken(cli, plugin_module):
 # ---- run ----------------------------------------------------------------------------------------
 
 
-def test_dry_run_prints_a_recipe_that_gives_the_same_settings(cli, tmp_path):
+def test_dry_run_prints_a_recipe_with_the_same_settings(cli, tmp_path):
     argv = ["train", "--env", "math", "--steps", "3", "trainer.lr=1e-5", "--dry-run"]
     code, out, _ = cli(*argv)
     assert code == 0
@@ -495,7 +495,7 @@ def test_dry_run_prints_a_recipe_that_gives_the_same_settings(cli, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_refuses_what_the_run_would(cli):
+def test_dry_run_refuses_what_a_run_refuses(cli):
     code, out, err = cli("train", "--env", "math", "rollout.top_p=0.9", "--dry-run")
     assert (code, out) == (2, "")
     assert "rollout.top_p = 0.9 cannot be trained with" in err
@@ -509,7 +509,7 @@ def test_dry_run_without_an_environment_shows_all_settings(cli):
     assert "max_staleness: 0" in out
 
 
-def test_flags_win_over_the_recipe_and_overrides_over_flags(cli, tmp_path):
+def test_overrides_win_over_flags_and_flags_over_recipe(cli, tmp_path):
     (tmp_path / "r.yaml").write_text("env: {id: math}\nsteps: 1\nseed: 1\n")
     _, out, _ = cli("train", "-c", "r.yaml", "--steps", "2", "--seed", "2", "seed=3", "--dry-run")
     assert "\nsteps: 2\n" in out
@@ -525,7 +525,7 @@ def test_every_recipe_resolves(cli, recipe):
     assert cli("train", "-c", str(recipe), "--dry-run")[0] == 0
 
 
-def test_train_refuses_a_directory_that_holds_a_run(cli, tmp_path):
+def test_train_refuses_an_existing_run_directory(cli, tmp_path):
     with RunDir.open(tmp_path / "mine") as made:
         made.save_config("env: {id: tir}\n")
     code, _, err = cli("train", "--env", "tir", "--out", "mine")
@@ -535,14 +535,14 @@ def test_train_refuses_a_directory_that_holds_a_run(cli, tmp_path):
     assert (tmp_path / "mine" / "config.yaml").read_text() == "env: {id: tir}\n"
 
 
-def test_train_with_a_model_that_is_not_there_leaves_nothing_behind(cli, tmp_path):
+def test_train_with_missing_model_leaves_no_files(cli, tmp_path):
     code, _, err = cli("train", "--env", "tir", "engine.model=gone")
     assert code == 2
     assert "'gone' is no checkpoint directory" in err
     assert not (tmp_path / "runs").exists()
 
 
-def test_eval_of_a_run_without_a_checkpoint(cli, tmp_path):
+def test_eval_of_a_run_without_checkpoint_is_refused(cli, tmp_path):
     with RunDir.open(tmp_path / "mine") as made:
         made.save_config("env: {id: tir}\n")
     code, _, err = cli("eval", "--run", "mine")
@@ -550,7 +550,7 @@ def test_eval_of_a_run_without_a_checkpoint(cli, tmp_path):
     assert "areal-gym train --resume --out mine" in err
 
 
-def test_several_environments_are_a_mix(cli):
+def test_several_env_flags_make_a_mix(cli):
     flags = ["--env", "tir:0.7", "--env", "math:0.3"]
     code, out, _ = cli("train", *flags, "--dry-run")
     assert code == 0

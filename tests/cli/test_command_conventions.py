@@ -43,12 +43,12 @@ def call(home, monkeypatch, capsys):
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def test_the_page_of_commands_is_the_commands():
+def test_cli_page_is_up_to_date():
     page = (ROOT / "docs" / "cli.md").read_text()
     assert page == commands_page(), "python -m areal_gym.cli.command_reference > docs/cli.md"
 
 
-def test_everything_says_what_it_is_for():
+def test_every_command_and_option_has_help():
     for name, command in every_command():
         assert command.help, name
         for parameter in command.params:
@@ -63,7 +63,7 @@ def test_readme_names_every_command():
             assert re.search(rf"\| `areal-gym {name}\b", table), name
 
 
-def test_every_variable_that_is_read_is_on_the_page():
+def test_environment_variables_are_documented():
     source = "\n".join(file.read_text() for file in (ROOT / "areal_gym").rglob("*.py"))
     read = set(re.findall(r'"(AREAL_GYM_[A-Z_]+)"', source))
     told_to_programs = {"AREAL_GYM_PROMPT"}
@@ -94,7 +94,7 @@ def command_line(name):
 
 
 @pytest.mark.parametrize("name", [name for name in JSON_KEYS if name not in ELSEWHERE])
-def test_json_is_all_that_stdout_has(call, name):
+def test_stdout_with_json_is_one_json_value(call, name):
     code, out, _ = call(*command_line(name), "--json")
     assert code in (0, 1)
     found = json.loads(out)
@@ -106,7 +106,7 @@ def test_json_is_all_that_stdout_has(call, name):
         assert set(keys.split()) <= set(row)
 
 
-def test_every_command_that_reads_is_in_the_table():
+def test_every_reading_command_is_tested():
     reading = {name for name, command in every_command() if "--json" in options_of(command)}
     in_table = {" ".join(name.split()[:2]) for name in JSON_KEYS}
     assert reading == {name if name in reading else name.split()[0] for name in in_table}
@@ -120,7 +120,7 @@ def options_of(command):
 
 
 @pytest.mark.parametrize("name", [name for name in JSON_KEYS if name not in ELSEWHERE])
-def test_data_is_on_stdout_and_plain(call, name):
+def test_data_goes_to_stdout_without_style(call, name):
     code, out, err = call(*command_line(name))
     assert code in (0, 1)
     assert out.strip() or name == "data check ENV"  # where nothing is wrong, there are no rows
@@ -145,7 +145,7 @@ def test_data_is_on_stdout_and_plain(call, name):
     ],
     ids=" ".join,
 )
-def test_a_mistake_leaves_stdout_to_the_data(call, argv):
+def test_errors_go_to_stderr(call, argv):
     for flags in ([], ["--json"]):
         code, out, err = call(*argv, *flags)
         assert code in (2, 5)
@@ -176,13 +176,13 @@ def test_a_mistake_leaves_stdout_to_the_data(call, argv):
     ],
     ids=lambda it: " ".join(it) if isinstance(it, list) else "",
 )
-def test_what_a_new_user_would_mistype(call, argv, code, says):
+def test_common_typos_get_suggestions(call, argv, code, says):
     found, _, err = call(*argv)
     assert found == code
     assert says in err
 
 
-def test_a_narrow_terminal_gets_folded_cells(capsys, monkeypatch):
+def test_narrow_terminal_folds_table_cells(capsys, monkeypatch):
     rows = [
         ("tir", "arithmetic with a Python sandbox", "areal-gym 0.1.0"),
         ("  in", "an id-of-it", ""),
@@ -198,7 +198,7 @@ def test_a_narrow_terminal_gets_folded_cells(capsys, monkeypatch):
     assert "id-of-it" in lines[-1]
 
 
-def test_show_says_how_arguments_are_set(call):
+def test_show_prints_how_to_set_arguments(call):
     assert "arguments, set by env.kwargs.NAME=VALUE:" in call("show", "tir")[1]
     out = call("show", "sglang")[1]
     assert "engine.kwargs.NAME=VALUE" in out
@@ -230,7 +230,7 @@ def register_envs():
 """
 
 
-def test_texts_of_tasks_do_not_act_on_the_terminal(call, tmp_path, monkeypatch):
+def test_control_characters_of_tasks_are_escaped(call, tmp_path, monkeypatch):
     (tmp_path / "hostile_plugin.py").write_text(HOSTILE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("/gold\n/quit\n"))
@@ -245,7 +245,7 @@ def test_texts_of_tasks_do_not_act_on_the_terminal(call, tmp_path, monkeypatch):
     assert "'hostile' has no gold_action()" in err
 
 
-def test_a_damaged_run_does_not_hide_the_others(call, tmp_path):
+def test_damaged_run_does_not_hide_other_runs(call, tmp_path):
     for name in ("good", "bad"):
         make_run(tmp_path / name, num_steps=1, num_trajectories=1)
     (tmp_path / "bad" / "metrics.jsonl").write_text("no JSON\n{}\n")
@@ -256,7 +256,7 @@ def test_a_damaged_run_does_not_hide_the_others(call, tmp_path):
 
 
 @pytest.mark.parametrize("argv", [[], ["data"]], ids=str)
-def test_a_group_alone_shows_its_help(call, argv):
+def test_command_group_without_command_prints_help(call, argv):
     code, out, err = call(*argv)
     assert code == 2
     assert out == ""
@@ -264,7 +264,7 @@ def test_a_group_alone_shows_its_help(call, argv):
 
 
 @pytest.mark.parametrize("variable", [True, False])
-def test_no_color_on_a_terminal(call, monkeypatch, variable):
+def test_no_color_is_respected_on_a_terminal(call, monkeypatch, variable):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -299,5 +299,5 @@ def test_every_exit_code_is_documented():
         (["compare", "runs/first", "runs/third"], 5),
     ],
 )
-def test_exit_codes(call, argv, code):
+def test_exit_codes_of_errors(call, argv, code):
     assert call(*argv)[0] == code

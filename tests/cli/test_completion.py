@@ -49,7 +49,7 @@ def offered(line):
         ("areal-gym completion ", ["bash", "zsh", "fish"], []),
     ],
 )
-def test_what_is_offered(line, some, none):
+def test_completion_candidates_by_position(line, some, none):
     found = offered(line)
     assert set(some) <= set(found)
     assert not set(none) & set(found)
@@ -58,7 +58,7 @@ def test_what_is_offered(line, some, none):
 @pytest.mark.parametrize(
     "line", ["areal-gym bnch ", "areal-gym play nothing le", "areal-gym data x y"]
 )
-def test_a_line_that_is_wrong_already_is_met_with_silence(line, capsys, monkeypatch):
+def test_no_candidates_for_an_invalid_line(line, capsys, monkeypatch):
     monkeypatch.setenv(VARIABLE, "bash_complete")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
@@ -66,7 +66,7 @@ def test_a_line_that_is_wrong_already_is_met_with_silence(line, capsys, monkeypa
     assert capsys.readouterr().err == ""
 
 
-def test_runs_are_offered(tmp_path, monkeypatch):
+def test_run_directories_are_completed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("runs/tir-1", "runs/tir-2", "old/math-1"):
         make_run(tmp_path / name, num_steps=1, num_trajectories=1)
@@ -77,7 +77,7 @@ def test_runs_are_offered(tmp_path, monkeypatch):
     assert offered("areal-gym eval --run ol") == ["ol"]  # the shell's own directories
 
 
-def test_names_of_commands_need_none_of_them():
+def test_completing_command_names_imports_no_command():
     code = (
         "import sys\n"
         "from click.shell_completion import ShellComplete\n"
@@ -89,7 +89,7 @@ def test_names_of_commands_need_none_of_them():
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_scripts(shell, capsys, monkeypatch):
+def test_completion_scripts_name_the_program(shell, capsys, monkeypatch):
     assert run(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert f"{VARIABLE}={shell}_complete" in script
@@ -103,12 +103,12 @@ def test_scripts(shell, capsys, monkeypatch):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
 
 
-def test_an_unknown_shell(capsys):
+def test_unknown_shell_is_refused(capsys):
     assert run(["completion", "bsh"]) == 2
     assert "did you mean 'bash'" in capsys.readouterr().err
 
 
-def test_a_real_bash(tmp_path):
+def test_completion_in_a_real_bash(tmp_path):
     if not shutil.which("bash"):
         pytest.skip("no bash")
     program = tmp_path / "areal-gym"
@@ -132,7 +132,7 @@ def test_a_real_bash(tmp_path):
     assert done.stdout.split() == ["trainer.algorithm="]
 
 
-def test_every_command_that_names_runs_or_environments_completes_them():
+def test_run_and_env_arguments_are_completed():
     """What a person would complete by hand has a completer: nobody adds a command without one."""
     context = app.make_context("areal-gym", [], resilient_parsing=True)
     wanted = {"env", "run", "runs", "overrides", "settings", "agent", "engine"}

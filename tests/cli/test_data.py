@@ -21,7 +21,7 @@ def questions(path, texts):
     return path
 
 
-def test_tasks_are_shown_as_a_table(capsys):
+def test_tasks_are_printed_as_a_table(capsys):
     code, out, err = run(capsys, "show", "countdown", "-n", "3", "num_numbers=3")
     assert code == 0
     header, *lines = out.splitlines()
@@ -31,7 +31,7 @@ def test_tasks_are_shown_as_a_table(capsys):
     assert "train: generated without end" in err
 
 
-def test_tasks_are_shown_whole_as_json(capsys):
+def test_json_contains_whole_tasks(capsys):
     code, out, _ = run(
         capsys, "show", "math", "--split", "test", "--first", "4", "-n", "2", "--json"
     )
@@ -43,7 +43,7 @@ def test_tasks_are_shown_whole_as_json(capsys):
     assert shown["num_tasks"] == {"train": None, "test": None}
 
 
-def test_what_was_left_out_is_said(capsys, tmp_path):
+def test_skipped_rows_are_reported(capsys, tmp_path):
     train = questions(tmp_path / "train.jsonl", ["a?", "b?", "c?"])
     with train.open("a") as file:
         file.write('{"question": "d?", "answer": null}\n')
@@ -61,7 +61,7 @@ def test_what_was_left_out_is_said(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("train", "code"), [("other", 0), ("same", 1)])
-def test_contamination_is_an_exit_code(capsys, tmp_path, train, code):
+def test_contamination_exits_with_an_error_code(capsys, tmp_path, train, code):
     words = " ".join(f"word{n}" for n in range(19))
     heldout = questions(tmp_path / "h.jsonl", [f"{words} what?"])
     text = f"{words} what!" if train == "same" else "something else"
@@ -75,14 +75,14 @@ def test_contamination_is_an_exit_code(capsys, tmp_path, train, code):
     assert len(json.loads(out)["overlaps"]) == code
 
 
-def test_many_overlaps_are_not_all_printed(capsys):
+def test_long_lists_of_overlaps_are_shortened(capsys):
     code, out, err = run(capsys, "check", "code")
     assert code == 1
     assert len(out.splitlines()) == 1 + 20
     assert "the 20 that are most alike" in err
 
 
-def test_mistakes_are_explained(capsys):
+def test_data_usage_errors_are_explained(capsys):
     code, _, err = run(capsys, "show", "mtah")
     assert code == 2
     assert "did you mean 'math'?" in err

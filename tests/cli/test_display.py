@@ -48,7 +48,7 @@ def shown(renderable):
     return console.file.getvalue()
 
 
-def test_the_panel_says_where_the_run_is(live):
+def test_panel_shows_progress(live):
     display, panel = live
     display.phase("train", 200)
     display.watch(lambda: "64 in flight: engine 61, sandbox 3; 12 of 16 groups ready")
@@ -69,7 +69,7 @@ def test_the_panel_says_where_the_run_is(live):
     assert re.search(r"held-out .* 3/64 .*\n.* reward 0\.41", panel())
 
 
-def test_every_tenth_step_and_examples_stay_on_the_terminal(live):
+def test_every_tenth_step_and_examples_stay_above_the_panel(live):
     display, _ = live
     display.phase("train", 20)
     for step in range(1, 13):
@@ -80,7 +80,7 @@ def test_every_tenth_step_and_examples_stay_on_the_terminal(live):
     assert written.count("step 2, best: reward") == 1
 
 
-def test_what_a_policy_writes_cannot_act_on_the_terminal(live):
+def test_control_characters_of_the_policy_are_escaped(live):
     """Escape sequences, a carriage return, marks of direction: letters, and one line each."""
     display, _ = live
     nasty = "\x1b[2J\x1b]0;title\x07 over\rwritten\n\u202egnp.exe [bold]not bold[/bold]"
@@ -102,7 +102,7 @@ def test_what_a_policy_writes_cannot_act_on_the_terminal(live):
     assert "\x1b]0;" not in written
 
 
-def test_long_dialogues_are_cut():
+def test_long_dialogues_are_shortened():
     messages = [{"role": "user", "content": f"line {i}"} for i in range(40)]
     lines = [
         line.plain for line in example_lines("best", 1, trajectory(0, messages=messages).to_dict())
@@ -114,7 +114,7 @@ def test_long_dialogues_are_cut():
     ]
 
 
-def test_plain_lines_are_one_for_each_step():
+def test_plain_display_prints_one_line_per_step():
     stream = io.StringIO()
     display = make_display(stream=stream, examples=lambda step: [("best", {})])
     assert type(display) is PlainDisplay
@@ -131,7 +131,7 @@ def test_plain_lines_are_one_for_each_step():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (200, "3 min 20 s"), (7512, "2 h 05 min")]
 )
-def test_durations(seconds, text):
+def test_duration_format(seconds, text):
     assert duration(seconds) == text
 
 
@@ -148,7 +148,7 @@ def stats(**facts):
     return RolloutStats(**{**names, **facts})
 
 
-def test_what_episodes_wait_for():
+def test_panel_shows_what_episodes_wait_for():
     snapshots = iter(
         [
             stats(episodes_in_flight=9, waiting_on_engine=4, waiting_on_env=5, elapsed_s=1.0),
@@ -171,7 +171,7 @@ def test_what_episodes_wait_for():
     )
 
 
-def test_calls_of_the_shared_sandbox_are_counted():
+def test_shared_sandbox_calls_are_counted():
     async def main():
         loop = asyncio.get_running_loop()
         assert shared_calls(loop) == 0
@@ -184,7 +184,7 @@ def test_calls_of_the_shared_sandbox_are_counted():
     asyncio.run(main())
 
 
-def test_examples_come_from_the_runs_record(tmp_path):
+def test_examples_are_read_from_the_run_directory(tmp_path):
     make_run(tmp_path, num_steps=4)
     examples = train_command._examples(RunDir(tmp_path), 2)
     found = examples(2)
@@ -212,7 +212,7 @@ print("end")
 
 
 @pytest.mark.parametrize(("term", "kind"), [("xterm", "LiveDisplay"), ("dumb", "PlainDisplay")])
-def test_a_real_terminal(term, kind):
+def test_display_on_a_real_terminal(term, kind):
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": term, "COLUMNS": "80"}
     env.pop("NO_COLOR", None)
@@ -236,7 +236,7 @@ def test_a_real_terminal(term, kind):
         assert "\x1b" not in text
 
 
-def test_no_color_is_plain(monkeypatch, capsys, tmp_path):
+def test_no_color_gives_the_plain_display(monkeypatch, capsys, tmp_path):
     from areal_gym.cli import app
 
     seen = []
@@ -248,7 +248,7 @@ def test_no_color_is_plain(monkeypatch, capsys, tmp_path):
     assert seen == [True, False]
 
 
-def test_step_line_names_incidents_when_there_are_any():
+def test_step_line_shows_incidents():
     healthy = {**metrics(3), "rollout/retries": 4.0, "rollout/failures/env_error": 2.0}
     counter = IncidentCounter()
     row = {**healthy, **counter.count(healthy)}
@@ -268,7 +268,7 @@ def test_step_line_names_incidents_when_there_are_any():
     assert step_line(5, 10, row, 5.0).endswith(told)
 
 
-def test_the_panel_shows_incidents_of_the_last_step(live):
+def test_panel_shows_incidents_of_the_last_step(live):
     display, panel = live
     display.phase("train", 20)
     display.step(1, 20, {**metrics(1), "incidents/lost_servers": 2.0})
@@ -277,7 +277,7 @@ def test_the_panel_shows_incidents_of_the_last_step(live):
     assert "servers lost" not in panel()
 
 
-def test_each_incident_has_words_and_a_place_in_the_docs():
+def test_every_incident_has_a_label_and_documentation():
     page = (ROOT / "docs" / "metrics.md").read_text()
     for incident in INCIDENTS:
         assert "1 " in incident.one

@@ -15,7 +15,7 @@ SUBJECTS = [
 ]
 
 
-def test_every_line_says_ok_or_missing(capsys, tmp_path, monkeypatch):
+def test_doctor_reports_ok_or_missing_for_each_check(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = run(["doctor"])
     lines = capsys.readouterr().out.splitlines()
@@ -25,7 +25,7 @@ def test_every_line_says_ok_or_missing(capsys, tmp_path, monkeypatch):
     assert code == int(any("MISSING" in line for line in rows))
 
 
-def test_json(capsys, tmp_path, monkeypatch):
+def test_doctor_json(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)
@@ -38,7 +38,7 @@ def finding_of(subject):
     return next(finding for finding in doctor.examine() if finding.subject == subject)
 
 
-def test_a_missing_package_is_named_with_what_to_type(monkeypatch):
+def test_missing_package_is_named_with_install_command(monkeypatch):
     def requires(name):
         return ["numpy>=1", "no-such-package>=2", "torch>=2; extra == 'train'"]
 
@@ -49,7 +49,7 @@ def test_a_missing_package_is_named_with_what_to_type(monkeypatch):
     assert found.advice == "pip install 'areal-gym'"
 
 
-def test_no_engine_is_said_with_what_to_type(monkeypatch, tmp_path):
+def test_missing_engine_is_named_with_install_command(monkeypatch, tmp_path):
     pytest.importorskip("docker")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     found = finding_of("docker")
@@ -58,7 +58,7 @@ def test_no_engine_is_said_with_what_to_type(monkeypatch, tmp_path):
     assert found.advice
 
 
-def test_a_full_disk_is_said(monkeypatch):
+def test_full_disk_is_reported(monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(2**40, 2**40, 2**20))
     found = finding_of("disk")

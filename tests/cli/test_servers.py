@@ -83,7 +83,7 @@ def train(areal_gym):
     return call
 
 
-def test_a_step_against_a_server_and_its_replay(served, tiny_policy, areal_gym, train, tmp_path):
+def test_train_and_replay_with_a_server(served, tiny_policy, areal_gym, train, tmp_path):
     done = train(served, tiny_policy, "--out", "run", "engine.kwargs.take_over=true")
     assert done.returncode == 0, done.stderr
     assert "engine and trainer agree" in done.stderr
@@ -100,7 +100,7 @@ def test_a_step_against_a_server_and_its_replay(served, tiny_policy, areal_gym, 
     assert "run/trajectories" in lost.stderr
 
 
-def test_a_directory_without_a_run_is_not_replayed(areal_gym, tmp_path):
+def test_replay_of_a_directory_without_run_is_refused(areal_gym, tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("empty", "nowhere"):
         found = areal_gym("replay", name)
@@ -109,7 +109,7 @@ def test_a_directory_without_a_run_is_not_replayed(areal_gym, tmp_path):
         assert "areal-gym list runs" in found.stderr
 
 
-def test_a_website_is_no_server(tiny_policy, train):
+def test_website_is_not_accepted_as_server(tiny_policy, train):
     class Page(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -132,7 +132,7 @@ def test_a_website_is_no_server(tiny_policy, train):
     assert "start one: python -m sglang.launch_server" in refused.stderr
 
 
-def test_nobody_there_is_said_with_the_command_that_starts_a_server(tiny_policy, train):
+def test_unreachable_server_hints_at_the_start_command(tiny_policy, train):
     port = free_port()
     refused = train(f"http://127.0.0.1:{port}", tiny_policy)
     assert refused.returncode == 3
@@ -141,9 +141,7 @@ def test_nobody_there_is_said_with_the_command_that_starts_a_server(tiny_policy,
     assert f"start the server: {start} --port {port}" in refused.stderr
 
 
-def test_another_model_of_the_same_shape_is_refused_by_the_probe(
-    served, tiny_policy, train, tmp_path
-):
+def test_probe_refuses_another_model_of_the_same_shape(served, tiny_policy, train, tmp_path):
     decoder = load_checkpoint(tiny_policy)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -156,7 +154,7 @@ def test_another_model_of_the_same_shape_is_refused_by_the_probe(
     assert "engine.kwargs.take_over=true" in refused.stderr
 
 
-def test_what_could_not_be_trained_is_refused_before_anything_starts(tiny_policy, train, tmp_path):
+def test_untrainable_policy_is_refused_before_start(tiny_policy, train, tmp_path):
     truncated = train("http://127.0.0.1:9", tiny_policy, "rollout.top_p=0.9")
     assert truncated.returncode == 2
     assert "rollout.top_p = 0.9 cannot be trained with" in truncated.stderr

@@ -66,7 +66,7 @@ def test_train_then_eval_then_resume(areal_gym, tiny_policy, tmp_path):
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_ctrl_c_keeps_what_was_learned(areal_gym, tiny_policy, tmp_path):
+def test_ctrl_c_saves_a_checkpoint(areal_gym, tiny_policy, tmp_path):
     training = subprocess.Popen(
         [
             *(sys.executable, "-m", "areal_gym", "train", "--env", "countdown", "--out", "run"),

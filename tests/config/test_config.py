@@ -36,7 +36,7 @@ def test_precedence_is_base_file_overrides(tmp_path):
     assert (config.trainer.lr, config.trainer.warmup_steps) == (1e-5, 9)
 
 
-def test_resolved_settings_run_again_as_they_are(tmp_path):
+def test_resolved_settings_load_unchanged(tmp_path):
     config = load_config(overrides=["env.kwargs.level=3", "trainer.clip_low=null", "steps=2"])
     recipe = tmp_path / "config.yaml"
     recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -63,12 +63,12 @@ def test_override_values_are_yaml(text, value):
 
 
 @pytest.mark.parametrize("text", ["novalue", "=3", " =3", "a=[1", "a={"])
-def test_a_malformed_override_is_explained(text):
+def test_malformed_override_is_explained(text):
     assert text in explain(text) or "override" in explain(text)
 
 
 @given(st.sampled_from(field_names()), st.data())
-def test_a_mistyped_key_is_an_error_with_a_suggestion(key, data):
+def test_mistyped_key_gets_a_suggestion(key, data):
     at = data.draw(st.integers(min_value=1, max_value=len(key) - 1))
     typo = key[:at] + "q" + key[at:]
     text = explain(f"{typo}=1")
@@ -76,13 +76,13 @@ def test_a_mistyped_key_is_an_error_with_a_suggestion(key, data):
     assert typo.partition(".")[0] in text
 
 
-def test_a_mistyped_leaf_suggests_the_true_one():
+def test_mistyped_leaf_gets_a_suggestion():
     text = explain("rollout.max_stalness=2")
     assert "unknown key 'rollout.max_stalness'" in text
     assert "did you mean 'rollout.max_staleness'" in text
 
 
-def test_the_file_is_named(tmp_path):
+def test_errors_name_the_settings_file(tmp_path):
     recipe = tmp_path / "gsm8k.yaml"
     recipe.write_text("rollout:\n  group_sise: 3\n")
     text = explain(file=recipe)
@@ -94,13 +94,13 @@ def test_the_file_is_named(tmp_path):
     ("content", "reason"),
     [("- a\n- b\n", "mapping"), ("a: [", "YAML"), ("steps: many\n", "steps = 'many'")],
 )
-def test_a_file_that_holds_no_settings(tmp_path, content, reason):
+def test_file_without_settings_is_refused(tmp_path, content, reason):
     recipe = tmp_path / "bad.yaml"
     recipe.write_text(content)
     assert reason in explain(file=recipe)
 
 
-def test_a_file_may_be_utf_16_and_have_empty_sections(tmp_path):
+def test_utf_16_files_and_empty_sections_are_read(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_bytes("env: {id: math}\ntrainer:\n  # lr: 1\nrollout:\n".encode("utf-16"))
     assert load_config(file, ["trainer.lr=1e-4"]).trainer.lr == 1e-4
@@ -108,7 +108,7 @@ def test_a_file_may_be_utf_16_and_have_empty_sections(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"env: {id: caf\xe9}", bytes(range(256))])
-def test_a_file_that_is_no_text(tmp_path, content):
+def test_binary_file_is_refused(tmp_path, content):
     file = tmp_path / "recipe.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"recipe\.yaml is no YAML"):
@@ -116,18 +116,18 @@ def test_a_file_that_is_no_text(tmp_path, content):
 
 
 @pytest.mark.parametrize("override", ["trainer.lr=.inf", "seed=99999999999999999999"])
-def test_numbers_that_nothing_can_be_computed_with(override):
+def test_nonfinite_and_invalid_numbers_are_refused(override):
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
         load_config(overrides=[override])
 
 
-def test_an_empty_file_changes_nothing(tmp_path):
+def test_empty_file_gives_the_defaults(tmp_path):
     recipe = tmp_path / "empty.yaml"
     recipe.write_text("# only a comment\n")
     assert load_config(recipe) == load_config()
 
 
-def test_a_missing_file(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     assert "cannot read" in explain(file=tmp_path / "none.yaml")
     assert "cannot read" in explain(file=tmp_path)
 
@@ -149,15 +149,15 @@ def test_a_missing_file(tmp_path):
         (["steps=3", "steps.more=1"], "holds a value"),
     ],
 )
-def test_what_fights_is_refused_with_the_reason(overrides, reason):
+def test_conflicting_settings_are_refused_with_the_reason(overrides, reason):
     assert reason in explain(*overrides)
 
 
-def test_there_are_about_a_hundred_settings():
+def test_number_of_settings_is_limited():
     assert len(field_names()) <= 120
 
 
-def test_every_setting_can_be_named_on_the_command_line():
+def test_every_setting_has_an_override():
     config = RunConfig()
     for key in field_names():
         value = config

@@ -27,7 +27,7 @@ def trainer(*overrides: str) -> TrainerConfig:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_preset_is_made_of_registered_parts(name):
+def test_presets_name_registered_parts(name):
     config = load_config(None, [f"trainer.algorithm={name}"])
     found = registry()
     assert found.load("advantages", config.trainer.advantage)
@@ -37,7 +37,7 @@ def test_every_preset_is_made_of_registered_parts(name):
     assert PRESETS[name].summary
 
 
-def test_what_names_stand_for():
+def test_preset_expansion():
     assert trainer() == trainer("algorithm=grpo")
     assert trainer("algorithm=dr_grpo").aggregation == "constant_length"
     dapo = load_config(None, ["trainer.algorithm=dapo"])
@@ -48,7 +48,7 @@ def test_what_names_stand_for():
     assert trainer("algorithm=reinforce_pp").kl.place == "reward"
 
 
-def test_each_part_can_be_chosen_and_brings_its_own_settings():
+def test_chosen_parts_bring_their_own_settings():
     mixed = trainer("algorithm=dapo", "loss=gspo")
     assert (mixed.advantage, mixed.loss) == ("grpo", "gspo")
     assert mixed.clip_high == "default"  # DAPO's is one for a token's ratio
@@ -61,7 +61,7 @@ def test_each_part_can_be_chosen_and_brings_its_own_settings():
     assert config.rollout.filters == ()
 
 
-def test_presets_hold_without_a_file_too():
+def test_presets_apply_without_a_file():
     assert TrainerConfig(algorithm="gspo").loss == "gspo"
     config = RunConfig(trainer=TrainerConfig(algorithm="dapo"), rollout=RolloutConfig(group_size=4))
     assert [f.id for f in config.rollout.filters] == ["success-rate"]
@@ -70,7 +70,7 @@ def test_presets_hold_without_a_file_too():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recorded_settings_run_again_as_they_are(name, tmp_path):
+def test_recorded_settings_load_unchanged(name, tmp_path):
     config = load_config(None, [f"trainer.algorithm={name}"])
     recipe = tmp_path / "config.yaml"
     recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -79,14 +79,14 @@ def test_recorded_settings_run_again_as_they_are(name, tmp_path):
 
 
 @given(before=st.sampled_from(NAMES), after=st.sampled_from(NAMES))
-def test_another_algorithm_for_recorded_settings_brings_its_own_parts(before, after):
+def test_changing_the_algorithm_of_recorded_settings_changes_its_parts(before, after):
     chosen = ["trainer.minibatches=3", "trainer.reward.clip=7.0", "rollout.group_size=5"]
     recorded = load_config(None, [f"trainer.algorithm={before}", *chosen]).model_dump(mode="json")
     found = load_config(None, [f"trainer.algorithm={after}"], recorded)
     assert found == load_config(None, [f"trainer.algorithm={after}", *chosen])
 
 
-def test_another_loss_for_recorded_settings_brings_its_own_clips():
+def test_changing_the_loss_of_recorded_settings_changes_its_clips():
     recorded = load_config().model_dump(mode="json")
     assert recorded["trainer"]["clip_low"] == 0.2
     found = load_config(None, ["trainer.loss=gspo"], recorded)
@@ -144,7 +144,7 @@ def test_another_loss_for_recorded_settings_brings_its_own_clips():
         (["trainer.advantage=per_turn", "rollout.min_group_size=1"], "none to be compared with"),
     ],
 )
-def test_what_fights_is_refused_with_the_reason(overrides, reason):
+def test_conflicting_algorithm_settings_are_refused(overrides, reason):
     assert reason in explain(*overrides)
 
 
@@ -161,7 +161,7 @@ def test_what_fights_is_refused_with_the_reason(overrides, reason):
         "trainer: {reward: null}",
     ],
 )
-def test_files_that_are_no_settings_are_explained(tmp_path, content):
+def test_invalid_settings_files_are_explained(tmp_path, content):
     recipe = tmp_path / "bad.yaml"
     recipe.write_text(content)
     for overrides in ([], ["steps=3"]):
@@ -169,7 +169,7 @@ def test_files_that_are_no_settings_are_explained(tmp_path, content):
             load_config(recipe, overrides)
 
 
-def test_what_needs_no_siblings_takes_groups_of_one():
+def test_estimators_without_siblings_allow_groups_of_one():
     alone = ["rollout.group_size=1", "rollout.min_group_size=1"]
     for name in ("ppo", "reinforce", "reinforce_pp"):
         load_config(None, [f"trainer.algorithm={name}", *alone])
@@ -193,7 +193,7 @@ def documented(name: str) -> str:
     return f"| `{name}` | {' | '.join(parts)} | {settings} |"
 
 
-def test_the_documentation_says_what_names_fill_in():
+def test_preset_table_in_the_documentation_is_up_to_date():
     text = (ROOT / "docs" / "algorithms.md").read_text()
     table = text.split("<!-- presets -->")[1].split("<!-- /presets -->")[0].strip().splitlines()
     assert table[2:] == [documented(name) for name in PRESETS]

@@ -32,7 +32,7 @@ def comments_of(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=named)
-def test_a_dry_run_takes_it(path, capsys, monkeypatch):
+def test_recipe_passes_a_dry_run(path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert run(["train", "-c", str(path), "--dry-run"]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
@@ -42,7 +42,7 @@ def test_a_dry_run_takes_it(path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("path", REAL, ids=named)
-def test_its_memory_is_what_a_dry_run_says(path, tmp_path, capsys):
+def test_recipe_memory_equals_the_dry_runs(path, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config_json(model_of(path))))
     assert run(["train", "-c", str(path), "--dry-run", f"engine.model={tmp_path}"]) == 0
     said = [
@@ -57,7 +57,7 @@ def test_its_memory_is_what_a_dry_run_says(path, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("path", REAL, ids=named)
-def test_it_fits_the_gpus_that_it_names(path):
+def test_recipe_fits_its_gpus(path):
     comments, config = comments_of(path), load_config(path)
     found = memory_of(config, config_from_hf(config_json(model_of(path))))
     size = int(re.search(r"GPUs of (\d+) GB", comments)[1])

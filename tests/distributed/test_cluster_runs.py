@@ -69,7 +69,7 @@ def nobody_stays():
     assert {pid: args for pid, args in children().items() if pid not in before} == {}
 
 
-def test_a_run_whose_episodes_are_played_elsewhere(tiny_policy, tmp_path):
+def test_run_with_remote_rollout_workers(tiny_policy, tmp_path):
     config = config_of(tiny_policy, "cluster.rollout_workers=2", "trainer.runs_in=thread", steps=3)
     train(config, run_dir=tmp_path / "run")
     run = RunDir(tmp_path / "run")
@@ -82,7 +82,7 @@ def test_a_run_whose_episodes_are_played_elsewhere(tiny_policy, tmp_path):
         assert not row["rollout/failures/worker_error"]
 
 
-def test_ranks_that_ray_places_train_as_processes_do(tiny_policy, tmp_path):
+def test_ray_ranks_train_what_local_ranks_train(tiny_policy, tmp_path):
     """Two ranks, one of which is killed in mid-run: the weights are those of an unbroken run."""
     overrides = ["trainer.num_ranks=2", "trainer.save_every=1", "eval.every=1"]
     config = config_of(tiny_policy, *overrides, steps=3)
@@ -97,7 +97,7 @@ def test_ranks_that_ray_places_train_as_processes_do(tiny_policy, tmp_path):
     assert replay(load_config(run.config_file), run.path).max_difference < 1e-5
 
 
-def test_preferences_are_learned_on_ranks_that_ray_places(tiny_policy, tmp_path):
+def test_dpo_on_ray_ranks(tiny_policy, tmp_path):
     """One of two is killed in mid-run; the policy is that of one process."""
     rows = [{"prompt": f"Say {i}.", "chosen": f"{i}", "rejected": "no"} for i in range(40)]
     file = tmp_path / "pairs.jsonl"
@@ -119,7 +119,7 @@ def test_preferences_are_learned_on_ranks_that_ray_places(tiny_policy, tmp_path)
             assert theirs[name] == pytest.approx(ours[name], rel=1e-3), name
 
 
-def test_servers_that_ray_places_are_started_again(tiny_policy, tmp_path):
+def test_ray_servers_are_restarted(tiny_policy, tmp_path):
     """Everything at once: servers, workers and a rank; a server is killed in mid-run."""
     config = config_of(
         tiny_policy,

@@ -35,7 +35,7 @@ def config_of():
     )
 
 
-def test_a_server_whose_process_or_actor_dies_comes_back(tiny_policy):
+def test_dead_server_process_or_actor_is_restarted(tiny_policy):
     async def scenario():
         async with open_cluster(config_of()) as cluster:
             (process,) = await place_servers(cluster, tiny_policy, 1, command=FAKE)
@@ -76,7 +76,7 @@ async def kill_actor(process):
     ray.kill(process._actor)
 
 
-def test_a_server_that_does_not_start_says_why(tiny_policy):
+def test_failed_server_start_gives_the_reason(tiny_policy):
     async def scenario():
         async with open_cluster(config_of()) as cluster:
             command = [sys.executable, "-c", "print('no such GPU'); raise SystemExit(3)"]

@@ -123,7 +123,7 @@ def told(trajectory):
     return json.loads(json.dumps(row))
 
 
-def test_an_episode_is_the_same_there_and_here(ray_here):
+def test_remote_episode_equals_local_episode(ray_here):
     async def play():
         config = config_of()
         async with workers_of(config) as (workers, server):
@@ -169,7 +169,7 @@ def test_tokens_carry_the_version_that_sampled_them(ray_here):
     asyncio.run(play())
 
 
-def test_every_group_is_there_once_when_a_worker_is_killed(ray_here):
+def test_killed_worker_loses_and_repeats_no_group(ray_here):
     async def play():
         config = config_of("rollout.max_staleness=1")
         seen = []
@@ -221,7 +221,7 @@ def test_every_group_is_there_once_when_a_worker_is_killed(ray_here):
     asyncio.run(play())
 
 
-def test_what_the_environment_refuses_is_raised_here(ray_here):
+def test_env_errors_are_raised_in_the_driver(ray_here):
     async def refuse():
         async with workers_of(config_of(), env=Broken) as (workers, _):
             await workers.play(order(0))
@@ -231,7 +231,7 @@ def test_what_the_environment_refuses_is_raised_here(ray_here):
     assert caught.value.hints == ("try red",)
 
 
-def test_a_cluster_without_room_says_what_was_asked_and_what_there_is(ray_here):
+def test_too_small_cluster_names_requested_and_available_resources(ray_here):
     async def ask():
         async with open_cluster(config_of(workers=64), timeout_s=1):
             pass
@@ -252,6 +252,6 @@ def test_a_cluster_without_room_says_what_was_asked_and_what_there_is(ray_here):
         (["objective=sft"], "plays no episodes"),
     ],
 )
-def test_settings_that_fight_are_refused(overrides, words):
+def test_conflicting_cluster_settings_are_refused(overrides, words):
     with pytest.raises(UsageError, match=words):
         config_of(*overrides)

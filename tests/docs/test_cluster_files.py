@@ -27,7 +27,7 @@ SCRIPTS = {
 }
 
 
-def test_the_page_names_all_of_them():
+def test_page_names_every_cluster_file():
     page = (ROOT / "docs" / "cluster.md").read_text()
     assert {*re.findall(r"^\| `(\w+\.(?:sbatch|yaml))` \|", page, re.M)} == {
         f.name for f in CLUSTER.iterdir()
@@ -35,13 +35,13 @@ def test_the_page_names_all_of_them():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_bash_understands_it(name):
+def test_shell_script_is_valid_bash(name):
     done = subprocess.run(["bash", "-n"], input=SCRIPTS[name], text=True, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ["slurm", "kuberay", "skypilot"])
-def test_its_command_is_one_of_ours(name, capsys):
+def test_script_command_is_a_valid_command_line(name, capsys):
     (command,) = re.findall(r"^.*(areal-gym train .*)$", SCRIPTS[name], re.M)
     words = shlex.split(re.sub(r"\$resume|\"\$\{resume\[@\]\}\"", "", command))
     recipe = str(ROOT / "examples" / "recipes" / "tir_tiny.yaml")
@@ -50,7 +50,7 @@ def test_its_command_is_one_of_ours(name, capsys):
     assert "  address: " in capsys.readouterr().out
 
 
-def test_each_pod_has_what_its_containers_mount():
+def test_pods_define_the_volumes_their_containers_mount():
     spec = KUBERAY["spec"]["rayClusterSpec"]
     pods = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     assert (KUBERAY["apiVersion"], KUBERAY["kind"]) == ("ray.io/v1", "RayJob")

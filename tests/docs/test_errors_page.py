@@ -52,17 +52,17 @@ def texts():
     ("message", "argv"),
     PIECED.items(),
 )
-def test_messages_of_many_pieces_are_what_is_said(message, argv, capsys):
+def test_messages_split_over_several_strings_are_joined(message, argv, capsys):
     assert message in MESSAGES
     assert run(argv) == 2
     assert re.search(message.replace("...", ".+"), capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("message", [m for m in MESSAGES if m not in PIECED])
-def test_the_message_is_in_the_code(message):
+def test_documented_message_is_in_the_code(message):
     assert any(message in text for text in texts())
 
 
-def test_a_message_that_nobody_says_would_be_noticed():
+def test_stale_message_is_detected():
     assert len(MESSAGES) > 40
     assert not any("no such file as yours: ..." in text for text in texts())

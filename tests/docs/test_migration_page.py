@@ -27,12 +27,12 @@ def ours():
 
 
 @pytest.mark.parametrize("name", ["Rows", "Guess"])
-def test_our_environments_keep_the_contract(ours, name):
+def test_migrated_environments_keep_the_contract(ours, name):
     found = check_env(getattr(ours, name), num_tasks=4, num_concurrent=64)
     assert [(rule.rule, rule.reason) for rule in found if not rule.is_ok] == []
 
 
-def test_our_agent_asks_once_more(ours):
+def test_migrated_agent_retries(ours):
     played = asyncio.run(
         play_episode(
             ours.Rows(),
@@ -48,7 +48,7 @@ def test_our_agent_asks_once_more(ours):
     assert said[1:] == ["1", "Are you sure?", "2"]
 
 
-def test_our_function_answers(ours):
+def test_migrated_function_agent_answers(ours):
     async def create(*, messages, model):
         message = SimpleNamespace(content=f"{model}: {messages[0]['content']}")
         return SimpleNamespace(choices=[SimpleNamespace(message=message)])
@@ -74,7 +74,7 @@ def is_setting(path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_that_are_named_exist(page):
+def test_settings_named_on_the_page_exist(page):
     sections = "trainer|rollout|engine|eval|cluster|teacher|data"
     named = re.findall(rf"`({sections})\.([a-z_.]+[a-z])(?=[`=\[])", page.read_text())
     files = {("trainer", "json")}

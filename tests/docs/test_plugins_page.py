@@ -52,23 +52,23 @@ def mine(kind):
     return entry
 
 
-def test_every_hook_has_a_section_in_the_page():
+def test_every_hook_has_a_section():
     assert sorted(re.findall(r"^### (\w+)$", PAGE.read_text(), re.M)) == HOOKS
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_offers_one_thing_of_each_kind(kind):
+def test_example_plugin_offers_every_kind(kind):
     entry = mine(kind)
     assert f"### {entry.spec.hook}" in PAGE.read_text()
     assert entry.load() is not None
 
 
-def test_its_environment_keeps_the_contract():
+def test_example_environment_keeps_the_contract():
     found = check_env(mine("envs").load(), num_tasks=4, num_concurrent=64)
     assert [(rule.rule, rule.reason) for rule in found if not rule.is_ok] == []
 
 
-def test_its_agent_gives_up_and_its_filter_and_curriculum_judge():
+def test_example_agent_filter_and_curriculum():
     from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
     from areal_gym.rollout.episode import play_episode
 
@@ -87,12 +87,12 @@ def test_its_agent_gives_up_and_its_filter_and_curriculum_judge():
     assert curriculum.state() == {"index": 1}
 
 
-def test_its_tool_is_a_tool():
+def test_example_tool():
     tool = mine("tools").load()
     assert tool.schema()["function"]["name"] == "count_letters"
 
 
-def test_its_retriever_serves_search():
+def test_example_retriever():
     env = areal_gym.make("search", retriever="newest")
     env.reset(seed=0)
     hits = asyncio.run(mine("retrievers").load()(None).search(["a town"], 3))[0]
@@ -101,7 +101,7 @@ def test_its_retriever_serves_search():
     assert len(ids) == 3
 
 
-def test_its_sandbox_knows_fractions():
+def test_example_sandbox():
     async def run():
         async with mine("sandboxes").load()() as sandbox:
             return await sandbox.run("Fraction(1, 2) + Fraction(1, 3)")
@@ -109,7 +109,7 @@ def test_its_sandbox_knows_fractions():
     assert asyncio.run(run()).value == "Fraction(5, 6)"
 
 
-def test_its_engine_samples_and_takes_weights(tiny_policy, tmp_path):
+def test_example_engine_samples_and_loads_weights(tiny_policy, tmp_path):
     engine_class, sync_class = mine("engines").load(), mine("weight-syncs").load()
     engine = engine_class.from_settings(tiny_policy, EngineConfig(model=str(tiny_policy)))
 
@@ -125,12 +125,12 @@ def test_its_engine_samples_and_takes_weights(tiny_policy, tmp_path):
     assert (tmp_path / "notes" / "versions.txt").read_text() == "1\n"
 
 
-def test_its_estimator_and_its_loss_keep_their_contracts():
+def test_example_estimator_and_loss_keep_their_contracts():
     check_advantage_estimator(mine("advantages").load())
     check_policy_loss(mine("losses").load(), cap=1.5)
 
 
-def test_its_trainer_is_made_of_the_settings(tiny_policy):
+def test_example_trainer_is_built_from_settings(tiny_policy):
     from areal_gym.runs.components import make_learner
 
     config = RunConfig.model_validate({"trainer": {"id": "patient", "advantage": "half"}})
@@ -139,7 +139,7 @@ def test_its_trainer_is_made_of_the_settings(tiny_policy):
     assert all(p.dtype == torch.float32 for p in learner.decoder.parameters())
 
 
-def test_its_logger_goes_on_where_a_run_was_interrupted(tmp_path):
+def test_example_logger_resumes(tmp_path):
     for first_step, rewards in ((1, [0.1, 0.2, 0.3]), (3, [0.4])):
         logger = mine("loggers").load()()
         logger.open(tmp_path, name="run", config={}, first_step=first_step)
@@ -149,7 +149,7 @@ def test_its_logger_goes_on_where_a_run_was_interrupted(tmp_path):
     assert (tmp_path / "rewards.txt").read_text() == "1 0.100\n2 0.200\n3 0.400\n"
 
 
-def test_the_program_finds_it_where_one_types(folder):
+def test_command_line_loads_the_example_plugin(folder):
     """As the page says: in a process of its own, whose path does not name the directory."""
     script = "import sys; sys.path.remove(''); from areal_gym.cli import main; main()"
     done = subprocess.run(
@@ -163,6 +163,6 @@ def test_the_program_finds_it_where_one_types(folder):
     assert (done.returncode, done.stdout) == (0, "HELLO\n"), done.stderr
 
 
-def test_its_command_runs():
+def test_example_command_runs():
     done = CliRunner().invoke(mine("commands").load(), ["hello"])
     assert (done.exit_code, done.output) == (0, "HELLO\n")

@@ -9,23 +9,23 @@ from areal_gym.config.reference import settings_page
 from tests._support.paths import ROOT
 
 
-def test_the_page_of_settings_is_the_settings():
+def test_settings_page_is_up_to_date():
     page = (ROOT / "docs" / "settings.md").read_text()
     assert page == settings_page(), "python -m areal_gym.config.reference > docs/settings.md"
 
 
-def test_every_setting_says_what_it_is_for():
+def test_every_setting_has_a_description():
     rows = [row for row in settings_page().splitlines() if row.startswith("| `")]
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
-def test_the_picture_is_what_its_script_draws():
+def test_learning_curve_picture_is_up_to_date():
     script = ROOT / "docs" / "asynchrony_picture.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert done.stdout == (ROOT / "docs" / "asynchrony.svg").read_text()
 
 
-def test_the_site_builds(tmp_path):
+def test_site_builds_without_warnings(tmp_path):
     # Not --quiet: warnings that are not shown are not counted by --strict, either.
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'areal-gym[docs]'")
     done = subprocess.run(

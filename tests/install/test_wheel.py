@@ -46,7 +46,7 @@ def extra_of(requirement):
     return found and found[1]
 
 
-def test_every_file_of_the_package_is_in_the_wheel(wheel):
+def test_wheel_contains_every_package_file(wheel):
     """Code, templates, the viewer's front end, schemas, the Dockerfile: whatever is not cached."""
     ours = {
         str(file.relative_to(ROOT))
@@ -60,7 +60,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
     assert "areal_gym/py.typed" in ours
 
 
-def test_the_version_is_said_in_one_place(metadata):
+def test_version_is_defined_once(metadata):
     assert metadata["Version"] == __version__
     places = [
         file
@@ -70,14 +70,14 @@ def test_the_version_is_said_in_one_place(metadata):
     assert places == [ROOT / "areal_gym" / "version.py"]
 
 
-def test_the_core_needs_no_torch(metadata):
+def test_core_dependencies_exclude_torch(metadata):
     core = [line for line in metadata.get_all("Requires-Dist") if extra_of(line) is None]
     names = {re.match(r"[\w.-]+", line)[0] for line in core}
     assert "aiohttp" in names
     assert not names & {"torch", "transformers", "safetensors", "matplotlib", "datasets", "ray"}
 
 
-def test_all_is_the_union_of_the_extras():
+def test_extra_all_is_the_union_of_extras():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -129,19 +129,19 @@ def said(tiny_policy, tmp_path_factory):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_needs_no_torch_works_without(said, argv, expected):
+def test_core_commands_work_without_torch(said, argv, expected):
     assert said[argv]["code"] == 0, said[argv]["err"]
     assert expected in said[argv]["out"]
 
 
-def test_a_served_policy_is_measured_without_torch(said):
+def test_served_policy_is_evaluated_without_torch(said):
     (measured,) = [line for argv, line in said.items() if "eval" in argv and "sglang" in argv]
     assert measured["code"] == 0, measured["err"]
     assert re.search(r"pass@1 +0\.000 .*\n", measured["out"])
     assert re.search(r"completed +2 +100\.0%", measured["out"])
 
 
-def test_a_server_that_is_asked_in_messages_is_measured(said):
+def test_chat_server_is_evaluated_without_torch(said):
     (measured,) = [line for argv, line in said.items() if "engine.kwargs.model=Ada" in argv]
     assert measured["code"] == 0, measured["err"]
     assert re.search(r"completed +3 +100\.0%", measured["out"])
@@ -152,11 +152,11 @@ def test_a_server_that_is_asked_in_messages_is_measured(said):
     assert "by nobody but the environment" in refused["err"]
 
 
-def test_the_doctor_says_what_to_install(said):
+def test_doctor_says_what_to_install(said):
     assert "pip install 'areal-gym[train]'" in said["doctor",]["out"]
 
 
-def test_what_needs_torch_says_so_before_anything_is_made(said):
+def test_commands_that_need_torch_fail_early(said):
     refused = [
         line
         for argv, line in said.items()

@@ -64,7 +64,7 @@ def rows_of(out, id="file"):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_logger_gets_every_number_of_every_step(plugins, tiny_policy, tmp_path):
+def test_logger_gets_every_metric_of_every_step(plugins, tiny_policy, tmp_path):
     talk = play(tiny_policy, tmp_path / "run", "loggers=[file]", "eval.every=1")
     opened, *rows, closed = rows_of(tmp_path / "run")
     assert opened == {"open": "run", "steps": 2, "first_step": 1}
@@ -85,7 +85,7 @@ def test_a_logger_gets_every_number_of_every_step(plugins, tiny_policy, tmp_path
     assert [row["eval/greedy"] for row in found] == [r["greedy"]["pass@1"] for r in evaluations]
 
 
-def test_a_resumed_run_says_where_it_goes_on(plugins, tiny_policy, tmp_path):
+def test_resumed_run_tells_the_logger_its_first_step(plugins, tiny_policy, tmp_path):
     out = tmp_path / "run"
     play(tiny_policy, out, "loggers=[{id: file, kwargs: {indent: 2}}]", steps=1)
     play(tiny_policy, out, "loggers=[file]", steps=2, mode="resume")
@@ -97,7 +97,7 @@ def test_a_resumed_run_says_where_it_goes_on(plugins, tiny_policy, tmp_path):
 
 
 @pytest.mark.parametrize(("where", "num_failed"), [("open", [0, 1]), ("log", [1, 2])])
-def test_a_logger_that_fails_is_said_once_and_counted(
+def test_failing_logger_is_reported_once_and_counted(
     plugins, tiny_policy, tmp_path, where, num_failed
 ):
     out = tmp_path / "run"
@@ -119,9 +119,7 @@ def test_a_logger_that_fails_is_said_once_and_counted(
     assert [row["at"] for row in rows_of(out) if "reward/mean" in row] == [1, 2]
 
 
-def test_what_is_not_installed_is_refused_before_anything_is_waited_for(
-    plugins, tiny_policy, tmp_path
-):
+def test_logger_with_missing_package_is_refused_at_the_start(plugins, tiny_policy, tmp_path):
     with pytest.raises(ConfigError, match="needs no_such_package") as caught:
         play(tiny_policy, tmp_path / "run", "loggers=[absent]")
     (hint,) = caught.value.hints
@@ -130,7 +128,7 @@ def test_what_is_not_installed_is_refused_before_anything_is_waited_for(
 
 
 @pytest.mark.parametrize("id", ["tensorboard", "wandb", "trackio"])
-def test_the_hint_names_the_extra(id):
+def test_missing_package_hint_names_the_extra(id):
     entry = registry().get("loggers", id)
     assert entry.spec.requires == (id,)
     absent = Entry(dataclasses.replace(entry.spec, requires=("no_such_package",)), entry.plugin)
@@ -142,7 +140,7 @@ def test_the_hint_names_the_extra(id):
     assert requirement.startswith(f"{id}>=")
 
 
-def test_wrong_arguments_and_two_of_a_kind_are_refused(plugins, tiny_policy, tmp_path):
+def test_wrong_logger_arguments_and_duplicates_are_refused(plugins, tiny_policy, tmp_path):
     with pytest.raises(ConfigError, match="colour"):
         play(tiny_policy, tmp_path / "run", "loggers=[{id: file, kwargs: {colour: red}}]")
     assert not (tmp_path / "run").exists()
@@ -150,7 +148,7 @@ def test_wrong_arguments_and_two_of_a_kind_are_refused(plugins, tiny_policy, tmp
         load_config(overrides=["loggers=[file, file]"])
 
 
-def test_a_logger_that_hangs_keeps_nobody_waiting(tmp_path):
+def test_hanging_logger_does_not_delay_the_run(tmp_path):
     never = Event()
 
     class Hanging:

@@ -71,7 +71,7 @@ def home(tmp_path, monkeypatch):
 
 
 @needs("tensorboard")
-def test_tensorboard_forgets_what_was_lost(home):
+def test_tensorboard_drops_steps_after_the_resumed_one(home):
     log("tensorboard", home / "board", 1, FIRST)
     where = log("tensorboard", home / "board", 3, SECOND)
     assert str(home / "board") in where
@@ -91,7 +91,7 @@ def test_tensorboard_forgets_what_was_lost(home):
 
 
 @needs("wandb")
-def test_wandb_offline_writes_everything_into_its_directory(home):
+def test_wandb_offline_writes_into_the_run_directory(home):
     where = log("wandb", home / "wb", 1, FIRST, mode="offline", project="mine")
     assert "wandb sync" in where
     (file,) = (home / "wb").glob("wandb/offline-run-*/run-*.wandb")
@@ -110,7 +110,7 @@ def test_wandb_offline_writes_everything_into_its_directory(home):
 
 
 @needs("wandb")
-def test_wandb_goes_on_with_the_same_run(home):
+def test_wandb_resumes_the_same_run(home):
     for first_step, rows in ((1, FIRST), (3, SECOND)):
         log("wandb", home / "wb", first_step, rows, mode="offline")
     files = sorted((home / "wb").glob("wandb/offline-run-*/run-*.wandb"))
@@ -121,7 +121,7 @@ def test_wandb_goes_on_with_the_same_run(home):
 
 
 @needs("wandb")
-def test_wandb_is_refused_where_it_could_only_ask(home):
+def test_wandb_without_login_is_refused(home):
     make = registry().load("loggers", "wandb")
     with pytest.raises(ConfigError, match="no mode 'ofline'"):
         make(mode="ofline")
@@ -135,7 +135,7 @@ def test_wandb_is_refused_where_it_could_only_ask(home):
 
 
 @needs("trackio")
-def test_trackio_goes_on_with_the_same_run(home):
+def test_trackio_resumes_the_same_run(home):
     for first_step, rows in ((1, FIRST), (3, SECOND)):
         where = log("trackio", home / "tk", first_step, rows, project="mine")
     assert "trackio show --project mine" in where
@@ -187,7 +187,7 @@ def wandb_rows(records):
 
 @needs("wandb")
 @needs("tensorboard")
-def test_a_whole_run_from_the_command_line(home, tiny_policy):
+def test_command_line_run_with_loggers(home, tiny_policy):
     """Both at once, cut and resumed; the numbers are those of `metrics.jsonl`."""
     out = home / "run"
     command = [sys.executable, "-m", "areal_gym", "train", "--env", "math", "--out", str(out)]

@@ -139,14 +139,14 @@ def keys(tiny_policy, tmp_path_factory):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_what_a_run_writes_is_on_the_page(run, keys):
+def test_every_written_metric_is_documented(run, keys):
     patterns = documented().values()
     for found in keys:
         unknown = {key for key in found[run] if not any(p.fullmatch(key) for p in patterns)}
         assert not unknown
 
 
-def test_what_is_on_the_page_is_written(keys):
+def test_every_documented_metric_is_written(keys):
     everything = {key for found in keys for names in found.values() for key in names}
     page = documented()
     absent = {name for name, p in page.items() if not any(map(p.fullmatch, everything))}
@@ -165,7 +165,7 @@ def test_every_item_of_the_design_is_written(item, keys):
 
 
 @pytest.mark.skipif(not DESIGN.exists(), reason="no ../shared/design/algorithms.md")
-def test_the_items_are_those_of_the_design():
+def test_design_items_are_complete():
     text = DESIGN.read_text().partition("## Metrics every step\n")[2].partition("\n## ")[0]
     text = " ".join(text.split()).removesuffix(".")
     assert re.split(r"[,;] (?![^()]*\))", text) == list(WANTED)

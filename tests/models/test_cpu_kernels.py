@@ -77,7 +77,7 @@ def by_the_book(q, k, v, segments, window):
 
 @needs_compiler
 @pytest.mark.parametrize("seed", range(12))
-def test_attention_and_its_gradients(seed, threads):
+def test_attention_kernel_and_gradients(seed, threads):
     """Every size of a head, few and many query heads, prompts or none, windows or none."""
     rng = random.Random(seed)
     dim, group = (16, 32, 48, 128)[seed % 4], (1, 3, 7)[seed % 3]
@@ -104,7 +104,7 @@ def test_attention_and_its_gradients(seed, threads):
 
 
 @needs_compiler
-def test_what_comes_later_changes_nothing_not_even_if_it_is_broken():
+def test_attention_ignores_later_tokens_even_if_nan():
     torch.manual_seed(0)
     q, k, v = (torch.randn(70, 2, 16) for _ in range(3))
     segments = torch.tensor([(0, 50, 0, 0, 0, 50), (50, 20, 0, 30, 50, 70)])
@@ -119,7 +119,7 @@ def test_what_comes_later_changes_nothing_not_even_if_it_is_broken():
 
 
 @needs_compiler
-def test_scores_may_be_far_apart():
+def test_attention_with_large_score_differences():
     q = torch.full((40, 1, 16), 50.0)
     k = torch.randn(40, 1, 16, generator=torch.Generator().manual_seed(0)) * 50
     v = torch.randn(40, 1, 16, requires_grad=True)
@@ -133,7 +133,7 @@ def test_scores_may_be_far_apart():
 
 @needs_compiler
 @pytest.mark.parametrize("window", [None, 20])
-def test_digits_do_not_depend_on_what_siblings_share(window):
+def test_attention_is_independent_of_prompt_sharing(window):
     """Whole blocks of a prompt, read from the first sibling or from each one's own copy."""
     torch.manual_seed(0)
     num_rows, key_heads, num_positions, dim, shared = 5, 2, 150, 32, 2 * BLOCK
@@ -163,7 +163,7 @@ def test_digits_do_not_depend_on_what_siblings_share(window):
 
 @needs_compiler
 @pytest.mark.parametrize("rows", [1, 7, 3000])
-def test_the_gated_unit_and_its_gradients(rows, threads):
+def test_gated_unit_kernel_and_gradients(rows, threads):
     threads(2)
     torch.manual_seed(0)
     exact = [torch.randn(rows, 48, dtype=torch.float64) * 8 for _ in range(2)]
@@ -183,7 +183,7 @@ def test_the_gated_unit_and_its_gradients(rows, threads):
 
 
 @needs_compiler
-def test_turning_and_turning_back():
+def test_rotary_kernel_is_invertible():
     torch.manual_seed(0)
     x = torch.randn(9, 3, 64, requires_grad=True)
     cos, sin = rope_tables(rope_frequencies(64, 1e4), torch.arange(9))
@@ -201,7 +201,7 @@ def test_turning_and_turning_back():
 @needs_products
 @pytest.mark.parametrize("columns", [1, 16, 33, 520])
 @pytest.mark.parametrize("size", [16, 192, 1600])
-def test_products_and_their_gradients(size, columns, threads, monkeypatch):
+def test_matmul_kernel_and_gradients(size, columns, threads, monkeypatch):
     """Several layers of the same rows; few rows and many, sizes that fill no panel or several."""
     monkeypatch.setattr(products, "_ENOUGH", 1)
     torch.manual_seed(size + columns)
@@ -227,7 +227,7 @@ def test_products_and_their_gradients(size, columns, threads, monkeypatch):
 
 
 @needs_products
-def test_what_a_row_s_product_is_does_not_depend_on_others():
+def test_matmul_of_a_row_is_independent_of_the_batch():
     torch.manual_seed(0)
     x, weight = torch.randn(130, 1600), torch.randn(40, 1600)
     matrix = products.packed(weight, transposed=True)
@@ -245,7 +245,7 @@ def test_what_a_row_s_product_is_does_not_depend_on_others():
 
 
 @needs_products
-def test_only_the_gradients_that_are_wanted():
+def test_only_required_gradients_are_computed():
     x, frozen, trained = torch.randn(5, 16), torch.randn(3, 16), torch.randn(4, 16)
     trained.requires_grad_()
     first, second = products.linear(x, [frozen, trained], [None, None])
@@ -259,7 +259,7 @@ def test_only_the_gradients_that_are_wanted():
 
 
 @needs_products
-def test_products_of_other_types_are_left_to_torch():
+def test_matmul_of_other_dtypes_uses_torch():
     x = torch.randn(3, 16)
     assert products.has_kernel(x)
     assert not products.has_kernel(x.bfloat16())
@@ -270,7 +270,7 @@ def test_products_of_other_types_are_left_to_torch():
 
 @needs_compiler
 @pytest.mark.parametrize("size", [1, 7, 520, 5000])
-def test_sampling(size, monkeypatch, threads):
+def test_sampling_kernel(size, monkeypatch, threads):
     """The tokens that torch's operations choose, but for sums that end within a rounding of u."""
     threads(2)
     torch.manual_seed(size)
@@ -295,7 +295,7 @@ def test_sampling(size, monkeypatch, threads):
 
 
 @needs_compiler
-def test_sampling_shows_what_is_broken():
+def test_sampling_kernel_reports_nonfinite_logits():
     logits = torch.zeros(3, 40)
     logits[0, 7], logits[1, :] = torch.nan, -torch.inf
     ids, logprobs = sampling.sample(logits, torch.ones(3), torch.rand(3))
@@ -304,7 +304,7 @@ def test_sampling_shows_what_is_broken():
 
 
 @needs_compiler
-def test_it_is_compiled_once(fresh_library, tmp_path, caplog):
+def test_kernels_are_compiled_once(fresh_library, tmp_path, caplog):
     assert library.is_there()
     (kept,) = (tmp_path / "cpu").iterdir()
     stamp = kept.stat().st_mtime_ns
@@ -318,7 +318,7 @@ def test_it_is_compiled_once(fresh_library, tmp_path, caplog):
     ("compiler", "said"),
     [("no-such-compiler", "no-such-compiler"), ("false", "returned non-zero exit status 1")],
 )
-def test_without_a_compiler_it_goes_on_and_says_so_once(
+def test_missing_compiler_falls_back_and_warns_once(
     compiler, said, fresh_library, monkeypatch, caplog
 ):
     monkeypatch.setenv("CC", compiler)
@@ -331,9 +331,7 @@ def test_without_a_compiler_it_goes_on_and_says_so_once(
     assert gated(q[0], q[0], "silu").shape == (1, 16)
 
 
-def test_without_any_compiler_one_is_told_what_to_install(
-    fresh_library, monkeypatch, tmp_path, caplog
-):
+def test_missing_compiler_hint_says_what_to_install(fresh_library, monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not library.is_there()
@@ -341,7 +339,7 @@ def test_without_any_compiler_one_is_told_what_to_install(
 
 
 @needs_compiler
-def test_a_decoder_computes_the_same_without_it(fresh_library, monkeypatch):
+def test_decoder_computes_the_same_without_kernels(fresh_library, monkeypatch):
     config = DecoderConfig(
         vocab_size=50,
         hidden_size=32,

@@ -58,7 +58,7 @@ def tiny(seed: int = 0) -> Decoder:
     return build_decoder(config, seed=seed)
 
 
-def test_fresh_weights_depend_on_the_seed_only():
+def test_initial_weights_depend_only_on_the_seed():
     torch.manual_seed(1)
     first = tiny(3).state_dict()
     torch.manual_seed(2)
@@ -68,18 +68,18 @@ def test_fresh_weights_depend_on_the_seed_only():
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_a_missing_checkpoint_is_named(tmp_path):
+def test_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         load_checkpoint(tmp_path / "nowhere")
 
 
-def test_another_architecture_is_named(tmp_path):
+def test_unsupported_architecture_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ConfigError, match="mamba"):
         load_checkpoint(tmp_path)
 
 
-def test_a_missing_tensor_is_named(tmp_path):
+def test_missing_tensor_is_named(tmp_path):
     from safetensors.torch import load_file, save_file
 
     save_checkpoint(tiny(), tmp_path / "x")
@@ -91,7 +91,7 @@ def test_a_missing_tensor_is_named(tmp_path):
         load_checkpoint(tmp_path / "x")
 
 
-def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monkeypatch):
+def test_failed_save_leaves_only_the_old_checkpoint(tmp_path, monkeypatch):
     path = save_checkpoint(tiny(0), tmp_path / "x")
     before = our_logprobs(load_checkpoint(path), torch.arange(5))
 
@@ -105,7 +105,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monk
     assert torch.equal(our_logprobs(load_checkpoint(path), torch.arange(5)), before)
 
 
-def test_bfloat16_checkpoints_become_float32_master_weights(theirs, tmp_path):
+def test_bfloat16_checkpoints_load_as_float32_master_weights(theirs, tmp_path):
     theirs.to(torch.bfloat16).save_pretrained(tmp_path)
     decoder = load_checkpoint(tmp_path)
     names = dict(theirs.named_parameters())
@@ -154,7 +154,7 @@ print(loading, saving, sampling)
 """
 
 
-def test_no_second_copy_of_the_weights_is_held_while_they_are_read_or_written(tmp_path):
+def test_loading_and_saving_hold_no_second_copy(tmp_path):
     config = DecoderConfig(
         architecture="llama",
         vocab_size=8192,

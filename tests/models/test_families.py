@@ -44,12 +44,12 @@ def our_logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
         return decoder.logits(hidden)
 
 
-def test_logits(theirs, ours):
+def test_logits_equal_transformers(theirs, ours):
     ids = ids_of(LENGTH)
     torch.testing.assert_close(our_logits(ours, ids), their_logits(theirs, ids), **CLOSE)
 
 
-def test_logits_of_packed_rows_that_share_prompts(theirs, ours):
+def test_logits_of_packed_rows_with_shared_prompts(theirs, ours):
     prompts = [ids_of(WINDOW + 9, 1).tolist(), ids_of(5, 2).tolist()]
     rows = [
         Row(token_ids=[*prompts[i % 2], *ids_of(length, 10 + i).tolist()], num_shared=shared)
@@ -65,7 +65,7 @@ def test_logits_of_packed_rows_that_share_prompts(theirs, ours):
         torch.testing.assert_close(found_NV[index], expected, **CLOSE)
 
 
-def test_gradients(theirs, ours):
+def test_gradients_equal_transformers(theirs, ours):
     ids = ids_of(LENGTH)
     batch = pack([Row(token_ids=ids.tolist())])
     logits = ours.logits(ours(batch.token_ids_N, batch.positions_N, batch.attend))
@@ -79,7 +79,7 @@ def test_gradients(theirs, ours):
         )
 
 
-def test_what_we_write_is_what_transformers_read(theirs, ours, tmp_path):
+def test_transformers_reads_exported_checkpoints(theirs, ours, tmp_path):
     save_checkpoint(ours, tmp_path / "ours")
     again, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", output_loading_info=True
@@ -91,7 +91,7 @@ def test_what_we_write_is_what_transformers_read(theirs, ours, tmp_path):
     assert load_checkpoint(tmp_path / "ours").config == ours.config
 
 
-def test_a_checkpoint_of_transformers_4(theirs, ours, tmp_path):
+def test_config_of_transformers_4_is_read(theirs, ours, tmp_path):
     """There theta and scaling were settings of their own, and layers were not listed."""
     path = tmp_path / "theirs" / "config.json"
     config = json.loads(path.read_text())
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_transformers_4(theirs, ours, tmp_path):
         ("gemma3", {"rope_local_theta": None}),
     ],
 )
-def test_these_tests_would_see_it_if_a_setting_were_ignored(shape, change, tmp_path):
+def test_every_setting_changes_the_logits(shape, change, tmp_path):
     theirs = tiny_model(shape)
     theirs.save_pretrained(tmp_path)
     ours = load_checkpoint(tmp_path)
@@ -167,7 +167,7 @@ def test_these_tests_would_see_it_if_a_setting_were_ignored(shape, change, tmp_p
         ("llama", {"hidden_size": None}, "hidden_size"),
     ],
 )
-def test_what_it_does_not_support_is_named(shape, change, named, tmp_path):
+def test_unsupported_settings_are_named(shape, change, named, tmp_path):
     tiny_model(shape).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -175,6 +175,6 @@ def test_what_it_does_not_support_is_named(shape, change, named, tmp_path):
         load_checkpoint(tmp_path)
 
 
-def test_yarn_stretches_the_context_of_checkpoints_that_name_the_old_one(tmp_path):
+def test_yarn_extends_the_original_context(tmp_path):
     tiny_model("qwen2-yarn", max_position_embeddings=32).save_pretrained(tmp_path)
     assert load_checkpoint(tmp_path).config.max_positions == 128

@@ -12,7 +12,7 @@ from areal_gym.models.tiny.rms_norm import rms_norm
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (3, 2, 16), (1, 48), (700, 192)])
-def test_values_and_gradients_are_those_of_torch(shape):
+def test_rms_norm_equals_torch(shape):
     torch.manual_seed(0)
     x = torch.randn(shape, requires_grad=True)
     weight = torch.randn(shape[-1], requires_grad=True)
@@ -24,18 +24,18 @@ def test_values_and_gradients_are_those_of_torch(shape):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
 
 
-def test_a_row_of_zeros_has_a_finite_gradient():
+def test_rms_norm_of_zeros_has_a_finite_gradient():
     x = torch.zeros(2, 16, requires_grad=True)
     rms_norm(x, torch.ones(16), 1e-6).sum().backward()
     assert x.grad.isfinite().all()
 
 
-def test_bfloat16_beside_float32_weights_stays_bfloat16():
+def test_rms_norm_keeps_bfloat16_with_float32_weights():
     x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
     assert rms_norm(x, torch.ones(8, requires_grad=True), 1e-6).dtype == torch.bfloat16
 
 
-def test_under_autocast_what_projections_read_is_rounded_once():
+def test_autocast_rounds_projection_inputs_once():
     config = DecoderConfig(
         architecture="qwen2",
         vocab_size=8,

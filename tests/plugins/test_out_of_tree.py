@@ -68,7 +68,7 @@ def areal_gym(python, home):
     return run
 
 
-def test_it_is_listed_beside_the_built_ins(areal_gym):
+def test_external_plugin_is_listed(areal_gym):
     rows = {row["id"]: row for row in json.loads(areal_gym("list", "envs", "--json").stdout)}
     assert rows["countdown/numbers"]["distribution"] == "areal-gym-countdown"
     assert rows["countdown"]["distribution"] == "areal-gym"
@@ -78,13 +78,13 @@ def test_it_is_listed_beside_the_built_ins(areal_gym):
     assert "from areal-gym-countdown 0.1.0" in areal_gym("show", "countdown/numbers").stdout
 
 
-def test_it_keeps_the_contract(areal_gym, python, home):
+def test_external_environment_keeps_the_contract(areal_gym, python, home):
     assert "the contract is kept" in areal_gym("check", "countdown", "-n", "4").stdout
     tests = home / "source" / "tests"
     call(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests, cwd=home)
 
 
-def test_gymnasium_makes_it(python, home):
+def test_gymnasium_makes_the_external_environment(python, home):
     code = (
         "import gymnasium; "
         "env = gymnasium.make('areal_gym:areal_gym/countdown-numbers-v0'); "
@@ -93,7 +93,7 @@ def test_gymnasium_makes_it(python, home):
     assert call(python, "-c", code, cwd=home).stdout.startswith("Make ")
 
 
-def test_it_trains_a_step(areal_gym, tiny_policy, home):
+def test_external_environment_trains_a_step(areal_gym, tiny_policy, home):
     areal_gym(
         *("train", "--env", "countdown/numbers", "--steps", "1", "--out", "run", "--plain"),
         *("agent.id=countdown/reminder", "trainer.loss=countdown/vanilla"),
@@ -121,7 +121,7 @@ def test_it_trains_a_step(areal_gym, tiny_policy, home):
         ("raise SystemExit(1)\n", "SystemExit"),
     ],
 )
-def test_broken_on_purpose_it_harms_nobody_and_says_why(areal_gym, home, damage, reason):
+def test_broken_external_plugin_is_reported_and_others_work(areal_gym, home, damage, reason):
     (module,) = (home / "venv" / "lib").glob("python*/site-packages/areal_gym_countdown/plugin.py")
     healthy = module.read_text()
     module.write_text(damage)

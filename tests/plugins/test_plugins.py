@@ -55,7 +55,7 @@ def registry_of(*targets):
     )
 
 
-def test_a_spec_is_found_with_its_owner():
+def test_spec_is_registered_with_its_plugin():
     entry = registry_of(with_env(env_spec())).get("envs", "dice")
     assert entry.id == "dice"
     assert str(entry.plugin) == "p0 (my-dist 1.2)"
@@ -77,7 +77,7 @@ def test_hooks_may_yield_or_return():
     assert [entry.id for entry in found.entries("envs")] == ["one", "three", "two"]
 
 
-def test_a_duplicate_names_both_distributions_with_their_versions():
+def test_duplicate_id_names_both_distributions_and_versions():
     manager = PluginManager(
         [
             candidate(with_env(env_spec(), env_spec("other")), "a", "first-dist", "1.0"),
@@ -97,7 +97,7 @@ def test_a_duplicate_names_both_distributions_with_their_versions():
     assert found.get("envs", "other").plugin.name == "a"
 
 
-def test_the_same_id_in_two_kinds_is_no_duplicate():
+def test_same_id_in_two_kinds_is_allowed():
     found = registry_of(
         plugin(
             register_envs=lambda: [env_spec("x")],
@@ -108,7 +108,7 @@ def test_the_same_id_in_two_kinds_is_no_duplicate():
     assert found.get("agents", "x").spec.kind == "agent"
 
 
-def test_an_unknown_id_suggests_and_says_where_to_look():
+def test_unknown_id_is_refused_with_suggestions():
     with pytest.raises(UnknownIdError) as caught:
         registry_of(with_env(env_spec())).get("envs", "dicee")
     assert str(caught.value) == "no environment 'dicee'"
@@ -138,7 +138,7 @@ def failing():
         (types.ModuleType("empty"), "@hookimpl"),
     ],
 )
-def test_a_broken_plugin_is_kept_with_its_reason_and_harms_nobody(target, reason):
+def test_broken_plugin_is_kept_with_its_error_and_others_load(target, reason):
     manager = PluginManager([candidate(target, "bad"), candidate(with_env(env_spec()), "good")])
     (bad,) = manager.failed
     assert bad.name == "bad"
@@ -151,14 +151,14 @@ def test_a_broken_plugin_is_kept_with_its_reason_and_harms_nobody(target, reason
     assert any("bad (my-dist 1.2)" in hint and reason in hint for hint in caught.value.hints)
 
 
-def test_a_syntax_error_is_a_reason_too(tmp_path, monkeypatch):
+def test_plugin_with_syntax_error_is_kept_with_its_error(tmp_path, monkeypatch):
     (tmp_path / "broken_syntax_plugin.py").write_text("def register_envs(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     manager = PluginManager([candidate("broken_syntax_plugin")])
     assert "SyntaxError" in manager.failed[0].problems[0]
 
 
-def test_a_forgotten_hookimpl_is_seen():
+def test_missing_hookimpl_is_reported():
     module = with_env(env_spec())
     module.register_agents = lambda: []
     manager = PluginManager([candidate(module)])
@@ -167,13 +167,13 @@ def test_a_forgotten_hookimpl_is_seen():
     assert Registry(manager).get("envs", "dice")
 
 
-def test_the_healthy_hooks_of_a_plugin_serve():
+def test_working_hooks_of_a_partly_broken_plugin_are_used():
     target = plugin(register_envs=lambda: [env_spec()], register_agents=failing)
     found = registry_of(target)
     assert found.get("envs", "dice").plugin.status == "partly loaded"
 
 
-def test_blocking_and_restricting():
+def test_plugins_can_be_blocked_and_restricted():
     pair = [candidate(with_env(env_spec("one")), "a"), candidate(with_env(env_spec("two")), "b")]
     blocked = Registry(PluginManager(pair, blocked=["a"]))
     assert [entry.id for entry in blocked.entries("envs")] == ["two"]
@@ -185,17 +185,17 @@ def test_blocking_and_restricting():
     assert [entry.id for entry in restricted.entries("envs")] == ["one"]
 
 
-def test_a_mistyped_plugin_name_is_noticed():
+def test_mistyped_plugin_name_is_refused():
     manager = PluginManager([candidate(with_env(env_spec()), "countdown")], blocked=["coutdown"])
     assert manager.notices == ["no plugin is named 'coutdown'; did you mean 'countdown'?"]
 
 
-def test_a_blocked_plugin_is_not_imported():
+def test_blocked_plugin_is_not_imported():
     manager = PluginManager([candidate("no_such_module_anywhere", "a")], blocked=["a"])
     assert not manager.failed
 
 
-def test_a_missing_requirement_is_listed_and_explained():
+def test_missing_requirement_is_listed_and_explained():
     entry = registry_of(with_env(env_spec(requires=("json", "nowhere_to_be_found")))).get(
         "envs", "dice"
     )
@@ -205,7 +205,7 @@ def test_a_missing_requirement_is_listed_and_explained():
 
 
 @pytest.mark.parametrize("entry_point", ["collections:Nothing", "no_such_module:Thing"])
-def test_an_entry_point_that_leads_nowhere_names_the_plugin(entry_point):
+def test_broken_entry_point_names_the_plugin(entry_point):
     found = registry_of(with_env(env_spec(entry_point=entry_point)))
     with pytest.raises(PluginError, match=r"p0 \(my-dist 1\.2\)") as caught:
         found.load("envs", "dice")
@@ -224,7 +224,7 @@ def test_make_merges_arguments_and_explains_wrong_ones():
     assert any("numerator" in hint for hint in caught.value.hints)
 
 
-def test_kinds_and_hooks_belong_together():
+def test_every_kind_has_a_hook():
     hooks = {name for name in vars(HookSpecs) if name.startswith("register_")}
     assert {spec.hook for spec in KINDS.values()} == hooks
     with pytest.raises(UsageError) as caught:
@@ -278,7 +278,7 @@ def test_every_hook_documents_a_working_example(kind):
     assert isinstance(manager.registrations[0].spec, kind)
 
 
-def test_the_built_ins_are_declared_like_everyone_elses():
+def test_built_ins_use_the_public_entry_points():
     pyproject = ROOT / "pyproject.toml"
     declared = tomllib.loads(pyproject.read_text())["project"]["entry-points"]["areal_gym"]
     assert declared == dict(BUILT_IN)
@@ -296,7 +296,7 @@ def test_all_built_ins_load():
         registry().check_duplicates(kind)
 
 
-def test_the_environment_variable_restricts(monkeypatch):
+def test_environment_variable_restricts_plugins(monkeypatch):
     monkeypatch.setenv("AREAL_GYM_PLUGINS", "envs, agents")
     loaded = {p.name for p in PluginManager.installed().plugins if not p.is_blocked}
     assert loaded == {"envs", "agents"}
@@ -304,7 +304,7 @@ def test_the_environment_variable_restricts(monkeypatch):
     assert PluginManager.installed().registrations == []
 
 
-def test_a_chosen_registry_answers_until_it_is_taken_back():
+def test_set_registry_replaces_the_default_until_reset():
     mine = registry_of(with_env(env_spec()))
     set_registry(mine)
     try:
@@ -314,7 +314,7 @@ def test_a_chosen_registry_answers_until_it_is_taken_back():
     assert registry() is not mine
 
 
-def test_listing_imports_nothing_that_it_lists():
+def test_listing_imports_no_implementation():
     code = (
         "import sys; from areal_gym.plugins import KINDS, registry; "
         "[registry().entries(kind) for kind in KINDS]; "
@@ -327,7 +327,7 @@ def test_listing_imports_nothing_that_it_lists():
 
 
 @given(st.lists(st.sampled_from("abcdef"), max_size=12))
-def test_each_id_is_found_exactly_when_one_plugin_claims_it(ids):
+def test_id_is_registered_if_exactly_one_plugin_claims_it(ids):
     found = registry_of(*(with_env(env_spec(id)) for id in ids))
     for id in "abcdef":
         match ids.count(id):

@@ -59,14 +59,14 @@ def call(packages, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_they_install_and_pass_their_own_tests(call, packages):
+def test_scaffolded_packages_install_and_pass_their_tests(call, packages):
     told = call("pytest", "-q", "-p", "no:cacheprovider", "-W", "error", packages)
     assert "failed" not in told
     assert "passed" in told
 
 
 @pytest.mark.slow
-def test_they_are_listed_and_keep_the_contract(call):
+def test_scaffolded_plugins_are_listed_and_keep_the_contract(call):
     for kind, made in KINDS.items():
         rows = {
             row["id"]: row for row in json.loads(call("areal_gym", "list", made.listed, "--json"))
@@ -78,7 +78,7 @@ def test_they_are_listed_and_keep_the_contract(call):
         assert all(result["is_ok"] for result in results), results
 
 
-def test_the_command_says_what_to_do_next(tmp_path, capsys):
+def test_new_command_prints_next_steps(tmp_path, capsys):
     assert run(["new", "env", "letter-count", "--path", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert all(os.path.isfile(line) for line in out.splitlines())
@@ -97,13 +97,13 @@ def test_the_command_says_what_to_do_next(tmp_path, capsys):
         (["envs", "dice"], "did you mean 'env'?"),
     ],
 )
-def test_names_that_cannot_be_are_refused(argv, told, tmp_path, capsys):
+def test_invalid_names_are_refused(argv, told, tmp_path, capsys):
     assert run(["new", *argv, "--path", str(tmp_path)]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_what_exists_is_never_overwritten(tmp_path):
+def test_existing_files_are_never_overwritten(tmp_path):
     package = plan("logger", "csv", tmp_path)
     package.write()
     with pytest.raises(UsageError, match="exists already"):

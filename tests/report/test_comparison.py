@@ -16,7 +16,7 @@ from tests._support.run_dirs import make_run, trajectory
 
 
 @pytest.mark.parametrize(("num", "quantile"), [(5, 2.776), (10, 2.262), (31, 2.042), (500, 1.965)])
-def test_intervals_of_means_are_students(num, quantile):
+def test_confidence_intervals_of_means_use_students_t(num, quantile):
     """Quantiles of t as tables have them."""
     values = [float(i) for i in range(num)]
     found = mean_interval(values)
@@ -24,7 +24,7 @@ def test_intervals_of_means_are_students(num, quantile):
     assert found.high - found.mean == pytest.approx(quantile * deviation / num**0.5, rel=4e-3)
 
 
-def test_welchs_interval_of_a_worked_example():
+def test_welch_interval_of_a_worked_example():
     """Worked by hand: means 10 and 13, variances 2.5 and 10, n = 5 each: 5.88 degrees of freedom,
     t = 2.459 (tables: 2.571 at 5, 2.447 at 6), standard error sqrt(2.5)."""
     a, b = [8.0, 9.0, 10.0, 11.0, 12.0], [9.0, 11.0, 13.0, 15.0, 17.0]
@@ -33,12 +33,12 @@ def test_welchs_interval_of_a_worked_example():
     assert found.high - found.mean == pytest.approx(2.459 * math.sqrt(2.5), rel=2e-3)
 
 
-def test_few_values_have_no_bounds():
+def test_too_few_values_have_no_interval():
     assert mean_interval([1.0] * 4) == (1.0, -math.inf, math.inf)
     assert difference_interval([1.0] * 4, [2.0] * 9) == (-1.0, -math.inf, math.inf)
 
 
-def test_five_in_a_hundred_of_equal_samples_differ():
+def test_equal_samples_differ_at_the_nominal_rate():
     rng = random.Random(0)
     hits = 0
     for _ in range(2000):
@@ -65,7 +65,7 @@ def turn(is_solved):
     return Turn(finish_reason="stop", reward=float(is_solved))
 
 
-def test_evaluations_are_compared_task_by_task(tmp_path):
+def test_evaluations_are_paired_by_task(tmp_path):
     """20 and 26 of 40: intervals of 0.16 say nothing, six tasks gained and none lost do."""
     first = evaluation(tmp_path / "first", lambda i: i < 20)
     second = evaluation(tmp_path / "second", lambda i: i < 26)
@@ -84,7 +84,7 @@ def test_gains_and_losses_that_cancel_are_noise(tmp_path):
     assert row.verdicts == [None, "within noise"]
 
 
-def test_runs_are_compared_over_the_steps_that_they_share(tmp_path):
+def test_runs_are_compared_over_shared_steps(tmp_path):
     long = make_run(tmp_path / "long", num_steps=14, num_trajectories=2)
     short = make_run(tmp_path / "short", num_steps=12, num_trajectories=2, trainer={"lr": 1e-5})
     found = compare([long, short])
@@ -97,7 +97,7 @@ def test_runs_are_compared_over_the_steps_that_they_share(tmp_path):
     assert any("different steps" in remark for remark in found.remarks)
 
 
-def test_other_environments_are_not_judged(tmp_path):
+def test_runs_of_different_environments_are_not_compared(tmp_path):
     paths = [
         make_run(tmp_path / env, num_steps=6, num_trajectories=2, env={"id": env})
         for env in ("tir", "math")
@@ -111,12 +111,12 @@ def test_other_environments_are_not_judged(tmp_path):
     assert found.remarks[0].startswith("the environments differ")
 
 
-def test_a_directory_without_anything_is_refused(tmp_path):
+def test_empty_directory_is_refused(tmp_path):
     with pytest.raises(NothingToDoError, match="neither a run directory nor an evaluation"):
         compare([tmp_path, tmp_path])
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_compare_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "a", num_steps=6, num_trajectories=2)
     make_run(tmp_path / "b", num_steps=6, num_trajectories=2, trainer={"lr": 1e-5})

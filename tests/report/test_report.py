@@ -53,7 +53,7 @@ def run(tmp_path):
     return RunDir(make_run(tmp_path / "run", trainer={"lr": 1e-4}))
 
 
-def test_it_says_what_the_run_did(run):
+def test_report_describes_the_run(run):
     report = collect(run)
     assert report.title == "run"
     assert report.lead == "grpo in tir, 3 of 3 steps"
@@ -72,19 +72,19 @@ def test_it_says_what_the_run_did(run):
     assert rewards == [1, 1, 0, 0]
 
 
-def test_settings_that_are_not_the_defaults_stand_apart(run):
+def test_non_default_settings_are_marked(run):
     report = collect(run)
     assert report.changed["trainer.lr"] == "0.0001"
     assert "trainer.warmup_steps" not in report.changed
     assert "trainer.warmup_steps" in report.settings
 
 
-def test_a_settings_file_of_another_version_is_shown_as_it_is(run):
+def test_settings_of_another_version_are_shown_verbatim(run):
     run.save_config(yaml.safe_dump({"objective": "rl", "trainer": {"algorithm": "gone"}}))
     assert collect(run).changed["trainer.algorithm"] == "gone"
 
 
-def test_paths_of_this_machine_are_not_told(run, tmp_path):
+def test_report_contains_no_local_paths(run, tmp_path):
     settings = yaml.safe_load(run.config_file.read_text())
     settings["engine"]["model"] = "/home/somebody/models/qwen"
     settings["data"] = {"file": "~/secret/place/rows.jsonl"}
@@ -101,7 +101,7 @@ def test_paths_of_this_machine_are_not_told(run, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".html", ".md"])
-def test_hostile_texts_are_texts(tmp_path, suffix):
+def test_markup_in_a_report_is_escaped(tmp_path, suffix):
     path = make_run(tmp_path / "run", num_steps=1, is_finished=False)
     messages = (
         {"role": HOSTILE, "content": HOSTILE},
@@ -125,7 +125,7 @@ def test_hostile_texts_are_texts(tmp_path, suffix):
         checked(files[1].read_text())
 
 
-def test_the_page_is_whole_and_its_numbers_are_the_runs(run, tmp_path):
+def test_html_page_is_complete_with_the_runs_numbers(run, tmp_path):
     (file,) = write_report(run, tmp_path / "page.html")
     text = file.read_text()
     tags = checked(text)
@@ -134,7 +134,7 @@ def test_the_page_is_whole_and_its_numbers_are_the_runs(run, tmp_path):
     assert "0.25 → 0.75" in text
 
 
-def test_a_run_without_a_step_has_a_report(tmp_path):
+def test_run_without_steps_has_a_report(tmp_path):
     with RunDir.open(tmp_path / "run") as run:
         run.save_config("steps: 3\n")
         report = collect(run)
@@ -144,7 +144,7 @@ def test_a_run_without_a_step_has_a_report(tmp_path):
     write_report(run, tmp_path / "page.md")
 
 
-def test_a_report_that_cannot_be_made_fails_nobody(run):
+def test_failing_report_does_not_fail_the_run(run):
     run.metrics_file.write_text('no JSON\n{"step": 1}\n')
     assert str(keep_report(run)).startswith("none: DataError")
     assert "report: none" in run.log_file.read_text()
@@ -152,7 +152,7 @@ def test_a_report_that_cannot_be_made_fails_nobody(run):
     assert keep_report(run) == run.report_file
 
 
-def test_a_line_is_broken_where_a_value_is_missing():
+def test_chart_line_breaks_at_missing_values():
     line = Line(name="x", steps=[1, 2, 3, 4, 5], values=[1.0, 2.0, None, 1.0, 0.5])
     picture = draw(Chart(title="a < b", unit="", lines=[line]))
     checked(picture)
@@ -161,12 +161,12 @@ def test_a_line_is_broken_where_a_value_is_missing():
 
 
 @pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-3.0, -1.0], [1e-12, 2e-12], [1e9, 2e9]])
-def test_any_numbers_have_axes(values):
+def test_axes_for_arbitrary_numbers(values):
     steps = list(range(len(values)))
     checked(draw(Chart(title="t", unit="", lines=[Line(name="x", steps=steps, values=values)])))
 
 
-def test_numbers_and_texts_for_people():
+def test_number_and_text_formats():
     assert [number(v) for v in (None, float("nan"), 3.0, 12345.6, 0.123456, "word")] == [
         "–",
         "–",
@@ -178,7 +178,7 @@ def test_numbers_and_texts_for_people():
     assert visible("a\x1bb\u200bc\n") == "a[U+001B]b[U+200B]c\n"
 
 
-def test_the_command_writes_and_says_where(run, tmp_path, capsys):
+def test_report_command_writes_and_prints_the_path(run, tmp_path, capsys):
     assert run_program(["report", str(run.path)]) == 0
     assert capsys.readouterr().out.strip() == str(run.report_file)
     assert run_program(["report", str(run.path), "--out", str(tmp_path / "a.md")]) == 0

@@ -66,7 +66,7 @@ def run(tmp_path):
         yield run
 
 
-def test_a_run_is_written_and_read_back(run):
+def test_run_is_written_and_read_back(run):
     run.append_metrics({"step": 1, "reward/mean": 0.25})
     run.append_metrics({"step": 2, "reward/mean": 0.5})
     run.save_trajectories([trajectory("a"), trajectory("b")], name=12)
@@ -87,7 +87,7 @@ def test_a_run_is_written_and_read_back(run):
 
 
 @given(text=st.text(), logprob=st.floats(allow_nan=False, allow_infinity=False))
-def test_trajectories_survive_any_text(tmp_path_factory, text, logprob):
+def test_trajectories_with_any_text_round_trip(tmp_path_factory, text, logprob):
     run = RunDir(tmp_path_factory.mktemp("run"))
     span = TokenSpan(origin="policy", token_ids=(1,), logprobs=(logprob,), policy_version=0)
     made = Trajectory(
@@ -97,19 +97,19 @@ def test_trajectories_survive_any_text(tmp_path_factory, text, logprob):
     assert list(run.read_trajectories("eval-0")) == [made]
 
 
-def test_lone_surrogates_are_kept(run):
+def test_lone_surrogates_round_trip(run):
     made = trajectory(text="\ud800")
     run.save_trajectories([made], name=1)
     assert next(run.read_trajectories(1)).messages == made.messages
 
 
-def test_numbers_that_json_has_not_become_null(run):
+def test_nonfinite_numbers_are_written_as_null(run):
     run.append_metrics({"step": 1, "a": math.nan, "b": math.inf, "c": np.float32(0.5)})
     assert run.read_metrics() == [{"step": 1, "a": None, "b": None, "c": 0.5}]
     assert "NaN" not in run.metrics_file.read_text()
 
 
-def test_a_second_run_is_refused_with_the_three_choices(run):
+def test_existing_run_is_refused_with_three_choices(run):
     run.append_metrics({"step": 1})
     run.close()
     with pytest.raises(RunExistsError) as caught:
@@ -121,7 +121,7 @@ def test_a_second_run_is_refused_with_the_three_choices(run):
     assert caught.value.exit_code == 2
 
 
-def test_clean_replaces_the_run_and_nothing_else(run):
+def test_clean_replaces_only_the_run(run):
     (run.path / "notes.md").write_text("mine")
     run.append_metrics({"step": 1})
     run.save_trajectories([trajectory()], name=1)
@@ -133,25 +133,25 @@ def test_clean_replaces_the_run_and_nothing_else(run):
 
 
 @pytest.mark.parametrize("mode", ["new", "clean"])
-def test_a_directory_that_is_no_run_is_left_alone(tmp_path, mode):
+def test_directory_without_run_is_left_alone(tmp_path, mode):
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(UsageError, match="is not a run directory"):
         RunDir.open(tmp_path, mode)
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
-def test_nothing_to_resume(tmp_path):
+def test_resume_without_run_is_refused(tmp_path):
     with pytest.raises(UsageError, match="nothing to resume"):
         RunDir.open(tmp_path / "none", "resume")
     assert not (tmp_path / "none").exists()
 
 
-def test_an_empty_claim_disappears(tmp_path):
+def test_empty_claimed_directory_is_removed(tmp_path):
     RunDir.open(tmp_path / "empty").close()
     assert not (tmp_path / "empty").exists()
 
 
-def test_a_request_that_cannot_be_served_leaves_no_run_behind(tmp_path):
+def test_failed_open_leaves_no_run(tmp_path):
     path = tmp_path / "run"
 
     def fail(error, mode="new"):
@@ -183,7 +183,7 @@ def test_two_writers_are_refused(run):
     RunDir.open(run.path, "resume").close()
 
 
-def test_a_torn_line_is_ignored_and_then_cut_off(run):
+def test_torn_line_is_ignored_and_later_cut(run):
     run.append_metrics({"step": 1})
     with run.metrics_file.open("a") as file:
         file.write('{"step": 2, "rew')
@@ -195,7 +195,7 @@ def test_a_torn_line_is_ignored_and_then_cut_off(run):
 
 
 @given(cut=st.integers(min_value=0, max_value=60))
-def test_wherever_a_crash_tears_the_file_whole_lines_are_kept(tmp_path_factory, cut):
+def test_whole_lines_survive_a_crash_at_any_byte(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("run")
     run = RunDir(path)
     run.save_config(CONFIG)
@@ -210,7 +210,7 @@ def test_wherever_a_crash_tears_the_file_whole_lines_are_kept(tmp_path_factory, 
         assert again.read_metrics()[-1] == {"step": 9}
 
 
-def test_a_broken_line_is_named(run):
+def test_broken_line_is_named(run):
     run.append_metrics({"step": 1})
     with run.metrics_file.open("a") as file:
         file.write("not json\n")
@@ -219,7 +219,7 @@ def test_a_broken_line_is_named(run):
         run.read_metrics()
 
 
-def test_rewind_forgets_what_lies_after_the_checkpoint(run):
+def test_rewind_drops_steps_after_the_checkpoint(run):
     for step in (1, 2, 3):
         run.append_metrics({"step": step})
         run.save_trajectories([trajectory()], name=step)
@@ -235,7 +235,7 @@ def test_rewind_forgets_what_lies_after_the_checkpoint(run):
     assert not run.is_finished
 
 
-def test_a_disk_that_is_full_leaves_the_old_file_and_no_half_one(run):
+def test_full_disk_keeps_the_old_file(run):
     run.save_summary({"old": True})
     with small_files(20_000), pytest.raises(TrainError, match="disk is full") as caught:
         run.save_summary({"new": "x" * 100_000})
@@ -245,7 +245,7 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_no_half_one(run):
     assert any("--resume" in hint for hint in caught.value.hints)
 
 
-def test_a_disk_that_is_full_leaves_no_half_line(run):
+def test_full_disk_leaves_no_partial_line(run):
     run.append_metrics({"step": 1})
     with small_files(2_000), pytest.raises(TrainError, match="disk is full"):
         run.append_metrics({"step": 2, "text": "x" * 10_000})
@@ -254,14 +254,14 @@ def test_a_disk_that_is_full_leaves_no_half_line(run):
     assert [row["step"] for row in run.read_metrics()] == [1, 2]
 
 
-def test_no_space_left_on_device_is_a_full_disk(run):
+def test_enospc_is_a_full_disk_error(run):
     run.metrics_file.symlink_to("/dev/full")
     with pytest.raises(TrainError, match="No space left"):
         run.append_metrics({"step": 1})
 
 
 @pytest.mark.parametrize("what", ["deleted", "emptied", "moved"])
-def test_a_directory_that_disappears_is_noticed_at_the_next_step(tmp_path, what):
+def test_deleted_run_directory_is_an_error_at_the_next_step(tmp_path, what):
     with RunDir.open(tmp_path / "run") as run:
         run.save_config("steps: 2\n")
         run.append_metrics({"step": 1})
@@ -281,13 +281,13 @@ def test_a_directory_that_disappears_is_noticed_at_the_next_step(tmp_path, what)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_write_permission(tmp_path):
+def test_directory_without_write_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(TrainError, match="cannot write"):
         RunDir.open(tmp_path / "run")
 
 
-def test_a_file_in_the_way(tmp_path):
+def test_file_in_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match="cannot write"):
         RunDir.open(tmp_path / "file" / "run")
@@ -295,7 +295,7 @@ def test_a_file_in_the_way(tmp_path):
         RunDir.open(tmp_path / "file")
 
 
-def test_kill_at_any_moment_leaves_one_whole_content(tmp_path):
+def test_atomic_write_survives_a_kill_at_any_moment(tmp_path):
     code = textwrap.dedent(
         """
         import sys
@@ -318,14 +318,14 @@ def test_kill_at_any_moment_leaves_one_whole_content(tmp_path):
         assert len(set(words)) == 1
 
 
-def test_leftovers_of_a_killed_writer_are_swept(run):
+def test_temporary_files_of_a_killed_writer_are_removed(run):
     (run.path / ".summary.json.1.tmp").write_text("{")
     run.close()
     RunDir.open(run.path, "resume").close()
     assert not (run.path / ".summary.json.1.tmp").exists()
 
 
-def test_names_never_meet(tmp_path):
+def test_generated_run_names_are_unique(tmp_path):
     paths = [new_run_path("math/gsm8k", tmp_path) for _ in range(20)]
     assert len(set(paths)) == 20
     assert all(path.name.startswith("math-gsm8k-2") for path in paths)
@@ -344,7 +344,7 @@ def test_runs_are_listed(run, tmp_path):
     assert list_runs(root)[0].summary == {"heldout_after": 0.5}
 
 
-def test_an_interrupted_open_gives_the_claim_back(run):
+def test_interrupted_open_releases_the_lock(run):
     run.close()
     with pytest.raises(RunExistsError):
         RunDir.open(run.path)

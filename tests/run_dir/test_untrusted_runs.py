@@ -178,7 +178,7 @@ def _matches(file: Path, kind: str) -> bool:
     return len(parts) == len(file.parts) and file.match(kind)
 
 
-def test_every_file_of_a_run_has_its_payloads(finished_run):
+def test_every_run_file_has_payloads(finished_run):
     unknown = [str(file) for file in files_of(finished_run) if kind_of(file) is None]
     assert unknown == [], "add them to KINDS, with payloads of their format"
 
@@ -246,7 +246,7 @@ def test_no_payload_in_a_run_directory_is_executed(finished_run, tmp_path, kind,
 
 @pytest.mark.parametrize("payload", [yaml_program, yaml_module])
 @pytest.mark.parametrize("command", ["train", "eval", "serve", "replay"])
-def test_settings_of_a_foreign_run_start_no_program(
+def test_settings_of_an_untrusted_run_start_no_program(
     finished_run, tiny_policy, tmp_path, payload, command, capsys
 ):
     run, canary = tmp_path / "run", tmp_path / "canary"
@@ -267,7 +267,7 @@ def test_settings_of_a_foreign_run_start_no_program(
     assert not canary.exists()
 
 
-def test_an_own_run_needs_no_trust_and_said_settings_are_chosen(tmp_path, monkeypatch):
+def test_own_runs_and_explicit_settings_are_trusted(tmp_path, monkeypatch):
     from areal_gym.cli.setting_flags import resolve
 
     monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "cache"))
@@ -302,7 +302,7 @@ def test_powerful_settings_are_recognised(override):
     assert powerful_settings(load_config(overrides=[override]))
 
 
-def test_plain_settings_have_no_power():
+def test_plain_settings_are_not_powerful():
     overrides = [
         'env={"id": "mix", "kwargs": {"envs": [{"id": "tir", "weight": 0.5}, {"id": "math"}]}}',
         'trainer.loss_kwargs={"x": 1.5}',
@@ -326,7 +326,7 @@ def save_states(directory: Path) -> dict[str, torch.Tensor]:
     return states
 
 
-def test_states_written_by_torch_are_read_as_data(tmp_path):
+def test_torch_states_are_read_as_data(tmp_path):
     states = save_states(tmp_path / "states")
     loaded = {name: torch.zeros_like(tensor) for name, tensor in states.items()}
     StateFiles(Ranks()).load(loaded, tmp_path / "states")
@@ -348,7 +348,7 @@ class Misuse:
 @pytest.mark.parametrize(
     "name", ["os.system", "subprocess.getoutput", "builtins.eval", "torch.load", "torch.hub.load"]
 )
-def test_an_index_that_names_anything_else_is_refused(tmp_path, name):
+def test_state_index_with_other_names_is_refused(tmp_path, name):
     save_states(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Misuse(name, tmp_path / "canary")))
     with pytest.raises(ConfigError, match="which no index of states needs"):
@@ -365,7 +365,7 @@ def test_an_index_that_names_anything_else_is_refused(tmp_path, name):
         (b"TensorStorageMetadata", b"BytesStorage_Metadata"),
     ],
 )
-def test_an_index_that_leads_elsewhere_is_refused(tmp_path, find, replace):
+def test_state_index_with_outside_paths_is_refused(tmp_path, find, replace):
     save_states(tmp_path)
     raw = (tmp_path / ".metadata").read_bytes()
     assert find in raw
@@ -374,7 +374,7 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path, find, replace):
         read_index(tmp_path)
 
 
-def test_an_index_promises_no_more_than_was_saved(tmp_path):
+def test_state_index_larger_than_its_files_is_refused(tmp_path):
     save_states(tmp_path)
     raw = (tmp_path / ".metadata").read_bytes()
     grown = raw.replace(b"K\x03K\x04\x86", b"J\xff\xff\xff\x7fK\x04\x86")
@@ -416,12 +416,12 @@ def doubling(statement):
         "{{" + "(" * 2000 + "1" + ")" * 2000 + "}}",
     ],
 )
-def test_a_hostile_chat_template_is_refused(source):
+def test_hostile_chat_template_is_refused(source):
     with pytest.raises(ConfigError, match="chat template"):
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
 
 
-def test_a_chat_template_that_does_not_end_is_stopped(monkeypatch):
+def test_endless_chat_template_is_stopped(monkeypatch):
     monkeypatch.setattr("areal_gym.chat.jinja_limits.MOST_SECONDS", 0.2)
     for source in (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -437,7 +437,7 @@ def test_a_chat_template_that_does_not_end_is_stopped(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["config.yaml", "metrics.jsonl", "summary.json", "plugins.json", "status.json"]
 )
-def test_a_pipe_in_a_run_directory_is_not_waited_for(finished_run, tmp_path, name):
+def test_named_pipe_in_a_run_directory_does_not_block(finished_run, tmp_path, name):
     run = tmp_path / "runs" / "run"
     shutil.copytree(finished_run, run, symlinks=True)
     (run / name).unlink()
@@ -456,7 +456,7 @@ def test_a_pipe_in_a_run_directory_is_not_waited_for(finished_run, tmp_path, nam
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl", "journal.jsonl", "log.txt"])
-def test_a_resumed_run_does_not_write_through_links(finished_run, tiny_policy, tmp_path, name):
+def test_resumed_run_does_not_write_through_links(finished_run, tiny_policy, tmp_path, name):
     run, victim = tmp_path / "run", tmp_path / "victim"
     shutil.copytree(finished_run, run, symlinks=True)
     victim.write_text("precious")
@@ -468,7 +468,7 @@ def test_a_resumed_run_does_not_write_through_links(finished_run, tiny_policy, t
     assert victim.read_text() == "precious"
 
 
-def test_names_and_errors_of_a_run_command_no_terminal(finished_run, tmp_path, capsys):
+def test_control_characters_of_a_run_are_escaped(finished_run, tmp_path, capsys):
     run = tmp_path / "runs" / "run\x1b[2J"
     shutil.copytree(finished_run, run, symlinks=True)
     (run / "summary.json").write_text(json.dumps({"env": "\x1b]0;owned\x07\x9b31m", "x\x1b[5m": 1}))
@@ -479,7 +479,7 @@ def test_names_and_errors_of_a_run_command_no_terminal(finished_run, tmp_path, c
         assert captured.out
 
 
-def test_markup_in_a_run_stays_text_in_its_report(finished_run, tmp_path):
+def test_markup_of_a_run_is_escaped_in_its_report(finished_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished_run, run, symlinks=True)
     hostile = "</script><script>canary()</script><img src=x onerror=canary()>\"'"
@@ -500,7 +500,7 @@ def test_markup_in_a_run_stays_text_in_its_report(finished_run, tmp_path):
     assert "<img src=x" not in page
 
 
-def test_the_viewer_reads_a_hostile_run(finished_run, tmp_path):
+def test_viewer_reads_a_hostile_run(finished_run, tmp_path):
     run = tmp_path / "runs" / "run"
     shutil.copytree(finished_run, run, symlinks=True)
     (run / "config.yaml").write_bytes(yaml_object(tmp_path / "canary"))

@@ -116,7 +116,7 @@ def probe(policy, *overrides, say=None):
     return asyncio.run(measure())
 
 
-def test_probe_survives_resets_that_fail_now_and_then(plugin, tiny_policy):
+def test_probe_survives_some_failing_resets(plugin, tiny_policy):
     lines = Lines()
     assert probe(tiny_policy, say=lines).num_tokens > 0
     (line,) = lines
@@ -131,7 +131,7 @@ def test_probe_without_any_task_quotes_the_first_failure(plugin, tiny_policy):
     assert any("areal-gym check" in hint for hint in caught.value.hints)
 
 
-def test_split_that_there_is_not_is_no_failed_reset(plugin):
+def test_missing_split_is_not_counted_as_failed_reset(plugin):
     class Splitless(Moody):
         def sample_task(self, rng, options):
             raise UsageError("no split")
@@ -175,7 +175,7 @@ def test_tokenizer_larger_than_the_model_is_refused(tiny_policy, tmp_path):
         (["env.id=moody", "agent.kwargs.colour=red"], "colour"),
     ],
 )
-def test_arguments_that_do_not_fit_name_their_setting(plugin, overrides, message):
+def test_invalid_arguments_name_their_setting(plugin, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         Components.of(load_config(overrides=overrides))
     assert ".kwargs" in str(caught.value)
@@ -190,7 +190,7 @@ def test_arguments_that_do_not_fit_name_their_setting(plugin, overrides, message
         (["engine.id=embedded", "engine.kwargs.grace_s=1"], "takes no engine.kwargs: grace_s"),
     ],
 )
-def test_engine_arguments_that_do_not_fit_are_named(tiny_policy, engine, message):
+def test_invalid_engine_arguments_are_named(tiny_policy, engine, message):
     config = load_config(overrides=[f"engine.model={tiny_policy}", *engine])
 
     async def scenario():
@@ -201,7 +201,7 @@ def test_engine_arguments_that_do_not_fit_are_named(tiny_policy, engine, message
         asyncio.run(scenario())
 
 
-def test_types_that_nobody_can_check_are_let_pass():
+def test_uncheckable_annotations_are_ignored():
     def takes(anything: "NotHere", number: int | None = None):  # noqa: F821
         return number
 
@@ -215,7 +215,7 @@ def test_types_that_nobody_can_check_are_let_pass():
         check_arguments(typed, {"names": 3}, key="x.kwargs", id="typed")
 
 
-def test_log_directory_is_made_or_named(tmp_path):
+def test_log_directory_is_created_or_named_in_the_error(tmp_path):
     async def start(log):
         server = LaunchedServer(tmp_path, command=["true"], log=log, start_timeout_s=30)
         try:

@@ -50,7 +50,9 @@ def same(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_two_runs_are_one_whatever_the_clock_says(tiny_policy, shaped_env, tmp_path, monkeypatch):
+def test_deterministic_runs_are_equal_under_any_timing(
+    tiny_policy, shaped_env, tmp_path, monkeypatch
+):
     import asyncio
 
     from tests._support import shaped_env as plugin
@@ -92,7 +94,7 @@ train(config_of({policy!r}, steps=6), run_dir=Path({run!r}), mode=sys.argv[1])
 """
 
 
-def test_a_killed_run_ends_as_the_uninterrupted_one(tiny_policy, shaped_env, tmp_path):
+def test_killed_deterministic_run_equals_the_uninterrupted_one(tiny_policy, shaped_env, tmp_path):
     train(config_of(tiny_policy, steps=6), run_dir=tmp_path / "whole")
     run = tmp_path / "cut"
     code = textwrap.dedent(CHILD).format(root=str(ROOT), policy=str(tiny_policy), run=str(run))
@@ -117,12 +119,12 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(tiny_policy, shaped_env, tmp
 @pytest.mark.parametrize(
     "setting", ["rollout.max_staleness=1", "engine.id=sglang", "trainer.device=cuda"]
 )
-def test_what_cannot_be_repeated_is_refused(setting):
+def test_nondeterministic_settings_are_refused(setting):
     with pytest.raises(ConfigError, match="deterministic = true needs"):
         load_config(overrides=["deterministic=true", setting])
 
 
-def test_an_engine_with_batches_of_its_own_is_refused():
+def test_engine_without_deterministic_batches_is_refused():
     from areal_gym.agents.chat import ChatAgent
     from tests._support.shaped_env import Shaped
 

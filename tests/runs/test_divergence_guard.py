@@ -84,7 +84,7 @@ def test_each_signal_warns_once_and_then_stops(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SIGNALS)
-def test_what_lasts_for_two_steps_is_noise(name, tmp_path):
+def test_two_bad_steps_are_ignored_as_noise(name, tmp_path):
     change, _ = SIGNALS[name]
     guard, lines = guarded(tmp_path)
     rows = [row(step, **(change if step % 10 < 2 else {})) for step in range(1, 101)]
@@ -102,7 +102,7 @@ def test_each_signal_can_be_switched_off(name, tmp_path):
     assert lines == []
 
 
-def test_a_guard_that_warns_goes_on_and_one_that_ignores_is_silent(tmp_path):
+def test_guard_modes_warn_and_ignore(tmp_path):
     rows = [row(step, approx_kl=2.0) for step in range(1, 41)]
     guard, lines = guarded(tmp_path, "guard.action=warn")
     assert stops_at(guard, rows) == (None, None)
@@ -116,7 +116,7 @@ def test_a_guard_that_warns_goes_on_and_one_that_ignores_is_silent(tmp_path):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("group_size", "num_groups"), [(8, 8), (4, 2), (2, 1)])
-def test_noise_of_few_episodes_stops_nothing(seed, group_size, num_groups, tmp_path):
+def test_noise_of_few_episodes_does_not_stop_the_run(seed, group_size, num_groups, tmp_path):
     """Tasks that all siblings solve or none does: a batch of few groups jumps up and down."""
     rng = random.Random(seed)
     guard, _ = guarded(tmp_path, f"rollout.group_size={group_size}")
@@ -129,7 +129,7 @@ def test_noise_of_few_episodes_stops_nothing(seed, group_size, num_groups, tmp_p
     assert stops_at(guard, [drawn(step) for step in range(1, 201)]) == (None, None)
 
 
-def test_rewards_are_judged_between_the_lowest_and_the_best(tmp_path):
+def test_reward_drop_is_relative_to_the_range_of_rewards(tmp_path):
     """Rewards from -1 to 1: a fall from 0.8 to 0.2 is less than half the way, one to -0.4 more."""
 
     def rows(fallen):
@@ -150,20 +150,20 @@ def test_rewards_are_judged_between_the_lowest_and_the_best(tmp_path):
     ],
     ids=["curriculum", "distillation"],
 )
-def test_rewards_that_may_fall_are_not_judged(overrides, tmp_path):
+def test_falling_rewards_can_be_allowed(overrides, tmp_path):
     guard, _ = guarded(tmp_path, *overrides)
     rows = [row(step, reward=0.9 if step <= 20 else 0.0) for step in range(1, 61)]
     assert stops_at(guard, rows) == (None, None)
 
 
-def test_steps_without_an_ended_episode_and_metrics_that_are_missing_are_borne(tmp_path):
+def test_steps_without_episodes_or_metrics_are_tolerated(tmp_path):
     guard, _ = guarded(tmp_path)
     rows = [row(step) if step % 3 else {"step": step} for step in range(1, 31)]
     rows[10]["train/approx_kl"] = None
     assert stops_at(guard, rows) == (None, None)
 
 
-def test_the_last_good_checkpoint_is_named_with_what_to_type(tmp_path):
+def test_last_good_checkpoint_is_named_with_a_command(tmp_path):
     guard, _ = guarded(
         tmp_path, "trainer.optimizer=muon", "rollout.max_staleness=8", "trainer.minibatches=4"
     )
@@ -192,14 +192,14 @@ def test_the_last_good_checkpoint_is_named_with_what_to_type(tmp_path):
     assert any("guard.action=warn" in hint for hint in error.hints)
 
 
-def test_a_run_without_any_checkpoint_is_told_to_begin_again(tmp_path):
+def test_run_without_checkpoint_is_told_to_start_again(tmp_path):
     guard, _ = guarded(tmp_path)
     _, error = stops_at(guard, [row(step, approx_kl=2.0) for step in range(1, 41)])
     assert "no checkpoint was written before" in error.message
     assert "begin again" in error.hints[0]
 
 
-def test_a_resumed_run_remembers_what_was_good(tmp_path):
+def test_resumed_run_restores_the_guards_baseline(tmp_path):
     before = [row(step, reward=0.8) for step in range(1, 21)]
     fallen = [row(step, reward=0.1) for step in range(21, 41)]
     expected, _ = stops_at(guarded(tmp_path)[0], before + fallen)
@@ -210,7 +210,7 @@ def test_a_resumed_run_remembers_what_was_good(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["guard.kl=0", "guard.ratio=1", "guard.reward=1.5"])
-def test_limits_that_mean_nothing_are_refused(override):
+def test_invalid_guard_limits_are_refused(override):
     with pytest.raises(ConfigError):
         load_config(overrides=["env.id=tir", override])
 
@@ -230,7 +230,7 @@ def ended(reward: float, stop: StopReason = StopReason.COMPLETED) -> Trajectory:
     )
 
 
-def test_newest_rewards_are_those_since_the_last_step():
+def test_newest_rewards_are_those_since_the_previous_step():
     newest = NewestRewards()
     for reward in (1.0, 0.0, float("nan")):
         newest.add(ended(reward))
@@ -278,7 +278,7 @@ def config_of(policy, num_paid, *overrides):
     )
 
 
-def test_a_run_that_fails_is_stopped_and_goes_on_from_its_last_good_checkpoint(
+def test_diverged_run_stops_and_resumes_from_the_last_good_checkpoint(
     fading, tiny_policy, tmp_path
 ):
     display = Lines()

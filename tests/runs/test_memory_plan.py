@@ -32,14 +32,14 @@ def settings(**trainer):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_are_counted_as_transformers_counts_them(shape):
+def test_parameter_count_equals_transformers(shape):
     theirs = tiny_model(shape)
     found = memory_of(settings(), config_from_hf(theirs.config.to_dict()))
     assert found.num_parameters == sum(p.numel() for p in theirs.parameters())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_states_are_those_of_the_optimizer(optimizer):
+def test_optimizer_state_bytes_equal_torchs(optimizer):
     config = settings(optimizer=optimizer)
     decoder = build_decoder(SHAPE, seed=0)
     made = Optimizer(decoder, config.trainer)
@@ -50,7 +50,7 @@ def test_states_are_those_of_the_optimizer(optimizer):
     assert memory_of(config, SHAPE).states == real
 
 
-def test_an_adapter_has_few_gradients():
+def test_adapter_gradients_are_small():
     pytest.importorskip("peft", reason="peft is not installed: pip install 'areal-gym[lora]'")
     config = settings(lora={"rank": 4})
     decoder = build_decoder(SHAPE, seed=0)
@@ -62,7 +62,7 @@ def test_an_adapter_has_few_gradients():
 
 @pytest.mark.skipif(not is_there(), reason="needs a C compiler: torch's norms keep more on CPUs")
 @pytest.mark.parametrize("recompute", [False, True])
-def test_activations_are_what_the_backward_pass_keeps(recompute, monkeypatch):
+def test_activation_bytes_equal_saved_tensors(recompute, monkeypatch):
     """Kept by autograd, each storage once, of 256 tokens; within a tenth."""
 
     def gated(gate, up, activation):
@@ -112,7 +112,7 @@ class _Attention(torch.autograd.Function):
         raise NotImplementedError
 
 
-def test_ranks_share_what_is_sharded():
+def test_ranks_share_sharded_memory():
     one, four = (memory_of(settings(num_ranks=n), SHAPE) for n in (1, 4))
     assert (four.weights, four.gradients, four.states) == (
         one.weights // 4,
@@ -122,7 +122,7 @@ def test_ranks_share_what_is_sharded():
     assert one.gathered == 0 < four.gathered
 
 
-def test_a_reference_and_a_critic_cost_what_they_are():
+def test_reference_and_critic_memory():
     plain = memory_of(settings(), SHAPE)
     with_reference = memory_of(settings(kl={"coefficient": 0.01}), SHAPE)
     assert with_reference.frozen == plain.weights
@@ -131,7 +131,7 @@ def test_a_reference_and_a_critic_cost_what_they_are():
     assert with_critic.states == 2 * plain.states
 
 
-def test_the_lines_say_what_is_known(tmp_path):
+def test_memory_plan_lines(tmp_path):
     config = RunConfig.model_validate({"engine": {"model": str(tmp_path)}})
     assert describe_memory(config) == [f"memory: is told once there is {tmp_path}/config.json"]
     (tmp_path / "config.json").write_text(json.dumps(config_json("8B")))

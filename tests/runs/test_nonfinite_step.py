@@ -41,7 +41,7 @@ def config_of(run_dir, *overrides):
     return load_config(run_dir / "config.yaml", overrides)
 
 
-def test_the_batch_is_kept_and_named(ended, tiny_policy):
+def test_batch_of_a_nonfinite_step_is_saved_and_named(ended, tiny_policy):
     run_dir, error = ended
     assert error.message.startswith("step 3: the loss was not finite 3 times in a row")
     file = run_dir / "trajectories" / "refused-000003.jsonl"
@@ -58,7 +58,7 @@ def test_the_batch_is_kept_and_named(ended, tiny_policy):
     assert all(after[name].equal(weight) for name, weight in before.items())
 
 
-def test_the_step_is_refused_again_and_taken_with_other_settings(ended):
+def test_nonfinite_step_is_repeated_with_other_settings(ended):
     run_dir, _ = ended
     again = replay_refused(config_of(run_dir), run_dir)
     assert (again.step, again.is_finite) == (3, False)
@@ -70,7 +70,7 @@ def test_the_step_is_refused_again_and_taken_with_other_settings(ended):
     assert helped.grad_norm > 0
 
 
-def test_a_run_without_such_a_step_has_nothing_to_repeat(ended):
+def test_run_without_nonfinite_step_is_refused(ended):
     run_dir, _ = ended
     (run_dir / "trajectories" / "refused-000003.jsonl").unlink()
     with pytest.raises(NothingToDoError, match="refused no step"):
@@ -84,7 +84,9 @@ def test_a_run_without_such_a_step_has_nothing_to_repeat(ended):
         (["trainer.reward.scale=1"], 0, "step 3: loss "),
     ],
 )
-def test_the_command_says_what_became_of_it(ended, capsys, overrides, code, said):
+def test_replay_command_prints_the_outcome_of_a_nonfinite_step(
+    ended, capsys, overrides, code, said
+):
     from areal_gym.cli.app import run
 
     run_dir, _ = ended
@@ -92,7 +94,7 @@ def test_the_command_says_what_became_of_it(ended, capsys, overrides, code, said
     assert said in capsys.readouterr().out
 
 
-def test_a_log_probability_that_is_no_number_survives_the_file(ended):
+def test_nan_logprobs_survive_the_file(ended):
     run_dir, _ = ended
     _, groups = RunDir(run_dir).read_refused()
     first = groups[0].trajectories[0]

@@ -97,7 +97,9 @@ def run_of(policy, objective, tmp_path, *overrides, **kwargs):
     ],
     ids=["sft", "dpo", "ipo", "rm", "sft-lora", "dpo-lora", "rm-lora"],
 )
-def test_a_run_learns_and_leaves_a_whole_directory(tiny_policy, tmp_path, objective, overrides):
+def test_objective_run_learns_and_writes_a_complete_directory(
+    tiny_policy, tmp_path, objective, overrides
+):
     summary, run = run_of(tiny_policy, objective, tmp_path, *overrides)
     assert run.read_summary() == summary
     # Beside an adapter the random vectors of the vocabulary stay: imitation has little room.
@@ -122,7 +124,7 @@ def test_a_run_learns_and_leaves_a_whole_directory(tiny_policy, tmp_path, object
     assert load_config(run.config_file).objective == objective
 
 
-def test_generated_data(tiny_policy, tmp_path):
+def test_run_with_generated_demonstrations(tiny_policy, tmp_path):
     for objective in ("sft", "dpo", "rm"):
         config = config_of(tiny_policy, objective, "env.id=math", steps=4)
         summary = train(config, run_dir=tmp_path / objective)
@@ -130,7 +132,7 @@ def test_generated_data(tiny_policy, tmp_path):
         assert summary["heldout_loss_after"] < summary["heldout_loss_before"]
 
 
-def test_only_good_demonstrations(tiny_policy, tmp_path):
+def test_run_with_successful_demonstrations_only(tiny_policy, tmp_path):
     config = config_of(tiny_policy, "sft", "env.id=math", "data.min_reward=1", steps=1)
     assert train(config, run_dir=tmp_path / "run")["num_steps"] == 1
     config = config_of(tiny_policy, "sft", "env.id=math", "data.min_reward=2", steps=1)
@@ -148,7 +150,7 @@ def states_in(directory):
 
 
 @pytest.mark.parametrize("overrides", [(), ("trainer.lora.rank=2",)], ids=["all", "lora"])
-def test_a_resumed_run_is_the_uninterrupted_one(tiny_policy, tmp_path, overrides):
+def test_resumed_objective_run_equals_the_uninterrupted_one(tiny_policy, tmp_path, overrides):
     for objective in ("sft", "dpo", "rm"):
         rows = dialogues() if objective == "sft" else preferences()
         file = file_of(tmp_path, rows)
@@ -171,7 +173,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_policy, tmp_path, overrides
         assert [row["step"] for row in RunDir(parts).read_metrics()] == list(range(1, 8))
 
 
-def test_too_long_examples_are_said_and_left_out(tiny_policy, tmp_path):
+def test_too_long_examples_are_reported_and_skipped(tiny_policy, tmp_path):
     said = []
 
     class Display(SilentDisplay):
@@ -190,7 +192,7 @@ def test_too_long_examples_are_said_and_left_out(tiny_policy, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_bad_data_is_named(tiny_policy, tmp_path):
+def test_invalid_data_files_are_named(tiny_policy, tmp_path):
     rows = [*dialogues(3), {"messages": [{"role": "user", "content": "?"}]}]
     config = config_of(tiny_policy, "sft", f"data.file={file_of(tmp_path, rows)}")
     with pytest.raises(DataError, match=r"data\.jsonl, line 4: the assistant says nothing"):
@@ -217,13 +219,13 @@ def test_bad_data_is_named(tiny_policy, tmp_path):
         (["objective=dpo", "dpo.kind=apo"], "dpo.kind"),
     ],
 )
-def test_settings_that_do_not_fit(overrides, complaint):
+def test_conflicting_objective_settings_are_refused(overrides, complaint):
     with pytest.raises(ConfigError, match=complaint):
         load_config(overrides=overrides)
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo", "rm"])
-def test_two_ranks_learn_what_one_learns(tiny_policy, tmp_path, objective):
+def test_two_ranks_train_what_one_rank_trains(tiny_policy, tmp_path, objective):
     rows = {}
     for num_ranks in (1, 2):
         home = tmp_path / str(num_ranks)
@@ -259,9 +261,7 @@ def teacher(tiny_policy, tmp_path):
     return save_checkpoint(decoder, tmp_path / "teacher", tokenizer_dir=tiny_policy)
 
 
-def test_distillation_learns_from_its_teacher_and_is_replayed_without(
-    tiny_policy, teacher, tmp_path
-):
+def test_distillation_run_is_replayed_without_the_teacher(tiny_policy, teacher, tmp_path):
     config = distillation_of(tiny_policy, teacher, steps=8)
     summary = train(config, run_dir=tmp_path / "run")
     run = RunDir(tmp_path / "run")
@@ -275,7 +275,7 @@ def test_distillation_learns_from_its_teacher_and_is_replayed_without(
     assert replay(load_config(run.config_file), run.path).is_identical
 
 
-def test_a_teacher_may_be_a_server(tiny_policy, teacher, tmp_path):
+def test_server_as_teacher(tiny_policy, teacher, tmp_path):
     command = [sys.executable, "-m", "areal_gym.engines.sglang.fake", "--model-path", str(teacher)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -301,12 +301,12 @@ def test_a_teacher_may_be_a_server(tiny_policy, teacher, tmp_path):
     assert ours["train/kl_teacher"] == pytest.approx(theirs["train/kl_teacher"], abs=1e-4)
 
 
-def test_a_run_is_a_teacher(tiny_policy, tmp_path):
+def test_run_directory_as_teacher(tiny_policy, tmp_path):
     run_of(tiny_policy, "sft", tmp_path, steps=2)
     train(distillation_of(tiny_policy, tmp_path / "run", steps=1), run_dir=tmp_path / "student")
 
 
-def test_teachers_that_are_none(tiny_policy, teacher, tmp_path):
+def test_invalid_teachers_are_refused(tiny_policy, teacher, tmp_path):
     with pytest.raises(ConfigError, match="neither a checkpoint's directory nor a run's"):
         train(distillation_of(tiny_policy, tmp_path / "nowhere"), run_dir=tmp_path / "run")
     facts = json.loads((teacher / "tokenizer.json").read_text())
@@ -318,7 +318,7 @@ def test_teachers_that_are_none(tiny_policy, teacher, tmp_path):
         train(distillation_of(tiny_policy, teacher), run_dir=tmp_path / "run")
 
 
-def test_what_cannot_be_replayed_is_said(tiny_policy, tmp_path):
+def test_replay_of_other_objectives_is_refused(tiny_policy, tmp_path):
     run_of(tiny_policy, "sft", tmp_path, steps=1)
     with pytest.raises(UsageError, match="no episodes"):
         replay(load_config(tmp_path / "run/config.yaml"), tmp_path / "run")
@@ -336,7 +336,7 @@ def cli(*argv, **kwargs):
 
 
 @pytest.mark.slow
-def test_the_command_line(tiny_policy, tmp_path):
+def test_objective_runs_from_the_command_line(tiny_policy, tmp_path):
     file = file_of(tmp_path, preferences())
     settings = [f"engine.model={tiny_policy}", f"data.file={file}", "engine.max_context=256"]
     dry = cli("train", "--objective", "dpo", "--dry-run", *settings)
@@ -359,7 +359,7 @@ def test_the_command_line(tiny_policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_learned(tiny_policy, tmp_path):
+def test_ctrl_c_saves_an_objective_run(tiny_policy, tmp_path):
     file = file_of(tmp_path, dialogues())
     run = tmp_path / "run"
     process = subprocess.Popen(

@@ -34,9 +34,7 @@ def weights(run_dir, step):
 
 
 @pytest.mark.parametrize("name", ["dapo", "m2po", "ppo", "reinforce_pp"])
-def test_an_asynchronous_run_is_recorded_and_comes_out_again(
-    name, shaped_env, tiny_policy, tmp_path
-):
+def test_asynchronous_preset_run_is_replayed_exactly(name, shaped_env, tiny_policy, tmp_path):
     """Through the worker process, and its record through a learner in this one: bit for bit."""
     overrides = [f"trainer.algorithm={name}", "rollout.max_staleness=2", "steps=3"]
     train(config_of(tiny_policy, *overrides), run_dir=tmp_path / "run")
@@ -48,7 +46,7 @@ def test_an_asynchronous_run_is_recorded_and_comes_out_again(
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp"])
-def test_a_resumed_run_is_the_uninterrupted_one(name, shaped_env, tiny_policy, tmp_path):
+def test_resumed_preset_run_equals_the_uninterrupted_one(name, shaped_env, tiny_policy, tmp_path):
     """Critic and reference policy are those of before."""
 
     def play(out, steps, mode="new"):
@@ -70,7 +68,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, shaped_env, tiny_policy, t
     assert rows[1][key] == pytest.approx(rows[0][key], rel=0.05)
 
 
-def test_another_algorithm_on_the_same_experience(shaped_env, tiny_policy, tmp_path):
+def test_replay_with_another_algorithm(shaped_env, tiny_policy, tmp_path):
     train(config_of(tiny_policy, "steps=2"), run_dir=tmp_path / "run")
     recorded = tmp_path / "run" / "config.yaml"
     found = {}
@@ -83,9 +81,7 @@ def test_another_algorithm_on_the_same_experience(shaped_env, tiny_policy, tmp_p
     assert not any(all((w[key] == grpo[key]).all() for key in w) for w in found.values())
 
 
-def test_what_a_loss_does_not_like_is_refused_before_anything_is_played(
-    shaped_env, tiny_policy, tmp_path
-):
+def test_invalid_loss_settings_are_refused_before_rollouts(shaped_env, tiny_policy, tmp_path):
     config = config_of(tiny_policy, "trainer.loss_kwargs.dual_clip=0.5", "steps=1")
     with pytest.raises(ConfigError, match="must be above 1"):
         train(config, run_dir=tmp_path / "run")

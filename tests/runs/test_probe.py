@@ -40,14 +40,14 @@ def gap_between(served, trained, *overrides, served_at=1.0, max_context=256):
     return config, asyncio.run(measure())
 
 
-def test_the_same_weights_agree(tiny_policy):
+def test_probe_passes_equal_weights(tiny_policy):
     config, gap = gap_between(tiny_policy, tiny_policy)
     assert gap.mean < 1e-4
     assert gap.num_tokens > 8
     require_agreement(gap, config)
 
 
-def test_another_model_is_refused(tiny_policy, tmp_path):
+def test_probe_refuses_another_model(tiny_policy, tmp_path):
     decoder = load_checkpoint(tiny_policy)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -59,7 +59,7 @@ def test_another_model_is_refused(tiny_policy, tmp_path):
     assert any("temperature" in hint for hint in caught.value.hints)
 
 
-def test_another_temperature_shows(tiny_policy, tmp_path):
+def test_probe_detects_another_temperature(tiny_policy, tmp_path):
     decoder = load_checkpoint(tiny_policy)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -70,12 +70,12 @@ def test_another_temperature_shows(tiny_policy, tmp_path):
         require_agreement(gap, config)
 
 
-def test_prompts_that_do_not_fit_are_said_with_what_to_do(tiny_policy):
+def test_prompts_beyond_the_context_are_refused_with_hints(tiny_policy):
     with pytest.raises(ConfigError, match=r"have \d+ to \d+ tokens, and a sequence may have 32"):
         gap_between(tiny_policy, tiny_policy, max_context=32)
 
 
-def test_some_prompts_that_do_not_fit_stop_nobody(tiny_policy):
+def test_probe_skips_single_prompts_beyond_the_context(tiny_policy):
     with pytest.raises(ConfigError) as caught:
         gap_between(tiny_policy, tiny_policy, max_context=32)
     shortest = int(re.search(r"have (\d+) to", caught.value.message)[1])

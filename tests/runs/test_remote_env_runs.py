@@ -67,7 +67,7 @@ def weights(directory):
     return load_checkpoint(newest).state_dict()
 
 
-def test_a_run_over_http_is_the_run_at_home(tiny_policy, tmp_path):
+def test_run_over_http_equals_the_local_run(tiny_policy, tmp_path):
     with served("tir", "level=1") as server:
         there, here = tmp_path / "there", tmp_path / "here"
         for out, env in ((there, f"remote:{server['url']}"), (here, "tir")):
@@ -81,7 +81,7 @@ def test_a_run_over_http_is_the_run_at_home(tiny_policy, tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_an_evaluation_over_http_is_the_one_at_home(tiny_policy, tmp_path, capsys, monkeypatch):
+def test_evaluation_over_http_equals_the_local_one(tiny_policy, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with served("countdown", "num_numbers=3") as server:
         reports = []
@@ -99,7 +99,7 @@ def test_an_evaluation_over_http_is_the_one_at_home(tiny_policy, tmp_path, capsy
         assert reports[0]["num_tasks"] == 6
 
 
-def test_a_server_that_dies_stops_the_run_and_says_why(tiny_policy, tmp_path, capsys):
+def test_dead_env_server_stops_the_run_with_a_reason(tiny_policy, tmp_path, capsys):
     with served("countdown") as server:
         url = server["url"]
         server["process"].kill()
@@ -111,7 +111,7 @@ def test_a_server_that_dies_stops_the_run_and_says_why(tiny_policy, tmp_path, ca
         assert "areal-gym serve-env" in told
 
 
-def test_what_cannot_be_served_is_said_at_once(capsys):
+def test_unservable_environment_is_refused(capsys):
     assert run(["serve-env", "tri"]) == 2
     assert "did you mean 'tir'" in capsys.readouterr().err
     assert run(["serve-env", "tir", "level=9"]) == 2
@@ -119,7 +119,7 @@ def test_what_cannot_be_served_is_said_at_once(capsys):
     assert "cannot reach the environment at http://127.0.0.1:1" in capsys.readouterr().err
 
 
-def test_beyond_this_machine_it_makes_up_a_token():
+def test_public_env_server_generates_a_token():
     with served("countdown", "--host", "0.0.0.0") as server:
         assert len(server["token"]) >= 32
     with served("countdown") as server:

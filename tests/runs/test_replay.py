@@ -52,7 +52,7 @@ def recorded_config(run_dir, *overrides):
     return load_config(run_dir / "config.yaml", overrides)
 
 
-def test_the_weights_come_out_bit_for_bit(recorded):
+def test_replay_reproduces_weights_bit_for_bit(recorded):
     report = replay(recorded_config(recorded), recorded)
     assert report.num_steps == 4
     assert report.max_difference == 0.0
@@ -63,7 +63,7 @@ def test_the_weights_come_out_bit_for_bit(recorded):
     assert last["rollout/staleness_max"] > 0
 
 
-def test_a_tampered_record_is_found(recorded, tmp_path):
+def test_replay_detects_changed_records(recorded, tmp_path):
     run_dir = tmp_path / "tampered"
     shutil.copytree(recorded, run_dir)
     file = run_dir / "trajectories" / "step-000003.jsonl"
@@ -76,7 +76,7 @@ def test_a_tampered_record_is_found(recorded, tmp_path):
     assert not report.is_identical
 
 
-def test_other_settings_make_another_policy_of_the_same_experience(recorded, tmp_path):
+def test_replay_with_other_settings(recorded, tmp_path):
     config = recorded_config(recorded, "trainer.lr=1e-2")
     report = replay(config, recorded, out=tmp_path / "other")
     assert not report.is_identical
@@ -86,14 +86,14 @@ def test_other_settings_make_another_policy_of_the_same_experience(recorded, tmp
     assert load_checkpoint(made.checkpoints_dir / "step-000004").state_dict()
 
 
-def test_only_the_first_steps(recorded):
+def test_replay_of_the_first_steps(recorded):
     report = replay(recorded_config(recorded), recorded, num_steps=2)
     assert report.num_steps == 2
     assert report.first_difference is None
     assert report.checkpoint is None  # nothing was saved at step 2
 
 
-def test_another_initial_policy_is_refused(recorded, tiny_policy, tmp_path):
+def test_replay_with_another_initial_policy_is_refused(recorded, tiny_policy, tmp_path):
     decoder = load_checkpoint(tiny_policy)
     next(decoder.parameters()).data.add_(1.0)
     other = save_checkpoint(decoder, tmp_path / "policy", tokenizer_dir=tiny_policy)
@@ -101,14 +101,14 @@ def test_another_initial_policy_is_refused(recorded, tiny_policy, tmp_path):
         replay(recorded_config(recorded, f"engine.model={other}"), recorded)
 
 
-def test_a_run_without_steps_has_nothing_to_replay(recorded, tmp_path):
+def test_replay_of_a_run_without_steps_is_refused(recorded, tmp_path):
     with RunDir.open(tmp_path / "empty") as run:
         run.save_config((recorded / "config.yaml").read_text())
     with pytest.raises(NothingToDoError, match="no step"):
         replay(recorded_config(recorded), tmp_path / "empty")
 
 
-def test_a_run_that_has_lost_its_trajectories_says_which(recorded, tmp_path):
+def test_replay_names_missing_trajectories(recorded, tmp_path):
     shutil.copytree(recorded, tmp_path / "lost")
     (tmp_path / "lost" / "trajectories" / "step-000003.jsonl").unlink()
     with pytest.raises(DataError, match="trajectories of step 3") as caught:

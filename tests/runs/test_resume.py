@@ -103,7 +103,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_refusal_leaves_no_trace(run, tiny_policy, case):
+def test_refused_resume_changes_no_file(run, tiny_policy, case):
     mode, overrides, damage = REFUSALS[case]
     spoil(run / ".metrics.jsonl.1.tmp")
     damage(run)
@@ -120,7 +120,7 @@ def test_a_refusal_leaves_no_trace(run, tiny_policy, case):
 
 
 @pytest.mark.parametrize("mode", ["resume", "clean"])
-def test_a_refusal_makes_no_directory(tiny_policy, tmp_path, mode):
+def test_refused_run_creates_no_directory(tiny_policy, tmp_path, mode):
     with pytest.raises(UsageError):
         train(
             config_of(tiny_policy, "env.kwargs.colour=red"),
@@ -130,7 +130,7 @@ def test_a_refusal_makes_no_directory(tiny_policy, tmp_path, mode):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_no_run_is_not_touched(tiny_policy, tmp_path):
+def test_directory_without_run_is_not_changed(tiny_policy, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / ".mine.tmp").write_text("mine")
     before = tree_of(tmp_path)
@@ -140,14 +140,14 @@ def test_a_directory_that_is_no_run_is_not_touched(tiny_policy, tmp_path):
     assert tree_of(tmp_path) == before
 
 
-def test_a_replaced_run_leaves_nothing_of_the_old_one(run, tiny_policy):
+def test_replaced_run_keeps_no_old_files(run, tiny_policy):
     (run / "metrics.jsonl.torn").write_text("old")
     train(config_of(tiny_policy), run_dir=run, mode="clean")
     assert not (run / "metrics.jsonl.torn").exists()
     assert [row["step"] for row in RunDir(run).read_metrics()] == [1]
 
 
-def test_a_run_without_a_checkpoint_is_resumed_from_its_beginning(tiny_policy, tmp_path):
+def test_run_without_checkpoint_resumes_at_step_0(tiny_policy, tmp_path):
     path = tmp_path / "run"
     early = EngineError("gone before the first checkpoint")
     with pytest.raises(EngineError):
@@ -173,19 +173,19 @@ def test_a_run_without_a_checkpoint_is_resumed_from_its_beginning(tiny_policy, t
         ("agent.kwargs.x=1", "agent.kwargs"),
     ],
 )
-def test_a_setting_that_changes_the_meaning_is_said(run, tiny_policy, override, words):
+def test_changed_settings_are_reported(run, tiny_policy, override, words):
     (remark,) = require_resumable(RunDir(run), config_of(tiny_policy, override))
     assert words in remark
 
 
 @pytest.mark.parametrize("override", ["seed=7", "deterministic=true", "objective=sft"])
-def test_a_setting_that_makes_another_run_is_refused(run, tiny_policy, override):
+def test_incompatible_settings_are_refused(run, tiny_policy, override):
     with pytest.raises(ConfigError, match="another run") as refused:
         require_resumable(RunDir(run), config_of(tiny_policy, override))
     assert any(override.partition("=")[0] in hint for hint in refused.value.hints)
 
 
-def test_settings_of_speed_and_length_change_silently(run, tiny_policy):
+def test_speed_and_length_settings_change_silently(run, tiny_policy):
     overrides = ("trainer.num_threads=2", "engine.num_slots=2", "trainer.save_every=3")
     assert require_resumable(RunDir(run), config_of(tiny_policy, *overrides, steps=9)) == []
 
@@ -207,7 +207,7 @@ def test_every_listed_setting_exists(tiny_policy):
 @pytest.mark.parametrize(
     "torn", [b'{"step": 2, "rew', b"\0" * 64, b"\0\0\n\xff\xfe\n", b'not json\n{"a": 1', b"[]\n7\n"]
 )
-def test_a_torn_end_is_cut_off_said_and_kept(run, tiny_policy, torn):
+def test_torn_last_line_is_cut_reported_and_kept_aside(run, tiny_policy, torn):
     for name in ("metrics.jsonl", "evaluations.jsonl", "journal.jsonl"):
         with (run / name).open("ab") as stream:
             stream.write(torn)
@@ -221,7 +221,7 @@ def test_a_torn_end_is_cut_off_said_and_kept(run, tiny_policy, torn):
         assert any(line.startswith(name) and "torn" in line for line in heard.lines)
 
 
-def test_a_broken_line_in_the_middle_is_not_cut_off(run):
+def test_broken_line_in_the_middle_is_refused(run):
     file = run / "metrics.jsonl"
     raw = b"not json\n" + file.read_bytes()
     file.write_bytes(raw)
@@ -230,7 +230,7 @@ def test_a_broken_line_in_the_middle_is_not_cut_off(run):
     assert file.read_bytes() == raw
 
 
-def test_a_journal_of_nonsense_is_cut_off(tmp_path):
+def test_damaged_journal_is_truncated(tmp_path):
     for row in ({"event": "scored"}, {"event": "scored", "group": 1, "packed": 7}, {"group": []}):
         file = tmp_path / "journal.jsonl"
         file.write_text('{"event": "issued", "group": 1, "options": {}}\n' + json.dumps(row) + "\n")
@@ -246,7 +246,7 @@ def status_of(run: Path) -> dict:
     return json.loads((run / "status.json").read_text())
 
 
-def test_a_finished_run_says_so(run):
+def test_status_of_a_finished_run(run):
     assert status_of(run)["state"] == "finished"
     assert status_of(run)["step"] == status_of(run)["steps"] == 1
     assert RunDir(run).status == "finished"
@@ -270,7 +270,7 @@ def failing(error):
         (KeyboardInterrupt(), "interrupted"),
     ],
 )
-def test_a_run_that_ends_early_says_why(tiny_policy, tmp_path, error, state, capsys):
+def test_status_gives_the_reason_of_an_early_end(tiny_policy, tmp_path, error, state, capsys):
     path = tmp_path / "runs" / "run"
     with pytest.raises(type(error)):
         train(config_of(tiny_policy, steps=3), run_dir=path, callbacks=failing(error))
@@ -301,7 +301,7 @@ with RunDir.open(Path(sys.argv[1])) as run:
 """
 
 
-def test_a_killed_run_is_running_and_then_dead(tmp_path, capsys):
+def test_status_of_a_killed_run(tmp_path, capsys):
     path = tmp_path / "runs" / "run"
     child = subprocess.Popen(
         [sys.executable, "-c", _KILLED, str(path)],
@@ -322,7 +322,7 @@ def test_a_killed_run_is_running_and_then_dead(tmp_path, capsys):
     assert str(child.pid) in shown
 
 
-def test_a_process_number_that_was_given_again_is_not_the_run(tmp_path):
+def test_reused_pid_is_not_the_run(tmp_path):
     record = StatusRecord(state="running")
     assert record.current_state == "running"
     again = StatusRecord(state="running", process_start=(record.process_start or 0) + 1)
@@ -330,7 +330,7 @@ def test_a_process_number_that_was_given_again_is_not_the_run(tmp_path):
     assert StatusRecord(state="running", boot_id="another").current_state == "died"
 
 
-def test_a_run_on_another_machine_is_believed_for_some_hours():
+def test_status_of_another_machine_expires():
     now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     there = StatusRecord(state="running", host="elsewhere", boot_id="x", updated_at=now)
     assert there.current_state == "running"
@@ -340,12 +340,12 @@ def test_a_run_on_another_machine_is_believed_for_some_hours():
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"state": "gold"}', '{"state": {}}', "\x80"])
-def test_a_status_file_of_nonsense_is_none(tmp_path, text):
+def test_damaged_status_file_is_ignored(tmp_path, text):
     (tmp_path / "status.json").write_bytes(text.encode("latin-1"))
     assert StatusFile(tmp_path / "status.json").read() is None
 
 
-def test_a_run_of_an_older_version_is_stopped(run):
+def test_run_without_status_file_counts_as_stopped(run):
     (run / "status.json").unlink()
     (run / "summary.json").unlink()
     assert RunDir(run).status == "stopped"
@@ -354,7 +354,7 @@ def test_a_run_of_an_older_version_is_stopped(run):
 # ---- shared memory ------------------------------------------------------------------------------
 
 
-def test_too_little_shared_memory_is_named(tmp_path):
+def test_too_little_shared_memory_is_reported(tmp_path):
     enough = os.statvfs(tmp_path).f_frsize
     assert memory_directory(enough, tmp_path) == str(tmp_path)
     with pytest.raises(TrainError, match="share weights") as refused:
@@ -364,6 +364,6 @@ def test_too_little_shared_memory_is_named(tmp_path):
     assert memory_directory(10**18, tmp_path / "missing") is None
 
 
-def test_an_existing_run_is_refused_by_name(run, tiny_policy):
+def test_existing_run_is_refused_by_name(run, tiny_policy):
     with pytest.raises(RunExistsError, match="1 steps"):
         train(config_of(tiny_policy), run_dir=run)

@@ -37,7 +37,7 @@ def solver(messages):
     return WRONG if "Ada" in messages[-1]["content"] else "The answer is 3."
 
 
-def test_a_function_plays_and_the_result_reads_well():
+def test_function_policy_plays_and_result_has_a_repr():
     played = areal_gym.rollout(solver, "math", n=30, concurrency=7)
     assert isinstance(played, Rollouts)
     assert len(played) == len(played.scored) == 30
@@ -51,7 +51,7 @@ def test_a_function_plays_and_the_result_reads_well():
     assert played[:3][0] is played[0]
 
 
-def test_rows_are_flat_and_fit_for_tables():
+def test_rows_are_flat():
     row = areal_gym.rollout(solver, "math", n=2).rows()[0]
     assert row["env"] == "math"
     assert (row["reward"], row["stop_reason"], row["num_turns"]) == (0.0, "completed", 1)
@@ -63,7 +63,7 @@ def test_rows_are_flat_and_fit_for_tables():
 @pytest.mark.parametrize(
     ("package", "method"), [("pandas", "to_pandas"), ("datasets", "to_dataset")]
 )
-def test_tables(package, method):
+def test_results_convert_to_tables(package, method):
     played = areal_gym.rollout(solver, "math", n=3)
     try:
         __import__(package)
@@ -77,7 +77,7 @@ def test_tables(package, method):
         assert list(table["reward"]) == [0.0] * 3
 
 
-def test_it_works_inside_a_running_loop_and_beside_synchronous_environments():
+def test_rollout_inside_a_running_loop():
     async def notebook():
         return areal_gym.rollout(solver, "math", n=2)
 
@@ -92,7 +92,7 @@ def test_it_works_inside_a_running_loop_and_beside_synchronous_environments():
     assert len(areal_gym.rollout(nosy, "math", n=2)) == 2
 
 
-def test_functions_run_at_once_up_to_the_concurrency():
+def test_function_policies_run_concurrently_up_to_the_limit():
     barrier = threading.Barrier(4, timeout=20)
 
     def waits(messages):
@@ -102,7 +102,7 @@ def test_functions_run_at_once_up_to_the_concurrency():
     assert areal_gym.rollout(waits, "math", n=4, concurrency=4).mean_reward == 0.0
 
 
-def test_an_asynchronous_function_and_messages_with_calls():
+def test_async_function_policy_with_tool_calls():
     async def policy(messages):
         if messages[-1]["role"] == "tool":
             return f"\\boxed{{{messages[-1]['content']}}}"
@@ -121,7 +121,7 @@ def test_an_asynchronous_function_and_messages_with_calls():
     assert played.rows()[0]["metrics/tool_calls"] == 1
 
 
-def test_an_engine_leaves_tokens_on_record():
+def test_engine_policy_records_tokens():
     engine = ScriptedEngine([write_call("python", {"code": "1+1"}), WRONG])
     played = areal_gym.rollout(engine, TirEnv, n=3, concurrency=1, renderer=byte_renderer())
     assert all(t.num_policy_tokens > 0 for t in played)
@@ -129,13 +129,13 @@ def test_an_engine_leaves_tokens_on_record():
         areal_gym.rollout(ScriptedEngine([WRONG]), "math")
 
 
-def test_a_checkpoint_plays(tiny_policy):
+def test_checkpoint_policy(tiny_policy):
     played = areal_gym.rollout(str(tiny_policy), "math", n=3, max_new_tokens=4, max_context=256)
     assert len(played) == 3
     assert all(0 < t.num_policy_tokens <= 4 for t in played)
 
 
-def test_a_server_plays():
+def test_server_policy():
     bodies = []
 
     async def answer(request):
@@ -174,7 +174,7 @@ def test_a_server_plays():
     assert (told["role"], told["tool_call_id"], told["content"]) == ("tool", "abc", "2")
 
 
-def test_what_fails_is_a_failure_and_no_reward():
+def test_policy_error_is_a_failure_without_reward():
     def flaky(messages):
         if "Ada" in messages[-1]["content"]:
             raise RuntimeError("no more money")
@@ -197,7 +197,7 @@ def test_what_fails_is_a_failure_and_no_reward():
     assert "2 x gone" in repr(everything)
 
 
-def test_a_policy_that_hangs_is_cut():
+def test_hanging_policy_is_cancelled():
     async def hangs(messages):
         await asyncio.sleep(60)
 
@@ -205,7 +205,7 @@ def test_a_policy_that_hangs_is_cut():
     assert {str(t.stop_reason) for t in played} == {"timeout"}
 
 
-def test_few_tasks_are_played_again(tmp_path):
+def test_small_splits_are_repeated(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "1?", "answer": "1"}\n{"question": "2?", "answer": "2"}')
     kwargs = {"path": str(path), "test_path": str(path)}
@@ -215,7 +215,7 @@ def test_few_tasks_are_played_again(tmp_path):
         areal_gym.rollout(solver, "math", n=1, env_kwargs=kwargs, split="train")
 
 
-def test_evaluate_measures_and_keeps_the_episodes():
+def test_evaluate_returns_scores_and_episodes():
     def lucky(messages):  # wrong, right, wrong, right, ... for each task
         with lock:
             question = messages[-1]["content"]
@@ -237,7 +237,7 @@ def test_evaluate_measures_and_keeps_the_episodes():
     assert "pass@2" in str(report)
 
 
-def test_evaluate_excludes_failures_and_gives_up_on_many():
+def test_evaluate_excludes_failures_and_stops_at_too_many():
     def flaky(messages):
         if "Ada" in messages[-1]["content"]:
             raise RuntimeError("no more money")
@@ -255,7 +255,7 @@ def test_evaluate_excludes_failures_and_gives_up_on_many():
         areal_gym.evaluate(broken, "math", n=30)
 
 
-def test_an_interrupt_ends_what_was_begun():
+def test_interrupt_cancels_running_episodes():
     """In a process of its own: the signal has to come while the main thread waits."""
     code = """
 import areal_gym, asyncio, os, signal, threading
@@ -276,7 +276,7 @@ except KeyboardInterrupt:
     assert (done.stdout, done.stderr) == ("interrupted True\n", "")
 
 
-def test_a_bar_goes_to_stderr_and_only_if_it_is_wanted(capsys):
+def test_progress_bar_is_optional_and_on_stderr(capsys):
     areal_gym.rollout(solver, "math", n=3)
     areal_gym.evaluate(solver, "math", n=3, progress=False)
     assert capsys.readouterr() == ("", "")
@@ -287,7 +287,7 @@ def test_a_bar_goes_to_stderr_and_only_if_it_is_wanted(capsys):
     assert "3/3" in shown.err
 
 
-def test_what_is_no_policy_or_no_environment():
+def test_invalid_policies_and_environments_are_refused():
     with pytest.raises(ConfigError, match="no checkpoint's directory"):
         areal_gym.rollout("no/such/place", "math")
     with pytest.raises(UsageError, match="a policy is no int"):

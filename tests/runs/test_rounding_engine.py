@@ -56,7 +56,7 @@ def first_step(policy, run_dir, *overrides):
 
 
 @pytest.mark.parametrize("overrides", [[], ["trainer.runs_in=process"]], ids=["thread", "process"])
-def test_gspo_clips_nothing_of_a_bfloat16_engine_on_policy(
+def test_gspo_with_a_bfloat16_engine_clips_nothing_on_policy(
     overrides, shaped_env, sharp_policy, tmp_path
 ):
     # A learning rate of nothing: both updates of the step are on policy.
@@ -71,7 +71,7 @@ def test_gspo_clips_nothing_of_a_bfloat16_engine_on_policy(
     assert RunDir(tmp_path / "run").read_provenance()["engine_gap"]["max"] > 6e-5
 
 
-def test_gspo_clips_nothing_of_a_bfloat16_trainer_on_policy(shaped_env, sharp_policy, tmp_path):
+def test_gspo_with_a_bfloat16_trainer_clips_nothing_on_policy(shaped_env, sharp_policy, tmp_path):
     """The pass before the updates sees other micro-batches, and bfloat16 other digits there."""
     gspo = ["trainer.algorithm=gspo", "trainer.lr=1e-12", "trainer.dtype=bfloat16"]
     split = ["trainer.tokens_per_microbatch=100", "engine.max_logprob_gap=1"]
@@ -80,21 +80,21 @@ def test_gspo_clips_nothing_of_a_bfloat16_trainer_on_policy(shaped_env, sharp_po
     assert metrics["train/ratio"] == 1
 
 
-def test_an_exact_engine_is_taken_at_its_word(shaped_env, sharp_policy, tmp_path):
+def test_logprobs_of_an_exact_engine_are_used(shaped_env, sharp_policy, tmp_path):
     metrics, remarks = first_step(sharp_policy, tmp_path / "run", "trainer.algorithm=gspo")
     assert metrics["train/engine_gap"] < 6e-5
     assert "train/stale_weight" not in metrics
     assert remarks == []
 
 
-def test_a_wide_clip_bears_bfloat16(shaped_env, tiny_policy, tmp_path):
+def test_logprobs_of_a_bfloat16_engine_are_used_with_a_wide_clip(shaped_env, tiny_policy, tmp_path):
     metrics, remarks = first_step(tiny_policy, tmp_path / "run", "engine.dtype=bfloat16")
     assert metrics["train/clip_fraction"] == 0
     assert "train/stale_weight" not in metrics
     assert remarks == []
 
 
-def test_who_wants_the_engines_word_gets_it(shaped_env, sharp_policy, tmp_path):
+def test_engine_logprobs_can_be_forced(shaped_env, sharp_policy, tmp_path):
     wanted = ["trainer.algorithm=gspo", "trainer.correction.proximal=recorded"]
     metrics, remarks = first_step(
         sharp_policy, tmp_path / "run", *wanted, "engine.dtype=bfloat16", "trainer.lr=1e-12"
@@ -103,7 +103,7 @@ def test_who_wants_the_engines_word_gets_it(shaped_env, sharp_policy, tmp_path):
     assert remarks == []
 
 
-def test_a_run_with_a_bfloat16_engine_is_replayed_bit_for_bit(shaped_env, sharp_policy, tmp_path):
+def test_bfloat16_engine_run_is_replayed_bit_for_bit(shaped_env, sharp_policy, tmp_path):
     first_step(sharp_policy, tmp_path / "run", "trainer.algorithm=gspo", "engine.dtype=bfloat16")
     report = replay(load_config(tmp_path / "run" / "config.yaml"), tmp_path / "run")
     assert report.is_identical

@@ -88,7 +88,7 @@ def saver_of(learner, run, policy, told):
         saver.close()
 
 
-def test_all_goes_on_while_a_checkpoint_is_written(tiny_policy, tmp_path):  # trap 21
+def test_training_continues_while_a_checkpoint_is_written(tiny_policy, tmp_path):  # trap 21
     disk = SlowDisk()
     learner = learner_on(disk, tiny_policy)
     learner.step(batch(), 0)
@@ -129,7 +129,7 @@ def test_all_goes_on_while_a_checkpoint_is_written(tiny_policy, tmp_path):  # tr
         assert latest_checkpoint(run.checkpoints_dir)[0] == 2
 
 
-def test_a_full_disk_is_told_at_the_next_step_and_older_checkpoints_stay(tiny_policy, tmp_path):
+def test_full_disk_is_raised_at_the_next_step_and_keeps_checkpoints(tiny_policy, tmp_path):
     learner = learner_on(StateFiles(ALONE), tiny_policy)
     told = []
 
@@ -152,7 +152,7 @@ def test_a_full_disk_is_told_at_the_next_step_and_older_checkpoints_stay(tiny_po
     assert len(told) == 2
 
 
-def test_a_real_limit_of_the_file_system_is_understood(tiny_policy, tmp_path):
+def test_file_size_limit_is_a_full_disk(tiny_policy, tmp_path):
     """torch.save says something about positions instead."""
     learner = learner_on(StateFiles(ALONE), tiny_policy)
     learner.step(batch(), 0)
@@ -165,7 +165,7 @@ def test_a_real_limit_of_the_file_system_is_understood(tiny_policy, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_killed_while_it_is_written_a_checkpoint_leaves_the_one_before(tiny_policy, tmp_path):
+def test_kill_during_a_save_keeps_the_previous_checkpoint(tiny_policy, tmp_path):
     code = f"""
         import sys
         from pathlib import Path

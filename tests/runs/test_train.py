@@ -65,7 +65,7 @@ def config_of(policy, *overrides, env="tir", steps=2):
 
 
 @pytest.mark.parametrize("env", ["tir", "math", "countdown"])
-def test_a_run_leaves_a_whole_directory(policy, tmp_path, env):
+def test_run_writes_a_complete_directory(policy, tmp_path, env):
     summary = train(config_of(policy, env=env), run_dir=tmp_path / "run")
     run = RunDir(tmp_path / "run")
     assert run.read_summary() == summary
@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_run(policy, tmp_path):
     assert rows[0] == rows[1]
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(policy, shaped_env, tmp_path):
+def test_resumed_run_equals_the_uninterrupted_one(policy, shaped_env, tmp_path):
     train(config_of(policy, env=shaped_env, steps=3), run_dir=tmp_path / "whole")
     train(config_of(policy, env=shaped_env, steps=1), run_dir=tmp_path / "cut")
     train(config_of(policy, env=shaped_env, steps=3), run_dir=tmp_path / "cut", mode="resume")
@@ -137,7 +137,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(policy, shaped_env, tmp_path):
     assert [row["step"] for row in RunDir(tmp_path / "cut").read_metrics()] == [1, 2, 3]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(policy, tmp_path):
+def test_damaged_checkpoint_is_named_and_the_previous_one_resumes(policy, tmp_path):
     run = RunDir(tmp_path / "run")
     train(config_of(policy, "trainer.save_every=1", steps=3), run_dir=run.path)
     file = run.checkpoints_dir / "step-000003" / "trainer" / "__0_0.distcp"
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(policy, tmp_pa
     assert names == {"step-000003", "step-000004"}
 
 
-def test_the_best_checkpoint_is_kept_and_named(policy, shaped_env, tmp_path):
+def test_best_checkpoint_is_kept_and_named(policy, shaped_env, tmp_path):
     settings = (
         "eval.every=1",
         "eval.num_tasks=24",
@@ -178,7 +178,7 @@ def test_the_best_checkpoint_is_kept_and_named(policy, shaped_env, tmp_path):
     assert report.num_tasks == 4
 
 
-def test_asynchronous_training_keeps_its_bound(policy, tmp_path):
+def test_asynchronous_training_respects_max_staleness(policy, tmp_path):
     train(
         config_of(policy, "rollout.max_staleness=2", steps=4),
         run_dir=tmp_path / "run",
@@ -187,7 +187,7 @@ def test_asynchronous_training_keeps_its_bound(policy, tmp_path):
     assert all(row["rollout/staleness_max"] <= 2 for row in rows)
 
 
-def test_evaluations_on_a_schedule_measure_exactly_their_step(policy, tmp_path):
+def test_scheduled_evaluations_measure_exactly_their_step(policy, tmp_path):
     settings = ("eval.every=2", "rollout.max_staleness=1")
     train(config_of(policy, *settings, steps=5), run_dir=tmp_path / "run")
     run = RunDir(tmp_path / "run")
@@ -199,7 +199,7 @@ def test_evaluations_on_a_schedule_measure_exactly_their_step(policy, tmp_path):
         assert {v for t in trajectories for v in t.policy_versions} == {step}
 
 
-def test_evaluating_changes_nothing_that_is_trained(policy, shaped_env, tmp_path):
+def test_evaluation_does_not_change_training(policy, shaped_env, tmp_path):
     for name, every in (("plain", 0), ("measured", 1)):
         config = config_of(policy, f"eval.every={every}", env=shaped_env, steps=3)
         train(config, run_dir=tmp_path / name)
@@ -210,7 +210,7 @@ def test_evaluating_changes_nothing_that_is_trained(policy, shaped_env, tmp_path
     assert played[0] == played[1]
 
 
-def test_a_resumed_run_keeps_the_evaluation_before_training(policy, tmp_path):
+def test_resumed_run_keeps_the_evaluation_of_step_0(policy, tmp_path):
     train(config_of(policy, steps=1), run_dir=tmp_path / "run")
     before = RunDir(tmp_path / "run").read_evaluations()[0]
     summary = train(config_of(policy, steps=2), run_dir=tmp_path / "run", mode="resume")
@@ -220,7 +220,7 @@ def test_a_resumed_run_keeps_the_evaluation_before_training(policy, tmp_path):
     assert summary["heldout_before"] == before["sampled"]["pass@1"]
 
 
-def test_a_checkpoint_of_another_model_is_not_gone_on_from(policy, tiny_policy, tmp_path):
+def test_checkpoint_of_another_model_is_not_resumed(policy, tiny_policy, tmp_path):
     train(config_of(policy, steps=1), run_dir=tmp_path / "run")
     settings = (tmp_path / "run" / "config.yaml").read_text()
     with pytest.raises(ConfigError, match=f"started with the policy [0-9a-f]+, and {tiny_policy}"):
@@ -231,13 +231,13 @@ def test_a_checkpoint_of_another_model_is_not_gone_on_from(policy, tiny_policy, 
 
 
 @pytest.mark.parametrize("setting", ["rollout.top_p=0.9", "rollout.top_k=5"])
-def test_truncated_sampling_is_refused_with_its_reason(policy, tmp_path, setting):
+def test_truncated_sampling_is_refused_with_the_reason(policy, tmp_path, setting):
     with pytest.raises(ConfigError, match="importance ratio would be wrong"):
         train(config_of(policy, setting), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_taken_directory_is_refused(policy, tmp_path):
+def test_run_directory_in_use_is_refused(policy, tmp_path):
     train(config_of(policy, steps=1), run_dir=tmp_path / "run")
     with pytest.raises(RunExistsError):
         train(config_of(policy, steps=1), run_dir=tmp_path / "run")
@@ -254,7 +254,7 @@ def test_evaluation_of_a_checkpoint(policy, tmp_path):
     assert "pass@4" in report.to_text()
 
 
-def test_a_missing_checkpoint_is_refused_before_anything_starts(tmp_path):
+def test_missing_checkpoint_is_refused_before_start(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         train(config_of(tmp_path / "nowhere"), run_dir=tmp_path / "run")
 
@@ -264,14 +264,14 @@ def test_wrong_environment_arguments_are_named(policy, tmp_path):
         train(config_of(policy, "env.kwargs.colour=red"), run_dir=tmp_path / "run")
 
 
-def test_no_tasks_is_said(policy, tmp_path):
+def test_environment_without_tasks_is_refused(policy, tmp_path):
     file = tmp_path / "empty.jsonl"
     file.write_text("")
     with pytest.raises((NothingToDoError, ConfigError, ValueError)):
         train(config_of(policy, f"env.kwargs.path={file}", env="math"), run_dir=tmp_path / "run")
 
 
-def test_a_system_that_ends_it_twice_loses_nothing_and_resume_goes_on(policy, tmp_path):
+def test_two_sigterms_lose_nothing_and_the_run_resumes(policy, tmp_path):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "areal_gym", "train", "--env", "math", "--out", str(run_dir)]
     settings = [f"engine.model={policy}", *SMALL]

@@ -62,7 +62,7 @@ def settings(tiny_policy, shaped_env):
     return {**SMALL, "env": shaped_env, "engine": {**SMALL["engine"], "model": str(tiny_policy)}}
 
 
-def test_a_run_tells_in_order_and_gives_a_policy(settings, tmp_path):
+def test_callbacks_get_events_in_order_and_train_returns_a_policy(settings, tmp_path):
     diary = Diary()
     result = areal_gym.train(**settings, steps=2, out=tmp_path / "run", callbacks=[diary])
     assert diary.entries == [
@@ -95,7 +95,7 @@ def test_a_run_tells_in_order_and_gives_a_policy(settings, tmp_path):
     ("stop_at", "num_steps"),
     [(("start",), 0), (("evaluation", 0), 0), (("step", 1), 1), (("checkpoint", 1), 2)],
 )
-def test_a_callback_ends_the_run_in_an_orderly_way(settings, tmp_path, stop_at, num_steps):
+def test_callback_can_stop_training(settings, tmp_path, stop_at, num_steps):
     diary = Diary(stop_at)
     out = tmp_path / "run"
     result = areal_gym.train(
@@ -117,7 +117,7 @@ def test_a_callback_ends_the_run_in_an_orderly_way(settings, tmp_path, stop_at, 
         assert more.stopped is None
 
 
-def test_a_supervised_run_does_the_same(settings, tmp_path):
+def test_callbacks_of_a_supervised_run(settings, tmp_path):
     file = tmp_path / "rows.jsonl"
     line = (
         '{"messages": [{"role": "user", "content": "17"}, {"role": "assistant", "content": "3"}]}'
@@ -141,7 +141,7 @@ def test_a_supervised_run_does_the_same(settings, tmp_path):
     assert (result.policy / "config.json").exists()
 
 
-def test_a_notebook_has_a_running_loop_and_an_interrupt_button(settings, tmp_path):
+def test_train_in_a_running_loop_can_be_interrupted(settings, tmp_path):
     class Interrupting(areal_gym.Callback):
         def on_step(self, step, metrics, groups):
             if step == 2:
@@ -169,7 +169,7 @@ def test_a_notebook_has_a_running_loop_and_an_interrupt_button(settings, tmp_pat
     assert result.summary["num_steps"] == num_steps
 
 
-def test_a_callback_that_fails_fails_the_run_but_loses_nothing(settings, tmp_path):
+def test_failing_callback_fails_the_run_after_saving(settings, tmp_path):
     class Failing(areal_gym.Callback):
         def on_step(self, step, metrics, groups):
             raise ZeroDivisionError("mine")
@@ -179,7 +179,7 @@ def test_a_callback_that_fails_fails_the_run_but_loses_nothing(settings, tmp_pat
     assert (areal_gym.RunDir(tmp_path / "run").checkpoint(1) / "config.json").exists()
 
 
-def test_settings_come_as_they_are(tmp_path):
+def test_train_accepts_settings_in_every_form(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("env: {id: math, kwargs: {level: 2}}\nsteps: 7\n")
     resolved = _resolve(recipe, {"steps": 8, "rollout": {"group_size": 4}, "trainer": {"lr": 1e-5}})
@@ -192,7 +192,7 @@ def test_settings_come_as_they_are(tmp_path):
     assert _resolve(None, {"engine": {"model": "naïve-😀"}}).engine.model == "naïve-😀"
 
 
-def test_mistakes_are_told_before_anything_is_made(tmp_path, monkeypatch):
+def test_wrong_arguments_are_refused_before_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="max_stalness") as caught:
         areal_gym.train(env="tir", rollout={"max_stalness": 1})
@@ -210,7 +210,7 @@ def test_mistakes_are_told_before_anything_is_made(tmp_path, monkeypatch):
     assert list(tmp_path.glob("runs/*")) == []
 
 
-def test_the_display_of_a_notebook_shows_curves_and_hides_nothing():
+def test_notebook_display_shows_curves_and_messages():
     pages = []
     display = NotebookDisplay(lambda page, is_last=False: pages.append(page()))
     display.phase("train", 3)

@@ -46,7 +46,7 @@ def test_advantages_by_hand():
     shift=st.integers(-5, 5),
     data=st.data(),
 )
-def test_shift_and_order_do_not_matter(estimator, rewards, shift, data):
+def test_advantages_are_invariant_to_shift_and_order(estimator, rewards, shift, data):
     ids = [i % 2 for i in range(len(rewards))]
     plain = estimator(torch.tensor(rewards), torch.tensor(ids)).tolist()
     shifted = estimator(torch.tensor(rewards) + shift, torch.tensor(ids)).tolist()
@@ -60,12 +60,12 @@ def test_shift_and_order_do_not_matter(estimator, rewards, shift, data):
 
 @pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo, lite_ppo])
 @given(value=st.floats(-1e6, 1e6), size=st.integers(2, 9))
-def test_a_group_of_equal_rewards_gets_exactly_zero(estimator, value, size):
+def test_equal_rewards_give_exactly_zero(estimator, value, size):
     rewards = torch.full((size,), value, dtype=torch.float64)
     assert estimator(rewards, torch.zeros(size, dtype=torch.long)).tolist() == [0.0] * size
 
 
-def test_returns_to_go_turn_by_turn():
+def test_returns_to_go_by_hand():
     assert returns_to_go([]) == []
     assert returns_to_go([0.0, 1.0, 2.0]) == [3.0, 3.0, 2.0]
     assert returns_to_go([1.0, 0.0, 4.0], discount=0.5) == [2.0, 2.0, 4.0]
@@ -80,7 +80,7 @@ def test_returns_to_go_obey_their_recursion(rewards, discount):
 
 
 @pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo, lite_ppo])
-def test_a_lonely_sibling_is_refused(estimator):
+def test_group_of_one_is_refused(estimator):
     with pytest.raises(ConfigError, match="only one member"):
         estimator(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 1]))
 
@@ -108,7 +108,7 @@ def two_turns(**critic) -> AdvantageInputs:
     return AdvantageInputs.from_turns([[1.0, 3.0], [2.0]], [[2, 1], [1]], [0, 0], **critic)
 
 
-def test_rewards_fall_on_the_last_token_of_their_turn():
+def test_rewards_are_placed_on_the_last_token_of_their_turn():
     inputs = two_turns()
     assert inputs.rewards_G.tolist() == [4.0, 2.0]
     assert inputs.rewards_T.tolist() == [0.0, 1.0, 3.0, 2.0]
@@ -116,7 +116,7 @@ def test_rewards_fall_on_the_last_token_of_their_turn():
     assert inputs.turn_ids_T.tolist() == [0, 0, 1, 0]
 
 
-def test_the_reward_of_a_turn_without_tokens_goes_to_the_token_before():
+def test_reward_of_an_empty_turn_goes_to_the_previous_token():
     inputs = AdvantageInputs.from_turns([[1.0, 2.0, 4.0], [8.0, 1.0]], [[0, 2, 0], [0, 1]], [0, 0])
     assert inputs.rewards_G.tolist() == [7.0, 9.0]
     assert inputs.rewards_T.tolist() == [0.0, 6.0, 1.0]  # nobody sampled a token for the first 8
@@ -138,7 +138,7 @@ def test_gae_per_turn_by_hand():
     assert found.returns_T.tolist() == pytest.approx([2.25, 2.25, 3.0, 2.0])
 
 
-def test_gae_looks_past_the_end_of_what_was_cut_short():
+def test_gae_bootstraps_truncated_rows():
     values, last = torch.zeros(4), torch.tensor([10.0, 0.0])
     found = estimate(gae, two_turns(values_T=values, final_values_G=last), discount=0.5, lam=0.0)
     assert found.advantages_T.tolist() == [0.0, 1.0, 3.0 + 5.0, 2.0]
@@ -149,7 +149,7 @@ def test_gae_looks_past_the_end_of_what_was_cut_short():
     values=st.lists(st.floats(-3, 3), min_size=6, max_size=6),
     discount=st.floats(0.1, 1),
 )
-def test_gae_of_lambda_one_is_the_return_minus_the_value(rewards, values, discount):
+def test_gae_with_lambda_one_is_return_minus_value(rewards, values, discount):
     values_T = torch.tensor(values[: len(rewards)], dtype=torch.float64)
     inputs = AdvantageInputs.from_turns([rewards], [[1] * len(rewards)], [0], values_T=values_T)
     for unit in ("token", "turn"):
@@ -159,7 +159,7 @@ def test_gae_of_lambda_one_is_the_return_minus_the_value(rewards, values, discou
         assert (found.advantages_T + values_T).tolist() == pytest.approx(expected)
 
 
-def test_normalised_gae_leaves_the_critics_targets_alone():
+def test_normalised_gae_keeps_critic_targets():
     plain, scaled = (
         estimate(gae, two_turns(values_T=torch.zeros(4)), is_normalised=is_normalised)
         for is_normalised in (False, True)
@@ -199,7 +199,7 @@ def test_per_turn_by_hand():
     turns=st.lists(st.integers(1, 3), min_size=7, max_size=7),
 )
 @pytest.mark.parametrize("baseline", [grpo, dr_grpo, rloo, reinforce])
-def test_one_reward_at_the_end_per_turn_is_the_baseline_itself(baseline, rewards, turns):
+def test_per_turn_with_final_reward_only_equals_the_baseline(baseline, rewards, turns):
     lengths = [[2] * n for n in turns[: len(rewards)]]
     inputs = AdvantageInputs.from_turns(
         [[0.0] * (len(n) - 1) + [r] for r, n in zip(rewards, lengths, strict=True)],
@@ -210,7 +210,7 @@ def test_one_reward_at_the_end_per_turn_is_the_baseline_itself(baseline, rewards
     assert found.tolist() == pytest.approx(estimate(baseline, inputs).advantages_T.tolist())
 
 
-def test_penalties_are_rewards_of_tokens_or_taken_off_at_the_end():
+def test_penalties_are_token_rewards_or_subtracted_from_advantages():
     penalties = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     inputs = two_turns(penalties_T=penalties)
     # An estimator that looks at rewards of tokens finds them there.
@@ -223,7 +223,7 @@ def test_penalties_are_rewards_of_tokens_or_taken_off_at_the_end():
     assert (plain - found).tolist() == pytest.approx([0.6, 0.5, 0.3, 0.4])
 
 
-def test_an_unknown_baseline_is_refused_with_a_suggestion():
+def test_unknown_baseline_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match="no baseline 'rlooo'") as error:
         estimate(per_turn, two_turns(), baseline="rlooo")
     assert "rloo" in error.value.hints[0]
@@ -232,12 +232,12 @@ def test_an_unknown_baseline_is_refused_with_a_suggestion():
 # ---- what `estimate` refuses -----------------------------------------------------------------
 
 
-def test_a_critic_is_asked_for_where_there_is_none():
+def test_gae_without_critic_is_refused():
     with pytest.raises(ConfigError, match="needs values_T, and the trainer has no critic"):
         estimate(gae, two_turns())
 
 
-def test_unknown_settings_are_named():
+def test_unknown_estimator_settings_are_refused():
     with pytest.raises(ConfigError, match="takes no setting 'lamb'") as error:
         estimate(gae, two_turns(values_T=torch.zeros(4)), lamb=0.9)
     assert "lam" in error.value.hints[0]
@@ -246,7 +246,7 @@ def test_unknown_settings_are_named():
     assert error.value.hints == ("it takes: none",)
 
 
-def test_estimators_of_plugins_are_held_to_their_word():
+def test_plugin_estimators_are_checked():
     def short(rewards_G, group_ids_G):
         return rewards_G[:1]
 
@@ -265,7 +265,7 @@ def _registered():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", _registered())
-def test_every_estimator_refuses_what_is_not_finite(name, bad):
+def test_every_estimator_refuses_nonfinite_rewards(name, bad):
     estimator = registry().load("advantages", name)
     keywords = inspect.signature(estimator).parameters
     critic = {key: torch.zeros(6) for key in ("values_T", "old_logprobs_T", "teacher_logprobs_T")}
@@ -288,7 +288,7 @@ def test_every_estimator_refuses_what_is_not_finite(name, bad):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo, lite_ppo, reinforce])
-def test_estimators_refuse_without_estimate_too(estimator, bad):
+def test_direct_estimator_calls_refuse_nonfinite_rewards(estimator, bad):
     for rewards in ([bad, bad], [bad, 1.0], [0.0, bad]):
         with pytest.raises(NotFiniteError, match=estimator.__name__):
             estimator(torch.tensor(rewards), torch.tensor([0, 0]))

@@ -69,7 +69,7 @@ def mean_logprob(trained: Trainer, groups: list[Group], reward: float) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_preset_makes_rewarded_tokens_likelier(initial, name):
+def test_every_preset_raises_rewarded_tokens(initial, name):
     groups = honest_logprobs(tiny_decoder(), batch(seed=5, num_groups=4))
     trained = learner(initial, algorithm=name, lr=3e-3)
     gap = mean_logprob(trained, groups, 1) - mean_logprob(trained, groups, 0)
@@ -82,7 +82,7 @@ def test_every_preset_makes_rewarded_tokens_likelier(initial, name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("version", [0, 2])
-def test_micro_batches_and_the_order_of_groups_do_not_change_the_gradient(initial, name, version):
+def test_gradient_is_independent_of_micro_batches_and_group_order(initial, name, version):
     groups = batch(num_groups=4)
     whole, parts = (
         gradient(learner(initial, algorithm=name, tokens_per_microbatch=budget), order, version)
@@ -95,14 +95,14 @@ def test_micro_batches_and_the_order_of_groups_do_not_change_the_gradient(initia
 # ---- KL and entropy --------------------------------------------------------------------------
 
 
-def test_a_kl_without_a_reference_is_refused():
+def test_kl_without_reference_is_refused():
     settings = TrainerConfig(kl={"coefficient": 0.1})
     with pytest.raises(ConfigError, match="needs a reference policy"):
         Trainer(tiny_decoder(), settings, advantage=grpo, loss=ppo_clip)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_the_kl_in_the_loss_pulls_back_to_the_reference(initial, estimator):
+def test_kl_loss_pulls_towards_the_reference(initial, estimator):
     kl = {"coefficient": 100.0, "estimator": estimator}
     far = load_checkpoint(initial)
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +120,7 @@ def test_the_kl_in_the_loss_pulls_back_to_the_reference(initial, estimator):
     torch.testing.assert_close(here, there, atol=1e-4, rtol=1e-3)
 
 
-def test_the_kl_in_the_reward_is_taken_off_the_advantages(initial):
+def test_kl_reward_lowers_advantages(initial):
     """Each token pays for itself and for all that follows it."""
     far = load_checkpoint(initial)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_the_kl_in_the_reward_is_taken_off_the_advantages(initial):
         assert advantage == pytest.approx(float(plain[t]) - 0.1 * later, abs=1e-4)
 
 
-def test_an_entropy_bonus_keeps_the_policy_open(initial):
+def test_entropy_bonus_raises_entropy(initial):
     groups = honest_logprobs(tiny_decoder(), batch(num_groups=4))
     entropies = []
     for bonus in (0.0, 0.5):
@@ -159,7 +159,7 @@ def with_rewards(played, *rewards: float):
     )
 
 
-def test_rewards_are_shaped_before_they_are_compared(initial):
+def test_rewards_are_shaped_before_group_comparison(initial):
     rng = random.Random(0)
     played = [trajectory(rng, (1, 2), num_turns=2) for _ in range(2)]
     members = (with_rewards(played[0], 3.0, 1.0), played[1])
@@ -177,7 +177,7 @@ def test_rewards_are_shaped_before_they_are_compared(initial):
     assert (metrics["reward/mean"], metrics["reward/shaped_mean"]) == (2.0, 3.0)
 
 
-def test_the_overlong_penalty_is_for_the_longest_turn():
+def test_overlong_penalty_applies_to_the_longest_turn():
     groups = batch(seed=3, num_groups=2)
     rows = sequences_of(groups)
     found = advantage_inputs(rows, TrainerConfig(reward={"overlong_tail": 0.5}), 8).rewards_G
@@ -188,7 +188,7 @@ def test_the_overlong_penalty_is_for_the_longest_turn():
     assert found.tolist() != [row.reward for row in rows]
 
 
-def test_rewards_of_turns_reach_their_own_tokens(initial):
+def test_turn_rewards_reach_their_own_tokens(initial):
     """Per turn, the first turn's tokens hear of what the second one earned, not vice versa."""
     rng = random.Random(0)
     played = [trajectory(rng, (1, 2), num_turns=2) for _ in range(3)]
@@ -234,13 +234,13 @@ def test_every_correction_trains_on_stale_batches(initial, correction, minibatch
     assert ("train/kept_fraction" in metrics) == ("second_moment" in correction)
 
 
-def test_fresh_batches_are_corrected_on_request_only(initial):
+def test_on_policy_batches_are_corrected_only_on_request(initial):
     assert "train/stale_weight" not in learner(initial).step(batch(), version=0)
     metrics = learner(initial, correction={"proximal": "recomputed"}).step(batch(), version=0)
     assert "train/stale_weight" in metrics
 
 
-def test_the_coupled_objective_takes_ratios_against_what_sampled(initial):
+def test_coupled_objective_uses_ratios_to_the_sampling_policy(initial):
     stale = batch(num_groups=3)
     trained = learner(initial, correction={"proximal": "recorded"}, clip_low=None, clip_high=None)
     metrics = trained.step(stale, version=2)
@@ -263,7 +263,7 @@ def test_masked_tokens_have_no_gradient(initial):
     assert torch.equal(flat(nothing), before)
 
 
-def test_interpolation_stands_in_for_a_pass(initial):
+def test_interpolated_proximal_policy_approximates_recomputation(initial):
     """Over several updates the guess is near what was recomputed."""
     groups = honest_logprobs(tiny_decoder(), batch(num_groups=3))
     start, moved = flat(learner(initial)), {}
@@ -279,7 +279,7 @@ def test_interpolation_stands_in_for_a_pass(initial):
 
 
 @pytest.mark.parametrize("trunk", ["own", "shared"])
-def test_the_critic_learns_what_trajectories_earn(initial, trunk):
+def test_critic_learns_returns(initial, trunk):
     groups = honest_logprobs(tiny_decoder(), batch(num_groups=4))
     trained = learner(initial, algorithm="ppo", critic={"trunk": trunk}, lr=2e-3)
     found = [trained.step(groups, 0) for _ in range(25)]
@@ -290,7 +290,7 @@ def test_the_critic_learns_what_trajectories_earn(initial, trunk):
 
 
 @pytest.mark.parametrize("trunk", ["own", "shared"])
-def test_what_the_critics_gradient_reaches(trunk):
+def test_critic_gradient_reaches_the_policy_only_with_a_shared_trunk(trunk):
     """With a policy loss of zero, a policy moves by the critic's gradient or not at all."""
 
     def silent(inputs):
@@ -305,7 +305,7 @@ def test_what_the_critics_gradient_reaches(trunk):
 
 
 @pytest.mark.parametrize("trunk", ["own", "shared"])
-def test_the_critic_is_saved_and_restored(initial, trunk, tmp_path):
+def test_critic_is_saved_and_restored(initial, trunk, tmp_path):
     settings = {"algorithm": "ppo", "critic": {"trunk": trunk}, "optimizer": "muon"}
     whole = learner(initial, **settings)
     for seed in range(4):
@@ -324,13 +324,13 @@ def test_the_critic_is_saved_and_restored(initial, trunk, tmp_path):
     assert metrics["train/critic_loss"] > 0
 
 
-def test_a_checkpoint_without_a_critic_is_named(initial, tmp_path):
+def test_checkpoint_without_critic_is_refused(initial, tmp_path):
     path = save_learner(learner(initial), tmp_path, 1, tmp_path)
     with pytest.raises(ConfigError, match="holds no critic"):
         restore_learner(learner(initial, algorithm="ppo"), path)
 
 
-def test_values_are_those_of_each_rows_own_past(initial):
+def test_values_depend_only_on_each_rows_past(initial):
     decoder = tiny_decoder()
     critic = Critic(decoder, TrainerConfig())
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
@@ -354,7 +354,7 @@ def test_values_are_those_of_each_rows_own_past(initial):
     torch.testing.assert_close(torch.cat(alone), before_T, atol=1e-5, rtol=1e-5)
 
 
-def test_only_what_was_cut_short_is_worth_something_at_its_end(initial):
+def test_only_truncated_rows_bootstrap_a_final_value(initial):
     groups = batch(num_groups=1)
     members = list(groups[0])
     members[1] = dataclasses.replace(members[1], stop_reason=StopReason.MAX_TOKENS)

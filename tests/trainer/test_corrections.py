@@ -53,13 +53,13 @@ def test_k3_of_a_weight_is_w_minus_1_minus_log_w():
     assert found.tolist() == pytest.approx([w - 1 - math.log(w) for w in (2.0, 8.0, 0.25)])
 
 
-def test_fractions_are_of_what_the_bounds_hit():
+def test_clipped_fractions_count_tokens_outside_the_bounds():
     found = correct(OLD + LOG_WEIGHTS, OLD, IDS, lower=0.5, upper=5.0)
     assert found.metrics["corrected_fraction"].tolist() == [0.0, 1.0, 1.0]
     assert found.metrics["stale_ratio"].tolist() == pytest.approx([2.0, 8.0, 0.25])
 
 
-def test_weights_are_constants():
+def test_correction_weights_have_no_gradient():
     proximal = (OLD + LOG_WEIGHTS).requires_grad_()
     found = correct(proximal, OLD, IDS)
     assert not found.weights.requires_grad
@@ -68,7 +68,7 @@ def test_weights_are_constants():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("action", ["truncate", "mask"])
-def test_fresh_tokens_weigh_one(level, action):
+def test_on_policy_tokens_have_weight_one(level, action):
     found = correct(OLD, OLD, IDS, level=level, action=action, lower=0.5)
     assert found.weights.tolist() == [1.0, 1.0, 1.0]
     assert found.metrics["corrected_fraction"].sum() == 0
@@ -80,7 +80,7 @@ def test_fresh_tokens_weigh_one(level, action):
     action=st.sampled_from(["truncate", "mask"]),
     data=st.data(),
 )
-def test_weights_are_finite_within_bounds_and_know_no_order(log_weights, level, action, data):
+def test_weights_are_finite_bounded_and_independent_of_order(log_weights, level, action, data):
     old_T = torch.full((len(log_weights),), -50.0, dtype=torch.float64)
     log_weights_T = torch.tensor(log_weights, dtype=torch.float64)
     ids_T = torch.arange(len(log_weights)) // 2
@@ -108,7 +108,7 @@ def test_weights_are_finite_within_bounds_and_know_no_order(log_weights, level, 
         ({"action": "mask", "upper": None}, "masks nothing"),
     ],
 )
-def test_corrections_that_contradict_themselves(settings, reason):
+def test_contradictory_corrections_are_refused(settings, reason):
     with pytest.raises(ConfigError, match=reason):
         weights(**settings)
 
@@ -121,7 +121,7 @@ def mask(squares: list[float], threshold: float) -> list[float]:
     return second_moment_mask(torch.tensor(squares).sqrt(), old, threshold=threshold).tolist()
 
 
-def test_the_furthest_tokens_go_until_the_mean_is_small():
+def test_m2po_masks_furthest_tokens_until_the_mean_is_small():
     # Means of the nearest one, two, three and four: 0, 0.02, 0.1, 1.
     assert mask([0.26, 0.0, 3.7, 0.04], 0.1) == [1, 1, 0, 1]
     assert mask([0.26, 0.0, 3.7, 0.04], 0.04) == [0, 1, 0, 1]
@@ -136,7 +136,7 @@ def test_the_furthest_tokens_go_until_the_mean_is_small():
     squares=st.lists(st.floats(0, 4).map(lambda x: round(x, 3)), min_size=1, max_size=9),
     threshold=st.floats(0.01, 2),
 )
-def test_what_is_kept_is_within_the_threshold_and_the_nearest(squares, threshold):
+def test_m2po_keeps_the_nearest_tokens_within_the_threshold(squares, threshold):
     kept = [s for s, m in zip(squares, mask(squares, threshold), strict=True) if m]
     gone = [s for s, m in zip(squares, mask(squares, threshold), strict=True) if not m]
     assert not kept or sum(kept) / len(kept) <= threshold + 1e-6
@@ -148,7 +148,7 @@ def test_what_is_kept_is_within_the_threshold_and_the_nearest(squares, threshold
 
 
 @pytest.mark.parametrize(("kind", "middle"), [("loglinear", -2.0), ("linear", None)])
-def test_the_proximal_policy_lies_between_by_versions(kind, middle):
+def test_proximal_policy_is_interpolated_by_version(kind, middle):
     old, now = torch.tensor([-3.0] * 3), torch.tensor([-1.0] * 3)
     found = interpolate_proximal(
         now, old, torch.tensor([2, 3, 4]), proximal_version=3, current_version=4, kind=kind
@@ -158,7 +158,7 @@ def test_the_proximal_policy_lies_between_by_versions(kind, middle):
     assert found.tolist() == pytest.approx([expected, -3.0, -3.0])
 
 
-def test_there_is_nothing_between_a_version_and_itself():
+def test_interpolation_between_equal_versions_is_refused():
     with pytest.raises(ConfigError, match="must come before"):
         interpolate_proximal(
             torch.zeros(1), torch.zeros(1), torch.zeros(1), proximal_version=4, current_version=4

@@ -29,20 +29,20 @@ def learner(own_loss=None, **config) -> Trainer:
 @pytest.mark.parametrize(
     "loss", [{"loss": "gspo"}, {"loss": "sapo", "loss_kwargs": {"level": "sequence"}}]
 )
-def test_a_loss_per_sequence_refuses_advantages_per_token(advantage, loss):
+def test_sequence_loss_refuses_token_advantages(advantage, loss):
     with pytest.raises(ConfigError, match="credit of single turns would be lost") as caught:
         learner(advantage=advantage, **loss)
     assert any("trainer.loss_kwargs.level=token" in hint for hint in caught.value.hints)
     learner(advantage=advantage, **{**loss, "loss_kwargs": {"level": "token"}})
 
 
-def test_a_loss_per_sequence_refuses_costs_per_token():
+def test_sequence_loss_refuses_token_penalties():
     settings = {"algorithm": "gspo", "kl": {"coefficient": 0.1, "place": "reward"}}
     with pytest.raises(ConfigError, match=r"trainer.kl.place = 'reward'"):
         learner(**settings)
 
 
-def test_a_loss_of_ones_own_is_tried_out():
+def test_custom_loss_is_probed_for_its_credit_level():
     def per_sequence(tokens: LossInputs) -> LossOutput:
         advantages_T = sequence_mean(tokens.advantages, tokens.sequence_ids)
         return LossOutput(loss=-advantages_T * tokens.logprobs)
@@ -56,11 +56,11 @@ def test_a_loss_of_ones_own_is_tried_out():
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp_baseline", "lite_ppo"])
-def test_advantages_per_trajectory_go_with_a_loss_per_sequence(advantage):
+def test_trajectory_advantages_work_with_sequence_loss(advantage):
     learner(advantage=advantage, loss="gspo")
 
 
-def test_a_run_is_refused_before_anything_is_played(tiny_policy):
+def test_mismatched_credit_is_refused_before_rollouts(tiny_policy):
     config = load_config(
         overrides=[
             f"engine.model={tiny_policy}",
@@ -72,7 +72,7 @@ def test_a_run_is_refused_before_anything_is_played(tiny_policy):
         make_learner(config, tiny_policy)
 
 
-def test_gspo_by_token_learns_from_the_turn_that_earned_it():
+def test_gspo_token_credits_the_turn_that_earned_the_reward():
     """Turns with rewards of their own: the gradient is another one than that of their mean."""
     groups = batch(num_groups=4)
     settings = {"algorithm": "gspo", "clip_low": None, "clip_high": None, "loss": "gspo"}
@@ -93,7 +93,7 @@ TOKEN = {"level": "token"}
 
 
 @pytest.mark.parametrize("loss", ["sapo", "gspo"])
-def test_the_aggregation_is_what_is_set(loss):
+def test_aggregation_follows_the_setting(loss):
     assert TrainerConfig.model_validate({"algorithm": loss}).aggregation == "seq_mean"
     assert TrainerConfig.model_validate({"loss": loss}).aggregation == "token_mean"
     obeyed = TrainerConfig.model_validate({"algorithm": loss, "aggregation": "token_mean"})

@@ -23,7 +23,7 @@ def file_of(tmp_path, *rows):
     return file
 
 
-def test_dialogues(tmp_path, renderer):
+def test_read_dialogues(tmp_path, renderer):
     call = {"type": "function", "function": {"name": "python", "arguments": '{"code": "2+2"}'}}
     rows = [
         {"messages": [ASKED, SAID]},
@@ -69,7 +69,7 @@ def test_dialogues(tmp_path, renderer):
         {"prompt": [ASKED], "chosen": [SAID], "rejected": "5"},
     ],
 )
-def test_preferences(tmp_path, renderer, row):
+def test_read_preferences(tmp_path, renderer, row):
     data = read_file(file_of(tmp_path, row), is_preference=True)
     ((chosen, rejected),) = encode(data, renderer, max_context=200).examples
     prompt = renderer.first_ids([ASKED])
@@ -83,7 +83,7 @@ def test_preferences(tmp_path, renderer, row):
     assert renderer.tokenizer.decode(closed.token_ids) == text
 
 
-def test_what_is_too_long_is_left_out_and_counted(tmp_path, renderer):
+def test_too_long_dialogues_are_skipped_and_counted(tmp_path, renderer):
     long = {"messages": [ASKED, {"role": "assistant", "content": "4" * 300}]}
     data = read_file(file_of(tmp_path, long, {"messages": [ASKED, SAID]}), is_preference=False)
     found = encode(data, renderer, max_context=200)
@@ -104,14 +104,14 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path, renderer):
         ({"messages": [ASKED], "chosen": "4", "rejected": "5"}, "a preference, and no dialogue"),
     ],
 )
-def test_broken_lines_are_named(tmp_path, row, complaint):
+def test_broken_lines_are_reported_by_number(tmp_path, row, complaint):
     file = file_of(tmp_path, {"messages": [ASKED, SAID]}, row)
     with pytest.raises(DataError, match=complaint) as error:
         read_file(file, is_preference=False)
     assert str(file) in str(error.value)
 
 
-def test_a_mistyped_field_is_suggested(tmp_path):
+def test_mistyped_field_gets_a_suggestion(tmp_path):
     row = {"prompt": "2+2?", "choosen": "4", "rejected": "5"}
     with pytest.raises(DataError, match="no field 'chosen'") as error:
         read_file(file_of(tmp_path, row), is_preference=True)
@@ -127,13 +127,15 @@ def test_a_mistyped_field_is_suggested(tmp_path):
         ({"prompt": "x", "chosen": [ASKED], "rejected": "4"}, True, "line 1: the assistant says"),
     ],
 )
-def test_dialogues_that_teach_nothing_are_named(tmp_path, renderer, row, is_preference, complaint):
+def test_dialogues_without_trained_tokens_are_refused(
+    tmp_path, renderer, row, is_preference, complaint
+):
     data = read_file(file_of(tmp_path, row), is_preference=is_preference)
     with pytest.raises(DataError, match=complaint):
         encode(data, renderer, max_context=200)
 
 
-def test_a_missing_and_an_empty_file(tmp_path):
+def test_missing_and_empty_files_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*nothing\.jsonl"):
         read_file(tmp_path / "nothing.jsonl", is_preference=False)
     with pytest.raises(NothingToDoError, match="no rows"):

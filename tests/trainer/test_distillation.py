@@ -51,7 +51,7 @@ def spans_of(groups):
     return [span for group in groups for t in group for span in t.spans]
 
 
-def test_the_advantage_by_hand():
+def test_distillation_advantage_by_hand():
     inputs = AdvantageInputs.from_turns(
         [[0.0, 1.0], [1.0]],
         [[1, 2], [1]],
@@ -64,7 +64,7 @@ def test_the_advantage_by_hand():
     assert found.tolist() == [0.5 + 0.5 * -2.0, -2.0, 0.0, 2.0]
 
 
-def test_no_teacher_is_said():
+def test_missing_teacher_is_refused():
     inputs = AdvantageInputs.from_turns([[1.0]], [[2]], [0], old_logprobs_T=torch.zeros(2))
     with pytest.raises(ConfigError, match="needs teacher_logprobs_T, and the batch has no teacher"):
         estimate(distill, inputs)
@@ -92,7 +92,7 @@ def test_local_and_remote_teachers_agree():
     assert Trajectory.from_dict(trajectory.to_dict()).spans == trajectory.spans
 
 
-def test_a_server_that_fails_is_asked_again_but_not_for_ever():
+def test_failing_teacher_server_is_retried_a_limited_number_of_times():
     (group,) = batch(num_groups=1, group_size=1)
     server = Server(tiny_decoder(), num_failures=2)
     taught([group], RemoteTeacher(server))
@@ -101,7 +101,7 @@ def test_a_server_that_fails_is_asked_again_but_not_for_ever():
         taught([group], RemoteTeacher(Server(tiny_decoder(), num_failures=3)))
 
 
-def test_numbers_that_are_no_log_probabilities_are_refused():
+def test_invalid_teacher_logprobs_are_refused():
     class Liar:
         async def score(self, rows):
             return [[0.7] * row.num_marked for row in rows]
@@ -168,7 +168,7 @@ def sample_all(student, groups, generator, num_tokens=5):
     ]
 
 
-def test_a_student_comes_to_its_teacher():
+def test_student_converges_to_its_teacher():
     student, teacher = tiny_decoder(1), tiny_decoder(2)
     config = TrainerConfig(advantage="distill", clip_low=None, clip_high=None, lr=3e-3)
     learner = Trainer(student, config, advantage=distill, loss=ppo_clip)
@@ -188,7 +188,7 @@ def test_a_student_comes_to_its_teacher():
     assert before > 0.5
 
 
-def test_of_two_equals_nothing_is_to_be_learned():
+def test_equal_student_and_teacher_have_no_gradient():
     decoder = tiny_decoder()
     groups = honest_logprobs(decoder, batch())
     local = LocalTeacher(tiny_decoder())

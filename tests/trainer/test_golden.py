@@ -95,7 +95,7 @@ BY_SEQUENCE = {"level": "sequence"}
         ),
     ],
 )
-def test_losses_and_gradients(key, loss, settings, correction):
+def test_golden_losses_and_gradients(key, loss, settings, correction):
     given, expected = inputs(), golden()["losses"][key]
     mask = given["loss_mask"].bool()
     logprobs = given["logp"].clone().requires_grad_(True)
@@ -123,7 +123,7 @@ def test_losses_and_gradients(key, loss, settings, correction):
 
 
 @pytest.mark.parametrize("threshold", ["0.04", "0.01", "1e-09"])
-def test_the_mask_of_m2po(threshold):
+def test_golden_m2po_mask(threshold):
     given = inputs()
     mask = given["loss_mask"].bool()
     found = torch.zeros(mask.shape, dtype=torch.long)
@@ -139,14 +139,14 @@ def test_the_mask_of_m2po(threshold):
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_kl_estimators(kind):
+def test_golden_kl_estimators(kind):
     given = inputs()
     found = KL_ESTIMATORS[kind](given["old_logp"], given["prox_logp"])
     torch.testing.assert_close(found, torch.tensor(golden()["kl"][kind]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["loglinear", "linear"])
-def test_interpolated_proximal_policies(kind):
+def test_golden_interpolated_proximal_policies(kind):
     given, expected = inputs(), golden()["prox_approx"]
     versions = torch.tensor(expected["versions"])
     found = interpolate_proximal(
@@ -174,14 +174,14 @@ def test_interpolated_proximal_policies(kind):
         ("batch_batch", lambda rewards, ids: normalise(rewards), 5e-5),
     ],
 )
-def test_advantages(key, estimator, tolerance):
+def test_golden_advantages(key, estimator, tolerance):
     expected = golden()["norm_1d"]
     rewards = torch.tensor(expected["x"])
     ids = torch.arange(len(rewards)) // expected["group_size"]
     assert estimator(rewards, ids).tolist() == pytest.approx(expected[key], abs=tolerance)
 
 
-def test_normalised_tokens():
+def test_golden_normalised_tokens():
     given = inputs()
     mask = given["loss_mask"].bool()
     expected = torch.tensor(golden()["norm_2d_masked_batch"])[mask].double()
@@ -198,7 +198,7 @@ def test_normalised_tokens():
         ("turn_d0.9_l0.95 (v2)", {"unit": "turn", "discount": 0.9, "lam": 0.95}),
     ],
 )
-def test_generalised_advantages(key, settings):
+def test_golden_generalised_advantages(key, settings):
     given = golden()["gae"]
     mask = torch.tensor(given["loss_mask_rolled"]).bool()
     turns = torch.tensor(given["turn_ids_rolled"])
@@ -217,7 +217,7 @@ def test_generalised_advantages(key, settings):
     torch.testing.assert_close(found.returns_T, returns.double(), atol=1e-5, rtol=1e-5)
 
 
-def test_the_overlong_penalty():
+def test_golden_overlong_penalty():
     given = golden()["overlong"]
     penalties = overlong_penalty(
         torch.tensor(given["resp_lens"]),
@@ -228,7 +228,7 @@ def test_the_overlong_penalty():
     assert (torch.tensor(given["rewards"]) + penalties).tolist() == pytest.approx(given["out"])
 
 
-def test_the_critics_loss():
+def test_golden_value_loss():
     given = golden()["critic"]
     values, old, target = (torch.tensor(given[name]) for name in ("value", "old", "target"))
     found = value_loss(values, old, target, clip=given["eps"]).mean()

@@ -376,7 +376,7 @@ def make(settings: dict[str, Any], directory) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_is_that_of_the_paper(name, tmp_path):
+def test_gradient_equals_the_papers_formula(name, tmp_path):
     case = CASES[name]
     groups = sampled(**case.batch)
     data = read(groups)
@@ -409,7 +409,7 @@ def test_gradient_is_that_of_the_paper(name, tmp_path):
     assert_same(trained_gradient(trained.states()), expected)
 
 
-def test_gradients_of_policy_and_critic_are_those_of_ppo(tmp_path):
+def test_policy_and_critic_gradients_equal_ppos(tmp_path):
     """A critic that knows something: values, GAE, normalised advantages, clipped losses."""
     discount, lam = 0.95, 0.9
     groups = sampled()
@@ -449,7 +449,7 @@ def test_gradients_of_policy_and_critic_are_those_of_ppo(tmp_path):
     assert_same(found, gradient_of(value_loss, leaves))
 
 
-def test_gradient_of_an_adapter_is_that_of_its_product(tmp_path):
+def test_adapter_gradient_equals_that_of_its_product(tmp_path):
     """LoRA (Hu et al. 2021, eq. 3): W + alpha / r B A, of which A and B are trained."""
     pytest.importorskip("peft", reason="pip install 'areal-gym[lora]'")
     groups = sampled()

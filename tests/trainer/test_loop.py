@@ -45,7 +45,7 @@ def learner(in_update: Callable[[int], None] = lambda step: None) -> Trainer:
     return made
 
 
-def test_versions_are_numbers_of_steps_and_weights_come_before_the_record():
+def test_version_is_the_step_and_publication_precedes_the_record():
     sync, recorded = Versions(), []
 
     async def on_step(step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
@@ -60,7 +60,7 @@ def test_versions_are_numbers_of_steps_and_weights_come_before_the_record():
         assert 0 < parts <= metrics["time/step_s"]
 
 
-def test_rollouts_go_on_while_the_learner_works():
+def test_rollouts_continue_during_training():
     async def play() -> int:
         loop = asyncio.get_running_loop()
         ticks = 0
@@ -87,7 +87,7 @@ def test_rollouts_go_on_while_the_learner_works():
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_cancelled_update_is_finished_published_and_recorded(times):
+def test_cancelled_update_is_finished_published_and_recorded(times):
     sync, recorded = Versions(), []
 
     async def on_step(step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
@@ -113,7 +113,7 @@ def test_a_cancelled_update_is_finished_published_and_recorded(times):
     assert recorded == sync.published == [1, 2, 3]
 
 
-def test_a_cancelled_run_does_not_wait_for_what_follows_the_record():
+def test_cancelled_run_does_not_wait_for_work_after_the_record():
     recorded, evaluated = [], []
 
     async def on_step(step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
@@ -133,7 +133,7 @@ def test_a_cancelled_run_does_not_wait_for_what_follows_the_record():
     assert evaluated == [1]
 
 
-def test_a_learner_that_fails_ends_the_loop():
+def test_failing_trainer_ends_the_loop():
     def fail(step: int) -> None:
         raise ArithmeticError("no")
 

@@ -58,7 +58,7 @@ def logits(decoder):
         return hidden @ decoder.lm_head_weight.T
 
 
-def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_rank():
+def test_fresh_adapter_is_zero_and_equal_on_every_rank():
     assert torch.equal(logits(adapted()), logits(tiny_decoder()))
     first, second = dict(adapter_weights(adapted())), dict(adapter_weights(adapted()))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -78,7 +78,7 @@ def test_only_the_adapter_has_a_gradient():
             assert parameter.grad.abs().sum() > 0
 
 
-def test_merged_weights_say_what_the_adapter_says():
+def test_merged_weights_compute_the_same_as_the_adapter():
     decoder = moved()
     merged = Decoder(CONFIG)
     merged.load_state_dict(dict(merged_weights(decoder, SETTINGS)))
@@ -87,7 +87,7 @@ def test_merged_weights_say_what_the_adapter_says():
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
-def test_peft_reads_what_we_write(tmp_path):
+def test_peft_reads_exported_adapters(tmp_path):
     import peft
 
     decoder = moved()
@@ -104,7 +104,7 @@ def test_peft_reads_what_we_write(tmp_path):
     torch.testing.assert_close(found, logits(decoder), atol=1e-4, rtol=1e-4)
 
 
-def test_wrong_targets_are_named():
+def test_unknown_adapter_targets_are_refused():
     with pytest.raises(ConfigError, match="targets names w_proj") as caught:
         add_adapter(tiny_decoder(), LoraConfig(targets=("q_proj", "w_proj")))
     assert "down_proj, gate_proj, k_proj" in caught.value.hints[0]
@@ -123,7 +123,7 @@ def distance(a, b):
     return sum(float((a[name] - b[name]).norm()) for name in a)
 
 
-def test_a_learner_trains_the_adapter_and_publishes_either(tmp_path):
+def test_trainer_publishes_adapter_or_merged_weights(tmp_path):
     base = dict(tiny_decoder().state_dict())
     one = Trainer(tiny_decoder(), TrainerConfig(**TRAINING), advantage=grpo, loss=ppo_clip)
     assert distance(weights_of(one), base) == 0
@@ -145,7 +145,7 @@ def test_a_learner_trains_the_adapter_and_publishes_either(tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_workers_train_adapters_too(num_ranks, tmp_path):
+def test_worker_trains_adapters(num_ranks, tmp_path):
     config = TrainerConfig(**TRAINING, num_ranks=num_ranks)
     theirs = ProcessTrainer(Trainer, tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
     ours = Trainer(tiny_decoder(), config, advantage=grpo, loss=ppo_clip)
@@ -164,7 +164,7 @@ def test_workers_train_adapters_too(num_ranks, tmp_path):
         theirs.close()
 
 
-def test_without_an_adapter_there_is_none_to_publish():
+def test_publishing_a_missing_adapter_is_refused():
     plain = Trainer(tiny_decoder(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
     with pytest.raises(ConfigError, match="no adapter to publish"):
         plain.adapter()

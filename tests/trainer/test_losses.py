@@ -98,7 +98,7 @@ def test_sapo_by_hand(level):
 
 
 @pytest.mark.parametrize("loss", [gspo, sapo])
-def test_a_sequence_level_loss_gives_its_tokens_one_advantage(loss):
+def test_sequence_loss_gives_all_tokens_one_advantage(loss):
     settings = {"level": "sequence"} if loss is sapo else {"clip_low": 0.2, "clip_high": 0.2}
     mixed, even = (
         loss(inputs([0.5, 0.1], a, proximal=[0.3, 0.2]), **settings).loss.sum().item()
@@ -107,7 +107,7 @@ def test_a_sequence_level_loss_gives_its_tokens_one_advantage(loss):
     assert mixed == pytest.approx(even)
 
 
-def test_the_critics_loss_by_hand():
+def test_value_loss_by_hand():
     values, old, returns = (
         torch.tensor(x) for x in ([0.5, 0.2, 3.0], [0.0, 0.1, 0.2], [1.0, -0.5, 0.7])
     )
@@ -121,7 +121,7 @@ def test_the_critics_loss_by_hand():
 
 
 @given(d=EXTREME, advantage=st.floats(-3, 3))
-def test_losses_are_what_they_say(d, advantage):
+def test_losses_equal_their_formulas(d, advantage):
     batch = inputs([d - 31.0], [advantage], proximal=[-31.0])
     r = float(ratio(torch.tensor(d, dtype=torch.float64)))
     clipped = min(max(r, 0.8), 1.28)
@@ -138,7 +138,7 @@ def test_losses_are_what_they_say(d, advantage):
     cut=st.integers(0, 6),
     kind=st.sampled_from(["token_mean", "seq_mean", "constant_length"]),
 )
-def test_micro_batches_add_up(lengths, cut, kind):
+def test_micro_batch_losses_add_up(lengths, cut, kind):
     weights = torch.tensor(aggregation_weights(kind, lengths, constant_length=8))
     weights_T = weights.repeat_interleave(torch.tensor(lengths))
     loss_T = torch.arange(len(weights_T), dtype=torch.float64)
@@ -159,7 +159,7 @@ def test_aggregations_by_hand():
     assert total("constant_length") == pytest.approx((6 / 10 + 6 / 10) / 2)
 
 
-def test_gspo_by_token_has_the_ratio_of_the_sequence_and_the_credit_of_the_token():
+def test_gspo_token_uses_sequence_ratio_and_token_advantage():
     # Log-ratios 0.3 and -0.1: the sequence's ratio is exp(0.1); the second one is on policy.
     batch = inputs(
         [0.5, 0.1, 0.3], [3.0, -1.0, 2.0], proximal=[0.2, 0.2, 0.3], sequence_ids=[0, 0, 1]
@@ -175,7 +175,7 @@ def test_gspo_by_token_has_the_ratio_of_the_sequence_and_the_credit_of_the_token
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=6), st.floats(-2, 2))
-def test_both_levels_of_gspo_are_one_where_a_sequence_has_one_advantage(drifts, advantage):
+def test_gspo_levels_agree_for_one_advantage_per_sequence(drifts, advantage):
     gradients = []
     for level in ("sequence", "token"):
         batch = inputs(drifts, [advantage] * len(drifts), proximal=[1e-9] * len(drifts))

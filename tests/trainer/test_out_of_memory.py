@@ -43,7 +43,7 @@ except TrainError as error:
 
 
 @pytest.mark.parametrize("where", ["here", "process"])
-def test_a_trainer_that_runs_out_of_memory_says_which_setting_to_lower(where):
+def test_out_of_memory_error_names_the_setting_to_lower(where):
     paths = filter(None, sys.path)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, where],
@@ -57,14 +57,14 @@ def test_a_trainer_that_runs_out_of_memory_says_which_setting_to_lower(where):
     assert "trainer.recompute_layers=true" in done.stdout
 
 
-def test_a_gpu_that_runs_out_of_memory_is_named():
+def test_gpu_out_of_memory_is_named():
     told = out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert told is not None
     assert "GPU is out of memory" in told.message
     assert "tokens_per_microbatch" in told.hints[0]
 
 
-def test_other_errors_stay_what_they_are():
+def test_other_errors_are_not_changed():
     with pytest.raises(RuntimeError, match="size of tensor") as caught, readable_memory_errors():
         torch.ones(2) + torch.ones(3)
     assert not isinstance(caught.value, TrainError)

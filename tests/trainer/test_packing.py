@@ -63,7 +63,7 @@ def test_ragged_batches_fill_micro_batches(name, group_size, seed):
 
 @settings(deadline=None)
 @given(costs=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(1, 40))
-def test_best_fit_needs_few_bins(costs, budget):
+def test_best_fit_packing_needs_few_bins(costs, budget):
     bins = best_fit(costs, budget)
     assert sorted(i for part in bins for i in part) == list(range(len(costs)))
     sums = [sum(costs[i] for i in part) for part in bins]
@@ -73,7 +73,7 @@ def test_best_fit_needs_few_bins(costs, budget):
     assert len(smallest) < 2 or sum(smallest) > budget
 
 
-def test_a_prompt_is_repeated_only_where_that_saves_a_micro_batch():
+def test_shared_prompt_is_repeated_only_to_save_a_micro_batch():
     def family(start, prompt, count, own):
         shared = tuple(range(start, start + prompt))
         return [Row(token_ids=shared + (0,) * own, num_shared=prompt) for _ in range(count)]
@@ -124,7 +124,7 @@ def some_rows(seed):
 
 @pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_kernel_is_asked_for_what_the_blocks_compute(window, seed):
+def test_varlen_kernel_arguments_match_the_masked_blocks(window, seed):
     batch = pack(some_rows(seed))
     generator = torch.Generator().manual_seed(seed)
     num_tokens = len(batch.token_ids_N)
@@ -144,7 +144,7 @@ def test_the_kernel_is_asked_for_what_the_blocks_compute(window, seed):
 # ---- the prefix tree on a CPU ----------------------------------------------------------------
 
 
-def test_siblings_lie_side_by_side_whatever_the_order_of_the_rows():
+def test_siblings_are_adjacent_for_any_row_order():
     rows = [Row(token_ids=(p, p, 10 + i), num_shared=2) for i, p in enumerate((1, 2, 1, 3, 2))]
     batch = pack([*rows, Row(token_ids=(7, 8))])
     assert batch.token_ids_N.tolist() == [1, 1, 2, 2, 3, 3, 10, 12, 11, 14, 13, 7, 8]
@@ -177,7 +177,7 @@ def batch_of(lengths):
 @pytest.mark.skipif(not is_there(), reason="needs a C compiler")
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (3, 40, 3, 17), (130, 130, 20), (100, 110)])
-def test_segments_give_what_masked_blocks_give(lengths, window):
+def test_segment_attention_equals_masked_blocks(lengths, window):
     batch, (q, k, v, weights) = batch_of(lengths)
     outs = [batch.attend(q, k, v, window=window)]
     assert batch.num_query_slots == len(batch.token_ids_N)  # no rectangle was made
@@ -190,7 +190,7 @@ def test_segments_give_what_masked_blocks_give(lengths, window):
 
 @pytest.mark.skipif(not is_there(), reason="needs a C compiler")
 @pytest.mark.parametrize("lengths", [(9, 9, 9, 9), (100, 110, 120)])
-def test_in_bfloat16_segments_are_closer_to_the_truth_than_torch(lengths):
+def test_bfloat16_segment_attention_is_more_accurate_than_torch(lengths):
     batch, inputs = batch_of(lengths)
     rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in rounded]
@@ -211,14 +211,14 @@ def test_in_bfloat16_segments_are_closer_to_the_truth_than_torch(lengths):
         assert errors[0] <= errors[1]
 
 
-def test_a_cpu_has_no_such_kernel():
+def test_cpu_has_no_varlen_kernel():
     assert not fits_kernel(torch.zeros(3, 2, 8, dtype=torch.bfloat16), None)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 3])
-def test_on_a_gpu_the_kernel_gives_what_the_blocks_give(window):
+def test_gpu_varlen_kernel_equals_masked_blocks(window):
     batch = pack(some_rows(0), "cuda")
     torch.manual_seed(0)
     num_tokens = len(batch.token_ids_N)
@@ -240,7 +240,7 @@ def test_on_a_gpu_the_kernel_gives_what_the_blocks_give(window):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_a_decoder_in_bfloat16_uses_the_kernel():
+def test_gpu_bfloat16_decoder_uses_the_varlen_kernel():
     decoder, batch = tiny_decoder().cuda(), pack(some_rows(1), "cuda")
     exact = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
     again = pack(some_rows(1), "cuda")

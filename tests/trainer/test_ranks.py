@@ -91,7 +91,7 @@ def test_ranks_on_gpus_train_what_one_rank_trains(settings):
         theirs.close()
 
 
-def test_a_critic_and_a_reference_are_sharded_too(tiny_policy):
+def test_critic_and_reference_are_sharded(tiny_policy):
     config = TrainerConfig(
         algorithm="ppo", kl={"coefficient": 0.1}, lr=1e-2, num_ranks=2, minibatches=2
     )
@@ -108,7 +108,7 @@ def test_a_critic_and_a_reference_are_sharded_too(tiny_policy):
     ("num_ranks", "others", "settings"),
     [(1, [3], {}), (2, [1, 3], {"algorithm": "ppo"})],  # of the critic's head, one rank has nothing
 )
-def test_another_number_of_ranks_goes_on(num_ranks, others, settings, tmp_path):
+def test_checkpoint_resumes_with_another_number_of_ranks(num_ranks, others, settings, tmp_path):
     config = TrainerConfig(lr=1e-2, num_ranks=num_ranks, **settings)
     advantage = gae if settings else grpo
     first = ranked(config, advantage=advantage)
@@ -136,7 +136,7 @@ def test_another_number_of_ranks_goes_on(num_ranks, others, settings, tmp_path):
             other.close()
 
 
-def test_what_all_ranks_refuse_is_told_and_they_go_on():
+def test_error_on_all_ranks_is_raised_and_ranks_continue():
     learner = ranked(TrainerConfig(num_ranks=2))
     try:
         empty = [Group(id="0", task=g.task, trajectories=()) for g in batch()]
@@ -147,7 +147,7 @@ def test_what_all_ranks_refuse_is_told_and_they_go_on():
         learner.close()
 
 
-def test_a_rank_that_dies_ends_them_all():
+def test_dead_rank_ends_all_ranks():
     learner = ranked(TrainerConfig(num_ranks=2))
     processes = [worker.process for worker in learner._workers]
     try:
@@ -161,18 +161,18 @@ def test_a_rank_that_dies_ends_them_all():
     assert all(process.poll() is not None for process in processes)
 
 
-def test_a_wrong_argument_is_every_ranks():
+def test_argument_errors_are_raised_on_every_rank():
     with pytest.raises(ConfigError, match="needs a reference policy"):
         ranked(TrainerConfig(num_ranks=2, kl={"coefficient": 0.1}))
 
 
-def test_ranks_are_no_threads():
+def test_several_ranks_need_processes():
     with pytest.raises(ConfigError, match="processes of their own"):
         load_config(overrides=["trainer.num_ranks=2", "trainer.runs_in=thread"])
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 5))
-def test_shares_are_a_partition_in_order(costs, size):
+def test_rank_shares_partition_the_rows_in_order(costs, size):
     members = list(range(100, 100 + len(costs)))
     shares = [Ranks(rank, size).share(members, costs) for rank in range(size)]
     assert [m for share in shares for m in share] == members

@@ -27,14 +27,14 @@ def test_kl_estimators_by_hand():
     assert binary_kl(p.log(), base.log()).tolist() == pytest.approx([expected])
 
 
-def test_k3_of_nearly_equal_policies_is_not_rounding():
+def test_k3_of_nearly_equal_policies_is_accurate():
     d = torch.linspace(-1e-6, 1e-6, 1001)
     found = k3(d, torch.zeros_like(d))
     assert found.min() >= -1e-13  # exp(-d) - 1 + d gives 1e-7, of either sign
     assert found.max() < 1e-12
 
 
-def test_their_means_on_a_known_distribution():
+def test_kl_estimator_means_on_a_known_distribution():
     p, base = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     exact = float((p * (p / base).log()).sum())
     for kl in (k1, k3):
@@ -43,7 +43,7 @@ def test_their_means_on_a_known_distribution():
     assert float(binary_kl(p.log(), base.log())[0]) <= exact  # of any one token
 
 
-def test_k2s_gradient_is_that_of_the_kl():
+def test_k2_gradient_equals_the_kl_gradient():
     base = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     logits = torch.tensor([0.5, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
     logp = logits.log_softmax(0)
@@ -77,7 +77,7 @@ def test_sequence_mean_by_hand():
 # ---- shaping ---------------------------------------------------------------------------------
 
 
-def test_the_overlong_penalty_by_hand():
+def test_overlong_penalty_by_hand():
     lengths = torch.tensor([10, 8, 7, 6, 0, 25])
     found = overlong_penalty(lengths, max_length=10, tail=4, factor=2.0)
     assert found.tolist() == [-2.0, -1.0, -0.5, 0.0, 0.0, -2.0]
@@ -91,12 +91,12 @@ def test_the_overlong_penalty_by_hand():
         ({"max_length": 10, "tail": 4, "factor": -1.0}, "pay for length"),
     ],
 )
-def test_an_overlong_penalty_that_makes_no_sense(settings, reason):
+def test_invalid_overlong_penalty_is_refused(settings, reason):
     with pytest.raises(ConfigError, match=reason):
         overlong_penalty(torch.tensor([3]), **settings)
 
 
-def test_rewards_are_moved_then_scaled_then_clipped():
+def test_rewards_are_shifted_then_scaled_then_clipped():
     rewards = torch.tensor([0.0, 1.0, -3.0])
     assert shape_rewards(rewards, bias=-0.5, scale=10.0, clip=6.0).tolist() == [-5.0, 5.0, -6.0]
     assert shape_rewards(rewards).tolist() == rewards.tolist()
@@ -105,7 +105,7 @@ def test_rewards_are_moved_then_scaled_then_clipped():
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", [0.9, 2.1]), ("k2", [0.95, 1.95])])
-def test_the_kl_in_the_reward_by_hand(kind, expected):
+def test_kl_in_the_reward_by_hand(kind, expected):
     found = subtract_kl(
         torch.tensor([1.0, 2.0]),
         torch.tensor([-1.0, -3.0], requires_grad=True),

@@ -28,7 +28,7 @@ def saved(tiny_policy, tmp_path):
     return save_checkpoint(model, tmp_path / "model", tokenizer_dir=tiny_policy)
 
 
-def test_transformers_gives_the_same_rewards(saved):
+def test_transformers_computes_the_same_rewards(saved):
     rewards = reward_model.load(saved).grade(DIALOGUES)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(saved)
     tokenizer = transformers.AutoTokenizer.from_pretrained(saved)
@@ -41,19 +41,19 @@ def test_transformers_gives_the_same_rewards(saved):
     assert abs(rewards[0] - rewards[1]) > 1e-3
 
 
-def test_one_dialogue_or_many(saved):
+def test_scores_one_dialogue_or_many(saved):
     grade = reward_model.load(saved)
     assert [grade(dialogue) for dialogue in DIALOGUES] == pytest.approx(
         grade.grade(DIALOGUES), abs=1e-5
     )
 
 
-def test_it_is_no_policy(saved):
+def test_reward_model_is_refused_as_policy(saved):
     with pytest.raises(ConfigError, match="reward model"):
         load_checkpoint(saved)
 
 
-def test_other_labels_are_refused(saved):
+def test_classifier_with_several_labels_is_refused(saved):
     weights = transformers.AutoModelForSequenceClassification.from_pretrained(
         saved, num_labels=3, ignore_mismatched_sizes=True
     )

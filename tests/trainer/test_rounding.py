@@ -49,7 +49,7 @@ def gradient(trained: Trainer, groups: list[Group]) -> tuple[torch.Tensor, dict[
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_first_update_of_every_loss_is_that_of_an_exact_engine(name):
+def test_first_update_equals_that_of_an_exact_engine(name):
     exact_groups = honest_logprobs(tiny_decoder(), batch(num_groups=4))
     expected, exact = gradient(learner(algorithm=name, max_grad_norm=1e6), exact_groups)
     told = learner(algorithm=name, max_grad_norm=1e6)
@@ -61,12 +61,12 @@ def test_the_first_update_of_every_loss_is_that_of_an_exact_engine(name):
     assert float((found - expected).norm() / expected.norm()) < 0.02
 
 
-def test_gspo_loses_tokens_to_rounding_where_nobody_tells_it():
+def test_gspo_without_recomputation_clips_rounded_tokens():
     groups = rounded(honest_logprobs(tiny_decoder(), batch(num_groups=4)))
     assert gradient(learner(algorithm="gspo"), groups)[1]["train/clip_fraction"] > 0.2
 
 
-def test_the_narrowest_clip_of_each_loss():
+def test_narrowest_clip_of_each_loss():
     def clip(**config):
         settings = TrainerConfig.model_validate(config)
         return narrowest_clip(registry().load("losses", settings.loss), settings)

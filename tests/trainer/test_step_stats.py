@@ -26,7 +26,7 @@ SHAPE = DecoderConfig(
 CPU = torch.device("cpu")
 
 
-def test_products_are_those_that_torch_counts():
+def test_matmul_flops_equal_torchs_count():
     batch = pack([Row(token_ids=range(1, 10))])
     mask = (False, False, *([True] * 7))
     decoder = build_decoder(SHAPE, seed=0).double()  # which no kernel of ours takes
@@ -36,14 +36,14 @@ def test_products_are_those_that_torch_counts():
     assert training_flops(SHAPE, num_tokens=9, num_pairs=0, num_logits=7) == products
 
 
-def test_attention_counts_each_pair_twice():
+def test_attention_flops_by_hand():
     """Once for the score and once for the value; 2 operations per number of each head."""
     empty = forward_flops(SHAPE, num_tokens=4, num_pairs=0, num_logits=0)
     full = forward_flops(SHAPE, num_tokens=4, num_pairs=10, num_logits=0)
     assert full - empty == 10 * 2 * (2 * 4 * 8)
 
 
-def test_padding_and_sharing_of_a_batch():
+def test_padding_and_sharing_fractions():
     rows = [  # two siblings, whose continuations differ in length; and one of another prompt
         Row(token_ids=(1, 2, 3, 4, 10, 11, 12, 13), num_shared=4),
         Row(token_ids=(1, 2, 3, 4, 20, 21, 22, 23, 24), num_shared=4),
@@ -68,7 +68,7 @@ def test_padding_and_sharing_of_a_batch():
     assert again.metrics(2.0)["train/padding_fraction"] == pytest.approx(1 - 21 / (2 * 4 + 3 * 5))
 
 
-def test_a_window_hides_pairs():
+def test_sliding_window_lowers_attention_flops():
     kinds = ("sliding_attention", "full_attention", "sliding_attention")
     shape = dataclasses.replace(SHAPE, sliding_window=4, layer_types=kinds)
     work = StepStats(shape, CPU, "float32")
@@ -78,7 +78,7 @@ def test_a_window_hides_pairs():
     assert work.metrics(1.0)["train/model_tflops_per_s"] == pytest.approx(flops / 1e12)
 
 
-def test_peaks_are_of_known_devices_only():
+def test_peak_flops_of_known_devices_only():
     assert peak_flops("NVIDIA H200", "bfloat16") == 989.4e12
     assert peak_flops("NVIDIA H200", "float32") == pytest.approx(66.9e12)
     assert peak_flops("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16") is None
@@ -87,7 +87,7 @@ def test_peaks_are_of_known_devices_only():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_used_for_a_part_of_what_it_can_do():
+def test_gpu_utilisation_is_a_fraction():
     device = torch.device("cuda")
     work = StepStats(SHAPE, device, "bfloat16")
     numbers = torch.ones(1000, 1000, device=device)

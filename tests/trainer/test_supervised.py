@@ -125,7 +125,7 @@ def relative_error(found, expected):
 
 
 @pytest.mark.parametrize("budget", [64, 4096])
-def test_packed_is_padded(case, budget):
+def test_packed_loss_equals_padded_loss(case, budget):
     decoder, objective, examples = case
     found, packed = gradients(decoder, objective, examples, budget)
     loss = plain_loss(decoder, objective, examples)
@@ -135,7 +135,7 @@ def test_packed_is_padded(case, budget):
     assert relative_error(packed, plain) < 1e-5
 
 
-def test_micro_batches_change_nothing(case):
+def test_micro_batches_do_not_change_the_gradient(case):
     decoder, objective, examples = case
     whole, one = gradients(decoder, objective, examples, 4096)
     parts, many = gradients(decoder, objective, examples, 64)
@@ -143,14 +143,14 @@ def test_micro_batches_change_nothing(case):
     assert relative_error(one, many) < 1e-5
 
 
-def test_order_changes_nothing(case):
+def test_row_order_does_not_change_the_gradient(case):
     decoder, objective, examples = case
     one, _ = gradients(decoder, objective, examples, 4096)
     other, _ = gradients(decoder, objective, examples[::-1], 4096)
     assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
-def test_what_is_not_marked_has_no_gradient():
+def test_unmarked_tokens_have_no_gradient():
     """Tokens that nothing marked comes after may be any: loss and gradients are the same."""
     rng = random.Random(3)
     prompt, said = random_ids(rng, 4, 4), random_ids(rng, 5, 5)
@@ -184,19 +184,19 @@ def test_preference_losses_by_hand():
     assert is_preferred(h).tolist() == [0.5, 1, 0]
 
 
-def test_preference_losses_are_finite_far_out():
+def test_preference_losses_are_finite_for_large_margins():
     h = torch.tensor([-1e4, 1e4], requires_grad=True)
     preference_loss(h, beta=1.0).sum().backward()
     assert h.grad.tolist() == [-1, 0]
 
 
-def test_dpo_begins_undecided():
+def test_dpo_loss_starts_at_log_two():
     found, _ = gradients(tiny_decoder(), Dpo(tiny_decoder()), pairs(), 4096)
     assert found["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert found["margin"] == pytest.approx(0, abs=1e-5)
 
 
-def test_the_reference_stays_as_it_is():
+def test_reference_is_never_updated():
     reference = tiny_decoder(2)
     weights = {name: p.clone() for name, p in reference.named_parameters()}
     learner = Supervised(tiny_decoder(1), TrainerConfig(**SETTINGS), objective=Dpo(reference))
@@ -205,12 +205,12 @@ def test_the_reference_stays_as_it_is():
     assert not any(p.requires_grad for p in reference.parameters())
 
 
-def test_a_beta_of_nothing_is_refused():
+def test_zero_beta_is_refused():
     with pytest.raises(ConfigError, match="beta = 0"):
         Dpo(tiny_decoder(), beta=0)
 
 
-def test_a_learner_learns(case):
+def test_supervised_loss_decreases(case):
     decoder, objective, examples = case
     learner = Supervised(decoder, TrainerConfig(**SETTINGS), objective=objective)
     before = learner.evaluate(examples)
@@ -239,7 +239,7 @@ def test_sft_accuracy_by_hand():
     assert found["exact"] == pytest.approx(sum(map(all, right)) / len(right))
 
 
-def test_evaluation_leaves_no_trace(case):
+def test_evaluation_does_not_change_training(case):
     decoder, objective, examples = case
     weights = {name: p.clone() for name, p in decoder.named_parameters()}
     Supervised(decoder, TrainerConfig(**SETTINGS), objective=objective).evaluate(examples)
@@ -247,7 +247,7 @@ def test_evaluation_leaves_no_trace(case):
     assert all(torch.equal(p, weights[name]) for name, p in decoder.named_parameters())
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_then_stops():
+def test_nonfinite_gradients_are_skipped_then_stop_the_run():
     decoder = tiny_decoder()
     learner = Supervised(decoder, TrainerConfig(**SETTINGS), objective=Sft())
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_then_stops():
         learner.step(single_rows())
 
 
-def test_states_go_on_where_they_were_saved(case, tmp_path):
+def test_restored_states_continue_training(case, tmp_path):
     decoder, objective, examples = case
     learner = Supervised(decoder, TrainerConfig(**SETTINGS, warmup_steps=5), objective=objective)
     learner.step(examples)
@@ -277,7 +277,7 @@ def test_states_go_on_where_they_were_saved(case, tmp_path):
     assert found["train/grad_norm"] == expected["train/grad_norm"]
 
 
-def test_an_adapter_is_trained_and_the_weights_stay(case):
+def test_adapter_is_trained_and_base_weights_stay(case):
     decoder, objective, examples = case
     before = {name: p.detach().clone() for name, p in decoder.named_parameters()}
     learner = Supervised(decoder, TrainerConfig(**SETTINGS, lora={"rank": 2}), objective=objective)
@@ -302,7 +302,7 @@ def test_bfloat16_master_weights_are_refused():
         Supervised(tiny_decoder().bfloat16(), TrainerConfig(), objective=Sft())
 
 
-def test_each_epoch_goes_through_everything():
+def test_each_epoch_visits_every_example():
     examples = single_rows(5)
     drawn = [batch_of_step(examples, step, 3, seed=7) for step in range(1, 11)]
     flat = [example for batch in drawn for example in batch]
@@ -313,7 +313,7 @@ def test_each_epoch_goes_through_everything():
     assert batch_of_step(examples, 4, 3, seed=8) != drawn[3]
 
 
-def test_a_reward_model_reads_the_last_token_and_needs_its_head(tmp_path):
+def test_reward_model_scores_the_last_token_and_needs_its_head(tmp_path):
     model = reward_model(tmp_path)
     (pair, *_) = pairs()
     found = Supervised(model, TrainerConfig(), objective=BradleyTerry()).evaluate([pair])

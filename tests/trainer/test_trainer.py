@@ -52,7 +52,7 @@ def flat_weights(trained: Trainer) -> torch.Tensor:
 # ---- sequences -------------------------------------------------------------------------------
 
 
-def test_a_sequence_is_the_spans_in_order():
+def test_sequence_contains_the_spans_in_order():
     rng = random.Random(0)
     played = trajectory(rng, (1, 2, 3), reward=1.0, num_turns=3, version=7, ends_with_env=True)
     (row,) = make_sequences(played)
@@ -65,7 +65,7 @@ def test_a_sequence_is_the_spans_in_order():
     assert {v for v, m in zip(row.versions, row.loss_mask, strict=True) if not m} == {-1}
 
 
-def test_a_reward_survives_a_tool_output_at_the_end():
+def test_final_tool_output_keeps_the_reward():
     played = trajectory(random.Random(1), (5,), reward=1.0, num_turns=2, ends_with_env=True)
     assert make_sequences(played)[0].reward == 1.0
 
@@ -77,7 +77,7 @@ def forked(played: Trajectory, prompt: tuple[int, ...]) -> Trajectory:
     return replace(played, spans=(*played.spans[:-2], begin, last))
 
 
-def test_a_fork_is_a_row_of_its_own_with_the_reward_of_the_whole():
+def test_fork_is_a_separate_row_with_the_whole_reward():
     played = trajectory(random.Random(3), (5, 6), reward=1.0, num_turns=3)
     fork = forked(played, (7, 8, 9))
     assert fork.num_forks == 1
@@ -95,7 +95,7 @@ def test_a_fork_is_a_row_of_its_own_with_the_reward_of_the_whole():
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "constant_length"])
-def test_a_fork_weighs_what_the_whole_weighs(aggregation):
+def test_forked_trajectory_weighs_as_much_as_a_plain_one(aggregation):
     """A fork that rewrites nothing is no difference: the second row is the first one, longer."""
     rng = random.Random(5)
     members = [trajectory(rng, (5, 6), reward=float(i % 2), num_turns=3) for i in range(4)]
@@ -118,7 +118,7 @@ def test_a_fork_weighs_what_the_whole_weighs(aggregation):
     assert split_metrics["train/sequences"] == metrics["train/sequences"] + 2
 
 
-def test_one_update_begins_at_the_proximal_policy():
+def test_single_update_starts_at_ratio_one():
     """It scores the stale tokens as a pass of its own would, which M2PO's mask needs."""
     groups = batch(num_groups=4)
     one = learner(tokens_per_microbatch=64)
@@ -129,7 +129,7 @@ def test_one_update_begins_at_the_proximal_policy():
     assert torch.equal(flat_weights(one), flat_weights(two))
 
 
-def test_what_training_made_of_each_token_is_told_for_those_who_look_later():
+def test_trained_values_of_each_token_are_recorded():
     trained = learner(lr=1e-2, minibatches=2)
     assert trained.trained_tokens() == []
     groups = batch(0, num_groups=4)
@@ -151,7 +151,7 @@ def test_what_training_made_of_each_token_is_told_for_those_who_look_later():
     assert mean == pytest.approx(0, abs=1e-4)
 
 
-def test_divergence_is_told_by_staleness():
+def test_divergence_metrics_by_staleness():
     groups = batch(num_groups=2, version=3) + batch(seed=1, num_groups=2, version=1)
     metrics = learner().step(groups, version=3)
     by_lag = [metrics["train/approx_kl_stale0"], metrics["train/approx_kl_stale2"]]
@@ -172,7 +172,7 @@ rows_strategy = st.lists(
 
 @settings(deadline=None, max_examples=25)
 @given(shapes=rows_strategy)
-def test_packed_rows_see_what_lonely_rows_see(shapes):
+def test_packed_rows_compute_the_same_as_single_rows(shapes):
     rng = random.Random(len(shapes))
     prompts = [random_ids(rng, 1, 8) for _ in range(4)]
     rows = []
@@ -190,7 +190,7 @@ def test_packed_rows_see_what_lonely_rows_see(shapes):
 
 @settings(deadline=None)
 @given(shapes=rows_strategy, budget=st.integers(1, 60))
-def test_micro_batches_keep_every_row_once_and_the_budget(shapes, budget):
+def test_micro_batches_keep_every_row_and_respect_the_budget(shapes, budget):
     rng = random.Random(3)
     prompts = [random_ids(rng, 6, 6) for _ in range(4)]
     rows = [
@@ -204,7 +204,7 @@ def test_micro_batches_keep_every_row_once_and_the_budget(shapes, budget):
         assert size <= budget or len(part) == 1
 
 
-def test_shared_prompts_give_the_padded_gradient():
+def test_shared_prompts_give_the_same_gradient_as_padded_rows():
     groups = batch(num_groups=4, group_size=5)
     rows = sequences_of(tuple(groups))
 
@@ -224,7 +224,7 @@ def test_shared_prompts_give_the_padded_gradient():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_tokens_that_are_not_wanted_change_nothing(recompute):
+def test_hidden_states_of_chosen_tokens_equal_a_full_forward(recompute):
     """Nor does it matter that one is wanted twice, as the last of a shared prompt is."""
     decoder, wanted = tiny_decoder(), torch.tensor([7, 2, 2, 4])
     decoder.recomputes_layers = recompute
@@ -238,7 +238,7 @@ def test_tokens_that_are_not_wanted_change_nothing(recompute):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
 
 
-def test_scores_do_not_depend_on_the_chunk(monkeypatch):
+def test_scores_are_independent_of_chunk_size(monkeypatch):
     rows = sequences_of(tuple(batch()))
     packed = pack([Row(token_ids=r.token_ids) for r in rows])
     masks = [r.loss_mask for r in rows]
@@ -277,7 +277,7 @@ def test_micro_batches_do_not_change_the_gradient(loss, aggregation):
     assert float((whole - parts).norm() / whole.norm()) < 1e-5
 
 
-def test_what_a_tool_says_last_changes_nothing():
+def test_final_env_tokens_do_not_change_the_gradient():
     def ending(ends_with_env: bool) -> Group:
         members = tuple(
             trajectory(
@@ -297,7 +297,7 @@ def test_bfloat16_computes_nearly_the_same_gradient():
     assert torch.cosine_similarity(exact, rounded, dim=0) > 0.99
 
 
-def test_a_tiny_learning_rate_still_moves_the_weights():
+def test_tiny_learning_rate_changes_the_weights():
     trained = learner(lr=1e-6)
     before = flat_weights(trained)
     trained.step(batch(), version=0)
@@ -307,7 +307,7 @@ def test_a_tiny_learning_rate_still_moves_the_weights():
 
 
 @pytest.mark.slow
-def test_without_a_compiler_compile_is_refused(monkeypatch):
+def test_compile_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and '.+' is not"):
         learner(compile=True)
@@ -333,7 +333,7 @@ def test_bfloat16_master_weights_are_refused():
         Trainer(tiny_decoder().bfloat16(), TrainerConfig(), advantage=grpo, loss=ppo_clip)
 
 
-def test_reinforcement_makes_rewarded_tokens_likelier():
+def test_training_raises_rewarded_tokens():
     decoder = tiny_decoder()
     groups = honest_logprobs(decoder, batch(seed=5, num_groups=4))
     trained = Trainer(decoder, TrainerConfig(lr=3e-3), advantage=grpo, loss=ppo_clip)
@@ -357,7 +357,7 @@ def test_reinforcement_makes_rewarded_tokens_likelier():
     assert gap() > before
 
 
-def test_groups_without_contrast_change_nothing():
+def test_groups_with_equal_rewards_do_not_change_weights():
     rng = random.Random(2)
     members = tuple(trajectory(rng, (1, 2), reward=1.0) for _ in range(4))
     trained = learner()
@@ -368,7 +368,7 @@ def test_groups_without_contrast_change_nothing():
     assert torch.equal(flat_weights(trained), before)
 
 
-def test_a_member_without_tokens_counts_among_its_siblings_only():
+def test_member_without_tokens_counts_only_in_the_baseline():
     rng = random.Random(2)
     played = trajectory(rng, (1, 2), reward=1.0)
     empty = Trajectory(id="e", group_id="g", task=played.task, env_id="test")
@@ -439,7 +439,7 @@ def constant_nan(inputs):
 
 
 @pytest.mark.parametrize(("loss", "what"), [(infinite_slope, "gradient"), (constant_nan, "loss")])
-def test_loss_and_gradient_are_watched_apart(loss, what):
+def test_nonfinite_loss_and_gradient_are_detected_separately(loss, what):
     trained = learner(loss=loss)
     before = flat_weights(trained)
     for _ in range(2):
@@ -449,14 +449,14 @@ def test_loss_and_gradient_are_watched_apart(loss, what):
     assert torch.equal(flat_weights(trained), before)
 
 
-def test_a_reward_that_is_not_finite_trains_nothing():
+def test_nonfinite_reward_is_never_trained():
     bad = trajectory(random.Random(0), (1, 2), reward=float("inf"))
     trained = learner(advantage=reinforce)
     with pytest.raises(TrainError, match="of which 1 of 1 are not finite"):
         trained.step([Group(id="g", task=bad.task, trajectories=(bad,))], version=0)
 
 
-def test_unknown_loss_arguments_are_named():
+def test_unknown_loss_arguments_are_refused():
     with pytest.raises(ConfigError, match="'dual_clipp'") as error:
         learner(loss_kwargs={"dual_clipp": 3})
     assert "dual_clip" in error.value.hints[0]
@@ -475,7 +475,7 @@ def test_training_is_reproducible():
 # ---- checkpoints -----------------------------------------------------------------------------
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
+def test_training_resumes_bit_for_bit_from_a_checkpoint(tmp_path):
     from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 
     whole = learner()
@@ -498,7 +498,7 @@ def names_in(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
+def test_newest_and_best_checkpoints_are_kept(tmp_path):
     trained = learner()
     for step in (1, 2, 3, 4, 10):
         save_learner(trained, tmp_path, step, tmp_path)
@@ -514,7 +514,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     require_whole(tmp_path / "best")
 
 
-def test_what_was_never_measured_is_kept_by_age(tmp_path):
+def test_unmeasured_checkpoints_are_kept_by_age(tmp_path):
     for step in (1, 2, 10):
         save_learner(learner(), tmp_path, step, tmp_path)
     assert keep_checkpoints(tmp_path, 2, {0: 0.5}) is None
@@ -522,7 +522,7 @@ def test_what_was_never_measured_is_kept_by_age(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["trainer/__0_0.distcp", "model.safetensors"])
-def test_a_truncated_file_is_named_with_the_way_on(file, tmp_path):
+def test_truncated_checkpoint_file_is_named_with_a_hint(file, tmp_path):
     trained = learner()
     trained.step(batch(), version=0)
     for step in (3, 5):
@@ -539,14 +539,14 @@ def test_a_truncated_file_is_named_with_the_way_on(file, tmp_path):
 @pytest.mark.parametrize(
     "file", ["trainer/.metadata", "trainer/__0_0.distcp", "trainer.json", "config.json"]
 )
-def test_a_missing_file_is_named(file, tmp_path):
+def test_missing_checkpoint_file_is_named(file, tmp_path):
     path = save_learner(learner(), tmp_path, 1, tmp_path)
     (path / file).unlink()
     with pytest.raises(ConfigError, match=file.rpartition("/")[2].replace(".", r"\.")):
         require_whole(path)
 
 
-def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
+def test_checkpoint_of_an_older_version_is_refused(tmp_path):
     path = save_learner(learner(), tmp_path, 1, tmp_path)
     shutil.rmtree(path / "trainer")
     (path / "trainer.pt").write_bytes(b"old")
@@ -574,7 +574,7 @@ def test_skipped_updates_are_counted_across_a_checkpoint(tmp_path):
         resumed.step(batch(), version=0)
 
 
-def test_a_disk_without_room_is_refused_before_training(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_refused_before_training(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("areal_gym.trainer.checkpoint.shutil.disk_usage", lambda path: usage)
     with pytest.raises(TrainError, match=r"0\.0 MB left, but checkpoints need"):
@@ -590,7 +590,7 @@ def test_a_disk_without_room_is_refused_before_training(tmp_path, monkeypatch):
         {"lora": {"rank": 2}},
     ],
 )
-def test_room_is_asked_for_all_that_a_checkpoint_holds(settings):
+def test_required_disk_space_covers_the_whole_checkpoint(settings):
     trained = learner(**settings, advantage=gae if "critic" in settings else grpo)
     trained.step(batch(), version=0)
     held = {**trained.states(), **prefixed("policy", dict(trained.weights()))}
@@ -599,7 +599,7 @@ def test_room_is_asked_for_all_that_a_checkpoint_holds(settings):
     assert trained.checkpoint_bytes() == pytest.approx(expected, abs=4 * len(held) + 100)
 
 
-def test_a_running_baseline_is_the_mean_of_earlier_steps_and_is_kept(tmp_path):
+def test_running_baseline_is_the_mean_of_earlier_steps_and_is_saved(tmp_path):
     seen = []
 
     def baseline(rewards_G, group_ids_G, *, past_mean=None):
@@ -618,14 +618,14 @@ def test_a_running_baseline_is_the_mean_of_earlier_steps_and_is_kept(tmp_path):
     assert seen[-1] == seen[-2] == pytest.approx(0.9 * seen[2] + 0.1 * means[2])
 
 
-def test_a_running_baseline_by_hand():
+def test_running_baseline_by_hand():
     rewards, ids = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 1, 1])
     assert reinforce_baseline(rewards, ids).tolist() == [1.0, 0.0, 0.5]
     past = torch.tensor(0.25, dtype=torch.float64)
     assert reinforce_baseline(rewards, ids, past_mean=past).tolist() == [0.75, -0.25, 0.25]
 
 
-def test_tokens_of_weights_that_are_still_to_come_again_have_no_age():
+def test_tokens_of_future_versions_have_no_lag():
     """As `--from-step` leaves them in the journal: the run goes back, and they are there."""
     means = MeansByLag(version=3)
     means.add(torch.tensor([5, 3, 2]), torch.tensor([1.0, 2.0, 4.0]))

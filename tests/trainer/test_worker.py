@@ -52,7 +52,7 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_it_trains_bit_for_bit_what_a_learner_here_does(worker):
+def test_worker_trains_bit_for_bit_like_the_local_trainer(worker):
     other = here()
     assert equal(weights_of(worker), weights_of(other))
     start = weights_of(other)
@@ -67,7 +67,7 @@ def test_it_trains_bit_for_bit_what_a_learner_here_does(worker):
         assert torch.equal(theirs, ours)
 
 
-def test_a_critic_and_a_reference_live_in_the_worker(tiny_policy, tmp_path):
+def test_worker_holds_critic_and_reference(tiny_policy, tmp_path):
     settings = TrainerConfig(algorithm="ppo", kl={"coefficient": 0.1}, minibatches=2)
     arguments = {"advantage": gae, "loss": ppo_clip, "reference": tiny_policy}
     theirs = ProcessTrainer(Trainer, load_checkpoint(tiny_policy), settings, **arguments)
@@ -86,7 +86,7 @@ def test_a_critic_and_a_reference_live_in_the_worker(tiny_policy, tmp_path):
     assert equal(weights_of(theirs), weights_of(ours))
 
 
-def test_it_is_saved_and_goes_on_from_a_checkpoint(worker, tiny_policy, tmp_path):
+def test_worker_saves_and_restores_checkpoints(worker, tiny_policy, tmp_path):
     worker.step(batch(0), 0)
     path = save_learner(worker, tmp_path, 1, tiny_policy, {"next_group": 3})
     other = here()
@@ -97,19 +97,19 @@ def test_it_is_saved_and_goes_on_from_a_checkpoint(worker, tiny_policy, tmp_path
     assert equal(weights_of(worker), weights_of(other))
 
 
-def test_what_a_learner_refuses_is_raised_here(worker):
+def test_worker_training_errors_are_raised_here(worker):
     with pytest.raises(TrainError, match="no token that the policy sampled"):
         worker.step([], 0)
     assert worker.step(batch(0), 0)["train/grad_norm"] > 0  # and it goes on
 
 
-def test_what_its_making_refuses_is_raised_here():
+def test_worker_construction_errors_are_raised_here():
     settings = TrainerConfig(loss_kwargs={"colour": "red"})
     with pytest.raises(ConfigError, match="colour"):
         ProcessTrainer(Trainer, tiny_decoder(), settings, advantage=grpo, loss=ppo_clip)
 
 
-def test_its_death_is_an_error_that_says_how_to_go_on(worker):
+def test_worker_death_is_an_error_with_a_resume_hint(worker):
     os.kill(worker._workers[0].process.pid, signal.SIGKILL)
     with pytest.raises(TrainError, match="has died") as caught:
         worker.step(batch(0), 0)
@@ -123,7 +123,7 @@ class NeverSaved(Trainer):
         return Future()
 
 
-def test_its_death_ends_the_wait_for_a_checkpoint(tmp_path):
+def test_worker_death_ends_the_wait_for_a_checkpoint(tmp_path):
     learner = ProcessTrainer(NeverSaved, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
     try:
         written = learner.save(tmp_path / "states")
@@ -143,7 +143,7 @@ class FullDisk(Trainer):
         return written
 
 
-def test_a_full_disk_is_told_and_it_goes_on(tiny_policy, tmp_path):
+def test_worker_reports_a_full_disk_and_continues(tiny_policy, tmp_path):
     learner = ProcessTrainer(FullDisk, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
     try:
         with pytest.raises(TrainError, match="step-000001: No space left on device"):
@@ -154,7 +154,7 @@ def test_a_full_disk_is_told_and_it_goes_on(tiny_policy, tmp_path):
         learner.close()
 
 
-def test_it_does_not_outlive_us(tmp_path):
+def test_worker_does_not_outlive_its_parent(tmp_path):
     code = f"""
         import os, signal, sys
         sys.path.insert(0, {str(ROOT)!r})

@@ -88,7 +88,7 @@ class TestRunToEnd:
             place(work)
 
 
-def test_whoever_is_impatient_waits_no_longer(monkeypatch):
+def test_second_interrupt_stops_waiting(monkeypatch):
     monkeypatch.setattr(blocking, "_ONE_PRESS_S", 0.01)
     pressed = []
 
@@ -104,7 +104,7 @@ def test_whoever_is_impatient_waits_no_longer(monkeypatch):
     assert pressed == [1]
 
 
-def test_signals_that_are_somebody_else_s_stay_theirs():
+def test_foreign_signal_handlers_are_kept():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with interruptible(lambda: None):

@@ -21,12 +21,12 @@ class Node:
         self.me = self
 
 
-def test_what_is_loaded_is_not_looked_at_and_all_is_undone(undo):
+def test_collector_freezes_loaded_objects_and_restores(undo):
     assert gc.get_freeze_count() > 10_000
     undo()
 
 
-def test_garbage_that_piles_up_is_found(undo):
+def test_cyclic_garbage_is_collected(undo):
     first = weakref.ref(Node())
     for _ in range(200_000):
         Node()

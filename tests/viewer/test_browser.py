@@ -107,7 +107,7 @@ def places(page):
     )
 
 
-def test_from_the_list_of_runs_to_a_trajectory_by_keys_alone(page, runs):
+def test_keyboard_leads_from_run_list_to_trajectory(page, runs):
     page.goto(runs[1])
     page.wait_for_selector(".run.current")
     assert page.locator(".run").count() == 2
@@ -132,7 +132,7 @@ def test_from_the_list_of_runs_to_a_trajectory_by_keys_alone(page, runs):
     until(page, "document.querySelector('.steps').value === 'step-000002'")
 
 
-def test_curves_show_the_numbers_of_the_step_that_is_pointed_at_and_open_it(page, runs):
+def test_hovering_a_curve_shows_the_step_and_clicking_opens_it(page, runs):
     page.goto(runs[1] + "#/run/first/curves")
     chart = page.locator(".chart").first
     page.wait_for_selector(".chart path.line")
@@ -171,7 +171,7 @@ def test_rows_are_sorted_filtered_and_searched(page, runs):
     assert sorted(places(page)) == [3, 10]
 
 
-def test_siblings_stand_in_groups_that_fold(page, runs):
+def test_siblings_are_shown_in_folding_groups(page, runs):
     page.goto(runs[1] + "#/run/first/trajectories/step-000001")
     page.wait_for_selector(".row.group")
     assert page.locator(".row.group").count() == 4
@@ -184,7 +184,7 @@ def test_siblings_stand_in_groups_that_fold(page, runs):
     assert "g0001-1" in page.locator(".column.current").inner_text()
 
 
-def test_tokens_are_tinted_by_what_is_recorded_of_them(page, runs):
+def test_tokens_are_colored_by_recorded_values(page, runs):
     page.goto(runs[1] + "#/run/first/trajectories/step-000002/1/tokens")
     page.wait_for_selector(".token-text .t")
     kinds = page.evaluate(
@@ -218,7 +218,7 @@ def test_runs_are_compared(page, runs):
     page.wait_for_selector(".chart path.line.c1")
 
 
-def test_a_run_that_goes_on_is_followed(page, tmp_path):
+def test_running_run_is_followed(page, tmp_path):
     make_run(tmp_path / "live", num_steps=1, is_finished=False)
     with viewed(page, tmp_path / "live") as url:
         with RunDir.open(tmp_path / "live", "resume") as run:
@@ -280,7 +280,7 @@ def look_at_hostile(page):
     assert "owned" not in page.title()
 
 
-def test_hostile_texts_are_texts(page, hostile_run):
+def test_markup_in_the_viewer_is_escaped(page, hostile_run):
     with viewed(page, hostile_run) as url:
         page.goto(url + "#/run/hostile/trajectories/step-000002/1")
         look_at_hostile(page)
@@ -294,7 +294,7 @@ def export(*paths, out):
     return out.as_uri()
 
 
-def test_an_exported_page_opens_from_a_file_and_asks_nobody(page, runs, hostile_run, tmp_path):
+def test_exported_page_opens_from_a_file_without_network(page, runs, hostile_run, tmp_path):
     address = export(runs[0], hostile_run, out=tmp_path / "page.html")
     asked = []
     page.on("request", lambda request: asked.append(request.url))
@@ -312,7 +312,7 @@ def test_an_exported_page_opens_from_a_file_and_asks_nobody(page, runs, hostile_
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 
-def test_ten_thousand_trajectories_open_at_once_and_only_what_is_seen_is_drawn(page, tmp_path):
+def test_ten_thousand_trajectories_render_only_visible_rows(page, tmp_path):
     path = tmp_path / "large"
     make_run(path, num_steps=1, num_trajectories=10_000)
     with viewed(page, path) as url:
@@ -331,7 +331,7 @@ def test_ten_thousand_trajectories_open_at_once_and_only_what_is_seen_is_drawn(p
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_wider_than_a_telephone(browser, runs, scheme):
+def test_pages_fit_a_phone_screen(browser, runs, scheme):
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme)
     page = context.new_page()
     for place in (
@@ -350,7 +350,7 @@ def test_nothing_is_wider_than_a_telephone(browser, runs, scheme):
     context.close()
 
 
-def test_a_tokenizer_makes_texts_of_ids(page, tmp_path, tiny_policy):
+def test_tokenizer_decodes_token_ids(page, tmp_path, tiny_policy):
     path = tmp_path / "texts"
     make_run(path, num_steps=1, num_trajectories=2, is_finished=False)
     with RunDir.open(path, "resume") as run:

@@ -191,7 +191,7 @@ def shown(root, paths, expected=(200, 404, 422)):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_an_odd_file_of_one_run_does_not_break_the_others(tmp_path, name):
+def test_odd_file_of_one_run_does_not_break_other_runs(tmp_path, name):
     make_run(tmp_path / "one", num_steps=1, num_trajectories=2)
     make_run(tmp_path / "two", num_steps=1, num_trajectories=2)
     file = tmp_path / "one" / name
@@ -201,7 +201,7 @@ def test_an_odd_file_of_one_run_does_not_break_the_others(tmp_path, name):
         shown(tmp_path, ODD_FILE_PATHS)
 
 
-def test_a_damaged_line_of_metrics_is_passed_over_and_said(tmp_path):
+def test_damaged_metrics_line_is_skipped_and_reported(tmp_path):
     make_run(tmp_path / "one", num_steps=2, num_trajectories=2)
     make_run(tmp_path / "two", num_steps=1, num_trajectories=2)
     file = tmp_path / "one" / "metrics.jsonl"
@@ -217,7 +217,7 @@ LINKED = (*FILES, "trajectories/leak.jsonl", "trajectories", "trained", "checkpo
 
 @pytest.mark.parametrize("name", LINKED)
 @pytest.mark.parametrize("kind", ["link", "device", "pipe"])
-def test_nothing_outside_of_a_run_directory_can_be_read(tmp_path, name, kind):
+def test_files_outside_a_run_directory_cannot_be_read(tmp_path, name, kind):
     make_run(tmp_path / "runs" / "one", num_steps=1, num_trajectories=2)
     make_run(tmp_path / "runs" / "two", num_steps=1, num_trajectories=2)
     outside = make_run(tmp_path / "outside", num_steps=1, num_trajectories=2)
@@ -251,7 +251,7 @@ def test_nothing_outside_of_a_run_directory_can_be_read(tmp_path, name, kind):
     assert not any(SECRET.encode() in body for body in bodies)
 
 
-def test_links_inside_of_a_run_directory_are_followed(tmp_path):
+def test_links_inside_a_run_directory_are_followed(tmp_path):
     make_run(tmp_path / "one", num_steps=1, num_trajectories=2)
     make_run(tmp_path / "two", num_steps=1, num_trajectories=2)
     metrics = tmp_path / "one" / "metrics.jsonl"

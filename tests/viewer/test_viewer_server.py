@@ -65,7 +65,7 @@ def read(app, path):
     return json.loads(body)
 
 
-def test_everything_is_there_to_be_read(root):
+def test_routes_return_the_run(root):
     app = server.make_app(Catalog([root]))
     cards = read(app, "/api/runs")
     assert [(card["name"], card["step"], card["status"]) for card in cards] == [
@@ -92,7 +92,7 @@ def test_everything_is_there_to_be_read(root):
     assert one["texts"] == {}  # the run keeps no tokenizer
 
 
-def test_the_page_may_load_nothing_from_elsewhere_and_run_nothing_inline(root):
+def test_content_security_policy_forbids_remote_and_inline_code(root):
     app = server.make_app(Catalog([root]))
     status, headers, body = ask(app, "/")
     assert status == 200
@@ -120,18 +120,18 @@ def test_the_page_may_load_nothing_from_elsewhere_and_run_nothing_inline(root):
         "/static/__init__.py",
     ],
 )
-def test_what_is_not_there_is_refused(root, path):
+def test_unknown_paths_are_not_found(root, path):
     assert ask(server.make_app(Catalog([root])), path)[0] == 404
 
 
-def test_a_web_site_that_points_its_name_here_is_not_answered(root):
+def test_dns_rebinding_is_refused(root):
     app = server.make_app(Catalog([root]))
     assert ask(app, "/api/runs", host="evil.example:7576")[0] == 403
     assert ask(app, "/api/runs", host="localhost:7576")[0] == 200
     assert ask(app, "/api/runs", host="[::1]:7576")[0] == 200
 
 
-def test_others_need_the_token_once(root):
+def test_remote_clients_need_the_token_once(root):
     app = server.make_app(Catalog([root]), token="s3cret")
     assert ask(app, "/api/runs", host="10.0.0.7:7576")[0] == 401
     assert ask(app, "/?token=guess", host="10.0.0.7:7576")[0] == 401
@@ -144,7 +144,7 @@ def test_others_need_the_token_once(root):
     assert ask(app, "/api/runs", cookie="areal-gym-viewer=guess")[0] == 401
 
 
-def test_which_hosts_nobody_else_reaches():
+def test_loopback_hosts_are_recognised():
     for host, is_ours in {
         "127.0.0.1": True,
         "localhost": True,
@@ -157,7 +157,7 @@ def test_which_hosts_nobody_else_reaches():
         assert server.is_loopback(host) == is_ours, host
 
 
-def test_a_port_that_is_taken_is_an_error_that_says_what_to_do():
+def test_port_in_use_is_an_error_with_a_hint():
     with (
         server.listen("127.0.0.1", 0) as taken,
         pytest.raises(InfrastructureError, match="cannot listen") as caught,
@@ -166,7 +166,7 @@ def test_a_port_that_is_taken_is_an_error_that_says_what_to_do():
     assert "--port 0" in caught.value.hints[0]
 
 
-def test_half_a_character_that_a_policy_sampled_is_no_failure(tmp_path):
+def test_partial_utf8_tokens_are_shown(tmp_path):
     path = make_run(tmp_path / "torn", num_steps=1, is_finished=False)
     messages = ({"role": "assistant", "content": "\ud83d"},)
     with RunDir.open(path, "resume") as run:
@@ -176,7 +176,7 @@ def test_half_a_character_that_a_policy_sampled_is_no_failure(tmp_path):
     assert read(app, "/api/runs/torn/step-000002/0")["messages"][0]["content"] == "?"
 
 
-def test_what_a_run_appends_is_read_and_what_it_takes_back_forgotten(tmp_path):
+def test_appended_steps_are_read_and_rewound_steps_dropped(tmp_path):
     path = make_run(tmp_path / "run", is_finished=False)
     run = Catalog([path]).run("run")
     assert run.directory.status == "stopped"
@@ -196,7 +196,7 @@ def test_what_a_run_appends_is_read_and_what_it_takes_back_forgotten(tmp_path):
     assert run.directory.status == "finished"
 
 
-def test_a_file_is_listed_without_its_tokens_and_read_with_them(tmp_path):
+def test_trajectory_list_omits_tokens(tmp_path):
     tricky = (
         {"role": "user", "content": ', "spans": [{}]'},
         {"role": "assistant", "content": "ok"},
@@ -216,13 +216,13 @@ def test_a_file_is_listed_without_its_tokens_and_read_with_them(tmp_path):
     assert file.search('"spans": [{}]') == [1]
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def test_damaged_file_is_named(tmp_path):
     (tmp_path / "step-000001.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"step-000001.*line 1 is no trajectory"):
         TrajectoryFile(tmp_path / "step-000001.jsonl").page()
 
 
-def test_branches_of_one_trajectory_are_read_as_one(tmp_path):
+def test_branches_of_a_trajectory_are_merged(tmp_path):
     row = {"trajectory": 4, "advantage": 0.5, "advantages": [0.5, 0.5], "logprobs": [-1.0, -2.0]}
     other = {**row, "advantages": [0.25], "logprobs": [-3.0]}
     RunDir(tmp_path).save_trained([row, other], step=1)
@@ -232,7 +232,7 @@ def test_branches_of_one_trajectory_are_read_as_one(tmp_path):
     assert found.read(0) is None
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path):
+def test_runs_with_equal_names_are_distinguished(tmp_path):
     for place in ("a", "b"):
         make_run(tmp_path / place / "run", num_steps=1, num_trajectories=1)
     catalog = Catalog([tmp_path / "a", tmp_path / "b"])
@@ -242,14 +242,14 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
     assert detail(catalog.run("run~2"), "step-000001", 0)["id"] == "g0000-0"
 
 
-def test_no_run_is_nothing_to_do(tmp_path, capsys):
+def test_view_without_runs_is_refused(tmp_path, capsys):
     with pytest.raises(NothingToDoError, match="no runs in"):
         Catalog([tmp_path])
     assert run_program(["view", str(tmp_path)]) == 5
     assert "areal-gym train" in capsys.readouterr().err
 
 
-def test_a_page_is_exported(root, tmp_path, capsys):
+def test_export_writes_a_page(root, tmp_path, capsys):
     file = tmp_path / "page.html"
     assert run_program(["view", str(root / "one"), "--export", str(file), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -259,7 +259,7 @@ def test_a_page_is_exported(root, tmp_path, capsys):
     assert "import {" not in text
 
 
-def test_other_hosts_get_an_address_with_a_token_and_ctrl_c_is_the_end(root):
+def test_public_host_prints_a_token_url_and_ctrl_c_stops(root):
     command = [sys.executable, "-m", "areal_gym", "view", str(root), "--host", "0.0.0.0"]
     with subprocess.Popen(
         [*command, "--port", "0", "--no-browser"],

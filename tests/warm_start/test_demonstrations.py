@@ -19,12 +19,12 @@ from areal_gym.warm_start.demonstrations import (
 )
 
 
-def test_the_shares_add_up():
+def test_demonstration_shares_add_up():
     assert sum(d.share for d in TIR) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("shown_by", [*TIR, None], ids=lambda d: d.id if d else "perfect")
-def test_tir_demonstrations_are_what_the_environment_answers(shown_by):
+def test_tir_demonstrations_equal_environment_replies(shown_by):
     env = areal_gym.make("tir")
     rng = random.Random(7)
     for seed in range(6):
@@ -44,7 +44,7 @@ def test_tir_demonstrations_are_what_the_environment_answers(shown_by):
         assert total == shown.reward
 
 
-def test_demonstrations_are_of_training_tasks_only():
+def test_demonstrations_use_training_tasks_only():
     env = areal_gym.make("tir")
     rng = random.Random(1)
     for _ in range(200):
@@ -53,7 +53,7 @@ def test_demonstrations_are_of_training_tasks_only():
         assert split_of(areal_gym.envs.arithmetic.canonical(env.task.data["expression"])) == "train"
 
 
-def test_the_best_demonstrator_is_imperfect():
+def test_best_demonstrator_makes_mistakes():
     env = areal_gym.make("tir")
     rng = random.Random(2)
     rewards: dict[str, list[float]] = {}
@@ -68,7 +68,7 @@ def test_the_best_demonstrator_is_imperfect():
 
 
 @pytest.mark.parametrize("env_id", ["math", "countdown"])
-def test_other_environments_demonstrate_themselves(env_id):
+def test_gold_policy_demonstrates_other_environments(env_id):
     env = areal_gym.make(env_id)
     rng = random.Random(3)
     rewards = {}
@@ -90,14 +90,14 @@ class Mute(TextEnv):
         return Response(is_terminated=True)
 
 
-def test_an_environment_without_a_gold_policy_is_refused():
+def test_environment_without_gold_policy_is_refused():
     with pytest.raises(UsageError, match="gold_action") as error:
         demonstrators_for(Mute())
     assert "engine.model=" in error.value.hints[0]
 
 
 @pytest.mark.parametrize("kwargs", [{"path": "questions.jsonl"}, {"tools": ["calculator"]}])
-def test_other_questions_of_tir_are_demonstrated_by_its_gold_policy(kwargs, tmp_path, monkeypatch):
+def test_other_tir_questions_use_the_gold_policy(kwargs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = "".join(f'{{"question": "What is {n}+1?", "answer": "{n + 1}"}}\n' for n in range(20))
     (tmp_path / "questions.jsonl").write_text(rows)

@@ -41,7 +41,7 @@ def prepare(seed=0, env_id="tir", **kwargs):
     return prepare_starter(env, env_key=env_id, seed=seed, recipe=SMALL, **kwargs)
 
 
-def test_it_is_made_once_and_then_taken_from_the_cache():
+def test_starter_policy_is_cached():
     seen = []
     first = prepare(on_progress=lambda *facts: seen.append(facts))
     again = prepare(on_progress=lambda *facts: pytest.fail("made again"))
@@ -55,14 +55,14 @@ def test_it_is_made_once_and_then_taken_from_the_cache():
     assert not list(first.directory.parent.glob(".*"))  # no drafts are left
 
 
-def test_the_same_seed_gives_the_same_policy(tmp_path, monkeypatch):
+def test_same_seed_gives_the_same_starter_policy(tmp_path, monkeypatch):
     first = load_checkpoint(prepare().directory).state_dict()
     monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "other"))
     second = load_checkpoint(prepare().directory).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_it_is_a_hugging_face_checkpoint():
+def test_starter_policy_is_a_hugging_face_checkpoint():
     directory = prepare().directory
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
@@ -78,13 +78,13 @@ def test_it_is_a_hugging_face_checkpoint():
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_digits_are_tokens_of_their_own():
+def test_each_digit_is_one_token():
     directory = prepare().directory
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     assert tokenizer.tokenize("37*48+12") == list("37*48+12")
 
 
-def test_facts_say_who_was_imitated():
+def test_facts_name_the_demonstrator():
     starter = prepare()
     facts = json.loads((starter.directory / "warm_start.json").read_text())
     assert set(facts["demonstrators"]) <= {"careful", "hasty", "clumsy"}
@@ -92,7 +92,7 @@ def test_facts_say_who_was_imitated():
     assert starter.best_demonstrator == max(d["accuracy"] for d in facts["demonstrators"].values())
 
 
-def test_a_cache_that_cannot_be_written_says_where_else(tmp_path, monkeypatch):
+def test_unwritable_cache_hints_at_another_directory(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AREAL_GYM_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(TrainError, match="cannot write the cache") as caught:
