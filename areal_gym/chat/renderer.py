@@ -1,25 +1,25 @@
-"""What a chat template adds to a dialogue, as token ids.
+"""Renders dialogues as token ids with a chat template, appending instead of rendering anew.
 
     first prompt   the template's text of the first messages
-    bridge         what it writes between the assistant's own text and its next turn: the end of
-                   turn (unless it was sampled), the new messages, the header of the next turn
+    bridge         its text between the assistant's own text and the next turn: the end of turn
+                   (unless it was sampled), the new messages, the header of the next turn
 
-A bridge is read off a short reference dialogue, so its cost does not grow with the history. That
-bridged turns are what the whole dialogue would have given is proven on generated dialogues, apart
-for each kind of dialogue: with or without a system message, with these tools or none, and by who
-replies. Where a template rewrites what it wrote before (Mistral's moves the tools to the newest
-user message), the proof fails; `obstacle` says why, and `Dialogue` renders anew.
+A bridge is read off a short reference dialogue, so its cost does not grow with the history. Probes
+on generated dialogues (`template_probe`) show whether bridged turns equal the whole dialogue,
+separately for each kind of dialogue: with or without a system message, with these tools or none,
+and by the roles of the reply. If a template rewrites its earlier text (Mistral's moves the tools to
+the newest user message), the probe fails, `no_bridge_reason` says why, and `Dialogue` renders anew.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from areal_gym.chat import plain_tools
-from areal_gym.chat import template_probe as proof
+from areal_gym.chat import plain_tools, template_probe
 from areal_gym.chat.template import BREAK, ChatTemplate, ToolSchemas
 from areal_gym.chat.tokenizer import FastTokenizer, Tokenizer
 from areal_gym.chat.tokenizer_files import (
@@ -32,9 +32,8 @@ from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, END_THINK, parse_a
 from areal_gym.errors import ConfigError
 from areal_gym.types import Message
 
-_T = TypeVar("_T")
 _CACHE_SIZE = 4096
-_CACHED_TEXT = 512
+"""Limit for the remembered results of probes: programs may bring any number of tool sets."""
 
 
 class Renderer:
@@ -48,7 +47,7 @@ class Renderer:
         prompt += generation.token_ids
         prompt += renderer.bridge_ids(generation.token_ids[-1], reply)
 
-    `Dialogue` does this, and falls back to whole dialogues where there is an `obstacle`.
+    `Dialogue` does this, and falls back to whole dialogues where bridges are not exact.
     """
 
     def __init__(
@@ -61,19 +60,19 @@ class Renderer:
         template_kwargs: Mapping[str, Any] | None = None,
         keeps_thinking: bool = True,
     ) -> None:
-        """Compile the template and look at what it does.
+        """Compile the template and probe its behaviour.
 
         Args:
-            tokenizer: encodes and decodes.
-            chat_template: jinja, in Hugging Face's dialect.
+            tokenizer: the policy's tokenizer.
+            chat_template: a Jinja template as in Hugging Face's checkpoints.
             special_tokens: names that the template may use, such as `bos_token`.
             stop_token_ids: ids that end a turn besides the template's own end of turn.
             template_kwargs: other variables of the template, such as `enable_thinking`.
-            keeps_thinking: whether what was thought in earlier turns stays in the prompt. If not,
-                the template decides, and a turn that follows a thought may begin a new branch.
+            keeps_thinking: whether the thinking of earlier turns stays in the prompt. If not, the
+                template decides, and a turn that follows a thought may begin a new branch.
 
         Raises:
-            ConfigError: the template is no template, or has no end of turn that could be sampled.
+            ConfigError: the template is invalid, or has no end of turn that could be sampled.
         """
         self.tokenizer = tokenizer
         self.keeps_thinking = keeps_thinking
@@ -83,33 +82,29 @@ class Renderer:
             control_tokens=tokenizer.control_tokens,
             kwargs=template_kwargs,
         )
-        self._bridges: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._first: dict[object, tuple[int, ...]] = {}
-        self._obstacles: dict[object, str | None] = {}
-        self._lists_tools: dict[object, bool] = {}
-        self._newest_tools: ToolSchemas = ()
-        self._newest_key = ""
         self._has_call: dict[tuple[str, ...], bool] = {}
-        self.knows_tool_role = proof.knows_tool_role(self.template)
-        """Whether the template renders what a tool answers; else the user says it."""
-        self.opening = proof.thinking_opening(self.template)
-        """What the template writes of a turn's thinking before the policy begins, often nothing."""
+        self._reason = functools.lru_cache(_CACHE_SIZE)(self._probe_bridges)
+        self._tool_support = functools.lru_cache(_CACHE_SIZE)(self._probe_tools)
+        self.knows_tool_role = template_probe.knows_tool_role(self.template)
+        """Whether the template renders tool results; else they become user messages."""
+        self.opening = template_probe.thinking_opening(self.template)
+        """The part of a turn's thinking that the template writes before the policy, often empty."""
         self.opens_thinking = bool(self.opening) and END_THINK not in self.opening
         """Whether the policy begins inside a thought."""
         self.end_of_turn = ""
         self.end_of_turn_id = self.encode(self.bridge_text([{"role": "user", "content": "x"}]))[0]
         """The id that the template writes after an assistant's text."""
         self.end_of_turn = tokenizer.decode([self.end_of_turn_id])
-        proof.require_end_of_turn(self)
+        template_probe.require_end_of_turn(self)
         self.stop_token_ids = tuple(sorted({self.end_of_turn_id, *stop_token_ids}))
         """Ids at which sampling of a turn ends."""
-        self.written_dialect = proof.find_dialect(self)
-        """How the template writes tool calls (`chat.tool_call_formats`); None if it does not."""
+        self.written_dialect = template_probe.find_dialect(self)
+        """The format of the template's tool calls (`chat.tool_call_formats`), or None."""
         self.tool_dialect = self.written_dialect or DEFAULT_DIALECT
-        """How the policy is expected to write them."""
-        self.before_answers = proof.written_before_answers(self)
-        """What the template puts before an assistant's text: what is sampled holds it already."""
-        self.drops_thinking = proof.drops_thinking(self)
+        """The format in which the policy is expected to write tool calls."""
+        self.before_answers = template_probe.written_before_answers(self)
+        """The template's text before an assistant's text, which sampled text already contains."""
+        self.drops_thinking = template_probe.drops_thinking(self)
         """Whether the template leaves the thinking of earlier turns out."""
 
     @classmethod
@@ -123,7 +118,7 @@ class Renderer:
         """Read `tokenizer.json`, `tokenizer_config.json` and the template of a Hugging Face model.
 
         Raises:
-            ConfigError: a file or the chat template is missing, or of no use.
+            ConfigError: a file or the chat template is missing or unusable.
         """
         directory = Path(directory)
         config = read_json(directory / "tokenizer_config.json")
@@ -149,15 +144,7 @@ class Renderer:
         Raises:
             ConfigError: the template refuses the messages.
         """
-        key = _cache_key(messages)
-        if key is not None:
-            key = (key, self._key_of(tools))
-        ids = self._first.get(key) if key is not None else None
-        if ids is None:
-            ids = tuple(self.encode(self.render(messages, tools)))
-            if key is not None:
-                _remember(self._first, key, ids)
-        return ids
+        return tuple(self.encode(self.render(messages, tools)))
 
     def bridge_ids(self, last_id: int, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the ids between a sampled turn and the next.
@@ -165,59 +152,51 @@ class Renderer:
         Args:
             last_id: the last id that was sampled. When it ends a turn, the template's end of turn
                 is not written again; otherwise (the turn was cut) it is.
-            messages: what the policy reads next.
+            messages: the messages that the policy reads next.
 
         Raises:
             ConfigError: the template refuses the messages.
         """
-        key = _cache_key(messages)
-        bridge = self._bridges.get(key) if key is not None else None
-        if bridge is None:
-            ids = tuple(self.encode(self.bridge_text(messages)))
-            bridge = ids, ids[1:]
-            if key is not None:
-                _remember(self._bridges, key, bridge)
-        return bridge[last_id in self.stop_token_ids]
+        ids = tuple(self.encode(self.bridge_text(messages)))
+        return ids[1:] if last_id in self.stop_token_ids else ids
 
-    def obstacle(
+    def no_bridge_reason(
         self, first: Sequence[Message], tools: ToolSchemas, reply: Sequence[Message]
     ) -> str | None:
-        """Why such a reply cannot be bridged in a dialogue that begins like this; None: it can."""
-        has_system = any(message["role"] == "system" for message in first)
-        key = (has_system, self._key_of(tools), reply_shape(reply))
-        if key not in self._obstacles:
-            found = proof.find_obstacle(self, has_system, tools, reply_shape(reply))
-            _remember(self._obstacles, key, found)
-        return self._obstacles[key]
+        """Return why this reply cannot be bridged after these first messages; None if it can."""
+        return self._reason(_has_system(first), json.dumps(tools), reply_shape(reply))
 
-    def remarks(self, first: Sequence[Message], tools: ToolSchemas = ()) -> list[str]:
-        """What a person should know of dialogues that begin like this; often nothing."""
-        remarks = []
+    def _probe_bridges(self, has_system: bool, tools: str, shape: tuple[str, ...]) -> str | None:
+        return template_probe.find_difference(self, has_system, json.loads(tools), shape)
+
+    def warnings(self, first: Sequence[Message], tools: ToolSchemas = ()) -> list[str]:
+        """Return warnings about dialogues that begin like this, often none."""
+        warnings = []
         if self.drops_thinking and self.keeps_thinking:
-            remarks.append(
+            warnings.append(
                 "the chat template drops the thinking of earlier turns; here it stays in the "
                 "prompt, so that dialogues only grow (rollout.thinking=strip does as the template)"
             )
         if self.drops_thinking and not self.keeps_thinking:
-            remarks.append(
+            warnings.append(
                 "earlier thinking is left out as the chat template does: a turn that follows a "
                 "thought may begin a new branch (counted: rollout/forks)"
             )
-        if tools and not self._lists(first, tools):
-            remarks.append("the chat template knows no tools; the system message describes them")
+        if tools and not self._supports(first, tools):
+            warnings.append("the chat template knows no tools; the system message describes them")
         replies: list[Message] = [{"role": "user", "content": "x"}]
         if tools:
             replies.insert(0, {"role": "tool", "content": "x", "tool_call_id": "call00000"})
         for reply in replies:
-            if obstacle := self.obstacle(first, tools, [reply]):
-                remarks.append(
+            if reason := self.no_bridge_reason(first, tools, [reply]):
+                warnings.append(
                     f"each turn after a message of the {reply['role']} begins a new branch "
-                    f"(counted: rollout/forks), for {obstacle}"
+                    f"(counted: rollout/forks), for {reason}"
                 )
-        return remarks
+        return warnings
 
     def encode(self, text: str) -> list[int]:
-        """Ids of rendered text; only what the template itself has written is a control token."""
+        """Return the ids of rendered text; only the template's own text becomes control tokens."""
         ids: list[int] = []
         for part in text.split(BREAK):
             try:
@@ -245,18 +224,12 @@ class Renderer:
         Raises:
             ConfigError: the template refuses the messages.
         """
-        if tools and not self._lists(messages, tools):
+        if tools and not self._supports(messages, tools):
             messages, tools = plain_tools.describe(messages, tools), ()
         return self.template.render(self._adapt(messages), tools)
 
-    def _key_of(self, tools: ToolSchemas) -> str:
-        """Identifies tools. One episode's are mostly the next one's: comparing them is cheapest."""
-        if tools != self._newest_tools:
-            self._newest_tools, self._newest_key = tools, json.dumps(tools)
-        return self._newest_key
-
     def bridge_text(self, reply: Sequence[Message]) -> str:
-        """What a bridge is made of: the end of the assistant's turn, `reply`, the next header.
+        """Return a bridge's text: the end of the assistant's turn, `reply`, the next header.
 
         Raises:
             ConfigError: the template refuses the messages.
@@ -264,57 +237,40 @@ class Renderer:
         reply = self._adapt(reply)
         shape = reply_shape(reply)
         if shape not in self._has_call:
-            # Some templates refuse a tool's answer that no call has asked for, some refuse two
-            # calls in one turn.
-            has_call = "tool" in shape and proof.accepts_calls(self.template, reply)
+            # Some templates refuse a tool result without its call, some refuse two calls in one
+            # turn.
+            has_call = "tool" in shape and template_probe.accepts_calls(self.template, reply)
             self._has_call[shape] = has_call
-        answer = proof.reference_answer(reply, has_call=self._has_call[shape])
+        answer = template_probe.reference_answer(reply, has_call=self._has_call[shape])
         text = self.template.render([{"role": "user", "content": "x"}, answer, *reply])
-        _before, found, after = text.rpartition(proof.SENTINEL)
-        at = after.find(self.end_of_turn)
-        if not found or not after or at < 0:
+        _before, sentinel, after = text.rpartition(template_probe.SENTINEL)
+        start = after.find(self.end_of_turn)
+        if not sentinel or not after or start < 0:
             raise ConfigError(
                 "the chat template writes nothing after an assistant's text, or not the text itself"
             )
-        return after[at:]
+        return after[start:]
 
     def _adapt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """What tools say as the user's words, for a template that knows no tools."""
+        """Convert tool results to user messages for a template that knows no tools."""
         if self.knows_tool_role or all(message["role"] != "tool" for message in messages):
             return messages
         return plain_tools.as_user(messages)
 
-    def _lists(self, messages: Sequence[Message], tools: ToolSchemas) -> bool:
-        """Return whether the template tells the policy of the tools."""
-        has_system = any(message["role"] == "system" for message in messages)
-        key = (has_system, self._key_of(tools))
-        if key not in self._lists_tools:
-            first = proof.first_messages(has_system)
-            listed = self.template.render(first, tools)
-            _remember(self._lists_tools, key, listed != self.template.render(first))
-        return self._lists_tools[key]
+    def _supports(self, messages: Sequence[Message], tools: ToolSchemas) -> bool:
+        """Return whether the template describes the tools to the policy."""
+        return self._tool_support(_has_system(messages), json.dumps(tools))
+
+    def _probe_tools(self, has_system: bool, tools: str) -> bool:
+        first = template_probe.first_messages(has_system)
+        return self.template.render(first, json.loads(tools)) != self.template.render(first)
+
+
+def _has_system(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "system" for message in messages)
 
 
 def reply_shape(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the roles in order; of a run of the same role, two stand for more."""
-    if len(messages) == 1:
-        return (messages[0]["role"],)
+    """Return the roles in order; two stand for a longer run of the same role."""
     roles = [message["role"] for message in messages]
     return tuple(role for i, role in enumerate(roles) if roles[max(0, i - 2) : i] != [role] * 2)
-
-
-def _cache_key(messages: Sequence[Message]) -> object | None:
-    """Identifies short plain messages; None for those that are not worth keeping."""
-    parts = []
-    for message in messages:
-        content = message["content"]
-        if len(content) > _CACHED_TEXT or "tool_calls" in message:
-            return None
-        parts.append((message["role"], content, message.get("name"), message.get("tool_call_id")))
-    return tuple(parts)
-
-
-def _remember(cache: dict[object, _T], key: object, found: _T) -> None:
-    if len(cache) >= _CACHE_SIZE:
-        cache.clear()
-    cache[key] = found

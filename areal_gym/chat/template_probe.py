@@ -1,31 +1,49 @@
-"""What a chat template does, seen on generated dialogues."""
+"""Probes of chat templates: renders generated dialogues to see how a template behaves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from areal_gym.chat.template import BREAK, ChatTemplate, ToolSchemas
 from areal_gym.chat.tool_call_formats import DIALECTS, END_THINK, THINK, parse_assistant
 from areal_gym.errors import ConfigError
 from areal_gym.types import Message, ToolCall
 
-if TYPE_CHECKING:
-    from areal_gym.chat.renderer import Renderer
-
 # Letters only, so that no template strips, splits or escapes it.
 SENTINEL = "ArealGymSentinel"
 _TEXTS = ("Seven.", "x = {1: '2'}\n\nNaïve 数学 🙂 end", "a  b\tc <b>&amp;</b>")
 
 
+class ProbedRenderer(Protocol):
+    """The part of a renderer that probes use."""
+
+    template: ChatTemplate
+    opening: str
+    end_of_turn: str
+    end_of_turn_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of rendered text."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> str:
+        """Return the text of a whole dialogue."""
+        ...
+
+    def bridge_text(self, reply: Sequence[Message]) -> str:
+        """Return the text between an assistant's text and its next turn."""
+        ...
+
+
 def first_messages(has_system: bool, text: str = "Go on.") -> list[Message]:
-    """How a reference dialogue begins."""
+    """Return the beginning of a reference dialogue."""
     system: list[Message] = [{"role": "system", "content": "Be exact."}] if has_system else []
     return [*system, {"role": "user", "content": text}]
 
 
 def reference_answer(reply: Sequence[Message], *, has_call: bool) -> Message:
-    """Return an assistant's turn that `reply` answers; the sentinel is the last thing it says."""
+    """Return an assistant's turn that `reply` answers; the sentinel ends its text."""
     if not has_call:
         return {"role": "assistant", "content": SENTINEL}
     asked = [message for message in reply if message["role"] == "tool"]
@@ -60,7 +78,7 @@ def accepts_calls(template: ChatTemplate, reply: Sequence[Message]) -> bool:
 
 
 def knows_tool_role(template: ChatTemplate) -> bool:
-    """Return whether it renders what a tool answers to the assistant."""
+    """Return whether the template renders tool results."""
     answer = _tool_answer(SENTINEL + "A")
     for has_call in (True, False):
         asking = reference_answer([answer], has_call=has_call)
@@ -74,15 +92,15 @@ def knows_tool_role(template: ChatTemplate) -> bool:
 
 
 def thinking_opening(template: ChatTemplate) -> str:
-    """What the header of the assistant's turn holds from `<think>` on; empty without it."""
+    """Return the header of the assistant's turn from `<think>` on; empty without it."""
     asked = first_messages(False)
     text, before = template.render(asked), template.render(asked, adds_prompt=False)
     header = text[len(before) :] if text.startswith(before) else ""
     return header[header.index(THINK) :] if THINK in header else ""
 
 
-def written_before_answers(renderer: Renderer) -> str:
-    """What the template writes in history between the header of a turn and what is said."""
+def written_before_answers(renderer: ProbedRenderer) -> str:
+    """Return the template's text in history between the header of a turn and the answer."""
     asked = first_messages(False)
     answer: Message = {"role": "assistant", "content": SENTINEL}
     header = renderer.template.render(asked).removesuffix(renderer.opening)
@@ -90,18 +108,16 @@ def written_before_answers(renderer: Renderer) -> str:
     return before.removeprefix(header) if before.startswith(header) else ""
 
 
-def drops_thinking(renderer: Renderer) -> bool:
-    """Return whether it leaves out what an assistant has thought before its last turn, by
-    design."""
+def drops_thinking(renderer: ProbedRenderer) -> bool:
+    """Return whether the template leaves out the thinking of earlier turns, by design."""
     if END_THINK not in renderer.template.source:
         return False
     answer: Message = {"role": "assistant", "content": "Yes.", "reasoning_content": SENTINEL}
     return SENTINEL not in renderer.render([*first_messages(False), answer, *first_messages(False)])
 
 
-def find_dialect(renderer: Renderer) -> str | None:
-    """Return the dialect that reads back the calls which the template writes; None: it writes
-    none."""
+def find_dialect(renderer: ProbedRenderer) -> str | None:
+    """Return the dialect that reads back the template's calls; None if it writes none."""
     answer = _tool_answer("7")
     if not accepts_calls(renderer.template, [answer]):
         return None
@@ -120,11 +136,11 @@ def find_dialect(renderer: Renderer) -> str | None:
     return None
 
 
-def require_end_of_turn(renderer: Renderer) -> None:
-    """Check that a turn ends with one token, which nothing that is said can be.
+def require_end_of_turn(renderer: ProbedRenderer) -> None:
+    """Check that a turn ends with one token, which no text contains.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: a turn ends otherwise.
     """
     written = renderer.bridge_text([{"role": "user", "content": "x"}])
     bridge = renderer.encode(written)
@@ -144,15 +160,15 @@ def require_end_of_turn(renderer: Renderer) -> None:
             )
 
 
-def find_obstacle(
-    renderer: Renderer, has_system: bool, tools: ToolSchemas, shape: tuple[str, ...]
+def find_difference(
+    renderer: ProbedRenderer, has_system: bool, tools: ToolSchemas, shape: tuple[str, ...]
 ) -> str | None:
-    """Where bridged turns are not what the whole dialogue gives; None: they are.
+    """Return how bridged turns differ from the whole dialogue; None if they are equal.
 
     Args:
-        renderer: with the template in question.
+        renderer: the renderer of the probed template.
         has_system: whether the dialogue begins with a system message.
-        tools: what the policy may call.
+        tools: the tools that the policy may call.
         shape: the roles of each reply.
     """
     for first in _TEXTS:
@@ -191,12 +207,12 @@ def _reply(shape: tuple[str, ...], content: str) -> list[Message]:
 
 
 def _difference(
-    renderer: Renderer, whole: str, text: str, parts: list[tuple[str | None, str]]
+    renderer: ProbedRenderer, whole: str, text: str, parts: list[tuple[str | None, str]]
 ) -> str | None:
-    """Follow the bridged turns through the whole dialogue.
+    """Compare the bridged turns with the whole dialogue, turn by turn.
 
-    A turn's text is the whole dialogue's: calls are in the template's own words (their content is
-    None), and some templates write a space before what is said.
+    A turn's text is taken from the whole dialogue: calls are in the template's format (their
+    content is None), and some templates write a space before the text.
     """
     for content, bridge in parts:
         end = whole.find(renderer.end_of_turn, len(text))

@@ -314,8 +314,8 @@ class _Training:
         if remark := keep_rounding_from_clips(gap.max, config, learner):
             display.say(f"  {remark}")
         first = await first_messages(parts, config.seed, [])
-        for remark in () if first is None else renderer.remarks(*first):
-            display.say(remark)
+        for warning in () if first is None else renderer.warnings(*first):
+            display.say(warning)
         return gap
 
     def _warn_of_contamination(self, parts: Components) -> None:

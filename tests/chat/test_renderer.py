@@ -237,11 +237,11 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 def test_templates_that_rewrite_history_are_detected(template):
     renderer = Renderer(ByteTokenizer(), template + PROMPT)
     question = [{"role": "user", "content": "x"}]
-    obstacle = renderer.obstacle(question, [], question)
-    assert "rewrites earlier turns" in obstacle
-    (remark,) = renderer.remarks(question)
-    assert "after a message of the user begins a new branch" in remark
-    assert obstacle in remark
+    reason = renderer.no_bridge_reason(question, [], question)
+    assert "rewrites earlier turns" in reason
+    (warning,) = renderer.warnings(question)
+    assert "after a message of the user begins a new branch" in warning
+    assert reason in warning
 
 
 def test_template_runs_in_a_sandbox():
@@ -249,14 +249,14 @@ def test_template_runs_in_a_sandbox():
         Renderer(ByteTokenizer(), "{{ messages.__class__.__mro__[1].__subclasses__() }}" + CHATML)
 
 
-def test_renderer_caches_are_bounded():
+def test_remembered_probes_are_bounded():
     renderer = byte_renderer()
-    for number in range(5000):
-        renderer.bridge_ids(0, [{"role": "user", "content": str(number)}])
-        renderer.first_ids([{"role": "user", "content": str(number)}])
-    renderer.bridge_ids(0, [{"role": "user", "content": "x" * 10_000}])
-    assert len(renderer._bridges) <= 4096
-    assert len(renderer._first) <= 4096
+    question = [{"role": "user", "content": "2+2?"}]
+    for number in range(4200):
+        function = {"name": f"tool{number}", "description": "", "parameters": {}}
+        renderer.render(question, [{"type": "function", "function": function}])
+    assert renderer._tool_support.cache_info().currsize <= 4096
+    assert renderer._reason.cache_info().maxsize == 4096
 
 
 def test_renderer_loads_without_torch_and_transformers(checkpoint):

@@ -92,9 +92,9 @@ def test_bridging_is_probed_for_each_kind_of_dialogue(family):
                     tool_message("7", i) if role == "tool" else QUESTION
                     for i, role in enumerate(roles)
                 ]
-                obstacle = renderer.obstacle(first, TOOLS if has_tools else [], reply)
+                reason = renderer.no_bridge_reason(first, TOOLS if has_tools else [], reply)
                 kind = (family, has_system, has_tools, roles)
-                assert (obstacle is not None) == (kind in REWRITTEN), (kind, obstacle)
+                assert (reason is not None) == (kind in REWRITTEN), (kind, reason)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).map(str.strip)
@@ -176,9 +176,9 @@ def test_template_without_tools_gets_a_tool_prompt():
         "\n<start_of_turn>user\n<tool_response>\n7\n</tool_response>\n<tool_response>\n8\n"
         "</tool_response>\n?<end_of_turn>\n<start_of_turn>model\n"
     )
-    (remark,) = renderer.remarks([SYSTEM, QUESTION], TOOLS)
-    assert "knows no tools" in remark
-    assert renderer.remarks([SYSTEM, QUESTION]) == []
+    (warning,) = renderer.warnings([SYSTEM, QUESTION], TOOLS)
+    assert "knows no tools" in warning
+    assert renderer.warnings([SYSTEM, QUESTION]) == []
 
 
 @pytest.mark.parametrize("family", CONTROL)
@@ -258,8 +258,8 @@ def test_thinking_is_kept_and_not_part_of_the_answer():
     prompt = dialogue.prompt([QUESTION])
     assert prompt.branch == 0
     assert THOUGHT in text_of(dialogue, prompt)
-    (remark,) = dialogue._renderer.remarks([QUESTION], TOOLS)
-    assert "stays in the prompt" in remark
+    (warning,) = dialogue._renderer.warnings([QUESTION], TOOLS)
+    assert "stays in the prompt" in warning
 
 
 def test_stripped_thinking_forks_the_dialogue():
@@ -274,8 +274,8 @@ def test_stripped_thinking_forks_the_dialogue():
     assert "<think>" not in text_of(dialogue, forked)
     assert f"assistant\n{CALL['hermes']}<|im_end|>" in text_of(dialogue, forked)
     assert "Seven.<|im_end|>\n<|im_start|>user\nAnd 4 + 4?" in text_of(dialogue, forked)
-    (remark,) = dialogue._renderer.remarks([QUESTION], TOOLS)
-    assert "as the chat template does" in remark
+    (warning,) = dialogue._renderer.warnings([QUESTION], TOOLS)
+    assert "as the chat template does" in warning
 
 
 def test_dialogue_without_thinking_does_not_fork():
