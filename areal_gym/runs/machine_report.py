@@ -188,7 +188,8 @@ def _sandbox() -> Finding:
 
 
 def _docker() -> Finding:
-    from areal_gym.sandbox.docker import DEFAULT_IMAGE, connect
+    from areal_gym.sandbox.containers import connect
+    from areal_gym.sandbox.docker import DEFAULT_IMAGE
 
     async def look() -> Finding:
         client = await asyncio.to_thread(connect)

@@ -1,4 +1,4 @@
-"""Where untrusted code runs.
+"""Sandboxes run untrusted code.
 
 result = await shared_sandbox().run("print(6 * 7)")
 """

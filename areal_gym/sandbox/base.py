@@ -1,6 +1,6 @@
-"""The sandbox contract: where untrusted code runs.
+"""The sandbox contract: sandboxes run untrusted code.
 
-A sandbox's own failure is `SandboxError`; whatever the snippet does is a `SandboxResult`.
+A sandbox's own failure is a `SandboxError`; everything that a snippet does is a `SandboxResult`.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ __all__ = [
 
 
 class SandboxLevel(StrEnum):
-    """How far a snippet is from the rest of the machine; declared weakest first."""
+    """Levels of isolation between a snippet and the machine, weakest first."""
 
     NONE = "none"
-    """Nothing holds it: it is this user, with a clean environment and limits."""
+    """No isolation: the snippet runs as this user, with a clean environment and limits."""
     FILTERED = "filtered"
-    """Landlock and seccomp refuse files, network and other processes; it may not fork."""
+    """Landlock and seccomp refuse files, network and other processes; snippets cannot fork."""
     ISOLATED = "isolated"
-    """Namespaces and a root directory of its own, and seccomp; or a container."""
+    """Namespaces, a private root directory and seccomp; or a container."""
 
     @property
     def rank(self) -> int:
-        """0 for the weakest."""
+        """The position in the order of strength; 0 for the weakest."""
         return list(SandboxLevel).index(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxReport:
-    """What is active on this machine. Recorded with a run; printed by `areal-gym doctor`."""
+    """The active protections; recorded with a run, printed by `areal-gym doctor`."""
 
     backend: str
     level: SandboxLevel
     protections: tuple[str, ...]
-    """By name; what this kernel or user refuses is not in it."""
+    """Names of protections; those that this kernel or user refuses are missing."""
 
 
 class SandboxStatus(StrEnum):
-    """How an execution ended."""
+    """The outcome of an execution."""
 
     OK = "ok"
     ERROR = "error"
@@ -55,21 +55,21 @@ class SandboxStatus(StrEnum):
     TIMEOUT = "timeout"
     MEMORY = "memory"
     OUTPUT = "output"
-    """The output limit was reached; what fits is kept."""
+    """The output limit was reached; the output is cut there."""
     KILLED = "killed"
-    """The snippet killed itself or was killed by a limit that has no name of its own."""
+    """The snippet killed itself or exceeded a limit that has no status of its own."""
     UNAVAILABLE = "unavailable"
-    """The sandbox failed. `run` raises `SandboxError` instead; tables of many runs say this."""
+    """The sandbox failed. `run` raises `SandboxError` instead; tables of many runs use this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxLimits:
-    """What one execution may use. Enforced by the kernel, not by the snippet's good will."""
+    """Limits of one execution, enforced by the kernel."""
 
     wall_s: float = 5.0
     cpu_s: float = 5.0
     memory_mb: int = 512
-    """Of each process, and of all together, of whatever kind: see docs/sandbox.md."""
+    """The memory of each process, and of all together: see docs/sandbox.md."""
     output_bytes: int = 64 * 1024
     file_mb: int = 16
     num_processes: int = 16
@@ -77,17 +77,17 @@ class SandboxLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxResult:
-    """What an execution did."""
+    """The result of an execution."""
 
     status: SandboxStatus
     stdout: str = ""
     stderr: str = ""
     value: str | None = None
-    """`repr` of the last expression, when the snippet ends in one."""
+    """The `repr` of the last expression, if the snippet ends in one."""
     elapsed_s: float = 0.0
     peak_memory_mb: float = 0.0
-    """Most memory that its processes held together, or the largest alone with the interpreter's
-    share; of a session, so far and as its interpreter tells. 0 when the snippet was lost."""
+    """Peak memory of its processes together, or of the largest one with the interpreter's share. In
+    a session: the peak so far, as the interpreter reports it. 0 when the snippet was lost."""
 
     @property
     def is_ok(self) -> bool:
@@ -97,10 +97,10 @@ class SandboxResult:
 
 @runtime_checkable
 class Session(Protocol):
-    """A persistent interpreter: names defined by one call are there in the next."""
+    """A persistent interpreter: a call can use names that earlier calls defined."""
 
     async def run(self, code: str, *, limits: SandboxLimits | None = None) -> SandboxResult:
-        """Execute `code` in the session. After a time-out or a crash the next call starts afresh.
+        """Execute `code` in the session. A call after a time-out or crash starts a new interpreter.
 
         Raises:
             SandboxError: the sandbox itself failed.
@@ -120,19 +120,19 @@ class Sandbox(Protocol):
         """Execute `code` in a fresh interpreter.
 
         Raises:
-            SandboxError: the sandbox itself failed; the snippet is not to blame.
+            SandboxError: the sandbox itself failed, not the snippet.
         """
         ...
 
     async def session(self) -> Session:
-        """A new persistent interpreter, of one episode's own."""
+        """Open a new persistent interpreter."""
         ...
 
     async def report(self) -> SandboxReport:
-        """What protects this machine from the snippets.
+        """Return the protections between the snippets and this machine.
 
         Raises:
-            SandboxError: the sandbox does not start, or protects less than it was asked to.
+            SandboxError: the sandbox does not start, or protects less than required.
         """
         ...
 

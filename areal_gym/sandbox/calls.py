@@ -1,4 +1,4 @@
-"""One call on its way to a cell, and the result that is made of what came back."""
+"""One call of a cell, and its result."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from areal_gym.sandbox import messages
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
 
 FLOOD_BYTES = 16 << 20
-"""Beyond its limit, a snippet may write this much that is thrown away before it is ended."""
+"""Bytes beyond its limit that a snippet may write, and that are dropped, before it is ended."""
 _CHUNK_BYTES = 32 * 1024
 _READ_BYTES = 64 * 1024
 
 
 class Exit(NamedTuple):
-    """How a cell's process ended, by the word of the fork server."""
+    """How a cell's process ended, as the fork server reports it."""
 
     status: int
-    """As of waitpid(2); -1 when the fork server was lost or could not fork."""
+    """The status of waitpid(2); -1 when the fork server was lost or could not fork."""
     cpu_s: float = 0.0
     peak_kb: int = 0
     is_starved: bool = False
-    """Its processes held too much memory together."""
+    """Its processes used too much memory together."""
     is_crowded: bool = False
-    """It had too many threads and processes, where the kernel does not count them."""
+    """It had too many threads and processes, on systems where the kernel does not limit them."""
     is_overfull: bool = False
-    """Its files held too much of the disk together."""
+    """Its files used too much disk space together."""
     error: str = ""
 
 
 class Capture:
-    """The first bytes of a stream."""
+    """Keeps the first bytes of a stream."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -46,7 +46,7 @@ class Capture:
         self.num_lost = 0
 
     def read(self, fd: int) -> int:
-        """Take a portion of what is there; its size, 0 at the end or when nothing is left."""
+        """Read a chunk and return its size; 0 at the end or when the pipe is empty."""
         try:
             data = os.read(fd, _READ_BYTES)
         except OSError:
@@ -57,19 +57,19 @@ class Capture:
         return len(data)
 
     def drain(self, fd: int) -> None:
-        """Take what the pipe holds now; a writer that goes on must not keep the loop."""
+        """Read what the pipe holds now, and no more: a busy writer must not block the loop."""
         count = fcntl.ioctl(fd, termios.FIONREAD, bytes(4))
         left = int.from_bytes(count, sys.byteorder)
         while left > 0 and (size := self.read(fd)):
             left -= size
 
     def text(self) -> str:
-        """What was kept."""
+        """Return the kept text."""
         return self._data.decode("utf-8", "replace")
 
 
 class Call:
-    """One snippet on its way."""
+    """One snippet that is being executed."""
 
     def __init__(
         self, limits: SandboxLimits, is_fresh: bool, finished: asyncio.Future[None]
@@ -87,18 +87,18 @@ class Call:
         self._bytes_left = messages.BYTES_PER_CALL
 
     def admits(self, size: int) -> bool:
-        """Count a message of `size` bytes; whether the bounds of the protocol allow it."""
+        """Count a message of `size` bytes, and return whether the protocol's bounds allow it."""
         self._messages_left -= 1
         self._bytes_left -= size
         return self._messages_left >= 0 and self._bytes_left >= 0
 
     def finish(self) -> None:
-        """Let its caller go on. Idempotent."""
+        """Wake the caller. Idempotent."""
         if not self.finished.done():
             self.finished.set_result(None)
 
     def result(self, exit: Exit | None, elapsed_s: float) -> SandboxResult:
-        """What its caller is given; `exit` is None while a session goes on."""
+        """Make the result for the caller; `exit` is None while a session continues."""
         status, reason = self._status(exit)
         stdout, stderr = (capture.text() for capture in self.captures)
         answer = self.answer
@@ -140,7 +140,7 @@ class Call:
             return SandboxStatus.KILLED, "Killed: the interpreter was lost\n"
         code = 0 if exit is None else os.waitstatus_to_exitcode(exit.status)
         if exit is not None and code < 0:
-            # On a busy machine the kernel's limit goes by ticks and comes earlier than its account.
+            # On a busy machine the kernel's limit, in ticks, triggers before its accounting does.
             if exit.cpu_s >= 0.5 * limits.cpu_s and -code in (signal.SIGKILL, signal.SIGXCPU):
                 text = f"TimeoutError: more than {limits.cpu_s:g} s of processor time\n"
                 return SandboxStatus.TIMEOUT, text
@@ -157,7 +157,7 @@ class Call:
 
 
 def request(code: str, call: Call) -> list[bytes]:
-    """The messages that give a cell its snippet."""
+    """Return the messages that send a snippet to a cell."""
     source = code.encode("utf-8", "surrogatepass")
     limits = call.limits
     header = {
@@ -172,11 +172,11 @@ def request(code: str, call: Call) -> list[bytes]:
         },
     }
     message = json.dumps(header).encode() + b"\n" + source
-    return [message[at : at + _CHUNK_BYTES] for at in range(0, len(message), _CHUNK_BYTES)]
+    return [message[start : start + _CHUNK_BYTES] for start in range(0, len(message), _CHUNK_BYTES)]
 
 
 def _signal_name(number: int) -> str:
-    """The name of a signal; those for real time have only numbers."""
+    """Return the name of a signal; real-time signals only have numbers."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,12 +1,12 @@
-"""The parent's end of one cell: send a snippet, collect what it writes, read how it ended.
+"""The parent's side of one cell: sends a snippet, collects its output, learns how it ended.
 
-Three descriptors lead to a cell: a message socket, its standard output and its standard error. How
-the process ended does not come from the cell but from the fork server, which it cannot reach.
+Three descriptors connect to a cell: a message socket, standard output and standard error. The fork
+server, which a cell cannot reach, reports how the process ended.
 
-Nothing that a cell writes can keep a call from ending: messages are parsed by one function that
-never raises (`messages`), they are counted, output is read by the portion, and between calls
-nothing is read at all. A call ends with the cell's answer, with the end of its process, or with its
-deadline; a fork server that does not report the end of a process that was killed is given up.
+Nothing that a cell writes can keep a call from ending: one function that never raises parses
+messages (`messages`), they are counted, output is read in chunks, and nothing is read between
+calls. A call ends with the cell's answer, the end of its process, or its deadline; a fork server
+that does not report the end of a killed process is abandoned.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
 from areal_gym.sandbox.calls import FLOOD_BYTES, Call, Capture, Exit, request
 
 _MESSAGES_PER_TURN = 16
-"""Read at a time, before the event loop serves others."""
+"""Messages read at a time, before the event loop serves others."""
 _START_S = 60.0
 _END_S = 60.0
-"""A fork server that has not reported the end of a killed process by then is given up."""
+"""A fork server that has not reported the end of a killed process by then is abandoned."""
 
 
 class CellControl(NamedTuple):
-    """What a cell's fork server does to it; none of these waits."""
+    """Orders to a cell's fork server; none of them waits."""
 
     kill: Callable[[], None]
     hold_soon: Callable[[], None]
-    """Stop its processes unless `resume` comes soon."""
+    """Stop the cell's processes unless `resume` comes soon."""
     resume: Callable[[], None]
     give_up: Callable[[], None]
-    """Close the fork server, which does not do what it was told."""
+    """Close the fork server, which does not follow orders."""
 
 
 class Cell:
-    """One forked interpreter. Made by `Zygote.spawn`; belongs to the running loop."""
+    """One forked interpreter. `Zygote.spawn` makes it; it belongs to the running loop."""
 
     def __init__(
         self, channel: socket.socket, stdout: int, stderr: int, control: CellControl
@@ -52,44 +52,44 @@ class Cell:
         self._loop = asyncio.get_running_loop()
         self._channel = channel
         self._outputs = (stdout, stderr)
-        self._listened: set[int] = set()
-        """Descriptors that the loop reads from."""
+        self._watched: set[int] = set()
+        """Descriptors that the loop watches."""
         self._unsent: deque[bytes] = deque()
         self._control = control
         self.memory_mb = 0
-        """What the fork server was last told that all its processes may hold together."""
+        """The memory limit of all its processes together, as last sent to the fork server."""
         self._ready = self._loop.create_future()
         self._exit: Exit | None = None
         self._gone = asyncio.Event()
         self._call: Call | None = None
-        self._listen()
+        self._watch()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still be given a snippet."""
+        """Whether the cell can still run a snippet."""
         return self._exit is None
 
     @property
     def was_lost(self) -> bool:
-        """Whether it went with its fork server: no program's doing."""
+        """Whether the cell was lost with its fork server, so that no snippet is to blame."""
         return self._exit is not None and self._exit.status < 0
 
     async def execute(self, code: str, limits: SandboxLimits, *, is_fresh: bool) -> SandboxResult:
-        """Execute `code`; after it, a fresh cell has ended and one of a session waits for more.
+        """Execute `code`; afterwards a fresh cell ends, and a session's cell waits for more.
 
         Raises:
-            SandboxError: the cell could not start, or was lost before or beside the snippet.
+            SandboxError: the cell could not start, or was lost through no fault of the snippet.
         """
         await self._wait_until_ready()
         call = self._call = Call(limits, is_fresh, self._loop.create_future())
         started = time.monotonic()
         deadline = self._loop.call_later(limits.wall_s, self._stop, SandboxStatus.TIMEOUT)
         try:
-            self._control.resume()  # which may find out that the fork server is gone
+            self._control.resume()  # may discover that the fork server is gone
             if self._exit is not None:
                 call.finish()
             else:
-                self._listen()
+                self._watch()
                 self._unsent.extend(request(code, call))
                 self._send()
             await call.finished
@@ -128,14 +128,14 @@ class Cell:
             async with asyncio.timeout(_START_S):
                 await asyncio.shield(self._ready)
         except TimeoutError:
-            self._control.give_up()  # so that another try finds another fork server
+            self._control.give_up()  # so that a retry uses another fork server
             raise SandboxError(f"a sandbox process did not start within {_START_S:g} s") from None
         except asyncio.CancelledError:
             self.kill()
             raise
 
     def _send(self) -> None:
-        """Send what the socket takes now, and the rest when it takes more."""
+        """Send as much as the socket takes now, and the rest later."""
         try:
             while self._unsent:
                 self._channel.send(self._unsent[0])
@@ -144,34 +144,34 @@ class Cell:
             self._loop.add_writer(self._channel, self._send)
             return
         except OSError:
-            pass  # it died meanwhile; the fork server will say how
+            pass  # the cell died; the fork server will report how
         self._stop_sending()
 
     def _stop_sending(self) -> None:
         self._unsent.clear()
         self._loop.remove_writer(self._channel)
 
-    def _listen(self) -> None:
+    def _watch(self) -> None:
         for fd in (self._channel.fileno(), *self._outputs):
-            if fd not in self._listened:
-                self._listened.add(fd)
+            if fd not in self._watched:
+                self._watched.add(fd)
                 if fd in self._outputs:
                     self._loop.add_reader(fd, self._on_output, fd)
                 else:
                     self._loop.add_reader(fd, self._on_message)
 
-    def _unlisten(self, fd: int) -> None:
-        self._listened.discard(fd)
+    def _unwatch(self, fd: int) -> None:
+        self._watched.discard(fd)
         self._loop.remove_reader(fd)
 
     def _on_message(self) -> None:
-        # What a session writes between its calls waits for the next one and costs nothing.
+        # Messages that a session writes between calls wait for the next one.
         is_idle = self._call is None and self._ready.done()
         if is_idle or not self._read_messages(_MESSAGES_PER_TURN):
-            self._unlisten(self._channel.fileno())
+            self._unwatch(self._channel.fileno())
 
     def _read_messages(self, limit: int) -> bool:
-        """Read up to `limit` messages, none behind a session's answer; False at the end."""
+        """Read up to `limit` messages, none after a session's answer; return False at the end."""
         for _ in range(limit):
             if self._call is not None and self._call.finished.done():
                 return True
@@ -187,7 +187,7 @@ class Cell:
         return True
 
     def _is_hung_up(self) -> bool:
-        """Whether the cell's end of the channel is closed: an empty message looks the same."""
+        """Return whether the cell closed the channel: an empty message looks the same."""
         poll = select.poll()
         poll.register(self._channel, select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -212,18 +212,18 @@ class Cell:
             call.finish()
 
     def _on_output(self, fd: int) -> None:
-        # Between calls nothing is read; what is written then will be heard by the next call.
+        # Between calls nothing is read; the next call reads it.
         capture = None if self._call is None else self._call.captures[fd == self._outputs[1]]
         if capture is None or not capture.read(fd):
-            self._unlisten(fd)
+            self._unwatch(fd)
         elif capture.num_lost > FLOOD_BYTES:
             self._stop(SandboxStatus.OUTPUT)
 
-    def _stop(self, why: SandboxStatus) -> None:
+    def _stop(self, reason: SandboxStatus) -> None:
         call = self._call
         if call is None or call.stopped is not None:
             return
-        call.stopped = why
+        call.stopped = reason
         if self._exit is not None:
             call.finish()
             return
@@ -231,7 +231,7 @@ class Cell:
         call.giving_up = self._loop.call_later(_END_S, self._control.give_up)
 
     def on_exit(self, exit: Exit) -> None:
-        """Told by the fork server: the process and all that it started are gone."""
+        """Handle the fork server's report that the process and its children are gone."""
         self._exit = exit
         self._gone.set()
         if not self._ready.done():
@@ -239,37 +239,37 @@ class Cell:
             capture.drain(self._outputs[1])
             reason = exit.error or capture.text() or f"wait status {exit.status}"
             self._ready.set_exception(SandboxError(f"a sandbox process did not start: {reason}"))
-            self._ready.exception()  # an idle cell has nobody who waits for it
+            self._ready.exception()  # mark it as retrieved: no caller waits for an idle cell
         if self._call is None:
             self.close()
             return
         try:
-            # As many as the socket can hold; whoever could write more of them is gone.
+            # At most what the socket holds: the writers are gone.
             self._read_messages(messages.MESSAGES_PER_CALL)
         finally:
             self._call.finish()
 
     def kill(self) -> None:
-        """End the process and all that it started, without waiting for it."""
+        """Kill the process and its children, without waiting."""
         if self._exit is None:
             self._control.kill()
 
     async def aclose(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and its children, and wait until they are gone."""
         self.kill()
         await self.wait_until_gone()
         self.close()
 
     async def wait_until_gone(self) -> None:
-        """Wait for the end of the process and all that it started."""
+        """Wait until the process and its children are gone."""
         await self._gone.wait()
 
     def close(self) -> None:
-        """Let go of the descriptors. Idempotent."""
+        """Close the descriptors. Idempotent."""
         if self._channel.fileno() >= 0:
             if not self._loop.is_closed():
-                for fd in (*self._listened,):
-                    self._unlisten(fd)
+                for fd in (*self._watched,):
+                    self._unwatch(fd)
                 self._loop.remove_writer(self._channel)
             self._channel.close()
             for fd in self._outputs:

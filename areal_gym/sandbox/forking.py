@@ -1,4 +1,4 @@
-"""What sandboxes have in common that fork a cell for each snippet: slots, retries, sessions."""
+"""The base of sandboxes that fork a cell for each snippet: slots, retries, sessions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from areal_gym.sandbox.zygotes import Zygote
 
 
 class ForkingSandbox(ABC):
-    """Runs snippets in cells of fork servers. A backend says where the servers run.
+    """Runs snippets in cells of fork servers. Subclasses decide where the servers run.
 
-    One object belongs to one event loop; `shared_sandbox` keeps one for each.
+    An object belongs to one event loop; `shared_sandbox` keeps one per loop.
     """
 
     backend: ClassVar[str]
@@ -42,30 +42,30 @@ class ForkingSandbox(ABC):
         self._places = asyncio.Semaphore(max_sessions)
         self._is_closed = False
         self.num_calls = 0
-        """Calls that have begun and not ended, those that wait for a worker included."""
+        """Calls in progress, including those that wait for a worker."""
 
     @abstractmethod
     async def _lease(self, code: str) -> Zygote:
-        """A living fork server for `code`; every lease is followed by a `_release`."""
+        """Return a living fork server for `code`; a `_release` follows every lease."""
 
     @abstractmethod
     def _release(self, zygote: Zygote) -> None:
-        """Take back a fork server whose cell has ended or was given up."""
+        """Take back a fork server whose cell has ended or was abandoned."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Let go of fork servers that belonged to a loop that is closed."""
+        """Drop the fork servers of a closed loop."""
 
     @abstractmethod
     def zygotes(self) -> list[Zygote]:
-        """The fork servers that there are now."""
+        """Return the current fork servers."""
 
     @abstractmethod
     async def report(self) -> SandboxReport:
-        """What protects this machine from the snippets.
+        """Return the protections between the snippets and this machine.
 
         Raises:
-            SandboxError: the sandbox does not start, or protects less than it was asked to.
+            SandboxError: the sandbox does not start, or protects less than required.
         """
 
     @abstractmethod
@@ -89,7 +89,7 @@ class ForkingSandbox(ABC):
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """One of the calls."""
+        """Count one call."""
         self.num_calls += 1
         try:
             yield
@@ -108,7 +108,7 @@ class ForkingSandbox(ABC):
             self._release(zygote)
 
     async def session(self) -> ForkingSession:
-        """A new persistent interpreter; its process starts with the first call."""
+        """Open a new persistent interpreter; its process starts with the first call."""
         return ForkingSession(self)
 
     async def __aenter__(self) -> Self:
@@ -120,11 +120,11 @@ class ForkingSandbox(ABC):
 
     @property
     def is_started(self) -> bool:
-        """Whether it has run anything, or was asked what it protects from."""
+        """Whether it has run a call or made a report."""
         return self._loop is not None
 
     def _checked(self, limits: SandboxLimits | None) -> SandboxLimits:
-        """The limits of a call; a backend may refuse some."""
+        """Return the limits of a call; a backend may refuse some."""
         return limits or self.limits
 
     def _claim_loop(self) -> None:
@@ -143,22 +143,22 @@ class ForkingSandbox(ABC):
 
 
 class ForkingSession:
-    """A persistent interpreter of one sandbox. Its calls run one after another.
+    """A persistent interpreter of one sandbox. Its calls run one after the other.
 
-    Limits of memory and time hold for each call. After a time-out or a crash the next call starts
-    afresh: names defined before are gone. When the fork server is lost, which is no snippet's
-    doing, the call or the next one raises SandboxError instead, and the one after it starts afresh.
+    Memory and time limits apply to each call. A call after a time-out or crash starts a new
+    interpreter: names defined before are gone. If the fork server is lost through no fault of a
+    snippet, the current or next call raises SandboxError, and the one after it starts a new one.
     """
 
     def __init__(self, sandbox: ForkingSandbox) -> None:
         self._sandbox = sandbox
-        self._held: tuple[Zygote, Cell] | None = None
+        self._current: tuple[Zygote, Cell] | None = None
         self._has_names = False
-        """Whether a call has run in the interpreter that is held."""
+        """Whether a call has run in the current interpreter."""
         self._turn = asyncio.Lock()
 
     async def run(self, code: str, *, limits: SandboxLimits | None = None) -> SandboxResult:
-        """Execute `code`; names of earlier calls are there.
+        """Execute `code` with the names of earlier calls.
 
         Raises:
             SandboxError: the sandbox itself failed, twice.
@@ -177,14 +177,13 @@ class ForkingSession:
                     return await self._run_once(code, sandbox._checked(limits), is_retry=True)
 
     def _has_lost_names(self) -> bool:
-        """Whether a second try would find names of earlier calls gone, through no fault of them."""
-        return self._has_names and self._held is not None and self._held[1].was_lost
+        """Return whether names of earlier calls were lost through no fault of a snippet."""
+        return self._has_names and self._current is not None and self._current[1].was_lost
 
     async def _run_once(
         self, code: str, limits: SandboxLimits, *, is_retry: bool = False
     ) -> SandboxResult:
-        # A place comes before a slot: who waits for a place must not keep those who have one
-        # from running.
+        # Sessions wait for a place before a slot, so that they do not block running sessions.
         zygote, cell = await self._cell(code, is_retry=is_retry)
         async with self._sandbox._slots:
             zygote.bound(cell, limits.memory_mb)
@@ -193,9 +192,9 @@ class ForkingSession:
         return result
 
     async def _cell(self, code: str, *, is_retry: bool) -> tuple[Zygote, Cell]:
-        if self._held is not None:
-            if self._held[1].is_alive:
-                return self._held
+        if self._current is not None:
+            if self._current[1].is_alive:
+                return self._current
             if self._has_lost_names():
                 raise SandboxError("the session's interpreter was lost through no fault of its own")
             self._give_back()
@@ -212,21 +211,21 @@ class ForkingSession:
             sandbox._release(zygote)
             sandbox._places.release()
             raise
-        self._held = (zygote, cell)
+        self._current = (zygote, cell)
         zygote.refill()
-        return self._held
+        return self._current
 
     def _give_back(self) -> None:
-        held, self._held = self._held, None
+        previous, self._current = self._current, None
         self._has_names = False
-        if held is not None:
-            self._sandbox._release(held[0])
+        if previous is not None:
+            self._sandbox._release(previous[0])
             self._sandbox._places.release()
 
     async def aclose(self) -> None:
         """End the interpreter and everything it started. Idempotent."""
-        if self._held is not None:
+        if self._current is not None:
             try:
-                await self._held[1].aclose()
+                await self._current[1].aclose()
             finally:
                 self._give_back()

@@ -1,4 +1,4 @@
-"""Reward code in workers of its own: a slow grader stalls no loop, a broken one ends no run."""
+"""Runs reward code in worker processes, where slow or broken graders cannot harm a run."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ json.dumps({name}(*json.loads({arguments!r})))
 
 
 class Grader:
-    """Calls one function in forked workers, as if it were asynchronous.
+    """Calls a function in forked worker processes, asynchronously.
 
     score = Grader("my_package.rewards:score")
     reward = await score(answer, task.data["answer"])
 
-    Each call has a fresh process, forked from one that has imported the function's module. It sees
-    its own package, installed ones, and no network or other files, where this machine can wall it
-    in; unlike a policy's code it also runs where it cannot.
+    Each call gets a fresh process, forked from one that has imported the function's module. It can
+    read its own package and installed ones, but no other files and no network, as far as this
+    machine supports it; unlike a policy's code it also runs without such protection.
 
     Args:
-        function: `"module:name"`. Takes and returns what JSON can say (at most 8,000 characters
-            of it come back); prints to nobody.
-        limits: processor time and memory bound what an answer may cost. The wall clock should be
-            generous, since reaching it is the machine's fault and not the answer's.
-        on_limit: what a call gives that used up processor time or memory, or crashed; without
-            it, that is an error.
-        preload: modules that the function imports on use; they are imported once, ahead of calls.
+        function: `"module:name"`. It takes and returns JSON values (at most 8,000 characters are
+            returned); its prints are dropped.
+        limits: processor time and memory limit the cost of an answer. The wall-clock limit should
+            be generous, because exceeding it is blamed on the machine, not on the answer.
+        on_limit: the result of a call that used up processor time or memory, or crashed; by
+            default this is an error.
+        preload: modules that the function imports lazily; they are imported once, ahead of calls.
 
     Raises:
-        UsageError: `function` is not written like that.
+        UsageError: `function` does not have this form.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Grader:
         module, _, name = function.partition(":")
         if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
             raise UsageError(
-                f"no function is called {function!r}",
-                hints=["say where it is: my_package.rewards:score"],
+                f"{function!r} does not name a function",
+                hints=["write module:function, for example my_package.rewards:score"],
             )
         self.function = function
         self.limits = limits
@@ -66,12 +66,11 @@ class Grader:
         self._modules = [module, *preload]
 
     async def __call__(self, *arguments: Any) -> Any:
-        """What the function returns for these arguments.
+        """Return the function's result for these arguments.
 
         Raises:
-            EnvError: it raised, returned nothing that JSON can say, or used up its limits and
-                there is no `on_limit`.
-            SandboxError: the worker failed, or had too little of the machine to finish in time.
+            EnvError: it raised, returned no JSON value, or exceeded its limits without `on_limit`.
+            SandboxError: the worker failed, or the machine was too busy to finish in time.
         """
         sandbox = shared_sandbox(
             "process", modules=self._modules, packages=[self._module], min_level="none"

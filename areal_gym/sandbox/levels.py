@@ -1,8 +1,8 @@
-"""The weakest level of the process sandbox that is accepted when nothing else is asked for.
+"""The default minimum level of the process sandbox.
 
-It is the strongest that was found here: by `areal-gym doctor`, which writes it down, or earlier in
-this process. A sandbox that comes out weaker than that (another user's limits, a container, a
-kernel's setting that was changed) is refused until somebody asks for the weaker level.
+It is the strongest level seen on this machine: by `areal-gym doctor`, which records it, or earlier
+in this process. A weaker sandbox (another user's limits, a container, a changed kernel setting) is
+refused unless the weaker level is requested explicitly.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from areal_gym.errors import ConfigError
 from areal_gym.sandbox.base import SandboxLevel
 
 MIN_LEVEL_VARIABLE = "AREAL_GYM_SANDBOX_MIN_LEVEL"
-"""The environment variable that asks for a level, weaker or stronger than the default."""
+"""The environment variable that sets the level, weaker or stronger than the default."""
 _FILE = "sandbox-level.json"
 _noted = SandboxLevel.FILTERED
 
 
 def default_min_level() -> SandboxLevel:
-    """Returns the level that a sandbox must have which was given none.
+    """Return the minimum level of sandboxes that were not given one.
 
     Raises:
-        ConfigError: the environment variable names no level.
+        ConfigError: the environment variable does not name a level.
     """
-    asked = os.environ.get(MIN_LEVEL_VARIABLE)
-    if asked is not None:
-        if asked not in list(SandboxLevel):
+    value = os.environ.get(MIN_LEVEL_VARIABLE)
+    if value is not None:
+        if value not in list(SandboxLevel):
             raise ConfigError(
-                f"{MIN_LEVEL_VARIABLE} = {asked!r} is no level of the sandbox",
+                f"{MIN_LEVEL_VARIABLE} = {value!r} is not a sandbox level",
                 hints=[f"levels: {', '.join(SandboxLevel)}"],
             )
-        return SandboxLevel(asked)
-    return max(_noted, _written(), key=lambda level: level.rank)
+        return SandboxLevel(value)
+    return max(_noted, _recorded_level(), key=lambda level: level.rank)
 
 
 def note_level(level: SandboxLevel) -> None:
-    """Remember, in this process, that a sandbox came out this strong."""
+    """Remember in this process that a sandbox reached this level."""
     global _noted
     _noted = max(_noted, level, key=lambda each: each.rank)
 
 
 def write_level(level: SandboxLevel) -> None:
-    """Write down what was found on this machine; what stood there is replaced."""
-    with suppress(OSError):  # without a place to write, this process alone remembers
+    """Record the level of this machine, replacing an earlier record."""
+    with suppress(OSError):  # without a writable directory, only this process remembers
         file = _file()
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"machine": _machine(), "level": level}))
 
 
-def _written() -> SandboxLevel:
+def _recorded_level() -> SandboxLevel:
     try:
-        found = json.loads(_file().read_text())
-        if found["machine"] == _machine():
-            return SandboxLevel(found["level"])
+        record = json.loads(_file().read_text())
+        if record["machine"] == _machine():
+            return SandboxLevel(record["level"])
     except (OSError, ValueError, LookupError, TypeError):
         pass
     return SandboxLevel.NONE
 
 
 def _file() -> Path:
-    # On use: the sandbox also runs under interpreters that have nothing but the standard library.
+    # Imported on use: the sandbox also runs with the standard library only.
     from areal_gym.utils.cache import cache_directory
 
     return cache_directory() / _FILE
 
 
 def _machine() -> list[str]:
-    """What a finding holds for: this machine, kernel, user and set of namespaces."""
+    """Return what a record is valid for: this machine, kernel, user and set of namespaces."""
     spaces = []
     for name in ("user", "mnt", "pid"):
         with suppress(OSError):

@@ -1,15 +1,15 @@
-"""What a cell writes on its channel, read without trust: the bounds of the cell protocol.
+"""Parses the untrusted messages that a cell writes, within the bounds of the cell protocol.
 
-A message is one line of ASCII, and for an answer a text behind it:
+A message is one line of ASCII; an answer has a text after it:
 
     ready
     NONCE begun
     NONCE STATUS PEAK_KB value|traceback|nothing
     TEXT
 
-It is flat, so that nothing in it can nest; its numbers have at most twelve digits; whatever does
-not match is junk, which `parse_cell_message` answers with None and never with an exception. How
-long a message may be, and how many a call may send, are the constants here.
+It is flat, so that nothing can nest, and its numbers have at most twelve digits. For anything else
+`parse_cell_message` returns None; it never raises. The constants limit the length of a message and
+the number of messages per call.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 READY = b"ready"
 MESSAGE_BYTES = 128 * 1024
-"""Longer messages are cut, which makes at most their text shorter."""
+"""Longer messages are cut, which only shortens their text."""
 MESSAGES_PER_CALL = 1024
-"""An honest call sends two. Beyond this many, junk included, the cell is ended."""
+"""An honest call sends two messages. The cell is ended after this many, invalid ones included."""
 BYTES_PER_CALL = 8 << 20
-"""Of all messages of a call together; beyond it the cell is ended."""
+"""The limit of all messages of a call together; beyond it the cell is ended."""
 
 _MAX_HEAD_BYTES = 64
 _HEAD = re.compile(
@@ -32,18 +32,18 @@ _HEAD = re.compile(
 
 
 class CellMessage(NamedTuple):
-    """A well-formed message about the call `nonce`. It may be forged all the same."""
+    """A well-formed message about the call `nonce`; it may still be forged."""
 
     nonce: str
     status: str
-    """"begun", or in an answer "ok", "error" or "memory"."""
+    """"begun", or "ok", "error" or "memory" in an answer."""
     peak_kb: int = 0
     value: str | None = None
     traceback: str = ""
 
 
 def parse_cell_message(data: bytes) -> CellMessage | None:
-    """Returns the message in `data`, or None when it is not one; never raises."""
+    """Return the message in `data`, or None if it is not valid; never raises."""
     end = data.find(b"\n", 0, _MAX_HEAD_BYTES + 1)
     head = data[: end if end >= 0 else _MAX_HEAD_BYTES + 1]
     match = _HEAD.fullmatch(head)

@@ -1,4 +1,4 @@
-"""No sandbox: the same processes and limits, and no walls. Nobody gets it without asking."""
+"""The sandbox "none": the same processes and limits, without protection. It is never a default."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WALLS = ("namespaces", "private uid", "private root", "landlock", "seccomp")
 
 
 class NoSandbox(ProcessSandbox):
-    """Runs Python as this user: with its files, its network and its processes in reach.
+    """Runs Python as this user, who can reach files, network and processes.
 
-    For code that you would run yourself, on kernels that refuse every wall. Time, output and
-    memory of each process are limited and the environment is empty, as in `ProcessSandbox`; what
-    a snippet leaves behind is ended where it can be found.
+    Use it for code that you would run yourself, on kernels without any protection. Time, output
+    and memory of each process are limited and the environment is empty, as in `ProcessSandbox`;
+    processes that a snippet leaves behind are ended where possible.
 
     Warns:
         RuntimeWarning: always.

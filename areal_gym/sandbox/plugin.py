@@ -9,7 +9,7 @@ from areal_gym.plugins import SandboxSpec, hookimpl
 
 @hookimpl
 def register_sandboxes() -> Iterable[SandboxSpec]:
-    """Where untrusted code runs."""
+    """Yield the built-in sandboxes."""
     yield SandboxSpec(
         id="process",
         entry_point="areal_gym.sandbox.process:ProcessSandbox",

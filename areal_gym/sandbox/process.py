@@ -1,4 +1,4 @@
-"""The process sandbox: fork servers on this machine, behind walls that the kernel enforces."""
+"""The process sandbox: fork servers on this machine, isolated by the kernel."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from areal_gym.sandbox.zygotes import Zygote
 
 __all__ = ["ENVIRONMENT", "ProcessSandbox", "level_of"]
 
-# Sets of strings have one order in every interpreter, so that episodes repeat. One thread: a
-# process with more cannot be forked safely. One arena of memory: glibc reserves up to 128 MB of
-# address space for each thread's own, which the limit of memory would count.
+# A fixed hash seed gives sets of strings the same order in every interpreter, so that episodes
+# repeat. One thread, because a process with more cannot be forked safely. One memory arena: glibc
+# reserves up to 128 MB of address space per thread, which would count towards the memory limit.
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "OPENBLAS_NUM_THREADS": "1",
@@ -44,7 +44,7 @@ del sys.path[0]
 zygote.main(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]), json.loads(sys.argv[4]))
 """
 
-# What each level takes: of every set, one.
+# What each level requires: one protection of every set.
 _WALLS = {
     SandboxLevel.ISOLATED: (
         ("files", {"private root"}),
@@ -62,7 +62,7 @@ _WALLS = {
 
 
 def level_of(protections: Collection[str]) -> SandboxLevel:
-    """The strongest level that these protections make."""
+    """Return the strongest level that these protections reach."""
     return next(
         level
         for level, walls in _WALLS.items()
@@ -73,25 +73,25 @@ def level_of(protections: Collection[str]) -> SandboxLevel:
 class ProcessSandbox(ForkingSandbox):
     """Runs untrusted Python in forked processes with limits enforced by the kernel.
 
-    A clean interpreter with an empty environment shuts itself in (namespaces, a private root
-    directory, Landlock, seccomp: whatever this kernel and user allow, see `report`) and then
-    forks a cell for each call: its own uid, processes, temporary directory and limits, no network,
-    no descriptors but its own. At the end of a call the cell and all that it started are killed.
+    A clean interpreter with an empty environment isolates itself (namespaces, a private root
+    directory, Landlock, seccomp: as far as this kernel and user allow, see `report`) and then
+    forks a cell for each call, with its own uid, processes, temporary directory and limits, no
+    network, and only its own descriptors. After a call the cell and its children are killed.
 
-    What is covered and what is not: docs/sandbox.md.
+    docs/sandbox.md lists what is covered and what is not.
 
     Args:
-        num_workers: snippets that execute at a time; more wait in order. Default: one for each
+        num_workers: the number of concurrent snippets; more wait in order. Default: one per
             processor, at most 8.
-        limits: for calls that name none.
+        limits: the limits of calls without their own.
         modules: imported ahead for snippets that mention one of them; such snippets share a second
-            fork server, started when the first of them comes.
-        min_level: less than this is refused; by default the strongest that was found on this
-            machine, or what AREAL_GYM_SANDBOX_MIN_LEVEL says (see `levels`).
+            fork server, which the first of them starts.
+        min_level: a weaker level is refused; by default the strongest seen on this machine, or
+            that of AREAL_GYM_SANDBOX_MIN_LEVEL (see `levels`).
         packages: packages or modules outside of the interpreter's own directories that snippets
             may read and import.
-        without: names of protections to leave out ("namespaces" for all of those): for tests of
-            what the rest holds.
+        without: names of protections to leave out ("namespaces" for all of those), to test the
+            others alone.
     """
 
     backend: ClassVar[str] = "process"
@@ -108,25 +108,25 @@ class ProcessSandbox(ForkingSandbox):
     ) -> None:
         super().__init__(num_workers=num_workers, limits=limits, modules=modules)
         if min_level is None:
-            # Who leaves protections out asks for less.
+            # Leaving out protections implies a lower level.
             min_level = SandboxLevel.FILTERED if without else default_min_level()
         self.min_level = SandboxLevel(min_level)
         self._paths, self._readable = _search_paths(packages)
         self._without = tuple(without)
         self._starting = asyncio.Lock()
         self._zygotes: dict[bool, Zygote] = {}
-        # Also at exit of this process, when nobody closed us.
+        # Also at exit of this process, if `aclose` was never called.
         self._finalizer = weakref.finalize(self, _close_all, self._zygotes)
 
     def zygotes(self) -> list[Zygote]:
-        """The fork servers that there are now."""
+        """Return the current fork servers."""
         return list(self._zygotes.values())
 
     async def report(self) -> SandboxReport:
-        """What protects this machine from the snippets.
+        """Return the protections between the snippets and this machine.
 
         Raises:
-            SandboxError: the sandbox does not start, or this machine gives less than `min_level`.
+            SandboxError: the sandbox does not start, or is weaker than `min_level`.
         """
         protections = (await self._lease("")).protections
         return SandboxReport(
@@ -180,8 +180,8 @@ class ProcessSandbox(ForkingSandbox):
 class _LocalServer:
     """A fork server that is a child of this process.
 
-    It is a fresh interpreter, not a fork of this process: nothing that this process knows, holds
-    open or has in its environment is in it.
+    It is a fresh interpreter, not a fork: it has none of this process's memory, open files or
+    environment.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], scratch: str, group: str = "") -> None:
@@ -191,12 +191,12 @@ class _LocalServer:
         self.pid = process.pid
 
     def complaint(self) -> str:
-        """What it wrote: it is gone or going, so this read ends."""
+        """Return its error output; it has ended or is ending, so this read ends."""
         stderr = self._process.stderr
         return "" if stderr is None else stderr.read().decode(errors="replace").strip()
 
     def end(self) -> None:
-        """Wait for it; it cleans up and ends when its socket closes."""
+        """Wait until it has cleaned up and ended, which it does when its socket closes."""
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -204,7 +204,7 @@ class _LocalServer:
             self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
-        # Only a server that was killed leaves these.
+        # Only a killed server leaves these behind.
         remove_tree(self.scratch)
         if self._group:
             remove_groups(self._group)
@@ -230,31 +230,31 @@ def _launch(settings: dict[str, Any]) -> tuple[socket.socket, _LocalServer]:
 
 
 def _search_paths(packages: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Where snippets look for modules, and what they may read of it."""
+    """Return the import paths of snippets, and the paths that they may read."""
     installed = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
     paths = [os.path.abspath(path) for path in installed if os.path.isdir(path)]
     readable = list(paths)
     for package in packages:
         spec = importlib.util.find_spec(package.partition(".")[0])
-        # A package has directories, a module a file, and what is built in neither.
+        # A package has directories, a module a file, a built-in module neither.
         places = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
         if not all(map(os.path.exists, places)) or not places:
-            raise UsageError(f"a sandbox was given {package!r}, which cannot be imported")
+            raise UsageError(f"the sandbox cannot import the package {package!r}")
         readable += map(os.path.abspath, places)
         paths += (os.path.dirname(os.path.abspath(place)) for place in places)
     return list(dict.fromkeys(paths)), readable
 
 
-def _require_level(wanted: SandboxLevel, protections: Collection[str]) -> None:
-    """Refuse to run where less is active than was asked for."""
+def _require_level(required: SandboxLevel, protections: Collection[str]) -> None:
+    """Raise SandboxError if the active protections are weaker than required."""
     active = level_of(protections)
-    if active.rank >= wanted.rank:
+    if active.rank >= required.rank:
         return
-    missing = [(what, walls) for what, walls in _WALLS[wanted] if not walls & set(protections)]
+    missing = [(name, walls) for name, walls in _WALLS[required] if not walls & set(protections)]
     raise SandboxError(
-        f"the sandbox was asked for the level {wanted.value!r}, and this machine gives "
+        f"the sandbox needs the level {required.value!r}, but this machine gives "
         f"{active.value!r}: nothing would keep a snippet from the "
-        + ", ".join(f"{what} (it takes {' or '.join(sorted(walls))})" for what, walls in missing),
+        + ", ".join(f"{name} (needs {' or '.join(sorted(walls))})" for name, walls in missing),
         hints=(
             "what is active here: areal-gym doctor",
             f"accept less: export {MIN_LEVEL_VARIABLE}={active.value}, or in Python "

@@ -1,4 +1,4 @@
-"""The parent's end of a fork server: order cells, hear of their ends."""
+"""The parent's side of a fork server: orders cells and receives reports of their ends."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from areal_gym.sandbox.cells import Cell, CellControl
 
 _START_S = 60.0
 _HOLD_AFTER_S = 0.05
-"""Sessions without a call for so long are stopped; a call that follows at once does not wait."""
+"""Idle sessions are stopped after this time, so that immediate further calls do not wait."""
 _NUMBERS_PER_ORDER = 200
 
 
 class Server(Protocol):
-    """The process of a fork server, wherever it runs."""
+    """The process of a fork server."""
 
     @property
     def pid(self) -> int:
-        """Its number on this machine."""
+        """The process id on this machine."""
         ...
 
     @property
     def scratch(self) -> str:
-        """The directory of its cells' directories, seen from here; not there in a private root."""
+        """The parent of its cells' directories, as a path here; absent with a private root."""
         ...
 
     def complaint(self) -> str:
-        """Why it did not start; called when it is gone or going."""
+        """Return why it did not start; called when it has ended or is ending."""
         ...
 
     def end(self) -> None:
-        """See to its end, and let go of what it held; called when its socket is closed."""
+        """Make sure that it ends, and free its resources; called when its socket is closed."""
         ...
 
 
@@ -48,10 +48,10 @@ class Zygote:
     """One fork server and the cells that it has forked. Belongs to the running loop.
 
     Args:
-        control: message socket to the server.
+        control: the message socket to the server.
         server: its process.
-        num_warm: cells that wait for a snippet, so that it need not wait for them.
-        is_exclusive: one cell at a time: none waits beside one that is in use.
+        num_warm: cells kept ready for snippets.
+        is_exclusive: one cell at a time: none is kept ready while one is in use.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Zygote:
         self._warm: deque[Cell] = deque()
         self._cells: dict[int, Cell] = {}
         self._idle: set[int] = set()
-        """Sessions that will be held when `_holding` fires."""
+        """Sessions that `_holding` will stop."""
         self._held: set[int] = set()
         self._holding: asyncio.TimerHandle | None = None
         self._last_number = 0
         self._memory_mb = 0
-        """What the processes of a new cell may hold together, where the kernel counts that."""
+        """The memory limit of a new cell's processes together, if the kernel enforces one."""
         self._started = self._loop.create_future()
         self._control = control
         control.setblocking(False)
@@ -85,7 +85,7 @@ class Zygote:
         """Wait until the server answers, and order its first cells.
 
         Raises:
-            SandboxError: it did not start.
+            SandboxError: the server did not start.
         """
         zygote = cls(control, server, num_warm=num_warm, is_exclusive=is_exclusive)
         try:
@@ -102,11 +102,11 @@ class Zygote:
         return zygote
 
     def take(self, *, is_retry: bool = False) -> Cell:
-        """A cell that nobody has used: a waiting one, or a new one.
+        """Return an unused cell: a ready one, or a new one.
 
         Args:
-            is_retry: another cell was just lost. What ended it may have ended the waiting ones,
-                unheard of as yet.
+            is_retry: another cell was just lost. The ready ones may have been lost with it, even
+                if that was not reported yet.
         """
         while self._warm and (self._is_exclusive or not is_retry):
             cell = self._warm.popleft()
@@ -115,14 +115,14 @@ class Zygote:
         return self.spawn()
 
     def refill(self) -> None:
-        """Order new cells until enough wait."""
+        """Order new cells until enough are ready."""
         if self._is_exclusive and self._cells:
             return
         while self.is_alive and len(self._warm) < self._num_warm:
             self._warm.append(self.spawn())
 
     def spawn(self) -> Cell:
-        """Order a new cell. It may still be starting when this returns.
+        """Order a new cell, which may still be starting when this returns.
 
         Raises:
             SandboxError: the fork server is gone, or this process has no descriptors left.
@@ -161,13 +161,13 @@ class Zygote:
             self._holding = self._loop.call_later(_HOLD_AFTER_S, self._hold_idle)
 
     def _hold_idle(self) -> None:
-        """Stop the processes of sessions that have no call."""
+        """Stop the processes of idle sessions."""
         self._holding = None
         numbers = sorted(self._idle & self._cells.keys())
         self._idle.clear()
         self._held.update(numbers)
-        for at in range(0, len(numbers), _NUMBERS_PER_ORDER):
-            self._order("hold", numbers[at : at + _NUMBERS_PER_ORDER])
+        for start in range(0, len(numbers), _NUMBERS_PER_ORDER):
+            self._order("hold", numbers[start : start + _NUMBERS_PER_ORDER])
 
     def _resume(self, number: int) -> None:
         self._idle.discard(number)
@@ -176,7 +176,7 @@ class Zygote:
             self._order("resume", [number])
 
     def bound(self, cell: Cell, memory_mb: int) -> None:
-        """Set what the processes of a cell may hold together, where the kernel counts that."""
+        """Set the memory limit of a cell's processes together, if the kernel enforces one."""
         if cell.memory_mb == memory_mb or "memory group" not in self.protections:
             return
         cell.memory_mb = memory_mb
@@ -190,8 +190,8 @@ class Zygote:
         if not self.is_alive:
             return
         message = json.dumps({"order": order, "numbers": numbers, **details}).encode()
-        # Orders are few and tiny and the server reads them at once: waiting here, should its queue
-        # ever be full, is simpler than a queue of our own and costs microseconds.
+        # Orders are few and tiny and the server reads them at once: blocking here, should its queue
+        # ever be full, is simpler than another queue and costs microseconds.
         self._control.settimeout(5.0)
         try:
             socket.send_fds(self._control, [message], list(fds))
@@ -214,7 +214,7 @@ class Zygote:
             try:
                 self._handle(json.loads(data))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                self._lose()  # not our fork server's words: it can no longer be trusted
+                self._lose()  # not a valid message: the server can no longer be trusted
                 return
 
     def _handle(self, event: dict[str, Any]) -> None:
@@ -233,23 +233,23 @@ class Zygote:
 
     @property
     def num_cells(self) -> int:
-        """Cells that live: waiting ones and those in use."""
+        """The number of living cells, ready or in use."""
         return len(self._cells)
 
     @property
     def is_settled(self) -> bool:
-        """Whether no cell is in use or on its way out."""
+        """Whether no cell is in use or ending."""
         return all(cell in self._warm for cell in self._cells.values())
 
     async def settle(self) -> None:
-        """Wait until every cell that was ordered to end has ended."""
+        """Wait until all used cells have ended."""
         for cell in set(self._cells.values()).difference(self._warm):
             await cell.wait_until_gone()
 
     def _lose(self) -> None:
-        """The server died, and by the kernel's hand its cells did too."""
+        """Handle the death of the server; the kernel has ended its cells."""
         if not self._started.done():
-            with contextlib.suppress(OSError):  # so that it ends, if it lives
+            with contextlib.suppress(OSError):  # so that it ends if it still runs
                 self._control.shutdown(socket.SHUT_RDWR)
             message = f"the sandbox's fork server did not start: {self.server.complaint()}"
             self._started.set_exception(SandboxError(message))
@@ -264,7 +264,7 @@ class Zygote:
             self._holding.cancel()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._control)
-        # It ends its cells and cleans up when the socket closes, also one that a fork holds open.
+        # The server ends its cells and cleans up on shutdown, even if a fork holds the socket open.
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()

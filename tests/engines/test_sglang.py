@@ -370,7 +370,7 @@ def test_sglang_scores_through_the_server():
             assert await engine.score([7, 8, 9]) == [-1.0, -2.0]
             await engine.aclose()
         async with serving(fake()) as engine:
-            with pytest.raises(EngineError, match="fake is no checkpoint directory"):
+            with pytest.raises(EngineError, match="fake is not a checkpoint directory"):
                 await engine.score([7, 8, 9])
 
     asyncio.run(scenario())

@@ -10,7 +10,7 @@ import pytest
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import ProcessSandbox, SandboxLimits
-from areal_gym.sandbox.docker import connect
+from areal_gym.sandbox.containers import connect
 from areal_gym.sandbox.image.build import import_host
 
 # Generous: the machine may be busy.

@@ -15,7 +15,7 @@ import pytest
 
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.sandbox import DockerSandbox, SandboxLevel, SandboxLimits, SandboxStatus
-from areal_gym.sandbox.docker import LABEL
+from areal_gym.sandbox.containers import LABEL
 from areal_gym.sandbox.image.build import build_image
 from tests._support.paths import ROOT
 
@@ -283,7 +283,7 @@ def test_killing_the_owner_removes_its_containers(docker_image, docker_client):
 def test_leftovers_of_a_killed_start_are_removed(docker_image, docker_client, monkeypatch):
     place = Path(tempfile.mkdtemp())  # `tmp_path` is too long for a socket's name
     monkeypatch.setattr("tempfile.tempdir", str(place))
-    monkeypatch.setattr("areal_gym.sandbox.docker._ABANDONED_S", -10.0)
+    monkeypatch.setattr("areal_gym.sandbox.containers._ABANDONED_S", -10.0)
     (place / "areal-gym-container-x" / "socket").mkdir(parents=True)
     docker_client.containers.create(docker_image, ["python3"], labels={LABEL: "killed"})
 

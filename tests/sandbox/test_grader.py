@@ -58,7 +58,7 @@ def test_grader_errors_name_function_and_reason(grade):
 
 @pytest.mark.parametrize("name", ["score", "a:b:c", ":f", "a b:f", "a:f()", ""])
 def test_invalid_grader_names_are_refused(name):
-    with pytest.raises(UsageError, match="no function is called"):
+    with pytest.raises(UsageError, match="does not name a function"):
         Grader(name)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import DockerSandbox, ProcessSandbox, SandboxLimits
-from areal_gym.sandbox.docker import connect
+from areal_gym.sandbox.containers import connect
 from areal_gym.sandbox.image.build import import_host
 from tests._support.container_engines import OwnEngine
 

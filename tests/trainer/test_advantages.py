@@ -253,7 +253,7 @@ def test_plugin_estimators_are_checked():
     def endless(rewards_G, group_ids_G, *, rewards_T):
         return rewards_T / 0
 
-    with pytest.raises(TrainError, match="not one for each trajectory"):
+    with pytest.raises(TrainError, match="not one per trajectory"):
         estimate(short, two_turns())
     with pytest.raises(TrainError, match="not finite"):
         estimate(endless, two_turns())

@@ -101,7 +101,7 @@ def test_too_long_dialogues_are_skipped_and_counted(tmp_path, renderer):
         ({"messages": [ASKED, {"role": "asistant", "content": "4"}]}, "no role 'asistant'"),
         ({"messages": [{"role": "user", "content": [1]}, SAID]}, r"messages\[0\]: content is .1."),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": 1}]}]}, "the tool call"),
-        ({"messages": [ASKED], "chosen": "4", "rejected": "5"}, "a preference, and no dialogue"),
+        ({"messages": [ASKED], "chosen": "4", "rejected": "5"}, "a preference, not a dialogue"),
     ],
 )
 def test_broken_lines_are_reported_by_number(tmp_path, row, complaint):

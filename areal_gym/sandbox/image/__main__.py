@@ -6,7 +6,8 @@ import argparse
 import sys
 
 from areal_gym.errors import GymError
-from areal_gym.sandbox.docker import DEFAULT_IMAGE, connect
+from areal_gym.sandbox.containers import connect
+from areal_gym.sandbox.docker import DEFAULT_IMAGE
 from areal_gym.sandbox.image.build import build_image, import_host
 
 

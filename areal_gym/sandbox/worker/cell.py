@@ -1,9 +1,8 @@
-"""Executes snippets: in the child, behind the walls.
+"""Executes snippets in the isolated child.
 
-The parent sends a header (JSON) and the source behind it, the rest of which comes in chunks; the
-cell answers with one message per snippet, whose form is that of `areal_gym/sandbox/messages.py`.
-What it answers is said by the snippet as much as by us: the parent trusts it no further than the
-snippet's own output.
+The parent sends a header (JSON) followed by the source, in chunks; the cell answers with one
+message per snippet, in the form of `areal_gym/sandbox/messages.py`. A snippet can forge answers:
+the parent trusts them no more than the snippet's own output.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ import types
 from typing import Any, NoReturn
 
 from . import tasks
-from .jail import lower_limit
+from .limits import lower_limit
 
 CHUNK_BYTES = 32 * 1024
-"""Longest message on the socket."""
+"""The longest message on the socket."""
 _NAME = "<snippet>"
 _MAX_TEXT = 8_000
 _MAX_LINE = 2_000
@@ -39,12 +38,12 @@ _THREADS_S = 0.01
 
 
 def serve(channel: socket.socket, base_memory: int, *, counts_processes: bool) -> NoReturn:
-    """Execute what arrives until the channel closes or a snippet is the last one.
+    """Execute snippets until the channel closes or a snippet is the last one.
 
     Args:
-        channel: message socket to the parent.
-        base_memory: address space in bytes that this process has before any snippet.
-        counts_processes: whether the kernel's count of processes is this process's own.
+        channel: the message socket to the parent.
+        base_memory: bytes of address space that this process has before any snippet.
+        counts_processes: whether the kernel counts processes for this cell alone.
     """
     _open_streams()
     namespace = _fresh_namespace()
@@ -61,11 +60,11 @@ def serve(channel: socket.socket, base_memory: int, *, counts_processes: bool) -
             if not chunk:
                 os._exit(0)
             source += chunk
-        # From here on its end is the snippet's doing.
+        # From here on the snippet is responsible if the process ends.
         channel.send(f"{request['nonce']} begun".encode())
         is_last = request["is_fresh"]
         if threading.active_count() > 1:
-            # Stopped since the last call; what fell due meanwhile comes before this snippet.
+            # Threads were stopped since the last call; let them catch up before this snippet.
             time.sleep(_THREADS_S)
         if counts_processes:
             lower_limit(resource.RLIMIT_NPROC, request["limits"]["num_processes"])
@@ -113,8 +112,8 @@ def _apply_limits(limits: dict[str, Any], base_memory: int, *, is_last: bool) ->
         lower_limit(resource.RLIMIT_FSIZE, file_size)
         lower_limit(resource.RLIMIT_CPU, cpu)
         return
-    # A session's next call may ask for more, and a hard limit cannot be raised again: only the
-    # first call sets those. CPU time adds up over the calls, so there the wall time bounds it.
+    # A session's next call may have a higher limit, and a hard limit cannot be raised again: only
+    # the first call sets it. CPU time adds up over calls, so the wall-clock limit applies instead.
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY:
         hard = memory + _HEADROOM
@@ -123,7 +122,7 @@ def _apply_limits(limits: dict[str, Any], base_memory: int, *, is_last: bool) ->
 
 
 def _execute(source: bytes, namespace: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The message for the parent, and the exit code that Python would have."""
+    """Return the message for the parent, and Python's exit code."""
     try:
         text = source.decode("utf-8", "surrogatepass")
         linecache.cache[_NAME] = (len(text), None, text.splitlines(keepends=True), _NAME)
@@ -156,7 +155,7 @@ def _exited(code: object) -> tuple[dict[str, Any], int]:
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback, without the frames of other people's code."""
+    """Return the traceback with the snippet's own frames only."""
     try:
         report = traceback.TracebackException(type(error), error, error.__traceback__)
         _keep_own_frames(report)
@@ -174,7 +173,7 @@ def _keep_own_frames(report: traceback.TracebackException | None) -> None:
 
 
 def _cut(text: str, limit: int) -> str:
-    """`text` with its middle left out when it is longer than `limit`."""
+    """Return `text`, without its middle if it is longer than `limit`."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -190,7 +189,7 @@ def _flush() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    # What an interpreter does at its end, without taking its modules apart.
+    # The shutdown of an interpreter, without tearing down modules.
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

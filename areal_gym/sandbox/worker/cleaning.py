@@ -1,4 +1,4 @@
-"""Removing what a snippet wrote, however it wrote it."""
+"""Removes the files of a snippet, however deep or locked they are."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def remove_tree(path: str) -> None:
-    """Remove the directory `path`, which nobody writes to any more; what does not go, stays.
+    """Remove the directory `path`, which has no more writers; errors are ignored.
 
-    Trees may be deeper than recursion or the length of a path allow, and directories may be
-    locked. So this goes from directory to directory and back by "..", opening each on the way.
+    Trees may be deeper than recursion or the length of a path allows, and directories may be
+    locked. So this walks from directory to directory and back by "..", opening each on the way.
     """
     with contextlib.suppress(OSError):
         os.chmod(path, 0o700)
-        here = os.open(path, _OPEN)
+        directory = os.open(path, _OPEN)
         try:
-            # For each directory on the way here, the ones in it that are still to be removed.
-            way = [_unlink_files(here)]
-            while len(way) > 1 or way[-1]:
-                if way[-1]:
-                    here = _move(here, way[-1][-1])
-                    way.append(_unlink_files(here))
+            # The subdirectories still to be removed, for each directory from `path` to this one.
+            pending = [_unlink_files(directory)]
+            while len(pending) > 1 or pending[-1]:
+                if pending[-1]:
+                    directory = _move(directory, pending[-1][-1])
+                    pending.append(_unlink_files(directory))
                 else:
-                    here = _move(here, "..")
-                    way.pop()
-                    os.rmdir(way[-1].pop(), dir_fd=here)
+                    directory = _move(directory, "..")
+                    pending.pop()
+                    os.rmdir(pending[-1].pop(), dir_fd=directory)
         finally:
-            os.close(here)
+            os.close(directory)
         os.rmdir(path)
 
 
 def _unlink_files(directory: int) -> list[str]:
-    """Remove the files; the names of the directories."""
+    """Remove the files; return the names of the subdirectories."""
     return [name for name in os.listdir(directory) if not _unlink(name, directory)]
 
 
 def _unlink(name: str, directory: int) -> bool:
-    """Remove a file; False when it is a directory."""
+    """Remove a file; return False if it is a directory."""
     try:
         os.unlink(name, dir_fd=directory)
     except (IsADirectoryError, PermissionError):
@@ -47,10 +47,10 @@ def _unlink(name: str, directory: int) -> bool:
     return True
 
 
-def _move(here: int, name: str) -> int:
+def _move(directory: int, name: str) -> int:
     if name != "..":
-        # A locked one belongs to its snippet's user, which is ours or one that we are root to.
-        os.chmod(name, 0o700, dir_fd=here)
-    there = os.open(name, _OPEN, dir_fd=here)
-    os.close(here)
-    return there
+        # A locked directory belongs to this user, or this process is root.
+        os.chmod(name, 0o700, dir_fd=directory)
+    target = os.open(name, _OPEN, dir_fd=directory)
+    os.close(directory)
+    return target

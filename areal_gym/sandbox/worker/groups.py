@@ -1,9 +1,9 @@
-"""Control groups: where the kernel itself counts the memory of a cell and all that it starts.
+"""Control groups: the kernel counts the memory of a cell and its children.
 
-Every kind of memory counts there: private and shared pages, files in memory, buffers of pipes and
-sockets, page tables, the kernel's own records. A group of ours needs a part of the hierarchy that
-this process may write to: root has one, and a user to whom systemd delegated one. Elsewhere the
-fork server counts by itself (`memory`).
+Every kind of memory counts: private and shared pages, files in memory, buffers of pipes and
+sockets, page tables, the kernel's own records. A group needs a part of the hierarchy that this
+process may write to: root has one, and so has a user with a systemd delegation. Otherwise the fork
+server counts (`memory`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from typing import NamedTuple
 
 _SLACK_BYTES = 32 << 20
-"""Beside the snippet's own: what the kernel keeps for its processes, pages of the fork server that
-they write to, and room for a MemoryError to be told, which a process's own limit raises first."""
+"""Added to the snippet's limit: the kernel's data for its processes, copied pages of the fork
+server, and room to report a MemoryError, which a process's own limit raises first."""
 _PREFIX = "areal-gym-"
 
 
@@ -28,8 +28,8 @@ class _Version(NamedTuple):
     peak: str
     kills: str
     join: str
-    """Of the first version, the file that moves one thread: unlike the one that moves a whole
-    process it does not wait for every processor (0.5 ms instead of 10)."""
+    """In version 1, the file that moves one thread: unlike the file that moves a whole process it
+    does not wait for every processor (0.5 ms instead of 10)."""
 
 
 _VERSIONS = {
@@ -47,13 +47,14 @@ _VERSIONS = {
 
 
 class Groups:
-    """The groups of one fork server, one for each cell that lives.
+    """The control groups of one fork server, one per living cell.
 
     Args:
-        name: what they are known by; see `remove_groups`.
+        name: the name of their parent group; see `remove_groups`.
+        memory_mb: the limit of a new group.
 
     Raises:
-        OSError: there is no part of the hierarchy that this process may write to.
+        OSError: this process may not write to any part of the hierarchy.
     """
 
     def __init__(self, name: str, memory_mb: int) -> None:
@@ -61,7 +62,7 @@ class Groups:
         self.default_mb = memory_mb
         self._kind, places = _places()
         self._files = _VERSIONS[self._kind]
-        # By descriptors: a private root shows no /sys.
+        # As descriptors: a private root has no /sys.
         self._top, self._parent = self._make_top(places)
         self._groups: dict[int, str] = {}
         self._bounds: dict[str, int] = {}
@@ -90,10 +91,10 @@ class Groups:
                     os.close(parent)
                 continue
             return top, parent
-        raise PermissionError("no control group of memory may be made")
+        raise PermissionError("memory control groups cannot be made")
 
     def _try(self) -> None:
-        """Move a process into a group: what may be made cannot always be used."""
+        """Move a process into a group: a group that can be made cannot always be used."""
         self.open(0)
         pid = os.fork()
         if pid == 0:
@@ -105,10 +106,10 @@ class Groups:
         _, status = os.waitpid(pid, 0)
         self.end(0)
         if status:
-            raise PermissionError("no process may be moved to a control group")
+            raise PermissionError("processes cannot be moved to a control group")
 
     def open(self, number: int) -> None:
-        """Have an empty group for the cell `number`, which then joins it."""
+        """Prepare an empty group for the cell `number`, which then joins it."""
         if self._idle:
             group = self._idle.pop()
             _write(self._top, f"{group}/{self._files.peak}", "0")
@@ -125,10 +126,10 @@ class Groups:
         _write(self._top, f"{self._groups[number]}/{self._files.join}", "0")
 
     def bound(self, number: int, memory_mb: int) -> None:
-        """Set what all processes of a cell may hold together.
+        """Set the memory limit of a cell's processes together.
 
         Raises:
-            OSError: they hold more already.
+            OSError: they use more already.
         """
         group = self._groups[number]
         if self._bounds[group] == memory_mb:
@@ -136,7 +137,7 @@ class Groups:
         limit = str((memory_mb << 20) + _SLACK_BYTES)
         path = f"{group}/{self._files.swap_limit}"
         swap = "0" if self._kind == "cgroup2" else limit
-        # The limit with swap is never under the one without; not every kernel has it.
+        # The limit with swap must not be below the one without; not every kernel has it.
         if self._bounds[group] < memory_mb:
             with contextlib.suppress(OSError):
                 _write(self._top, path, swap)
@@ -149,16 +150,16 @@ class Groups:
         """Take back the group of a cell that has ended.
 
         Returns:
-            The most memory in KB that its processes held together, and whether the kernel ended
-            one of them for want of memory.
+            The peak memory in KB of its processes together, and whether the kernel ended one of
+            them because memory ran out.
         """
         group = self._groups.pop(number, None)
         if group is None:
-            return 0, False  # none could be made
+            return 0, False  # no group could be made
         peak_kb, num_kills = 0, self._num_kills(group)
-        with contextlib.suppress(OSError, ValueError):  # before Linux 5.19 there is no peak
+        with contextlib.suppress(OSError, ValueError):  # Linux before 5.19 has no peak
             peak_kb = int(_read(self._top, f"{group}/{self._files.peak}")) >> 10
-        # A kill stays in the record of a group, and the peak of the second version does, too.
+        # Kill counts cannot be reset, nor can the peak in version 2.
         if self._kind == "cgroup" and not num_kills:
             self._idle.append(group)
         else:
@@ -166,7 +167,7 @@ class Groups:
         return peak_kb, num_kills > 0
 
     def was_killed(self, number: int) -> bool:
-        """Whether the kernel ended a process of a living cell for want of memory."""
+        """Return whether the kernel ended a process of a living cell because memory ran out."""
         return self._num_kills(self._groups[number]) > 0
 
     def _num_kills(self, group: str) -> int:
@@ -182,7 +183,7 @@ class Groups:
             del self._bounds[group]
 
     def close(self) -> None:
-        """Remove all groups; no process is in them any more."""
+        """Remove all groups, which are empty by now."""
         for group in list(self._bounds):
             self._remove(group)
         with contextlib.suppress(OSError):
@@ -192,7 +193,7 @@ class Groups:
 
 
 def remove_groups(name: str) -> None:
-    """End and remove what a killed fork server left in its groups; waits a second at most."""
+    """End the processes and remove the groups of a killed fork server; wait a second at most."""
     with contextlib.suppress(OSError):
         for place in _places()[1]:
             top = f"{place}/{_PREFIX}{name}"
@@ -204,17 +205,20 @@ def remove_groups(name: str) -> None:
 
 
 def _places() -> tuple[str, list[str]]:
-    """The kind of the hierarchy that counts memory, and the directories where we might have groups.
+    """Return the kind of the hierarchy, and the directories where groups might be made.
 
-    Groups are made under our own one, so that what bounds us bounds them, too. In the second
-    version a group with processes has none under it: there it is the one above.
+    Groups are made under this process's own group, so that its limits apply to them, too. In
+    version 2 a group with processes cannot have children: there the parent group serves.
     """
     with open("/proc/self/cgroup") as groups, open("/proc/self/mountinfo") as mounts:
         return find_places(groups.read(), mounts.read())
 
 
 def find_places(groups: str, mounts: str) -> tuple[str, list[str]]:
-    """As `Groups` does, from the texts of /proc/self/cgroup and /proc/self/mountinfo.
+    """Parse the texts of /proc/self/cgroup and /proc/self/mountinfo; see `Groups`.
+
+    Returns:
+        The kind of the hierarchy that counts memory, and the directories to try.
 
     Raises:
         FileNotFoundError: no hierarchy that counts memory is mounted.
@@ -244,7 +248,7 @@ def find_places(groups: str, mounts: str) -> tuple[str, list[str]]:
 
 
 def _remove_abandoned(place: str) -> None:
-    """Remove groups whose owner, the process that they are named after, is gone."""
+    """Remove groups whose owner is gone: their names have its pid."""
     for name in os.listdir(place):
         owner = name[len(_PREFIX) :].partition("-")[0]
         if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
@@ -252,11 +256,11 @@ def _remove_abandoned(place: str) -> None:
 
 
 def _kill_all(top: str) -> None:
-    """Kill the processes of the groups in `top`, which are dying already or soon to be."""
+    """Kill the remaining processes of the groups in `top`."""
     for name in os.listdir(top):
         with contextlib.suppress(OSError), open(f"{top}/{name}/cgroup.procs") as rows:
             for pid in map(int, rows):
-                if pid:  # else it is of a pid namespace that we do not see
+                if pid:  # 0 stands for a process in an invisible pid namespace
                     os.kill(pid, signal.SIGKILL)
 
 

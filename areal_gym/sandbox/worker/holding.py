@@ -1,8 +1,8 @@
-"""Stops the processes of a session between its calls, so that nothing runs on without a call.
+"""Stops the processes of a session between its calls.
 
-SIGSTOP goes to every process of the session, top down, until two looks in a row find all of them
-stopped. The filter of system calls (`seccomp`) leaves a stopped process no way to be woken by a
-timer or by a descriptor. A session that spends processor time instead of stopping is ended.
+SIGSTOP goes to every process of the session, top down, until two checks in a row find all of them
+stopped. The filter of system calls (`seccomp`) prevents that a timer or a descriptor wakes a
+stopped process. A session that uses processor time instead of stopping is ended.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from collections.abc import Callable, Iterator
 from . import memory
 
 PERIOD_S = 0.01
-"""Between two looks at a session that has not come to rest."""
-_LOOKS = 2
+"""Seconds between two checks of a session that has not stopped yet."""
+_NUM_CHECKS = 2
 _MAX_TICKS = 0.5 * os.sysconf("SC_CLK_TCK")
 _AT_REST = "TtZX"
 
 
 class _Held:
-    """One session that is to stand still."""
+    """One session that is being stopped."""
 
     def __init__(self) -> None:
         self.fds: dict[int, int] = {}
-        """Descriptors of the stopped processes beside the interpreter, by pid."""
-        self.looks_at_rest = 0
+        """Descriptors of its processes other than the interpreter, by pid."""
+        self.checks_at_rest = 0
         self.first_ticks: int | None = None
 
 
 class Holding:
-    """The sessions of one fork server that have no call.
+    """The idle sessions of one fork server.
 
     Args:
-        proc: descriptor of a /proc.
-        is_alone: whether a cell can have no process but its interpreter.
-        is_container: whether one cell at a time has a whole container, whose processes, but for
-            the fork server, are all its own.
+        proc: a descriptor of a /proc.
+        is_alone: whether a cell cannot have processes other than its interpreter.
+        is_container: whether one cell at a time has a whole container, where all processes but
+            the fork server are its own.
         kill: ends a cell, by the pid of its interpreter.
     """
 
@@ -47,7 +47,7 @@ class Holding:
     ) -> None:
         self._proc = proc
         self._is_container = is_container
-        # Without a /proc of our own pid namespace its numbers are those of other processes.
+        # A /proc of another pid namespace has other numbers.
         self._is_alone = is_alone or not (is_container or _is_own(proc))
         self._kill = kill
         self._held: dict[int, _Held] = {}
@@ -55,20 +55,20 @@ class Holding:
 
     @property
     def has_restless(self) -> bool:
-        """Whether `look` has something to do."""
+        """Whether `check` has something to do."""
         return bool(self._restless)
 
     def hold(self, pid: int) -> None:
-        """Stop the interpreter `pid` and all that it started."""
+        """Stop the interpreter `pid` and its children."""
         if pid in self._held:
             return
         self._held[pid] = _Held()
-        os.kill(pid, signal.SIGSTOP)  # ours and not yet waited for
+        os.kill(pid, signal.SIGSTOP)  # our child, not yet waited for
         if not self._is_alone:
             self._restless.add(pid)
 
     def resume(self, pid: int) -> None:
-        """Let the processes of `pid` go on."""
+        """Continue the processes of `pid`."""
         held = self._held.get(pid)
         if held is None:
             return
@@ -76,7 +76,7 @@ class Holding:
         os.kill(pid, signal.SIGCONT)
 
     def forget(self, pid: int, *, should_continue: bool = False) -> None:
-        """Let go of `pid`, which has ended or goes on."""
+        """Forget `pid`, which has ended or continues."""
         held = self._held.pop(pid, None)
         self._restless.discard(pid)
         if held is None:
@@ -88,22 +88,22 @@ class Holding:
         if should_continue and self._is_container:
             _send_all(signal.SIGCONT)
 
-    def look(self) -> None:
-        """Stop what still runs; called every `PERIOD_S` while there is something restless."""
+    def check(self) -> None:
+        """Stop running processes; called every `PERIOD_S` while sessions are not at rest."""
         for pid in tuple(self._restless):
             held = self._held[pid]
             is_at_rest, ticks = self._stop(pid, held)
-            held.looks_at_rest = held.looks_at_rest + 1 if is_at_rest else 0
+            held.checks_at_rest = held.checks_at_rest + 1 if is_at_rest else 0
             if held.first_ticks is None:
                 held.first_ticks = ticks
-            if held.looks_at_rest >= _LOOKS:
+            if held.checks_at_rest >= _NUM_CHECKS:
                 self._restless.discard(pid)
             elif ticks - held.first_ticks > _MAX_TICKS:
                 self._restless.discard(pid)
                 self._kill(pid)
 
     def _stop(self, pid: int, held: _Held) -> tuple[bool, int]:
-        """Whether all processes of `pid` were found at rest, and their processor time in ticks."""
+        """Stop the processes of `pid`; return whether all were at rest, and their CPU ticks."""
         is_at_rest, total = True, 0
         for process, parent in self._processes(pid):
             is_ours = process == pid or self._is_container or self._has(held, process, parent)
@@ -111,7 +111,7 @@ class Holding:
             if stat is None:
                 continue
             if not is_ours:
-                is_at_rest = False  # it found a new parent meanwhile: the next look tells
+                is_at_rest = False  # it has a new parent: the next check finds it there
                 continue
             state, _, ticks = stat
             total += ticks
@@ -126,7 +126,7 @@ class Holding:
         return is_at_rest, total
 
     def _processes(self, pid: int) -> Iterator[tuple[int, int]]:
-        """Pids with those of their parents, parents first."""
+        """Yield pids with those of their parents, parents first."""
         if not self._is_container:
             yield from memory.tree(self._proc, pid)
             return
@@ -135,7 +135,7 @@ class Holding:
                 yield int(name), os.getpid()
 
     def _has(self, held: _Held, pid: int, parent: int) -> bool:
-        """Whether there is a descriptor of `pid`; the number alone could be a stranger's soon."""
+        """Return whether there is a descriptor of `pid`: the number alone could be reused."""
         if pid not in held.fds:
             try:
                 fd = os.pidfd_open(pid)
@@ -157,7 +157,7 @@ def _is_own(proc: int) -> bool:
 
 
 def _stat(proc: int, pid: int) -> tuple[str, int, int] | None:
-    """State, parent and processor time in ticks, with that of children it waited for."""
+    """Return state, parent and CPU time in ticks, including waited-for children."""
     fields = memory.read(proc, f"{pid}/stat").rpartition(")")[2].split()
     if len(fields) < 15:
         return None
@@ -170,6 +170,6 @@ def _send(fd: int, number: signal.Signals) -> None:
 
 
 def _send_all(number: signal.Signals) -> None:
-    """To every process of the container but this one, which is its first."""
+    """Signal every process of the container but this one, which is its first."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, number)

@@ -1,4 +1,4 @@
-"""The system calls that Python's standard library has no function for.
+"""System calls that are missing from Python's standard library.
 
 Every function raises `OSError` when the kernel refuses.
 """
@@ -14,7 +14,7 @@ NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 RDONLY, NOSUID, NODEV, BIND, REC, PRIVATE, DETACH = 1, 2, 4, 4096, 16384, 1 << 18, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# The two that differ; numbers from 424 on are the same everywhere.
+# The number that differs; numbers from 424 on are the same everywhere.
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -28,7 +28,7 @@ def _check(result: int, name: str) -> int:
 
 
 def syscall(name: str, number: int, *arguments: object) -> int:
-    """The raw call `number`; integers are passed as longs, bytes and buffers as pointers."""
+    """Make the raw call `number`; integers are passed as longs, bytes and buffers as pointers."""
     wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _check(_libc.syscall(ctypes.c_long(number), *wide), name)
 
@@ -44,14 +44,14 @@ def setns(fd: int, kind: int) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     arguments = [text.encode() or None for text in (source, target, kind)]
     flags_long = ctypes.c_ulong(flags)
     _check(_libc.mount(*arguments, flags_long, options.encode() or None), f"mount {target}")
 
 
 def umount(target: str, flags: int) -> None:
-    """umount2(2)."""
+    """Call umount2(2)."""
     _check(_libc.umount2(target.encode(), flags), f"umount {target}")
 
 
@@ -64,7 +64,7 @@ def restrict_mount(target: str, flags: int, *, recursive: bool) -> None:
 
 
 def pivot_root(new: str) -> None:
-    """Make the mount `new` the root and let go of the old one."""
+    """Make the mount `new` the root, and unmount the old one."""
     os.chdir(new)
     syscall("pivot_root", _PIVOT_ROOT[platform.machine()], b".", b".")
     umount(".", DETACH)
@@ -72,24 +72,24 @@ def pivot_root(new: str) -> None:
 
 
 def prctl(option: int, value: int = 0, extra: object = None) -> int:
-    """prctl(2) with up to two arguments."""
+    """Call prctl(2) with up to two arguments."""
     return _check(_libc.prctl(option, ctypes.c_ulong(value), extra, 0, 0), f"prctl {option}")
 
 
 def capabilities() -> int:
-    """The effective capabilities, as a bit mask."""
+    """Return the effective capabilities, as a bit mask."""
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("CapEff"))
     return int(line.split()[1], 16)
 
 
 def drop_capabilities(*, keep: int = 0) -> None:
-    """Give up every capability but those in the bit mask `keep`, and all that exec could bring."""
+    """Drop every capability but those in the bit mask `keep`, and all that exec could add."""
     for capability in range(64):
         try:
             prctl(24, capability)  # PR_CAPBSET_DROP
         except OSError:
-            break  # past the last one, or not allowed to: then there is none to drop
+            break  # past the last one; or not allowed, and then there is none to drop
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
     # Effective, permitted, inheritable; the high halves follow.
     sets = (ctypes.c_uint32 * 6)(keep, keep, 0, keep >> 32, keep >> 32, 0)

@@ -1,4 +1,4 @@
-"""Landlock: the file system rules where the sandbox may not make mounts of its own (Linux 5.13)."""
+"""Landlock: file system rules for sandboxes that cannot make private mounts (Linux 5.13)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from . import kernel
 
 TRUNCATE_VERSION = 3
-"""From this ABI on, cutting a file by its path takes a right."""
+"""From this ABI on, truncating a file by its path needs a right."""
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _READ_DIR = 1, 2, 4, 8
@@ -21,7 +21,7 @@ _SCOPES = 3  # abstract sockets and signals
 
 
 def version() -> int:
-    """The kernel's Landlock ABI; raises `OSError` when there is none."""
+    """Return the kernel's Landlock ABI; raises `OSError` if it has none."""
     return kernel.syscall("landlock_create_ruleset", _CREATE, None, 0, 1)
 
 
@@ -48,7 +48,7 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # what is not there needs no rule
+        return  # a missing path needs no rule
     try:
         if not os.path.isdir(path):
             access &= _EXECUTE | _WRITE | _READ

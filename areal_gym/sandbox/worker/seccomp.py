@@ -1,9 +1,9 @@
-"""The seccomp filter: the system calls that a snippet needs, and no others.
+"""The seccomp filter: it allows the system calls that a snippet needs, and no others.
 
-A list of what is allowed (`syscalls`): what it does not name is refused with EPERM, which does not
-end the process, so that a snippet which tries the network sees an ordinary `PermissionError`. Of
-some calls only a part is allowed, by their arguments, as far as these are numbers: a filter cannot
-look into memory, so it knows no paths.
+Calls that the list (`syscalls`) does not allow are refused with EPERM, which does not end the
+process, so that a snippet that tries the network gets an ordinary `PermissionError`. Some calls are
+allowed with certain arguments only, as far as these are numbers: a filter cannot read memory, so it
+does not know paths.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _CLONE_THREAD = 0x00010000
 _TRUNCATE = 0o1000
 _SOL_SOCKET = 1
 
-# Of these calls, the values of an argument that are allowed.
-# fcntl: descriptors, their flags, locks, the size of a pipe's buffer; not to set that (a megabyte
-# for each), nor to send signals to others (F_SETOWN and F_SETSIG).
+# The allowed values of one argument.
+# fcntl: descriptors, their flags, locks, reading the size of a pipe's buffer; not setting it (up to
+# a megabyte each), nor signals to other processes (F_SETOWN and F_SETSIG).
 _FCNTL = (*range(8), 36, 37, 38, 1030, 1032, 1034)
-# ioctl: terminals' settings (every open() asks), bytes that wait, blocking, close on exec. A file's
-# flags and attributes are metadata, too.
+# ioctl: terminal settings (every open() asks), waiting bytes, blocking, close on exec. A file's
+# flags and attributes are metadata.
 _IOCTL = (0x5401, 0x540F, 0x5411, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# prctl: names, what can be read, huge pages, slack of timers; not what our own walls are made of
+# prctl: names, readable settings, huge pages, slack of timers; not the settings of our isolation
 # (the signal at the parent's death, whether /proc shows it).
 _PRCTL = (2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 37, 38, 39, 40, 41, 42, 52, 0x53564D41)
-# setsockopt: options of time, lingering and credentials; buffers stay as they are, since nothing
-# counts what is in them.
+# setsockopt: options of time, lingering and credentials; not the size of buffers, since their
+# content is not counted.
 _SETSOCKOPT = (2, 9, 13, 16, 20, 21, 66, 67)
 
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
@@ -60,19 +60,20 @@ def build_filter(
     own_pid: int | None,
     server_pid: int | None = None,
 ) -> bytes:
-    """The program for this machine, ready for `install`.
+    """Return the program for this machine, ready for `install`.
 
     Args:
         allow_fork: whether new processes are allowed (threads always are).
-        allow_metadata: whether modes, owners and times may be set: where files of the host are out
-            of reach, or on read-only mounts.
-        allow_truncate: whether a file may be cut by its path, which Landlock knows since Linux 6.2.
-        own_pid: where no pid namespace hides the others, the only process that may be signalled.
-        server_pid: in a container the fork server, which has the same user as its children, and
-            must get neither signals nor limits from them.
+        allow_metadata: whether modes, owners and times may be set: if files of the host are not
+            reachable, or on read-only mounts.
+        allow_truncate: whether files may be truncated by path, which Landlock controls since
+            Linux 6.2.
+        own_pid: the only process that may be signalled, if no pid namespace hides the others.
+        server_pid: the fork server in a container, which has the same user as its children: they
+            must not send it signals or set its limits.
 
     Raises:
-        OSError: the filter is not written for this architecture.
+        OSError: the filter does not support this architecture.
     """
     column = syscalls.COLUMNS.get(platform.machine())
     if column is None:
@@ -82,7 +83,7 @@ def build_filter(
         (_EQUAL, 1, 0, _ARCHITECTURES[platform.machine()]),
         *_refused,
         (_LOAD, 0, 0, _NUMBER),
-        (_ABOVE, 0, 1, syscalls.LAST),  # also the x32 numbers
+        (_ABOVE, 0, 1, syscalls.LAST),  # includes the x32 numbers
         *_missing,
     ]
     rules = {
@@ -95,7 +96,7 @@ def build_filter(
         "ioctl": _only(1, _IOCTL),
         "prctl": _only(0, _PRCTL),
         "setsockopt": [*_unless(1, _SOL_SOCKET), *_only(2, _SETSOCKOPT)],
-        # A datagram pair could still be told to send elsewhere; a stream cannot.
+        # A datagram pair could still send elsewhere; a stream cannot.
         "socketpair": [(_LOAD, 0, 0, _ARGUMENTS[1]), (_AND, 0, 0, 0xF), *_one_of((1,))],
     }
     for name, rule in rules.items():
@@ -108,24 +109,24 @@ def build_filter(
 
 
 def _one_of(values: Iterable[int]) -> list[_Step]:
-    """Allow when the loaded value is one of `values`."""
+    """Allow if the loaded value is one of `values`."""
     chosen = [*values]
     tests = [(_EQUAL, len(chosen) - n, 0, value) for n, value in enumerate(chosen)]
     return [*tests, *_refused, *_allowed]
 
 
 def _only(argument: int, values: Iterable[int]) -> list[_Step]:
-    """Allow when the low half of an argument is one of `values`."""
+    """Allow if the low half of an argument is one of `values`."""
     return [(_LOAD, 0, 0, _ARGUMENTS[argument]), *_one_of(values)]
 
 
 def _all_but(argument: int, value: int) -> list[_Step]:
-    """Refuse when the low half of an argument is `value`; else allow."""
+    """Refuse if the low half of an argument is `value`; otherwise allow."""
     return [(_LOAD, 0, 0, _ARGUMENTS[argument]), (_EQUAL, 0, 1, value), *_refused, *_allowed]
 
 
 def _unless(argument: int, value: int) -> list[_Step]:
-    """Refuse when the low half of an argument is not `value`; else go on."""
+    """Refuse if the low half of an argument is not `value`; otherwise continue."""
     return [(_LOAD, 0, 0, _ARGUMENTS[argument]), (_EQUAL, 1, 0, value), *_refused]
 
 
@@ -141,7 +142,7 @@ def _file_rules(allow_metadata: bool, allow_truncate: bool) -> dict[str, list[_S
     def opening(argument: int) -> list[_Step]:
         if allow_metadata:
             return _allowed
-        # Opened for reading, a file can be cut nevertheless, and Landlock sees only the reading.
+        # Opening for reading can still truncate a file, and Landlock only sees the reading.
         flags: list[_Step] = [
             (_LOAD, 0, 0, _ARGUMENTS[argument]),
             (_AND, 0, 0, os.O_ACCMODE | _TRUNCATE),
@@ -181,9 +182,9 @@ def _ranges(numbers: Iterable[int]) -> list[_Step]:
         else:
             ends.append((number, number))
     steps: list[_Step] = []
-    for at, (first, last) in enumerate(ends):
-        # How far behind the next two steps the refusal is; what is allowed comes behind that.
-        left = 2 * (len(ends) - at) - 1
+    for index, (first, last) in enumerate(ends):
+        # The distance from the next two steps to the refusal, which the permission follows.
+        left = 2 * (len(ends) - index) - 1
         steps += [(_AT_LEAST, 0, left, first), (_ABOVE, 0, left, last)]
     return [*steps, *_refused, *_allowed]
 
@@ -193,11 +194,11 @@ class _Program(ctypes.Structure):
 
 
 def install(program: bytes) -> None:
-    """Put this process and its children under `program`, for good. Needs no_new_privs."""
+    """Install `program` for this process and its children, for good. Needs no_new_privs."""
     description = _Program(len(program) // 8, program)
     kernel.prctl(22, 2, ctypes.byref(description))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def is_supported() -> bool:
-    """Whether this kernel has seccomp filters and the table knows the machine."""
+    """Return whether this kernel has seccomp filters and the table covers the machine."""
     return platform.machine() in _ARCHITECTURES and os.path.exists("/proc/sys/kernel/seccomp")

@@ -1,7 +1,7 @@
 """The system calls that a snippet's process may make, and their numbers.
 
-Whatever is not named here is refused, also what a later kernel adds. Each word is a call with its
-number on x86_64 and on aarch64; a dash stands where the machine has no such call.
+All others are refused, including those of later kernels. Each word is a call with its numbers on
+x86_64 and aarch64; a dash means that the machine does not have the call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Numbers = tuple[int, int]
 
 
 def _table(text: str) -> dict[str, Numbers]:
-    """The numbers of each call; -1 where a machine does not have it."""
+    """Return the numbers of each call; -1 if a machine does not have it."""
     table = {}
     for word in text.split():
         name, first, second = word.split(":")
@@ -67,13 +67,13 @@ FREE = _table(
     clock_gettime:228:113 clock_getres:229:114 gettimeofday:96:169 time:201:-
     """
 )
-"""Allowed whatever their arguments. Left out although harmless programs know them:
+"""Calls allowed with any arguments. Refused although harmless programs use them:
 
-- memfd, System V shared memory, message queues, inotify, fanotify: memory that no limit counts;
-- splice, tee, vmsplice, sendfile: they leave whole pages in a pipe, also after those were unmapped
+- memfd, System V shared memory, message queues, inotify, fanotify: memory without a limit;
+- splice, tee, vmsplice, sendfile: they leave whole pages in a pipe, even after those were unmapped
   (shutil copies without them);
-- timer_create: its signal may be SIGCONT, which would wake a session that stands still;
-- sync: it waits for everybody's disks."""
+- timer_create: its signal may be SIGCONT, which would wake a stopped session;
+- sync: it waits for all disks of the machine."""
 
 METADATA = _table(
     """
@@ -81,7 +81,7 @@ METADATA = _table(
     lchown:94:- fchownat:260:54 utime:132:- utimes:235:- futimesat:261:- utimensat:280:88
     """
 )
-"""Change a file's mode, owner or times. Extended attributes are nobody's to set."""
+"""Calls that change a file's mode, owner or times. Setting extended attributes is refused."""
 
 GUARDED = _table(
     """
@@ -91,8 +91,8 @@ GUARDED = _table(
     rt_tgsigqueueinfo:297:240 pidfd_send_signal:424:424 sched_setaffinity:203:122
     """
 )
-"""Allowed with some arguments only, or answered with "no such call", by the filter's own rules."""
+"""Calls with rules of their own: allowed with some arguments, or answered with ENOSYS."""
 
 LAST = 469
-"""The highest number that was looked at. Above it a call is "not known" rather than refused, so
-that a C library which tries new calls first falls back to older ones."""
+"""The highest reviewed number. Higher calls are answered with ENOSYS rather than EPERM, so that a C
+library that tries new calls first falls back to older ones."""

@@ -1,24 +1,24 @@
-"""Counts the threads and processes of a cell where the kernel cannot count them for it alone.
+"""Counts the threads and processes of a cell if the kernel cannot count them per cell.
 
-RLIMIT_NPROC counts all that a user runs. Where cells share a user with others, a correct program
-would depend on its neighbours; there the fork server counts, and ends a cell that has too many.
+RLIMIT_NPROC counts all processes of a user. If cells share a user with others, a correct program
+would depend on its neighbours; so the fork server counts, and ends a cell that has too many.
 """
 
 from __future__ import annotations
 
-from . import jail, memory
+from . import limits, memory
 
 _RLIMIT_LOCKS = 10
-"""The kernel has not looked at it since Linux 2.4: a place for a number that /proc shows."""
+"""Unused by the kernel since Linux 2.4: stores a number that /proc shows."""
 
 
 def note_limit(num_processes: int) -> None:
-    """In the cell: say how many threads and processes it may have."""
-    jail.lower_limit(_RLIMIT_LOCKS, num_processes)
+    """In the cell: record how many threads and processes it may have."""
+    limits.lower_limit(_RLIMIT_LOCKS, num_processes)
 
 
 def is_crowded(proc: int, pid: int) -> bool:
-    """Whether `pid` and all that it started have more threads than was noted for it."""
+    """Return whether `pid` and its children have more threads than was recorded for it."""
     limit = _noted_limit(proc, pid)
     if limit is None:
         return False

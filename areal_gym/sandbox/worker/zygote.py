@@ -1,7 +1,7 @@
-"""The fork server: one clean process that walls itself in and forks a cell for every order.
+"""The fork server: one clean process that isolates itself and forks a cell for every order.
 
-It holds no secret, knows no task, and reads orders only from the parent. It ends, and all its cells
-with it, when the parent does.
+It has no secrets, knows no tasks, and reads orders only from the parent. It ends with all its cells
+when the parent ends.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import select
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import cell, kernel, memory, tasks
+from . import cell, kernel, memory
 from .groups import Groups
 from .holding import PERIOD_S as HOLDING_PERIOD_S
 from .holding import Holding
 from .jail import Jail, RefusedError
+from .usage import Usage
 
 # Common in snippets: imported once here, shared by every cell.
 _PRELOADED = (
@@ -38,10 +38,10 @@ def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]
     """Serve orders until the parent is gone.
 
     Args:
-        control: message socket to the parent.
-        parent_fd: pidfd of the parent, which unlike a closed socket cannot be held open by a
-            fork; None in a container, which cannot have one.
-        settings: `without`, `paths` to import from, `readable` ones, `scratch`, `modules`,
+        control: the message socket to the parent.
+        parent_fd: a pidfd of the parent, which a fork cannot hold open, unlike a socket; None in a
+            container, which cannot have one.
+        settings: `without`, `paths` to import from, `readable` paths, `scratch`, `modules`,
             `is_container`; outside of containers `group`, the name of its control groups, and
             `memory_mb`, the limit of most calls.
     """
@@ -54,7 +54,7 @@ def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]
         try:
             importlib.import_module(name)
         except ImportError:
-            continue  # the snippet that wants it will say so
+            continue  # a snippet that imports it gets the error
     groups = None
     if not is_container and "memory group" not in settings["without"]:
         with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]
         if groups is not None:
             groups.close()
         sys.exit(str(error))
-    # By now the one on a read-only mount, where there is such a mount.
+    # After the jail: /dev/null is on a read-only mount, if there is one.
     null = os.open("/dev/null", os.O_RDWR)
     _Zygote(control, parent_fd, jail, null, groups, is_container=is_container).serve()
 
@@ -93,33 +93,22 @@ class _Zygote:
         self._groups = groups
         self._is_container = is_container
         self._cells: dict[int, int] = {}
-        """Number of each running cell, by pid."""
+        """The number of each running cell, by pid."""
         self._slots: dict[int, int] = {}
-        """Which of the jail's users each of them is, by pid."""
+        """The slot (one of the jail's uids) of each running cell, by pid."""
         self._last_slot = 0
         self._cleaners: set[int] = set()
-        """Pids of forks of ours that remove what a cell wrote."""
+        """Pids of forks that remove the files of a cell."""
         self._base_memory = 0
-        self._next_look = 0.0
-        self._num_kills = memory.num_kills()
+        self._usage = Usage(jail, groups, is_container=is_container, kill=_kill_cell)
         # Without seccomp nothing forbids a fork.
         is_alone = jail.has_seccomp and not jail.can_fork
         self._holding = Holding(
             jail.proc, is_alone=is_alone, is_container=is_container, kill=_kill_cell
         )
-        self._excesses: dict[int, str] = {}
-        """Of cells that were ended for it, by pid: what they held too much of."""
-        self._peaks_kb: dict[int, int] = {}
-        """Most memory that the processes of a cell were seen to hold together, by its pid."""
-        # What one process holds is bounded by its own limits, and files by a private file system.
-        # A container bounds the sum, too, but only at what the largest call may hold.
-        self._looks = jail.can_fork or (
-            not is_container
-            and (groups is not None or not jail.has_mounts or not jail.counts_processes)
-        )
 
     def serve(self) -> NoReturn:
-        # Orphans of a cell become our children, so that none can hide from `_sweep`.
+        # Orphans of a cell become children of this process, so that `_sweep` finds all of them.
         kernel.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -133,23 +122,22 @@ class _Zygote:
         gc.collect()
         gc.freeze()
         gc.disable()
-        os.dup2(self._null, 2)  # until here the parent listens for what went wrong
-        self._base_memory = self._jail.address_space()
+        os.dup2(self._null, 2)  # until here the parent reads error messages
+        self._base_memory = self._usage.base_memory = self._jail.address_space()
         protections = [*self._jail.protections]
-        # A container's memory is counted by the kernel.
+        # The kernel counts a container's memory.
         if self._jail.can_fork and not self._is_container:
             protections.append("memory sum")
         if self._groups is not None:
             protections.append("memory group")
-        period_ms = memory.PERIOD_S * 1000 if self._looks else None
+        period_ms = memory.PERIOD_S * 1000 if self._usage.is_watched else None
         memory_mb = 0 if self._groups is None else self._groups.default_mb
-        self._tell(event="started", protections=protections, memory_mb=memory_mb)
+        self._report(event="started", protections=protections, memory_mb=memory_mb)
         while True:
-            events = poll.poll(self._patience_ms(period_ms))
-            if self._looks:
-                self._end_excessive()
+            events = poll.poll(self._poll_timeout_ms(period_ms))
+            self._usage.check(self._cells)
             if self._holding.has_restless:
-                self._holding.look()
+                self._holding.check()
             ready = {fd for fd, _ in events}
             if self._parent_fd in ready:
                 self._stop()
@@ -160,17 +148,17 @@ class _Zygote:
                 try:
                     message, fds, _, _ = socket.recv_fds(self._control, 4096, 3)
                 except ConnectionError:
-                    message = b""  # the parent died with news of ours unread
+                    message = b""  # the parent died with unread messages
                 if not message:
                     self._stop()
-                self._obey(json.loads(message), fds)
+                self._execute(json.loads(message), fds)
 
-    def _patience_ms(self, period_ms: float | None) -> float | None:
+    def _poll_timeout_ms(self, period_ms: float | None) -> float | None:
         if self._holding.has_restless:
             return HOLDING_PERIOD_S * 1000
         return period_ms if self._cells else None
 
-    def _obey(self, order: dict[str, Any], fds: list[int]) -> None:
+    def _execute(self, order: dict[str, Any], fds: list[int]) -> None:
         if order["order"] == "spawn":
             self._spawn(order["numbers"][0], fds)
             return
@@ -178,7 +166,7 @@ class _Zygote:
             "kill": _kill_cell,
             "hold": self._holding.hold,
             "resume": self._holding.resume,
-            "bound": lambda pid: self._bound(pid, order["memory_mb"]),
+            "bound": lambda pid: self._usage.bound(pid, self._cells[pid], order["memory_mb"]),
         }
         action = actions[order["order"]]
         numbers = set(order["numbers"])
@@ -186,7 +174,7 @@ class _Zygote:
             if number in numbers:
                 action(pid)
 
-    def _tell(self, **event: object) -> None:
+    def _report(self, **event: object) -> None:
         try:
             self._control.send(json.dumps(event).encode())
         except OSError:
@@ -201,7 +189,7 @@ class _Zygote:
         except OSError as error:
             if self._groups is not None:
                 self._groups.end(number)
-            self._tell(event="exit", number=number, status=-1, error=str(error))
+            self._report(event="exit", number=number, status=-1, error=str(error))
         else:
             if pid == 0:
                 self._become_cell(number, slot, fds)
@@ -211,7 +199,7 @@ class _Zygote:
             os.close(fd)
 
     def _free_slot(self) -> int:
-        """A user that no living cell is; one of them again where there are more cells."""
+        """Return a slot that no living cell uses; with more cells than slots, any."""
         num_users = self._jail.num_users or 1
         used = set(self._slots.values())
         for _ in range(num_users):
@@ -240,52 +228,10 @@ class _Zygote:
             channel = socket.socket(fileno=3)
             self._jail.confine(number, slot)
         except BaseException:
-            # Reaches the parent as the text of its SandboxError.
+            # The parent shows this text in its SandboxError.
             os.write(2, traceback.format_exc().encode())
             os._exit(70)
         cell.serve(channel, self._base_memory, counts_processes=self._jail.counts_processes)
-
-    def _bound(self, pid: int, memory_mb: int) -> None:
-        """A call of the cell `pid` has another limit than the one before."""
-        if self._groups is None:
-            return
-        try:
-            self._groups.bound(self._cells[pid], memory_mb)
-        except OSError:  # it holds more already
-            self._excesses[pid] = "memory"
-            _kill_cell(pid)
-
-    def _end_excessive(self) -> None:
-        """End the cells that hold or run too much; looks once in a period."""
-        if time.monotonic() < self._next_look:
-            return
-        for pid, number in self._cells.items():
-            if excess := self._find_excess(pid, number):
-                self._excesses[pid] = excess
-                _kill_cell(pid)
-        self._next_look = time.monotonic() + memory.PERIOD_S
-
-    def _find_excess(self, pid: int, number: int) -> str:
-        """What a cell holds or runs too much of, as far as nothing else bounds it."""
-        jail = self._jail
-        if self._holds_much(pid, number):
-            return "memory"
-        if self._is_container:
-            return ""  # its own limits bound processes and files
-        if not jail.counts_processes and tasks.is_crowded(jail.proc, pid):
-            return "processes"
-        if not jail.has_mounts and memory.has_many_files(jail.proc, pid, jail.directory(number)):
-            return "files"
-        return ""
-
-    def _holds_much(self, pid: int, number: int) -> bool:
-        if self._groups is not None:
-            return self._groups.was_killed(number)  # one of its processes
-        if self._is_container and memory.num_kills() > self._num_kills:
-            return True  # the kernel ended one of them; the others must not begin anew
-        held_kb, is_over = memory.held_by_tree(self._jail.proc, pid, self._base_memory)
-        self._peaks_kb[pid] = max(self._peaks_kb.get(pid, 0), held_kb)
-        return is_over
 
     def _reap(self) -> None:
         while True:
@@ -295,10 +241,10 @@ class _Zygote:
                 return
             if pid == 0:
                 return
-            self._bury(pid, status, usage)
+            self._clean_up(pid, status, usage)
 
-    def _bury(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
-        """Clean up after a child that has ended; the end of a cell is told."""
+    def _clean_up(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
+        """Clean up after an ended child; report the end of a cell."""
         number = self._cells.pop(pid, None)
         if number is None:
             self._cleaners.discard(pid)
@@ -308,8 +254,8 @@ class _Zygote:
         if not self._jail.ends_trees:
             self._sweep(pid)
         self._clean(number)
-        peak_kb, excess = self._excess(pid, number)
-        self._tell(
+        peak_kb, excess = self._usage.end(pid, number)
+        self._report(
             event="exit",
             number=number,
             status=status,
@@ -321,7 +267,7 @@ class _Zygote:
         )
 
     def _clean(self, number: int) -> None:
-        """Remove what a cell wrote; a large tree in a process of its own: others must not wait."""
+        """Remove the files of a cell; large trees are removed in another process."""
         if self._is_container or not self._jail.has_much_to_clean(number):
             self._jail.clean(number)
             return
@@ -339,28 +285,16 @@ class _Zygote:
                 os._exit(0)
         self._cleaners.add(pid)
 
-    def _excess(self, pid: int, number: int) -> tuple[int, str]:
-        """The most memory in KB of a cell that has ended, and what it had to be ended for."""
-        excess = self._excesses.pop(pid, "")
-        peak_kb = self._peaks_kb.pop(pid, 0)
-        was_killed = False
-        if self._groups is not None:
-            peak_kb, was_killed = self._groups.end(number)
-        elif self._is_container:
-            before, self._num_kills = self._num_kills, memory.num_kills()
-            was_killed = self._num_kills > before
-        return peak_kb, excess or ("memory" if was_killed else "")
-
     def _sweep(self, pid: int) -> None:
-        """End what the cell `pid` left behind."""
+        """End the processes that the cell `pid` left behind."""
         if self._is_container:
-            # We are the first process here and the only one that this does not reach. No fork
-            # escapes it: the kernel refuses those of processes that are about to die.
+            # This reaches all processes but this one, the first. No fork escapes it: the kernel
+            # refuses forks of processes that are about to die.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 while True:
-                    self._bury(*os.wait4(-1, 0))
+                    self._clean_up(*os.wait4(-1, 0))
             return
         _kill_group(pid)
         for _ in range(100):
@@ -395,10 +329,10 @@ class _Zygote:
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # not yet a group of its own, or already gone
+    with contextlib.suppress(ProcessLookupError):  # not yet a process group, or already gone
         os.killpg(pid, signal.SIGKILL)
 
 
 def _kill_cell(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)  # ours and not yet waited for, so the number is still its own
+    os.kill(pid, signal.SIGKILL)  # our child, not yet waited for, so the pid is still its own
     _kill_group(pid)
