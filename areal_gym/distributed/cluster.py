@@ -1,4 +1,4 @@
-"""The Ray that a run uses, and the places on it that are the run's own.
+"""The Ray cluster of a run, and the run's places on it.
 
 A run asks for all of its places at once, as one placement group: it has them all, or it does not
 start. Each place is a bundle of the group; an actor that dies starts again in its place.
@@ -24,26 +24,26 @@ from areal_gym.errors import ConfigError, InfrastructureError
 Role = Literal["rank", "server", "worker"]
 
 _PLACE_S = 600.0
-"""Clusters that grow on demand take minutes to do so."""
+"""Autoscaling clusters take minutes to grow."""
 _LOCAL_STARTS = 3
 _OBJECT_STORE_BYTES = 256 * 2**20
-"""Of a Ray that is started here: trajectories and one set of weights are on their way at a time."""
+"""The object store of a local Ray: it holds trajectories and one set of weights in transit."""
 
 
 @dataclass(slots=True)
 class Cluster:
-    """Places on a Ray, by role and number."""
+    """A run's places on a Ray cluster, by role and number."""
 
     device: str
-    """Where ranks train: "cpu" or "cuda"."""
+    """The device of the ranks: "cpu" or "cuda"."""
     host: str
-    """The address of this process' machine, as others see it."""
+    """The address of this machine, as others see it."""
     _group: Any
     _bundles: list[tuple[Role, Mapping[str, float]]]
     _environment: dict[str, str] = field(default_factory=dict)
 
     def options(self, role: Role, index: int, **environment: str) -> dict[str, Any]:
-        """Actor options that put one into its place: `ray.remote(cls).options(**options)`.
+        """Return the actor options that place it: `ray.remote(cls).options(**options)`.
 
         `environment` is for environment variables of its process.
         """
@@ -66,11 +66,11 @@ class Cluster:
 async def open_cluster(
     config: RunConfig, *, timeout_s: float = _PLACE_S
 ) -> AsyncIterator[Cluster | None]:
-    """Start or join the settings' Ray and take the run's places; None without `cluster.address`.
+    """Open the settings' Ray cluster and reserve places on it; None without `cluster.address`.
 
     Raises:
         ConfigError: Ray is not installed.
-        InfrastructureError: no Ray answers, or it has no room.
+        InfrastructureError: Ray does not answer, or has no free places.
     """
     address = config.cluster.address
     if address is None:
@@ -83,7 +83,7 @@ async def open_cluster(
             f"cluster.address = {address!r} needs Ray, which is not installed",
             hints=["pip install 'areal-gym[ray]'", "cluster.address=null does without"],
         ) from None
-    was_there = ray.is_initialized()  # a program that has its own Ray keeps it
+    was_there = ray.is_initialized()  # a caller's own Ray is kept
     is_local = address == "local"
     if not was_there:
         _connect(config)
@@ -107,10 +107,10 @@ async def open_cluster(
 
 
 def _start_local(num_places: int, quiet: dict[str, Any]) -> None:
-    """Start Ray here; on a busy machine it takes longer than Ray waits, and is tried again.
+    """Start Ray here, with retries: on a busy machine it takes longer than Ray waits.
 
     Raises:
-        RuntimeError: it did not start, several times.
+        RuntimeError: all attempts failed.
     """
     import ray
 
@@ -118,7 +118,7 @@ def _start_local(num_places: int, quiet: dict[str, Any]) -> None:
         try:
             ray.init(
                 address="local",
-                # One machine has to do, however many processes are wanted.
+                # One machine must do, for any number of processes.
                 num_cpus=max(os.cpu_count() or 1, num_places),
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
@@ -215,5 +215,5 @@ def _total(bundles: list[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _search_path() -> dict[str, str]:
-    """What this process can import, the processes of its own Ray can."""
+    """Return the import path of this process, for the processes of its own Ray."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,4 +1,4 @@
-"""SGLang servers as Ray's actors: each starts the server's process on the machine of its place.
+"""SGLang servers as Ray actors: each actor starts the server's process on the machine of its place.
 
 To the engine a `PlacedServer` is what a `LaunchedServer` is: something that it starts, sees die,
 and starts again. The server ends with its actor, and the actor with the run.
@@ -17,7 +17,7 @@ from areal_gym.errors import EngineError
 
 
 class PlacedServer:
-    """One server, somewhere; made by `place_servers`."""
+    """One server on some machine of the cluster; made by `place_servers`."""
 
     def __init__(self, cluster: Cluster, index: int, policy: Path, options: dict[str, Any]) -> None:
         self.url = ""
@@ -34,11 +34,11 @@ class PlacedServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether process and actor live; it may still be starting."""
+        """Whether process and actor live; the server may still be starting."""
         return self._serving is not None and not self._serving.done()
 
     async def reserve(self) -> None:
-        """Take the place, and choose the URL; a server that is started again keeps it.
+        """Occupy the place, and choose the URL, which a restarted server keeps.
 
         Raises:
             EngineError: the actor died.
@@ -92,7 +92,7 @@ class PlacedServer:
         ray.kill(actor)
 
     def last_lines(self, limit: int = 20) -> list[str]:
-        """The end of its log, as of its death."""
+        """Return the end of its log, as of its death."""
         return self._last_lines[-limit:]
 
     async def _watch(self) -> None:
@@ -107,7 +107,7 @@ class PlacedServer:
 async def place_servers(
     cluster: Cluster, policy: Path, num_servers: int, **options: Any
 ) -> Sequence[PlacedServer]:
-    """Servers in the places of the role "server", with their URLs; not started yet.
+    """Make servers in the places of the role "server", with their URLs; they are not started yet.
 
     Args:
         cluster: has the places.
@@ -127,13 +127,13 @@ async def place_servers(
 
 
 class _Server:
-    """One server's process; it ends when the actor's process does (see `guard`)."""
+    """One server's process, which ends with the actor's process (see `process_guard`)."""
 
     def __init__(self) -> None:
         self._server: LaunchedServer | None = None
 
     async def prepare(self, policy: Path, url: str, options: dict[str, Any]) -> tuple[str, str]:
-        """Choose where it answers and where it logs."""
+        """Choose its address and its log."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -142,7 +142,7 @@ class _Server:
         return self._server.url, f"{host}:{self._server.log}"
 
     async def start(self) -> EngineError | None:
-        """Start it; why it did not serve, if it did not."""
+        """Start the server; return why it failed, or an empty text."""
         assert self._server is not None
         try:
             await self._server.start()
@@ -151,18 +151,18 @@ class _Server:
         return None
 
     async def wait(self) -> list[str]:
-        """The end of the log, once the process has ended."""
+        """Return the end of the log, once the process has ended."""
         assert self._server is not None
         while self._server.is_running:
             await asyncio.sleep(0.25)
         return self._server.last_lines()
 
     async def process_group(self) -> int | None:
-        """Of the server and of all that it started."""
+        """The process group of the server and its children."""
         assert self._server is not None
         return self._server.process_group
 
     async def aclose(self) -> None:
-        """End it."""
+        """End the server."""
         if self._server is not None:
             await self._server.aclose()

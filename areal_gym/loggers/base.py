@@ -1,4 +1,4 @@
-"""What a logger is: a destination of metrics besides `metrics.jsonl`.
+"""The logger contract: a destination of metrics besides `metrics.jsonl`.
 
 A logger is a class; a run's settings name its keyword arguments. It refuses wrong ones when it is
 made, which is before the run has waited for anything. Afterwards it may be slow and it may fail:
@@ -22,12 +22,12 @@ __all__ = ["MetricsLogger"]
 
 
 class MetricsLogger(Protocol):
-    """Where a run's metrics go, too."""
+    """A destination of a run's metrics."""
 
     def open(
         self, directory: Path, *, name: str, config: Mapping[str, Any], first_step: int
     ) -> str:
-        """Begin, or go on with what was begun in `directory`.
+        """Begin a run, or continue the one that was begun in `directory`.
 
         Args:
             directory: the logger's own part of the run directory; it exists. What is in it is of
@@ -43,7 +43,7 @@ class MetricsLogger(Protocol):
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record numbers by name (docs/metrics.md); some may be NaN or infinite.
+        """Record values by name (docs/metrics.md); some may be NaN or infinite.
 
         A step is logged once with its training metrics. What was evaluated at it is logged by
         itself, and later: steps do not only grow.
@@ -51,5 +51,5 @@ class MetricsLogger(Protocol):
         ...
 
     def close(self) -> None:
-        """Make sure that everything has arrived."""
+        """Finish: everything must have arrived."""
         ...

@@ -9,7 +9,7 @@ from areal_gym.plugins import LoggerSpec, hookimpl
 
 @hookimpl
 def register_loggers() -> Iterable[LoggerSpec]:
-    """Where metrics go besides `metrics.jsonl`."""
+    """Yield the built-in loggers."""
     for name, cls, summary in (
         ("tensorboard", "TensorBoardLogger", "event files in the run directory"),
         ("wandb", "WandbLogger", "Weights & Biases, online or offline"),

@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard's event files, in the run directory."""
+"""Writes metrics as TensorBoard event files in the run directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 class TensorBoardLogger:
-    """Scalars in `loggers/tensorboard` of the run directory; `tensorboard --logdir runs` shows all.
+    """Writes scalars to `loggers/tensorboard` of the run directory; `tensorboard --logdir runs`
+    shows all.
 
     A resumed run adds a file, which tells TensorBoard to forget the steps that were lost.
     """
@@ -16,18 +17,18 @@ class TensorBoardLogger:
     def open(
         self, directory: Path, *, name: str, config: Mapping[str, Any], first_step: int
     ) -> str:
-        """See `MetricsLogger.open`."""
+        """Open the event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory), purge_step=first_step)
         return f"tensorboard --logdir {directory}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `MetricsLogger.log`."""
+        """Write scalars."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """See `MetricsLogger.close`."""
+        """Flush and close the event file."""
         self._writer.close()

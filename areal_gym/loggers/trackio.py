@@ -1,4 +1,4 @@
-"""Metrics to Trackio."""
+"""Sends metrics to Trackio."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 
 class TrackioLogger:
-    """A run of Trackio, in Trackio's own directory, where its dashboard looks; a resumed run goes
-    on with the same one.
+    """Records a run in Trackio's own directory, where its dashboard finds it; a resumed run
+    continues the same one.
 
     Args:
         project: where the run appears: `trackio show --project areal-gym`.
@@ -29,7 +29,7 @@ class TrackioLogger:
     def open(
         self, directory: Path, *, name: str, config: Mapping[str, Any], first_step: int
     ) -> str:
-        """See `MetricsLogger.open`."""
+        """Begin or continue Trackio's run."""
         import trackio
 
         # Trackio continues runs by name, and another directory's run may have this one's.
@@ -55,11 +55,11 @@ class TrackioLogger:
         return f"trackio show --project {self._project} (run {name})"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `MetricsLogger.log`."""
+        """Record metrics."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """See `MetricsLogger.close`."""
+        """Finish Trackio's run."""
         import trackio
 
         with contextlib.redirect_stdout(sys.stderr):

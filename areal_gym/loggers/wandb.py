@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases."""
+"""Sends metrics to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODES = ("online", "offline", "disabled")
 
 
 class WandbLogger:
-    """A run of Weights & Biases; a resumed run goes on with the same one.
+    """Records a run in Weights & Biases; a resumed run continues the same one.
 
     Args:
         project: where the run appears.
@@ -25,7 +25,7 @@ class WandbLogger:
             "disabled"; by default the environment's `WANDB_MODE`, and "online" without.
 
     Raises:
-        ConfigError: no such mode; or it is to be online, and nobody is logged in.
+        ConfigError: an unknown mode; or the mode is online without a login.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WandbLogger:
     def open(
         self, directory: Path, *, name: str, config: Mapping[str, Any], first_step: int
     ) -> str:
-        """See `MetricsLogger.open`."""
+        """Begin or continue the run of Weights & Biases."""
         import wandb
 
         id_file = directory / "id"
@@ -68,7 +68,7 @@ class WandbLogger:
             resume="allow",
             name=name,
             config=dict(config),
-            # Its talk would run into the display's, and what the display writes is no log.
+            # Its output would mix with the display's, which is not a log.
             settings=wandb.Settings(silent=True, console="off"),
         )
         # Its own count only grows; ours goes back when a run is resumed, and evaluations come late.
@@ -79,21 +79,21 @@ class WandbLogger:
         return f"wandb sync {directory}/wandb/offline-run-*" if self._mode == "offline" else "off"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `MetricsLogger.log`."""
+        """Record metrics."""
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """See `MetricsLogger.close`."""
+        """Finish the run of Weights & Biases."""
         self._run.finish()
 
 
 def _require_login() -> None:
-    # wandb would ask on the terminal, while the display is on it and nobody expects a question.
+    # wandb would ask for a login on the terminal, in the middle of the display.
     import wandb
 
     if not wandb.login(prompt=False, verify=False):
         raise ConfigError(
-            "the logger wandb is to be online, and nobody is logged in",
+            "the logger wandb is online, but there is no login",
             hints=[
                 "log in: wandb login (or set WANDB_API_KEY)",
                 'or stay offline: "loggers=[{id: wandb, kwargs: {mode: offline}}]"',

@@ -1,4 +1,4 @@
-"""Which device "auto" means."""
+"""Resolves the device "auto"."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def pick_device(name: str) -> torch.device:
-    """The named device; "auto" is CUDA when there is one, else the CPU."""
+    """Return the named device; "auto" is CUDA if available, otherwise the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

@@ -1,8 +1,8 @@
-"""Floating-point operations: what a model needs, and what a device could do.
+"""Floating-point operations: a model's need, and a device's peak.
 
 A product of [m, k] and [k, n] counts 2 m k n operations. Norms, activations, rotations and the
 softmax are not counted, and neither is what is computed twice to save memory: this is what the
-model needs ("model FLOPs", PaLM, arXiv 2204.02311, appendix B), whoever computes it.
+model needs ("model FLOPs", PaLM, arXiv 2204.02311, appendix B), independent of the implementation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PEAKS = {
 def forward_flops(
     config: DecoderConfig, *, num_tokens: float, num_pairs: float, num_logits: float
 ) -> float:
-    """Operations of a forward pass.
+    """Return the operations of a forward pass.
 
     Args:
         config: the decoder's shape.
@@ -56,14 +56,15 @@ def forward_flops(
 def training_flops(
     config: DecoderConfig, *, num_tokens: float, num_pairs: float, num_logits: float
 ) -> float:
-    """Operations of a forward and a backward pass: each product has two gradients of its size."""
+    """Return the operations of a forward and a backward pass: each product has two gradients of its
+    size."""
     return 3.0 * forward_flops(
         config, num_tokens=num_tokens, num_pairs=num_pairs, num_logits=num_logits
     )
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Operations per second that the device is sold for; None where that is not known.
+    """Return the device's nominal operations per second; None if unknown.
 
     Args:
         device_name: what `torch.cuda.get_device_name` says.

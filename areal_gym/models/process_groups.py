@@ -1,4 +1,4 @@
-"""Process groups with processes that are no part of our own job: trainer and servers."""
+"""Process groups between separate jobs: trainer and servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def join_group(
     backend: str,
     timeout_s: float,
 ) -> Any:
-    """A group beside the default one; returns when all have joined. Rank 0 listens on `port`.
+    """Join a group beside the default one; return when all have joined. Rank 0 listens on `port`.
 
     torch has no public way to make one. SGLang calls the same private function on its side, and
     both ends must prefix the store alike.

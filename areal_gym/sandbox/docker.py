@@ -71,11 +71,9 @@ class DockerSandbox(ForkingSandbox):
         self.image = image
         self.runtime = runtime or os.environ.get("AREAL_GYM_DOCKER_RUNTIME") or None
         self._idle: dict[bool, deque[Zygote]] = {False: deque(), True: deque()}
+        self._id = f"{os.getpid()}-{secrets.token_hex(6)}"
         self._engine = ContainerEngine(
-            image,
-            runtime=self.runtime,
-            limits=self.limits,
-            owner=f"{os.getpid()}-{secrets.token_hex(6)}",
+            image, runtime=self.runtime, limits=self.limits, owner=self._id
         )
         self._containers: dict[Zygote, Container] = {}
         self._is_stocking = {False: False, True: False}

@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Warm start: the small starter policy, its tokenizer and its demonstrations."""

@@ -1,4 +1,4 @@
-"""The demonstrations that the starter policy imitates, and who gives them.
+"""The demonstrations that the starter policy imitates, and their demonstrators.
 
 They are imperfect on purpose, and the accuracy of each demonstrator is measured and written into
 the run: imitation gives the average of the demonstrators, reinforcement must beat the best.
@@ -26,19 +26,19 @@ from areal_gym.types import Message
 
 _MAX_TASKS = 100
 _MAX_ATTEMPTS = 8
-"""Demonstrations of one task that are looked at for one of another reward."""
+"""The limit of demonstrations tried per task to find one with another reward."""
 
-Said = list[tuple[str, str | None]]
-"""Turns: what the demonstrator says, and the tool's answer to it (None after the last)."""
+Turns = list[tuple[str, str | None]]
+"""Turns: the demonstrator's text, and the tool's reply to it (None after the last)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demonstrator:
-    """Someone to imitate."""
+    """A demonstrator to imitate."""
 
     id: str
     share: float
-    """Of the demonstrations."""
+    """Its share of the demonstrations."""
     summary: str
     play: Callable[[TextEnv, random.Random], Demonstration]
     """Plays the task that the environment was just reset to."""
@@ -50,18 +50,18 @@ class Demonstration:
 
     first_messages: Sequence[Message]
     texts: Sequence[str]
-    """What the demonstrator says, turn by turn."""
+    """The demonstrator's texts, turn by turn."""
     replies: Sequence[Sequence[Message]]
-    """What the environment answers in between: one fewer than `texts`."""
+    """The environment's replies in between: one fewer than `texts`."""
     demonstrator_id: str
     reward: float
-    """What the environment gives for it."""
+    """The environment's reward for it."""
     tools: Sequence[Tool] = ()
-    """What there was to call."""
+    """The available tools."""
 
 
 def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
-    """Who demonstrates this environment.
+    """Return the demonstrators for an environment.
 
     Raises:
         UsageError: the environment has no gold policy to learn from.
@@ -77,18 +77,21 @@ def demonstrators_for(env: TextEnv) -> tuple[Demonstrator, ...]:
 
 
 def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
-    """What somebody without faults would do: for measuring skill, never imitated in `tir`."""
+    """Play a task without faults: for measuring skill, never imitated in `tir`."""
     env = _reset(env, rng, "train")
     if _asks_for_python(env):
         expression = env.task.data["expression"]
         result = str(evaluate(expression))
-        said: Said = [(python_call(f"print({expression})"), result), (f"\\boxed{{{result}}}", None)]
-        return _tir_demonstration(env, said, "perfect")
+        turns: Turns = [
+            (python_call(f"print({expression})"), result),
+            (f"\\boxed{{{result}}}", None),
+        ]
+        return _tir_demonstration(env, turns, "perfect")
     return _gold(env, rng)
 
 
 def demonstrate(env: TextEnv, rng: random.Random, *, split: str = "train") -> Demonstration:
-    """One demonstration of a task, by a demonstrator drawn by share."""
+    """Demonstrate a task, by a demonstrator drawn by share."""
     env = _reset(env, rng, split)
     return _draw(env, rng).play(env, rng)
 
@@ -96,7 +99,7 @@ def demonstrate(env: TextEnv, rng: random.Random, *, split: str = "train") -> De
 def demonstrate_pair(
     env: TextEnv, rng: random.Random, *, split: str = "train"
 ) -> tuple[Demonstration, Demonstration]:
-    """A better and a worse demonstration of one task, by demonstrators drawn by share.
+    """Demonstrate a task better and worse, by demonstrators drawn by share.
 
     Raises:
         UsageError: no two demonstrations of one task have different rewards.
@@ -118,13 +121,14 @@ def demonstrate_pair(
 
 
 def _reset(env: TextEnv, rng: random.Random, split: str) -> TextEnv:
-    """Begin an episode; the environment that plays it, which of a mix is the task's own."""
+    """Begin an episode; return the environment that plays it, which in a mix is the task's own."""
     env.reset(seed=rng.getrandbits(32), options={"split": split})
     return env.playing if isinstance(env, MixedEnv) else env
 
 
 def _asks_for_python(env: TextEnv) -> bool:
-    """Whether its tasks are expressions, as no file's are, and Python may be called for them."""
+    """Return whether its tasks are expressions (those of files are not) and Python may be
+    called."""
     has_python = any(tool.name == "python" for tool in env.tools)
     return type(env) is TirEnv and bool(env.difficulties) and has_python
 
@@ -138,11 +142,11 @@ def _draw(env: TextEnv, rng: random.Random) -> Demonstrator:
 # ---- tir: who uses the tool, and how well ----------------------------------------------------
 
 SLIP_CALL = 0.16
-"""How often the careful one types a wrong expression."""
+"""The probability that the careful demonstrator types a wrong expression."""
 SLIP_READ = 0.14
-"""How often the careful one rounds what the tool said."""
+"""The probability that the careful demonstrator rounds the tool's result."""
 RETRY = 0.35
-"""How often the clumsy one tries again, carefully, after an error."""
+"""The probability that the clumsy demonstrator retries carefully after an error."""
 
 
 def _careful(env: TextEnv, rng: random.Random) -> Demonstration:
@@ -159,12 +163,12 @@ def _clumsy(env: TextEnv, rng: random.Random) -> Demonstration:
         code = f"print({expression}"
     else:
         code = f"print({expression.replace('*', 'x')})"
-    said: Said = [(python_call(code), _syntax_error(code))]
+    turns: Turns = [(python_call(code), _syntax_error(code))]
     if rng.random() < RETRY:
-        said += _call_and_answer(expression, rng)
+        turns += _call_and_answer(expression, rng)
     else:
-        said += _guess(env.task.data, rng)
-    return _tir_demonstration(env, said, "clumsy")
+        turns += _guess(env.task.data, rng)
+    return _tir_demonstration(env, turns, "clumsy")
 
 
 TIR = (
@@ -178,7 +182,7 @@ TIR = (
 )
 
 
-def _call_and_answer(expression: str, rng: random.Random) -> Said:
+def _call_and_answer(expression: str, rng: random.Random) -> Turns:
     typed = _slip(expression, rng) if rng.random() < SLIP_CALL else expression
     result = str(evaluate(typed))
     if rng.random() < SLIP_READ:
@@ -188,7 +192,7 @@ def _call_and_answer(expression: str, rng: random.Random) -> Said:
     return [(python_call(f"print({typed})"), result), (answer, None)]
 
 
-def _guess(data: Mapping[str, str], rng: random.Random) -> Said:
+def _guess(data: Mapping[str, str], rng: random.Random) -> Turns:
     expression, value = data["expression"], int(data["answer"])
     size = abs(value)
     if size < 10:
@@ -200,7 +204,7 @@ def _guess(data: Mapping[str, str], rng: random.Random) -> Said:
 
 
 def _slip(expression: str, rng: random.Random) -> str:
-    """The last operand forgotten, or one operator swapped."""
+    """Make a mistake: forget the last operand, or swap one operator."""
     parts = re.findall(r"\d+|[+\-*]", expression)
     if rng.random() < 0.6:
         return "".join(parts[:-2])
@@ -216,7 +220,7 @@ def _leading_digit(number: str) -> str:
 
 
 def _syntax_error(code: str) -> str:
-    """The last line of the traceback that the sandbox would give.
+    """Return the last line of the sandbox's traceback for this code.
 
     Computed by compiling, not by running it there: thousands of forks would take minutes. A test
     plays a sample of the demonstrations in the real environment and compares.
@@ -225,22 +229,22 @@ def _syntax_error(code: str) -> str:
         compile(code, "<snippet>", "exec")
     except SyntaxError as error:
         return f"SyntaxError: {error.msg}"
-    raise ValueError(f"{code!r} is no syntax error")
+    raise ValueError(f"{code!r} is not a syntax error")
 
 
-def _tir_demonstration(env: TextEnv, said: Said, demonstrator_id: str) -> Demonstration:
+def _tir_demonstration(env: TextEnv, turns: Turns, demonstrator_id: str) -> Demonstration:
     replies: list[Sequence[Message]] = [
         [{"role": "tool", "name": "python", "content": result}]
-        for _, result in said
+        for _, result in turns
         if result is not None
     ]
     return Demonstration(
         first_messages=tuple(env.messages),
-        texts=[text for text, _ in said],
+        texts=[text for text, _ in turns],
         replies=replies,
         demonstrator_id=demonstrator_id,
         tools=env.tools,
-        reward=float(is_same_number(extract_answer(said[-1][0]) or "", env.task.data["answer"])),
+        reward=float(is_same_number(extract_answer(turns[-1][0]) or "", env.task.data["answer"])),
     )
 
 

@@ -1,4 +1,4 @@
-"""The starter policy: a small Qwen3-shaped model, built from nothing and warm-started.
+"""The starter policy: a small Qwen3-shaped model, built from scratch and warm-started.
 
     demonstrations -> tokenizer -> model -> imitation until a measured skill is there -> cache
 
@@ -51,7 +51,7 @@ from areal_gym.warm_start.starter_tokenizer import build_tokenizer, save_tokeniz
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides the starter policy, besides its environment and the seed."""
+    """The settings of a starter policy, besides its environment and seed."""
 
     hidden_size: int = 128
     num_layers: int = 2
@@ -64,39 +64,39 @@ class Recipe:
     num_tokenizer_texts: int = 3000
     batch_size: int = 32
     lr: float = 2e-3
-    """Of AdamW: embeddings and norms."""
+    """The learning rate of AdamW: embeddings and norms."""
     muon_lr: float = 0.03
-    """Of Muon: the layers' matrices."""
+    """The learning rate of Muon: the layers' matrices."""
     warmup_steps: int = 30
     min_hold_steps: int = 100
     max_hold_steps: int = 450
     decay_steps: int = 150
     end_scale: float = 0.02
-    """Learning rate at the end of the decay, as a share."""
+    """The learning rate at the end of the decay, as a share."""
     skill_gate: float = 0.9
-    """Share of the probes that must be exact before the decay begins."""
+    """The share of exact probes that starts the decay."""
     num_probes: int = 128
     probe_every: int = 25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarterPolicy:
-    """A warm-started checkpoint and how it came to be."""
+    """A warm-started checkpoint, and how it was made."""
 
     directory: Path
-    """In Hugging Face's layout."""
+    """The checkpoint's directory, in Hugging Face's layout."""
     facts: dict[str, Any]
     """warm_start_s, num_steps, skill, demonstrators (accuracy and share of each)."""
     is_cached: bool
 
     @property
     def best_demonstrator(self) -> float:
-        """Accuracy of the best of those that were imitated."""
+        """The accuracy of the best imitated demonstrator."""
         return max(float(d["accuracy"]) for d in self.facts["demonstrators"].values())
 
 
 Progress = Callable[[int, int, str], None]
-"""(steps done, steps at most, what is known)."""
+"""A callback that gets (steps done, maximum steps, metrics so far)."""
 
 
 def prepare_starter(
@@ -107,7 +107,7 @@ def prepare_starter(
     recipe: Recipe | None = None,
     on_progress: Progress | None = None,
 ) -> StarterPolicy:
-    """The starter policy for an environment, from the cache or made now.
+    """Return the starter policy for an environment, from the cache or newly made.
 
     Args:
         env: demonstrates itself.
@@ -179,7 +179,7 @@ def _schemas(shown: Demonstration) -> list[dict[str, Any]]:
 
 
 class _Encoder:
-    """Demonstrations as training rows, through the same renderer that episodes use."""
+    """Encodes demonstrations as training rows, with the renderer of episodes."""
 
     def __init__(self, env: TextEnv, tokenizer: Tokenizer, renderer: Renderer) -> None:
         self.env = env
@@ -187,7 +187,7 @@ class _Encoder:
         self._renderer = renderer
 
     def example(self, shown: Demonstration, *, skips_first: bool = False) -> Example:
-        """Token ids and which of them the demonstrator wrote.
+        """Return token ids, and the mask of those that the demonstrator wrote.
 
         `skips_first` leaves out the first token of each turn: what kind of turn to write is the
         demonstrator's choice, and no measure of skill.
@@ -196,9 +196,9 @@ class _Encoder:
         ids = list(self._renderer.first_ids(shown.first_messages, _schemas(shown)))
         mask = [False] * len(ids)
         for turn, text in enumerate(shown.texts):
-            said = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]
-            ids += said
-            mask += [not skips_first] + [True] * (len(said) - 1)
+            written = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]
+            ids += written
+            mask += [not skips_first] + [True] * (len(written) - 1)
             if turn < len(shown.replies):
                 bridge = self._renderer.bridge_ids(end, shown.replies[turn])
                 ids += bridge
@@ -267,16 +267,16 @@ def _imitate(
         if on_progress is not None and step % 5 == 0:
             total = max_steps if left is None else step + left
             on_progress(step, total, f"loss {loss:.2f}  copies exactly {skill:.0%}")
-    num_shown = sum(len(found) for found in rewards.values())
+    num_shown = sum(len(values) for values in rewards.values())
     return {
         "num_steps": step,
         "skill": round(skill, 4),
         "demonstrators": {
             name: {
-                "accuracy": round(sum(found) / len(found), 4),
-                "share": round(len(found) / num_shown, 4),
+                "accuracy": round(sum(values) / len(values), 4),
+                "share": round(len(values) / num_shown, 4),
             }
-            for name, found in sorted(rewards.items())
+            for name, values in sorted(rewards.items())
         },
     }
 
@@ -297,11 +297,13 @@ _TRAINER_FILES = (
     *("batch/examples.py", "batch/packing.py", "chunked_logprobs.py", "optimizer.py"),
     *("objectives/sft.py", "objectives/supervised.py"),
 )
-"""What of the trainer imitation uses: a new policy loss must not cost anybody a warm start."""
+"""The parts of the trainer that imitation uses: a new policy loss must not invalidate warm
+starts."""
 
 
 def _cache_key(recipe: Recipe, env_key: str, seed: int) -> str:
-    """Changes with the recipe, the environment, the seed, torch, the processor and our sources."""
+    """Return a key of the recipe, the environment, the seed, torch, the processor and our
+    sources."""
     package = resources.files("areal_gym")
     files = [
         *(file for folder in _MAKERS for file in _files_in(package.joinpath(folder))),

@@ -16,14 +16,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-"""Never part of a text that is shown."""
+"""Tokens that are never part of a shown text."""
 TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Single ids, but text: the policy writes them and environments read them."""
+"""Tokens with single ids that are text: the policy writes them and environments read them."""
 SPECIAL_TOKENS = CONTROL_TOKENS + TAG_TOKENS
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Train on `texts`: whole rendered dialogues. The result depends on nothing else."""
+    """Train a tokenizer on `texts`, whole rendered dialogues. The result depends on nothing
+    else."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""What `save_checkpoint` takes over from `tokenizer_dir`, where it exists."""
+"""Files that `save_checkpoint` copies from `tokenizer_dir`, if they exist."""
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -43,7 +43,7 @@ def load_checkpoint(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """Read a checkpoint directory; see `families.FAMILIES` for what it may hold.
+    """Read a checkpoint directory; `families.FAMILIES` lists the supported models.
 
     The weights are converted one by one, whatever the file's type: it takes no more memory than the
     decoder has in the end.
@@ -61,7 +61,7 @@ def load_checkpoint(
 
 
 def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]:
-    """A checkpoint's shape, and its weights as they lie in the files: mapped, not read yet.
+    """Return a checkpoint's config, and its weights as stored: mapped, not read yet.
 
     Raises:
         ConfigError: as `load_checkpoint`.
@@ -78,7 +78,7 @@ def read_checkpoint(path: Path | str) -> tuple[DecoderConfig, dict[str, Tensor]]
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """The content of a checkpoint's `config.json`.
+    """Return the content of a checkpoint's `config.json`.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -87,14 +87,14 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def is_reward_model(facts: Mapping[str, Any]) -> bool:
-    """Whether that `config.json` is of a model which classifies sequences."""
+    """Return whether a `config.json` belongs to a model that classifies sequences."""
     return any("SequenceClassification" in name for name in facts.get("architectures") or ())
 
 
 def read_weights(
     path: Path, decoder: Decoder, *, without: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """The tensors in `path` that the decoder has, mapped; it is only looked at.
+    """Yield the decoder's tensors in `path`, memory-mapped; the files are not changed.
 
     `without` are names that only one of the two has.
 
@@ -131,7 +131,7 @@ def read_weights(
 
 
 def require_whole_weights(path: Path) -> None:
-    """Look whether a checkpoint's files are there and as long as they were written.
+    """Check that a checkpoint's files exist and are complete.
 
     Raises:
         ConfigError: one is missing or damaged; the message names it.
@@ -181,7 +181,7 @@ def write_checkpoint(
     *,
     tokenizer_dir: Path | str | None = None,
 ) -> None:
-    """The files of `save_checkpoint`, into a directory that is there.
+    """Write the files of `save_checkpoint` into an existing directory.
 
     Args:
         decoder: whose shape it is.
@@ -207,7 +207,7 @@ def write_checkpoint(
 
 @contextmanager
 def fresh_directory(path: Path) -> Iterator[Path]:
-    """An empty directory beside `path`, which takes its name at the end of the block.
+    """Yield an empty directory beside `path`, which is renamed to it at the end of the block.
 
     What was at `path` is there until then; when the block fails, nothing else remains. Whoever
     writes a file in it waits until that is on the disk.
@@ -235,7 +235,7 @@ def fresh_directory(path: Path) -> Iterator[Path]:
             "a run goes on from its newest checkpoint: the same command with --resume",
         ]
         if isinstance(error, FileNotFoundError):
-            hints = ["has somebody deleted or moved its directory meanwhile?"]
+            hints = ["was its directory deleted or moved meanwhile?"]
         raise TrainError(
             f"cannot write the checkpoint {path}: {reason or error}", hints=hints
         ) from error
@@ -245,7 +245,7 @@ def fresh_directory(path: Path) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: bytes) -> None:
-    """Write a file, and wait until it is on the disk."""
+    """Write a file, and wait until it is on disk."""
     with file.open("wb") as handle:
         handle.write(content)
         handle.flush()
@@ -275,29 +275,31 @@ def _read_json(file: Path, checkpoint: Path) -> Mapping[str, Any]:
         return read_json(file)
     except OSError as error:
         raise ConfigError(
-            f"{checkpoint} is no checkpoint directory: cannot read {file.name} ({error.strerror})",
+            f"{checkpoint} is not a checkpoint directory: cannot read {file.name} "
+            f"({error.strerror})",
             hints=["a checkpoint directory holds config.json and model.safetensors"],
         ) from None
     except DataError as error:
         raise ConfigError(error.message) from None
 
 
-def _check_shape(name: str, found: torch.Size, expected: torch.Size, file: Path) -> None:
-    if found != expected:
+def _check_shape(name: str, shape: torch.Size, expected: torch.Size, file: Path) -> None:
+    if shape != expected:
         raise ConfigError(
-            f"{name} in {file} has shape {tuple(found)}; config.json makes it {tuple(expected)}"
+            f"{name} in {file} has shape {tuple(shape)}; config.json makes it {tuple(expected)}"
         )
 
 
 def _is_redundant(name: str, config: DecoderConfig) -> bool:
-    """Some tools save the tied head, or the rotary frequencies, which follow from the config."""
+    """Return whether a tensor follows from others or the config: a tied head, rotary
+    frequencies."""
     return name.endswith("rotary_emb.inv_freq") or (
         name == "lm_head.weight" and config.tie_word_embeddings
     )
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the names in a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

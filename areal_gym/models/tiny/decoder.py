@@ -1,4 +1,4 @@
-"""A decoder of the Llama kind over a flat token axis, with Hugging Face's parameter names.
+"""A Llama-like decoder over a flat token axis, with Hugging Face's parameter names.
 
 One network for all of `families.FAMILIES`: what differs between them is data.
 
@@ -30,7 +30,8 @@ from areal_gym.models.tiny.rope import apply_rope, rope_amplitude, rope_frequenc
 
 
 class Attend(Protocol):
-    """Who sees whom: the attention of one layer; called once per layer, in order."""
+    """The attention of one layer, which decides what each token attends to; called once per layer,
+    in order."""
 
     def __call__(
         self,
@@ -42,7 +43,7 @@ class Attend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Softmax attention, scale 1/sqrt(D), query head h reading key head h // (H // K).
+        """Compute softmax attention, scale 1/sqrt(D); query head h uses key head h // (H // K).
 
         Args:
             q_NHD: queries.
@@ -60,7 +61,8 @@ class Attend(Protocol):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang & Sennrich 2019); Gemma's weights are centred: 1 + weight."""
+    """Computes x / rms(x) * weight (Zhang & Sennrich 2019); Gemma's weights are centred: 1 +
+    weight."""
 
     def __init__(self, size: int, config: DecoderConfig) -> None:
         super().__init__()
@@ -69,7 +71,7 @@ class RMSNorm(nn.Module):
         self.is_centred = config.family.has_centred_norms
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape; the last axis is normalised."""
+        """Normalise the last axis; the shape stays."""
         weight = 1 + self.weight if self.is_centred else self.weight
         out = rms_norm(x, weight, self.eps)
         if torch.is_autocast_enabled(x.device.type):
@@ -79,15 +81,15 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A projection; `projected` computes several of the same tokens in one go."""
+    """A projection; `projected` computes several of the same tokens at once."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        """[N, I] -> [N, O]."""
+        """Map [N, I] to [N, O]."""
         return linear(input, [self.weight], [self.bias])[0]
 
 
 def projected(x_NC: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
-    """What each layer makes of the tokens; they may be anything that adapters have made of them."""
+    """Return the output of each layer for the same tokens; layers may be wrapped by adapters."""
     plain = [layer for layer in layers if type(layer) is Linear]
     if len(plain) < len(layers):
         return [layer(x_NC) for layer in layers]
@@ -95,7 +97,7 @@ def projected(x_NC: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; who sees whom is the caller's."""
+    """Grouped-query attention with rotary positions; the caller decides what attends to what."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -126,10 +128,10 @@ class Attention(nn.Module):
         attend: Attend,
         wanted_M: Tensor | None = None,
     ) -> Tensor:
-        """[N, C] -> [N, C], or [M, C]: of the tokens `wanted_M` only."""
+        """Map [N, C] to [N, C], or to [M, C], for the tokens `wanted_M` only."""
         heads = (x_NC.shape[0], -1, self.head_dim)
-        found = projected(x_NC, self.q_proj, self.k_proj, self.v_proj)
-        q_NHD, k_NKD, v_NKD = (x.view(heads) for x in found)
+        qkv = projected(x_NC, self.q_proj, self.k_proj, self.v_proj)
+        q_NHD, k_NKD, v_NKD = (x.view(heads) for x in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHD, k_NKD = self.q_norm(q_NHD), self.k_norm(k_NKD)
         q_NHD, k_NKD = apply_rope(q_NHD, cos_ND, sin_ND), apply_rope(k_NKD, cos_ND, sin_ND)
@@ -153,7 +155,7 @@ class MLP(nn.Module):
         self.activation = config.family.activation
 
     def forward(self, x_NC: Tensor) -> Tensor:
-        """[N, C] -> [N, C]."""
+        """Map [N, C] to [N, C]."""
         gate_NF, up_NF = projected(x_NC, self.gate_proj, self.up_proj)
         gated_NF = gated(gate_NF, up_NF, self.activation)
         out: Tensor = self.down_proj(gated_NF)
@@ -186,7 +188,7 @@ class Layer(nn.Module):
         attend: Attend,
         wanted_M: Tensor | None = None,
     ) -> Tensor:
-        """[N, C] -> [N, C], or [M, C]: of the tokens `wanted_M` only."""
+        """Map [N, C] to [N, C], or to [M, C], for the tokens `wanted_M` only."""
         seen_NC = self.self_attn(self.input_layernorm(x_NC), cos_ND, sin_ND, attend, wanted_M)
         if wanted_M is not None:
             x_NC = x_NC.index_select(0, wanted_M)
@@ -202,7 +204,7 @@ class Layer(nn.Module):
 
 
 class _Body(nn.Module):
-    """What Hugging Face names `model.*`: all but the output projection."""
+    """The part that Hugging Face names `model.*`: all but the output projection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -212,7 +214,7 @@ class _Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The policy network. `build_decoder` draws fresh weights, `load_checkpoint` reads them.
+    """The policy network. `build_decoder` draws new weights, `load_checkpoint` reads them.
 
     `state_dict()` has the names of a Hugging Face checkpoint; with tied embeddings there is no
     `lm_head.weight`, as in the files. The constructor leaves the weights undefined.
@@ -227,7 +229,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        with torch.device("meta"):  # no time lost on initial values that nobody wants
+        with torch.device("meta"):  # initial values are not needed, so do not compute them
             self.model = _Body(config)
             self.lm_head: nn.Linear | None = None
             if not config.tie_word_embeddings:
@@ -235,8 +237,8 @@ class Decoder(nn.Module):
         self.to(dtype)
         self.to_empty(device=device)
         self.recomputes_layers = False
-        """Whether the backward pass computes a layer's inner values again instead of keeping them:
-        a third more work for a fraction of the memory."""
+        """Whether the backward pass recomputes a layer's inner values instead of keeping them: a
+        third more work for a fraction of the memory."""
         # No buffers: `decoder.bfloat16()` would round the frequencies.
         self._inv_freq = rope_frequencies(
             config.head_dim, config.rope_theta, config.rope_scaling, device
@@ -249,12 +251,12 @@ class Decoder(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """[V, C]: hidden states times this, transposed, are the logits."""
+        """The weights [V, C]: hidden states times these, transposed, are the logits."""
         head: Tensor = (self.lm_head or self.model.embed_tokens).weight
         return head
 
     def hf_changes(self) -> dict[str, Any]:
-        """What its checkpoint's `config.json` says otherwise than for a policy."""
+        """The differences of its checkpoint's `config.json` from that of a policy."""
         return {}
 
     def forward(
@@ -264,7 +266,7 @@ class Decoder(nn.Module):
         attend: Attend,
         wanted_M: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, [N, C]; `logits` of these are the scores.
+        """Compute hidden states after the final norm, [N, C]; `logits` maps them to scores.
 
         With `wanted_M`, places on the flat axis, those of these tokens only, [M, C]: the last layer
         computes keys and values of all, and the rest for them.
@@ -291,7 +293,7 @@ class Decoder(nn.Module):
         return out
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """[N, C] -> [N, V]."""
+        """Map [N, C] to [N, V]."""
         (logits_NV,) = linear(hidden_NC, [self.lm_head_weight], [None])
         return softcapped(logits_NV, self.config.final_logit_softcapping)
 
@@ -310,7 +312,8 @@ class Decoder(nn.Module):
 def build_decoder(
     config: DecoderConfig, *, seed: int, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """Fresh float32 weights that depend on `seed` only, not on the device or global state.
+    """Make a decoder with new float32 weights that depend on `seed` only, not on device or global
+    state.
 
     Normal with `initializer_range`; what writes to the residual stream is scaled down by
     sqrt(2 layers), so that its variance does not grow with depth (Radford et al. 2019).
@@ -335,14 +338,14 @@ def build_decoder(
 def linear(
     x_NI: Tensor, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
-    """What several projections make of the same tokens, [N, O] each."""
+    """Return the projections of the same tokens, [N, O] each."""
     if products.has_kernel(x_NI, *weights_OI):
         return products.linear(x_NI, weights_OI, biases_O)
     return [F.linear(x_NI, *layer) for layer in zip(weights_OI, biases_O, strict=True)]
 
 
 def gated(gate_NF: Tensor, up_NF: Tensor, activation: Activation) -> Tensor:
-    """What a gated MLP makes of its two projections: activation(gate) * up, [N, F]."""
+    """Combine the two projections of a gated MLP: activation(gate) * up, [N, F]."""
     if activation != "silu":
         return F.gelu(gate_NF, approximate="tanh") * up_NF
     if pointwise.has_kernel(gate_NF, up_NF):
@@ -351,14 +354,14 @@ def gated(gate_NF: Tensor, up_NF: Tensor, activation: Activation) -> Tensor:
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
-    """Squeezed smoothly into (-cap, cap) (Bello et al. 2016); as it is without a cap."""
+    """Squash `x` smoothly into (-cap, cap) (Bello et al. 2016); None leaves it unchanged."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float
 ) -> Tensor:
-    """Attention with soft-capped scores, which no fused kernel of torch has.
+    """Compute attention with soft-capped scores, for which torch has no fused kernel.
 
     Args:
         q: [..., Q, D].
@@ -376,7 +379,7 @@ def capped_attention(
 
 
 def causal_attend(lengths: Sequence[int]) -> Attend:
-    """Each of the concatenated sequences attends to itself, causally. Simple, not the fastest.
+    """Return the causal attention of concatenated sequences, each within itself. Simple, not fast.
 
     Example: `decoder(ids_N, positions_N, causal_attend([5, 3]))`
     """

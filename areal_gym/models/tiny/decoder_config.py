@@ -1,4 +1,5 @@
-"""The shape of a decoder: all that the embedded engine and the trainer know about a model."""
+"""The shape of a decoder: all that the embedded engine and the trainer need to know about a
+model."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """Shape of a decoder of the Llama kind; `architecture` adds the traits of its family.
+    """The shape of a Llama-like decoder; `architecture` adds the traits of its family.
 
     Example: `DecoderConfig(vocab_size=512, hidden_size=128, intermediate_size=384,
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)`
@@ -34,20 +35,21 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rope_local_theta: float | None = None
-    """Of the sliding layers, never scaled (Gemma 3); None: their positions are the others'."""
+    """RoPE theta of the sliding layers, never scaled (Gemma 3); None: the same as other layers."""
     sliding_window: int | None = None
-    """Tokens that a token of a sliding layer sees, itself included; None: there is no such layer"""
+    """Tokens that a token of a sliding layer attends to, itself included; None: no sliding
+    layers."""
     layer_types: tuple[LayerType, ...] = ()
-    """Of each layer; empty: all slide where there is a window."""
+    """The type of each layer; empty: all slide if there is a window."""
     query_pre_attn_scalar: float | None = None
     """Scores are divided by its square root; None: by that of `head_dim`."""
     attn_logit_softcapping: float | None = None
     """Scores s become c tanh(s / c), before the mask (Gemma 2)."""
     final_logit_softcapping: float | None = None
-    """Logits, alike."""
+    """Logits are capped in the same way."""
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
-    """Standard deviation of freshly drawn weights."""
+    """Standard deviation of newly drawn weights."""
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
@@ -55,7 +57,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
-                f"num_attention_heads = {self.num_attention_heads} is no multiple of "
+                f"num_attention_heads = {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads = {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
@@ -69,12 +71,13 @@ class DecoderConfig:
 
     @property
     def family(self) -> Family:
-        """The traits that `architecture` stands for."""
+        """The traits of `architecture`."""
         return FAMILIES[self.architecture]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer: how many tokens a token sees, itself included; None: all before it."""
+        """For each layer, how many tokens a token attends to, itself included; None: all earlier
+        ones."""
         if not self.layer_types:
             return (self.sliding_window,) * self.num_hidden_layers
         return tuple(
@@ -84,18 +87,18 @@ class DecoderConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What the scores are multiplied by."""
+        """The factor of the scores."""
         scalar = self.query_pre_attn_scalar
         return 1 / math.sqrt(self.head_dim if scalar is None else scalar)
 
     @property
     def embedding_scale(self) -> float:
-        """What the embeddings are multiplied by."""
+        """The factor of the embeddings."""
         return math.sqrt(self.hidden_size) if self.family.has_scaled_embedding else 1.0
 
     @property
     def max_positions(self) -> int:
-        """Most tokens of one sequence.
+        """The maximum tokens of one sequence.
 
         Checkpoints that were stretched by YaRN afterwards, as Qwen's are, still name the old limit.
         """

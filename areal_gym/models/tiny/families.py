@@ -1,4 +1,4 @@
-"""What tells the families of decoders apart, as data: the decoder itself is one.
+"""The differences between families of decoders, as data; one decoder implements them all.
 
 A family is known by the `model_type` of its `config.json`. What the file can set is in
 `DecoderConfig`; what it cannot, for it is written into each model's code, is here.
@@ -19,25 +19,25 @@ class Family:
     """The traits of one `model_type`."""
 
     causal_lm_class: str
-    """In transformers."""
+    """The class in transformers."""
     has_qkv_bias: bool = False
     """Queries, keys and values have a bias."""
     has_qk_norm: bool = False
     """Each head's queries and keys are normalised."""
     has_output_norms: bool = False
-    """What attention and MLP compute is normalised before it is added to the residual."""
+    """Outputs of attention and MLP are normalised before they are added to the residual."""
     has_centred_norms: bool = False
     """Norms multiply by 1 + weight, not by weight."""
     has_scaled_embedding: bool = False
     """Embeddings are multiplied by sqrt(hidden_size)."""
     sliding_layers: Literal["none", "all", "last", "alternating"] = "none"
-    """Which layers see a window only, where `config.json` has one and does not list its layers."""
+    """The layers with a window, if `config.json` has a window and does not list layer types."""
     activation: Activation = "silu"
-    """Of the gated MLP."""
+    """The activation of the gated MLP."""
     old_activations: tuple[str, ...] = ()
-    """What older files call `activation`."""
+    """Older names of `activation`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes where `config.json` is silent."""
+    """The defaults of transformers for keys missing in `config.json`."""
 
 
 _QWEN_DEFAULTS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
@@ -101,4 +101,4 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-"""By `model_type`."""
+"""The families, by `model_type`."""

@@ -1,4 +1,4 @@
-"""A `DecoderConfig` from Hugging Face's `config.json`, and back."""
+"""Converts between `DecoderConfig` and Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SGLANG = "serve it with SGLang: engine.id=sglang"
 
 
 def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
-    """From the content of a checkpoint's `config.json`, of transformers 4 or 5.
+    """Make the config from the content of a `config.json`, of transformers 4 or 5.
 
     Raises:
         ConfigError: another architecture, or a feature that this decoder does not have.
@@ -65,7 +65,7 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """The content of a `config.json` that transformers 4 and 5 both read."""
+    """Return the content of a `config.json` that transformers 4 and 5 both read."""
     family, eos = config.family, config.eos_token_id
     content: dict[str, Any] = {
         "architectures": [family.causal_lm_class],
@@ -102,52 +102,52 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _architecture(content: Mapping[str, Any]) -> Architecture:
-    found = content.get("model_type")
-    if found not in FAMILIES:
+    model_type = content.get("model_type")
+    if model_type not in FAMILIES:
         hints = ["serve other architectures with SGLang: engine.id=sglang"]
-        if found == "gemma3":
+        if model_type == "gemma3":
             hints.insert(0, "'gemma3' also sees; its checkpoints for text alone are 'gemma3_text'")
         raise ConfigError(
-            f"the checkpoint's architecture is {found!r}; the embedded decoder runs "
+            f"the checkpoint's architecture is {model_type!r}; the embedded decoder runs "
             + ", ".join(sorted(FAMILIES)),
             hints=hints,
         )
-    return cast(Architecture, found)
+    return cast(Architecture, model_type)
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture) -> None:
     family = FAMILIES[architecture]
-    found = [
+    unsupported = [
         f"{switch} = {config[switch]!r}"
         for switch in ("mlp_bias", "use_bidirectional_attention")
         if config.get(switch)
     ]
     if architecture != "qwen2" and config.get("attention_bias"):
-        found.append(f"attention_bias = {config['attention_bias']!r}")
+        unsupported.append(f"attention_bias = {config['attention_bias']!r}")
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(cap) and cap not in family.defaults:
-            found.append(f"{cap} = {config[cap]!r}")
+            unsupported.append(f"{cap} = {config[cap]!r}")
     known = ("full_attention",) if family.sliding_layers == "none" else get_args(LayerType)
     other_types = set(config.get("layer_types") or ()) - set(known)
     if other_types:
-        found.append(f"layer_types with {', '.join(map(repr, sorted(other_types)))}")
+        unsupported.append(f"layer_types with {', '.join(map(repr, sorted(other_types)))}")
     if config.get("num_experts") or config.get("num_local_experts"):
-        found.append("a mixture of experts")
+        unsupported.append("a mixture of experts")
     activation = config.get("hidden_activation") or config.get("hidden_act") or family.activation
     if activation not in (family.activation, *family.old_activations):
-        found.append(f"hidden_act = {activation!r} (supported: {family.activation!r})")
+        unsupported.append(f"hidden_act = {activation!r} (supported: {family.activation!r})")
     if config.get("quantization_config"):
-        found.append("quantized weights")
-    if found:
+        unsupported.append("quantized weights")
+    if unsupported:
         raise ConfigError(
-            f"the embedded decoder does not support {'; '.join(found)} of this {architecture} "
-            "checkpoint; it runs dense models with causal attention",
+            f"the embedded decoder does not support {'; '.join(unsupported)} of this "
+            f"{architecture} checkpoint; it runs dense models with causal attention",
             hints=[_SGLANG],
         )
 
 
 def _head_dim(config: Mapping[str, Any], architecture: Architecture) -> int:
-    """Qwen2 has no such setting; for Qwen3 and Gemma there is a default beside the hidden size."""
+    """Return the head dimension: Qwen2 has no such setting; Qwen3 and Gemma have a default."""
     derived: int = config["hidden_size"] // config["num_attention_heads"]
     if architecture == "qwen2":
         return derived
@@ -159,7 +159,7 @@ def _head_dim(config: Mapping[str, Any], architecture: Architecture) -> int:
 
 
 def _layer_types(config: Mapping[str, Any], architecture: Architecture) -> tuple[LayerType, ...]:
-    """One for each layer, as the family's model derives them."""
+    """Return the type of each layer, derived as the family's model does."""
     layers = range(config["num_hidden_layers"])
     kind = FAMILIES[architecture].sliding_layers
     given = None if kind == "all" else config.get("layer_types")
@@ -203,7 +203,7 @@ def _windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float | None]:
-    """theta, scaling, and the sliding layers' own theta.
+    """Return theta, scaling, and the sliding layers' own theta.
 
     transformers 5 keeps all in `rope_parameters`, by layer type where these differ; 4 in
     `rope_theta`, `rope_scaling` and `rope_local_base_freq`.

@@ -9,7 +9,7 @@ from areal_gym.models.tiny.kernels import pointwise_kernels as pointwise
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019); same shape."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019)."""
     if pointwise.has_kernel(x, weight):
         return pointwise.rms_norm(x, weight, eps)
     # Under autocast x may be bfloat16 and the weight float32, for which no fused kernel exists.

@@ -17,14 +17,14 @@ from areal_gym.models.tiny.kernels.kernel_library import LANES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearRope:
-    """All frequencies divided by `factor` (Chen et al. 2023); Gemma 3's global layers."""
+    """Divides all frequencies by `factor` (Chen et al. 2023); Gemma 3's global layers."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Rope:
-    """Llama 3.1's stretched rotary frequencies: low ones divided by `factor`, high ones kept."""
+    """Stretches frequencies as Llama 3.1 does: low ones are divided by `factor`, high ones kept."""
 
     factor: float
     low_freq_factor: float
@@ -34,16 +34,16 @@ class Llama3Rope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class YarnRope:
-    """YaRN (Peng et al. 2023): as Llama 3.1's, but mixed linearly over the dimensions."""
+    """YaRN (Peng et al. 2023): like Llama 3.1's, but mixed linearly over the dimensions."""
 
     factor: float
     original_max_position_embeddings: int
     attention_factor: float
-    """Queries and keys are multiplied by it."""
+    """The factor of queries and keys."""
     beta_fast: float = 32.0
-    """Dimensions that turn more often than this within the original context are kept."""
+    """Dimensions that rotate more often than this within the original context are kept."""
     beta_slow: float = 1.0
-    """Those that turn less often are divided by `factor`."""
+    """Dimensions that rotate less often than this are divided by `factor`."""
     truncate: bool = True
     """Whether the first and last mixed dimension are rounded outwards."""
 
@@ -58,7 +58,7 @@ _KINDS: dict[str, type[RopeScaling]] = {
 
 
 def scaling_from_hf(rope: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
-    """From `rope_scaling` (transformers 4) or `rope_parameters` (5); None where nothing is scaled.
+    """Read `rope_scaling` (transformers 4) or `rope_parameters` (5); None if nothing is scaled.
 
     Raises:
         ConfigError: another kind of scaling, or one whose settings are incomplete.
@@ -100,7 +100,7 @@ def scaling_from_hf(rope: Mapping[str, Any], max_position_embeddings: int) -> Ro
 
 
 def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
-    """What `scaling_from_hf` reads."""
+    """Return the setting that `scaling_from_hf` reads."""
     if scaling is None:
         return {"rope_type": "default"}
     kind = next(kind for kind, scaled in _KINDS.items() if isinstance(scaling, scaled))
@@ -108,7 +108,8 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """Given, or what YaRN recommends; `mscale` and `mscale_all_dim` are DeepSeek's refinement."""
+    """Return the given factor, or YaRN's recommendation; `mscale` and `mscale_all_dim` are
+    DeepSeek's refinement."""
     given = rope.get("attention_factor")
     if given is not None:
         return float(given)
@@ -126,7 +127,7 @@ def rope_frequencies(
     scaling: RopeScaling | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """[D / 2] float32 angular frequencies, stretched as `scaling` says."""
+    """Return angular frequencies, [D / 2] float32, stretched as `scaling` says."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / theta**exponents
     if scaling is not None:
@@ -136,7 +137,7 @@ def rope_frequencies(
 
 
 def _kept(scaling: RopeScaling, inv_freq: Tensor, theta: float) -> Tensor:
-    """[D / 2]: 1 where a frequency is kept, 0 where it is divided, between where it is mixed."""
+    """Return [D / 2]: 1 for kept frequencies, 0 for divided ones, between for mixed ones."""
     if isinstance(scaling, LinearRope):
         return torch.zeros_like(inv_freq)
     original = scaling.original_max_position_embeddings
@@ -147,7 +148,7 @@ def _kept(scaling: RopeScaling, inv_freq: Tensor, theta: float) -> Tensor:
     size = 2 * len(inv_freq)
 
     def dimension(num_turns: float) -> float:
-        """The pair that turns so often within the original context."""
+        """Return the dimension that rotates so often within the original context."""
         return size * math.log(original / (2 * math.pi * num_turns)) / (2 * math.log(theta))
 
     first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
@@ -159,7 +160,7 @@ def _kept(scaling: RopeScaling, inv_freq: Tensor, theta: float) -> Tensor:
 
 
 def rope_amplitude(scaling: RopeScaling | None) -> float:
-    """What queries and keys are multiplied by while they are rotated."""
+    """Return the factor of queries and keys that their rotation applies."""
     return scaling.attention_factor if isinstance(scaling, YarnRope) else 1.0
 
 
@@ -169,7 +170,7 @@ def rope_tables(
     dtype: torch.dtype = torch.float32,
     amplitude: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [N, D]; the angles are computed in float32."""
+    """Return cos and sin, each [N, D]; the angles are computed in float32."""
     angles = positions_N[:, None].float() * inv_freq
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos(), angles.sin()
@@ -185,7 +186,7 @@ def apply_rope(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
 
 
 class _Rope(torch.autograd.Function):
-    """Nothing is kept for the backward pass but the angles: it turns back."""
+    """Rotation with a custom backward pass, which keeps the angles only and rotates back."""
 
     @staticmethod
     def forward(ctx: Any, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ class _Rope(torch.autograd.Function):
 
 
 def _turned(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, sign: int) -> Tensor:
-    """x turned by the angles, or back; arithmetic on mixed types would be slow."""
+    """Rotate x by the angles, or back; arithmetic on mixed types would be slow."""
     x = x_NHD.to(torch.promote_types(x_NHD.dtype, cos_ND.dtype))
     half = x.shape[-1] // 2
     if half % LANES == 0 and pointwise.has_kernel(x, cos_ND):

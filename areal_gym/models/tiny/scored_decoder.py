@@ -1,4 +1,4 @@
-"""A decoder that scores dialogues instead of writing them."""
+"""A decoder that scores dialogues instead of generating text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_gym.models.tiny.hf_config import config_from_hf, config_to_hf
 
 
 class RewardModel(Decoder):
-    """One number per dialogue: a linear head on the hidden state of its last token.
+    """Scores a dialogue with a linear head on the hidden state of its last token.
 
     Names and files are those of Hugging Face's sequence classification with one label; the
     constructor leaves the weights undefined.
@@ -33,12 +33,12 @@ class RewardModel(Decoder):
         self.score = nn.Linear(config.hidden_size, 1, bias=False, device=device, dtype=dtype)
 
     def rewards(self, hidden_BC: Tensor) -> Tensor:
-        """[B, C], the hidden states of last tokens, to [B], float32."""
+        """Map hidden states of last tokens, [B, C], to rewards, [B], float32."""
         rewards_B1: Tensor = self.score(hidden_BC)
         return rewards_B1.squeeze(1).float()
 
     def hf_changes(self) -> dict[str, Any]:
-        """What its checkpoint's `config.json` says otherwise than for a policy."""
+        """The differences of its checkpoint's `config.json` from that of a policy."""
         (causal,) = config_to_hf(self.config)["architectures"]
         return {
             "architectures": [causal.replace("ForCausalLM", "ForSequenceClassification")],
@@ -53,7 +53,7 @@ def load_reward_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> RewardModel:
-    """Read a reward model, or make one of a policy: the head then begins with 0 for everything.
+    """Read a reward model, or make one from a policy, with a head of zeros.
 
     Raises:
         ConfigError: see `load_checkpoint`; or the checkpoint has other than one label.

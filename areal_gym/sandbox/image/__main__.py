@@ -1,4 +1,4 @@
-"""`python -m areal_gym.sandbox.image`."""
+"""The command `python -m areal_gym.sandbox.image`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from areal_gym.sandbox.image.build import build_image, import_host
 
 
 def main() -> int:
-    """Build or import the image; the exit code."""
+    """Build or import the image; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m areal_gym.sandbox.image", description="Make the image of the sandbox."
+        prog="python -m areal_gym.sandbox.image",
+        description="Build the image of the docker sandbox.",
     )
     parser.add_argument("--tag", default=DEFAULT_IMAGE, help="its name (default: %(default)s)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--from-host",
         action="store_true",
-        help="from the files of this interpreter, where no registry is reachable",
+        help="use the files of this interpreter; needs no registry",
     )
     source.add_argument("--base", help="build the Dockerfile on this image")
     options = parser.parse_args()
@@ -29,9 +30,9 @@ def main() -> int:
         client = connect()
         try:
             if options.from_host:
-                made = import_host(client, options.tag)
+                image_id = import_host(client, options.tag)
             else:
-                made = build_image(client, options.tag, base=options.base)
+                image_id = build_image(client, options.tag, base=options.base)
         finally:
             client.close()
     except GymError as error:
@@ -39,7 +40,7 @@ def main() -> int:
         for hint in error.hints:
             print(f"  {hint}", file=sys.stderr)
         return error.exit_code
-    print(f"{options.tag}  {made}")
+    print(f"{options.tag}  {image_id}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Images for the sandbox `docker`: from the Dockerfile, or from this interpreter's own files."""
+"""Builds images for the sandbox `docker`: from the Dockerfile, or from this interpreter's files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ACCOUNTS = {
 
 
 def build_image(client: Any, tag: str, *, base: str | None = None) -> str:
-    """Build the Dockerfile beside this module; the image's id.
+    """Build the Dockerfile beside this module; return the image's id.
 
     Args:
-        client: of the engine.
+        client: the engine's client.
         tag: the image's name.
         base: the image to build on, instead of the Dockerfile's own.
 
@@ -60,10 +60,10 @@ def build_image(client: Any, tag: str, *, base: str | None = None) -> str:
 
 
 def import_host(client: Any, tag: str) -> str:
-    """Make an image of this interpreter, numpy, sympy and the libraries they load; its id.
+    """Import this interpreter, numpy, sympy and their libraries as an image; return its id.
 
     Raises:
-        SandboxError: the engine refused it.
+        SandboxError: the engine refused the image.
     """
     import docker
 
@@ -95,11 +95,11 @@ def _write_root(tar: tarfile.TarFile) -> None:
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
             continue
-        (place,) = spec.submodule_search_locations
-        # Libraries that a wheel brings lie beside its package.
-        for source in (place, f"{place}.libs"):
+        (package,) = spec.submodule_search_locations
+        # The libraries of a wheel are beside its package.
+        for source in (package, f"{package}.libs"):
             for path in _files(source):
-                inside = os.path.relpath(path, os.path.dirname(place))
+                inside = os.path.relpath(path, os.path.dirname(package))
                 _add(tar, path, f"{site_packages}/{inside}", written)
                 binaries += [path] if ".so" in path else []
     for path in _libraries(binaries):
@@ -125,14 +125,14 @@ def _files(root: str) -> Iterator[str]:
 
 
 def _libraries(binaries: list[str]) -> set[str]:
-    """What the dynamic linker loads for them."""
-    found = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False)
-    paths = re.findall(r"(?:=> |^\t)(/\S+)", found.stdout, re.MULTILINE)
+    """Return the libraries that the dynamic linker loads for them."""
+    listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False)
+    paths = re.findall(r"(?:=> |^\t)(/\S+)", listing.stdout, re.MULTILINE)
     return {os.path.normpath(path) for path in paths if os.path.exists(path)}
 
 
 def _add(tar: tarfile.TarFile, source: str, target: str, written: set[str]) -> None:
-    """One file under the name `target`, owned by root and readable by everyone."""
+    """Add a file as `target`, owned by root and readable by every user."""
     if target in written:
         return
     written.add(target)
@@ -141,7 +141,7 @@ def _add(tar: tarfile.TarFile, source: str, target: str, written: set[str]) -> N
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     entry.mode = 0o755 if entry.mode & 0o100 else 0o644
-    entry.type = tarfile.REGTYPE  # the second of two hard links is a file, too
+    entry.type = tarfile.REGTYPE  # also for the second of two hard links
     entry.size = os.path.getsize(source)
     with open(source, "rb") as file:
         tar.addfile(entry, file)

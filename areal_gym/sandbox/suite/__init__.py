@@ -1,4 +1,4 @@
-"""Hostile programs against a sandbox: does it hold on this machine?
+"""Runs hostile programs in a sandbox, to test whether it contains them on this machine.
 
     python -m areal_gym.sandbox.suite [FILE...] [--sandbox process|docker|ID] [--json]
 

@@ -1,4 +1,4 @@
-"""`python -m areal_gym.sandbox.suite`: exit code 0 when every program is contained."""
+"""The command `python -m areal_gym.sandbox.suite`: exit code 0 if every program is contained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUM_TOGETHER = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the suite and prints what came of it; returns the exit code."""
+    """Run the suite, print the results, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         report = _run(options)
@@ -46,31 +46,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m areal_gym.sandbox.suite",
-        description="Run hostile programs in a sandbox and tell what got through.",
+        description="Run hostile programs in a sandbox and report what was not contained.",
     )
     parser.add_argument(
-        "files", nargs="*", type=Path, metavar="FILE", help="JSON or TOML; default: our own"
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="JSON or TOML; default: the built-in programs",
     )
     parser.add_argument(
         *("--sandbox", "--backend"),
         dest="backend",
         default="process",
         metavar="ID",
-        help="id of a sandbox, of a plugin too (default: %(default)s)",
+        help="id of a sandbox, built-in or from a plugin (default: %(default)s)",
     )
     parser.add_argument(
         "--level",
         choices=[str(SandboxLevel.ISOLATED), str(SandboxLevel.FILTERED)],
-        help="of `process`: refuse less than this, and leave out what is more",
+        help="for `process`: the level to test, with stronger protections left out",
     )
-    parser.add_argument("--image", help="of `docker`")
-    parser.add_argument("--runtime", help="of `docker`: a container runtime, such as runsc")
+    parser.add_argument("--image", help="for `docker`: the image")
+    parser.add_argument("--runtime", help="for `docker`: a container runtime, such as runsc")
     parser.add_argument(
         *("-p", "--plugin"),
         action="append",
         default=[],
         metavar="MODULE",
-        help="import a plugin, which may bring a sandbox",
+        help="import a plugin, which may provide a sandbox",
     )
     parser.add_argument(
         "--set",
@@ -81,10 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", default="", metavar="NAME,...", help="programs or categories")
     parser.add_argument("--without", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--one-by-one", action="store_true", help="never two programs at a time")
+    parser.add_argument("--one-by-one", action="store_true", help="run one program at a time")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
-        "--unsafe", action="store_true", help="needed for `none`: on a machine to throw away"
+        "--unsafe", action="store_true", help="required for `none`: only on a disposable machine"
     )
     return parser
 
@@ -93,19 +97,19 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     if options.backend == "none" and not options.unsafe:
         raise UsageError(
             "without a sandbox, hostile snippets kill processes, fill memory and change files here",
-            hints=["on a machine that you can throw away: --sandbox none --unsafe"],
+            hints=["on a disposable machine: --sandbox none --unsafe"],
         )
     programs = read_programs(options.files or builtin_files())
     if options.only:
         chosen = {*options.only.split(",")}
         programs = [p for p in programs if chosen & {p.name, p.category}]
     if not programs:
-        raise DataError("no snippet is left to run")
-    # Orphans of ours come back to us, so that they can be seen.
+        raise DataError("there are no snippets to run")
+    # Orphans become children of this process, so that they can be counted.
     kernel.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     fds = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # `--unsafe` was loud enough
+        warnings.simplefilter("ignore", RuntimeWarning)  # `--unsafe` is explicit enough
         plugins = Registry(PluginManager.installed(modules=options.plugin))
         sandbox = plugins.make("sandboxes", options.backend, **_settings(options))
     num_together = 1 if options.one_by_one else _NUM_TOGETHER
@@ -121,9 +125,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings of the sandbox that the command line asks for."""
-    is_ours = options.backend in ("process", "docker", "none")
-    settings: dict[str, Any] = {"num_workers": _NUM_TOGETHER} if is_ours else {}
+    """Return the sandbox's settings from the command line."""
+    is_builtin = options.backend in ("process", "docker", "none")
+    settings: dict[str, Any] = {"num_workers": _NUM_TOGETHER} if is_builtin else {}
     for name in ("image", "runtime"):
         if value := getattr(options, name):
             settings[name] = value
@@ -132,7 +136,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         if options.level == SandboxLevel.FILTERED:
             settings["without"] = ["namespaces"]
     elif options.level == SandboxLevel.FILTERED:
-        raise UsageError(f"--level filtered is of the sandbox 'process', not {options.backend!r}")
+        raise UsageError(f"--level filtered is for the sandbox 'process', not {options.backend!r}")
     if options.without:
         settings.update(without=options.without.split(","), min_level="none")
     for setting in options.set:
@@ -171,7 +175,7 @@ async def _attack(sandbox: Any, programs: Sequence[Program], num_together: int) 
 
 @contextlib.contextmanager
 def _own_temporary_directory() -> Iterator[str]:
-    """Gives this process a temporary directory of its own, where no other program leaves things."""
+    """Give this process a private temporary directory, where other programs leave nothing."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="suite-") as directory:
         os.chmod(directory, 0o711)  # cells of other users pass through it

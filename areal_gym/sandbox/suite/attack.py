@@ -1,8 +1,8 @@
-"""Runs hostile programs and looks at what came of each.
+"""Runs hostile programs and checks the outcome of each.
 
-Programs run several at a time. When anything is wrong with such a batch, its programs run again
-one by one, so that what was seen has a name; what is seen twice in a batch and never alone is one
-program's doing to another.
+Several programs run at a time. If anything is wrong with a batch, its programs run again one by
+one, to attribute the problem; a problem that occurs twice in a batch and never alone is an attack
+of one program on another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INNOCENT_S = 30.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one program; contained when there is no problem."""
+    """The outcome of one program, which was contained if there are no problems."""
 
     name: str
     category: str
@@ -43,10 +43,10 @@ class Outcome:
 async def attack(
     sandbox: Sandbox, programs: Sequence[Program], *, num_together: int = 4
 ) -> list[Outcome]:
-    """Runs `programs` in fresh interpreters and sessions of `sandbox`; one outcome for each.
+    """Run `programs` in fresh interpreters and sessions of `sandbox`; return one outcome each.
 
     Raises:
-        DataError: a program asks for a check that is not known.
+        DataError: a program has an unknown check.
         SandboxError: the sandbox does not start.
     """
     report = await sandbox.report()
@@ -88,7 +88,7 @@ class _Attacker:
     async def _run_together(
         self, batch: Sequence[Program], num_together: int
     ) -> tuple[list[Outcome], list[str]]:
-        """Returns the outcomes, and what was seen on the host and has no name yet."""
+        """Return the outcomes, and the traces on the host that are not attributed yet."""
         slots = asyncio.Semaphore(num_together)
 
         async def run(program: Program) -> Outcome:
@@ -96,17 +96,17 @@ class _Attacker:
                 return await self._run(program)
 
         outcomes = await asyncio.gather(*map(run, batch))
-        return list(outcomes), await self._look_around()
+        return list(outcomes), await self._check_host()
 
     async def run_alone(self, program: Program) -> Outcome:
         outcome = await self._run(program)
-        outcome.problems += await self._look_around()
+        outcome.problems += await self._check_host()
         return outcome
 
-    async def _look_around(self) -> list[str]:
-        """Returns what is wrong on the host: bait, processes, the next call."""
+    async def _check_host(self) -> list[str]:
+        """Return the problems on the host: bait, processes, the next call."""
         problems = [*self._bait.taken(), *await leftovers(self._sandbox)]
-        return problems + await self._next_one()
+        return problems + await self._check_next_call()
 
     async def _run(self, program: Program) -> Outcome:
         self._num_runs += 1
@@ -141,7 +141,7 @@ class _Attacker:
     async def _calls(
         self, program: Program
     ) -> tuple[list[tuple[Sequence[str], SandboxResult]], list[str]]:
-        """Makes the calls of one program; each with its checks, and what was seen in between."""
+        """Make the calls of one program; return each with its checks, and problems in between."""
         problems: list[str] = []
         limits = program.limits
         later = dataclasses.replace(limits, wall_s=_INNOCENT_S, cpu_s=_INNOCENT_S)
@@ -162,7 +162,7 @@ class _Attacker:
         try:
             calls = [(program.checks, await self._call(session, program.code, limits))]
             problems += await wait_until_quiet(self._sandbox)
-            problems += await self._next_one()
+            problems += await self._check_next_call()
             if program.then:
                 result = await self._call(session, program.then, later)
                 calls.append((program.then_checks, result))
@@ -171,28 +171,28 @@ class _Attacker:
         return calls, problems
 
     async def _call(
-        self, place: Sandbox | Session, code: str, limits: SandboxLimits
+        self, target: Sandbox | Session, code: str, limits: SandboxLimits
     ) -> SandboxResult:
         try:
             async with asyncio.timeout(limits.wall_s + _OVERDUE_S):
-                return await place.run(code, limits=limits)
+                return await target.run(code, limits=limits)
         except TimeoutError:
             text = f"no answer {_OVERDUE_S:g} s after the deadline: the sandbox is wedged"
             return SandboxResult(status=SandboxStatus.UNAVAILABLE, stderr=text)
         except (UsageError, DataError):
             raise
         except Exception as error:
-            # A program that makes the sandbox fail voids its episode: as bad as an escape.
+            # A program that makes the sandbox fail voids its episode, which is as bad as an escape.
             text = f"{type(error).__name__}: {error}"
             return SandboxResult(status=SandboxStatus.UNAVAILABLE, stderr=text)
 
     def _was_refused_to_fork(self, check: str, code: str, result: SandboxResult) -> bool:
-        """Where no program may fork, its output after the fork is not to be seen."""
+        """Return whether the output is missing because this sandbox refuses forks."""
         is_refused = not self._can_fork and "PermissionError" in result.stderr
         return is_refused and "fork()" in code and check.startswith(("in_output", "exit", "value"))
 
-    async def _next_one(self) -> list[str]:
+    async def _check_next_call(self) -> list[str]:
         result = await self._call(self._sandbox, "print(6*7)", _NEXT)
         if result.status is SandboxStatus.UNAVAILABLE:
-            return [f"the next snippet finds no sandbox: {result.stderr}"]
+            return [f"the sandbox fails for the next snippet: {result.stderr}"]
         return [] if result.stdout == "42\n" else [f"the next snippet does not work: {result}"]

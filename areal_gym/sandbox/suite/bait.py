@@ -1,4 +1,4 @@
-"""What a snippet could reach if it got out: files, a token, listening sockets."""
+"""Bait for snippets that escape: files, a token, listening sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Bait:
-    """Laid out on construction; `stack` takes it away again."""
+    """The bait; the constructor creates it, and `stack` removes it."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bait-")))
@@ -58,7 +58,7 @@ class Bait:
         return listener
 
     def fill(self, text: str, mark: str) -> str:
-        """`text` with its placeholders replaced."""
+        """Return `text` with its placeholders replaced."""
         for name, value in {
             "MARK": mark,
             "LEAK": self.root / "leak",
@@ -79,7 +79,7 @@ class Bait:
         return text
 
     def taken(self) -> Iterator[str]:
-        """Yields what happened to the bait since the last look, and lays it out anew."""
+        """Yield what happened to the bait since the last check, and restore it."""
         for name, listener in (("tcp", self.tcp), ("unix", self.unix), ("abstract", self.named)):
             try:
                 listener.accept()[0].close()
@@ -91,7 +91,7 @@ class Bait:
             yield "sent udp"
         except BlockingIOError:
             pass
-        if self._put_back():
+        if self._restore_canary():
             yield "canary directory changed"
         for path, text in self._texts.items():
             if not path.exists() or path.read_text() != text:
@@ -109,8 +109,8 @@ class Bait:
                 yield f"metadata of {path.name} changed: {metadata} to {now}"
         self._metadata = {path: _metadata(path) for path in self._metadata}
 
-    def _put_back(self) -> bool:
-        """Removes what is new in the canary directory; whether anything was, or is missing."""
+    def _restore_canary(self) -> bool:
+        """Remove new files in the canary directory; return whether any were new or missing."""
         is_changed = False
         expected = {path for path in self._texts if path.parent == self.canary}
         for path in self.canary.iterdir():
@@ -121,7 +121,7 @@ class Bait:
 
 
 def _metadata(path: Path) -> tuple[object, ...]:
-    """Returns what a program could change of a file without opening it; no access time."""
+    """Return the metadata that a program could change without opening a file; no access time."""
     status = path.stat()
     attributes = {name: os.getxattr(path, name) for name in os.listxattr(path)}
     owner = (status.st_mode, status.st_uid, status.st_gid)

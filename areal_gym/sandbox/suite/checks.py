@@ -1,4 +1,4 @@
-"""What is asked of a program's result: each check by its name, `NAME` or `NAME:ARGUMENT`."""
+"""Checks of a program's result by name: `NAME` or `NAME:ARGUMENT`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from areal_gym.sandbox.suite.watch import Watch
 
 _SETTLE_S = 5.0
 _MOST_MEMORY_MB = 64 * 1024
-# The shared file knows four names of outcomes.
+# The shared file has four names of outcomes.
 _COARSER = {"memory": "error", "output": "killed"}
-# Looked at after every program, whether it asks for it or not.
+# Checked after every program, whether or not it lists them.
 _ALWAYS = {
     *("parent_alive", "no_survivors", "next_ok", "no_late_write", "cwd_cleaned", "canary_intact"),
     *("no_connect", "no_udp", "no_unix_connect", "no_abstract_connect", "no_harness_exception"),
@@ -27,10 +27,10 @@ _ALWAYS = {
 def failed(
     check: str, result: SandboxResult, watch: Watch, grown_mb: float, limits: SandboxLimits
 ) -> Iterator[str]:
-    """Yields why a check is not met; nothing when it is.
+    """Yield why a check failed; nothing if it passed.
 
     Raises:
-        DataError: there is no such check.
+        DataError: the check is unknown.
     """
     name, _, argument = check.partition(":")
     if name in _ALWAYS:
@@ -42,27 +42,27 @@ def failed(
     else:
         measured = {
             "returns_within": (result.elapsed_s - _SETTLE_S, "seconds"),
-            "harness_rss_growth_mb": (grown_mb, "MB that the caller has grown by"),
+            "harness_rss_growth_mb": (grown_mb, "MB of growth of the caller"),
             "peak_rss_mb": (result.peak_memory_mb, "MB in one process"),
             "peak_tree_rss_mb": (watch.tree_mb, "MB in all processes"),
             "max_procs": (watch.num_processes, "processes"),
             "disk_mb": (watch.disk_mb, "MB on disk"),
             "output_cap": (len(result.stdout + result.stderr), "characters of output"),
-            "held_mb": (_last_number("HELD", result), "MB held by its own account"),
+            "held_mb": (_last_number("HELD", result), "MB held, as reported by itself"),
         }
         if name == "not_reachable":
             if watch.was_reached:
                 yield f"answers on port {argument}"
         elif name not in measured:
-            raise DataError(f"a snippet asks for the check {name!r}, which is not known")
+            raise DataError(f"a snippet has the unknown check {name!r}")
         else:
-            value, what = measured[name]
+            value, quantity = measured[name]
             if value > float(argument):
-                yield f"{what}: {value:.0f}, at most {argument}"
+                yield f"{quantity}: {value:.0f}, at most {argument}"
 
 
 def implausible(result: SandboxResult, limits: SandboxLimits) -> Iterator[str]:
-    """Yields what no program may cause: the sandbox's failure, or figures that cannot be true."""
+    """Yield what no program may cause: a failure of the sandbox, or impossible figures."""
     if result.status is SandboxStatus.UNAVAILABLE:
         yield f"the sandbox failed: {result.stderr}"
     numbers = {"peak_memory_mb": result.peak_memory_mb, "elapsed_s": result.elapsed_s}
@@ -133,17 +133,17 @@ def _no_pth(argument: str) -> Iterator[str]:
 
 
 def _no_core(_: str) -> Iterator[str]:
-    named_so = glob.glob("core*") + glob.glob("/tmp/core*")
-    if any(re.fullmatch(r"core(\.\d+)?", os.path.basename(path)) for path in named_so):
+    candidates = glob.glob("core*") + glob.glob("/tmp/core*")
+    if any(re.fullmatch(r"core(\.\d+)?", os.path.basename(path)) for path in candidates):
         yield "a core file was written"
 
 
 def _no_zombies(_: str) -> Iterator[str]:
-    if any(_is_zombie_of_ours(entry) for entry in os.listdir("/proc")):
+    if any(_is_own_zombie(entry) for entry in os.listdir("/proc")):
         yield "a zombie is left"
 
 
-def _is_zombie_of_ours(entry: str) -> bool:
+def _is_own_zombie(entry: str) -> bool:
     if not entry.isdigit():
         return False
     try:

@@ -1,7 +1,7 @@
-"""Hostile programs as data: read from the files beside this module, or from a user's own.
+"""Hostile programs as data, from the files beside this module or from a user's files.
 
-Two formats hold the same fields. JSON is the shared one: `{"snippets": [{...}]}`. TOML suits people
-who write programs: one file for each category, `[[program]]` tables, code in '''literal strings'''.
+Two formats have the same fields. JSON: `{"snippets": [{...}]}`. TOML, which is easier to write: one
+file per category, `[[program]]` tables, code in '''literal strings'''.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from areal_gym.errors import DataError
 from areal_gym.sandbox.base import SandboxLimits
 
 HANG_S, WALL_S = 0.6, 30.0
-"""Time for programs that are meant to hang, and for all others: only one that hangs takes it."""
+"""Time limits of programs that are meant to hang, and of all others."""
 _HERE = Path(__file__).parent
-# The runner looks at the whole sandbox meanwhile, so nothing else may run.
+# These checks measure the whole sandbox, so no other program may run meanwhile.
 _ALONE = ("max_procs", "peak_tree_rss_mb", "disk_mb", "not_reachable", "harness_rss_growth_mb")
 _FIELDS = {
     *("name", "category", "code", "checks", "safe_expected", "timeout", "limits", "is_session"),
@@ -29,7 +29,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One hostile program, and what must be seen when a sandbox contains it."""
+    """One hostile program, and the checks that pass if a sandbox contains it."""
 
     name: str
     category: str
@@ -37,29 +37,29 @@ class Program:
     checks: tuple[str, ...]
     limits: SandboxLimits
     is_session: bool = False
-    """Whether it runs in a session, which stays open while the runner looks around."""
+    """Whether it runs in a session, which stays open during the checks of the host."""
     then: str = ""
-    """A second program, run afterwards: in the same session, else in a fresh interpreter."""
+    """A second program to run afterwards, in the same session or in a fresh interpreter."""
     then_checks: tuple[str, ...] = ()
     beside: str = ""
-    """An innocent program that runs in another interpreter at the same time."""
+    """A harmless program that runs in another interpreter at the same time."""
     beside_checks: tuple[str, ...] = ("status:ok",)
     levels: tuple[str, ...] = ()
-    """The levels that promise to contain it; every one when empty."""
+    """The levels that promise to contain it; empty means all."""
 
     @property
     def runs_alone(self) -> bool:
-        """Whether no other program may run meanwhile."""
+        """Whether no other program may run at the same time."""
         return self.is_session or any(check.startswith(_ALONE) for check in self.checks)
 
 
 def builtin_files() -> list[Path]:
-    """Returns the files of the programs that ship with the package."""
+    """Return the files of the built-in programs."""
     return [_HERE / "hostile.json", *sorted((_HERE / "programs").glob("*.toml"))]
 
 
 def read_programs(files: Sequence[Path]) -> list[Program]:
-    """Returns the programs of `files`, in their order.
+    """Return the programs of `files`, in order.
 
     Raises:
         DataError: a file cannot be read, or a program lacks a field or has an unknown one.
@@ -74,7 +74,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         return [dict(row) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{file} holds no snippets: {error!r}",
+            f"{file} has no snippets: {error!r}",
             hints=[
                 'JSON: {"snippets": [{"name", "code", "safe_expected", "checks": [...]}]}',
                 "TOML: [[program]] tables with name, code and checks",

@@ -1,4 +1,4 @@
-"""What a sandbox's processes hold on this machine, seen from outside."""
+"""Measures from outside what a sandbox's processes use on this machine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes that `pid` started, directly or not."""
+    """Return all direct and indirect children of `pid`."""
     parents = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(OSError):
                 text = Path(f"/proc/{entry}/stat").read_text()
                 parents[int(entry)] = int(text.rpartition(")")[2].split()[1])
-    found: set[int] = set()
+    processes: set[int] = set()
     new = {pid}
     while new:
-        new = {child for child, parent in parents.items() if parent in new} - found
-        found |= new
-    return found
+        new = {child for child, parent in parents.items() if parent in new} - processes
+        processes |= new
+    return processes
 
 
 def resident_mb(pid: int) -> float:
-    """Resident memory without what it shares; 0 when it is gone."""
+    """Return the resident memory without shared pages; 0 if the process is gone."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/statm").read_text().split()
         return (int(fields[1]) - int(fields[2])) * _PAGE_MB
@@ -50,19 +50,20 @@ def _size_mb(directory: str) -> float:
 
 
 def _zygotes(sandbox: Sandbox) -> list[Zygote]:
-    """Returns the fork servers of our own backends; a user's sandbox has none that we know."""
+    """Return the fork servers of a built-in sandbox; those of other sandboxes are unknown."""
     return sandbox.zygotes() if isinstance(sandbox, ForkingSandbox) else []
 
 
 def _processes(sandbox: Sandbox) -> set[int]:
-    """Returns all processes that run for `sandbox`."""
+    """Return all processes of `sandbox`."""
     if not isinstance(sandbox, ForkingSandbox):
         return descendants(os.getpid())
     return {pid for z in _zygotes(sandbox) for pid in descendants(z.server.pid)}
 
 
 async def leftovers(sandbox: Sandbox) -> list[str]:
-    """Returns what is there beyond waiting cells, once things have settled."""
+    """Return the processes and directories beyond those of waiting cells, once things have
+    settled."""
     problems: list[str] = []
     for _ in range(600):
         problems = [problem for zygote in _zygotes(sandbox) for problem in _extras(zygote)]
@@ -73,7 +74,7 @@ async def leftovers(sandbox: Sandbox) -> list[str]:
 
 
 async def wait_until_quiet(sandbox: Sandbox) -> list[str]:
-    """Returns a problem when the sandbox's processes go on working while no call runs."""
+    """Return a problem if the sandbox's processes keep working while no call runs."""
     ticks = 0
     for _ in range(60):
         before = sum(map(_cpu_ticks, _processes(sandbox)))
@@ -93,21 +94,21 @@ def _cpu_ticks(pid: int) -> int:
 
 def _extras(zygote: Zygote) -> list[str]:
     pid = zygote.server.pid
-    found = []
+    problems = []
     # With a user namespace, the server is a child of the process that was started.
     num_own = zygote.num_cells + ("user namespace" in zygote.protections)
     num_extra = len(descendants(pid)) - num_own
     if num_extra > 0:
-        found.append(f"{num_extra} processes survive")
+        problems.append(f"{num_extra} processes survive")
     with suppress(OSError):
         num_extra = len(os.listdir(zygote.server.scratch)) - zygote.num_cells
         if num_extra > 0:
-            found.append(f"{num_extra} directories are left")
-    return found
+            problems.append(f"{num_extra} directories are left")
+    return problems
 
 
 class Watch:
-    """Looks at a sandbox every 50 ms while a snippet runs, and keeps the largest numbers."""
+    """Checks a sandbox every 50 ms while a snippet runs, and keeps the maxima."""
 
     def __init__(self, sandbox: Sandbox, port: int) -> None:
         self._sandbox = sandbox
@@ -117,14 +118,14 @@ class Watch:
         self.tree_mb = 0.0
         self.disk_mb = 0.0
         self.was_reached = False
-        """Whether something inside answered on the port."""
+        """Whether a process inside answered on the port."""
 
     def _tree(self) -> tuple[int, float]:
         pids = _processes(self._sandbox)
         return len(pids), sum(map(resident_mb, pids))
 
     async def __call__(self) -> None:
-        """Look until cancelled."""
+        """Check until cancelled."""
         while True:
             num_processes, tree_mb = self._tree()
             self.num_processes = max(self.num_processes, num_processes)

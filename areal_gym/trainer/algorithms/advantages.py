@@ -41,14 +41,15 @@ __all__ = [
 ]
 
 AdvantageEstimator = Callable[..., Any]
-"""Gives a tensor, or `Advantages` with the critic's targets."""
+"""Returns a tensor, or `Advantages` with the critic's targets."""
 
 _EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """A whole batch as estimators see it: G trajectories, and their T policy tokens in order.
+    """The inputs of estimators: a whole batch of G trajectories, and their T policy tokens in
+    order.
 
     Tool outputs and prompts are not among the tokens: nothing is discounted across them.
     """
@@ -56,23 +57,23 @@ class AdvantageInputs:
     rewards_G: Tensor
     group_ids_G: Tensor
     rewards_T: Tensor
-    """Reward on each policy token: a turn's is on its last one, 0 elsewhere (and what
-    `shaping.subtract_kl` takes off)."""
+    """The reward on each policy token: a turn's reward is on its last token, 0 elsewhere (less the
+    penalties of `shaping.subtract_kl`)."""
     trajectory_ids_T: Tensor
-    """Which trajectory each token belongs to, ascending."""
+    """The trajectory of each token, ascending."""
     turn_ids_T: Tensor
-    """Which turn of its trajectory each token belongs to, 0-based and ascending."""
+    """The turn of each token within its trajectory, 0-based and ascending."""
     values_T: Tensor | None = None
     """The critic's prediction before each token was sampled."""
     final_values_G: Tensor | None = None
-    """The critic's prediction after the last token of a truncated trajectory, 0 for one that came
-    to its end."""
+    """The critic's prediction after the last token of a truncated trajectory; 0 for a finished
+    one."""
     old_logprobs_T: Tensor | None = None
-    """Recorded while sampling."""
+    """Log-probabilities recorded while sampling."""
     teacher_logprobs_T: Tensor | None = None
-    """A teacher's, of the same tokens."""
+    """A teacher's log-probabilities of the same tokens."""
     past_mean: Tensor | None = None
-    """[]: the running mean of `rewards_G` over the steps before; None at the first."""
+    """[]: the running mean of `rewards_G` over earlier steps; None at the first step."""
     penalties_T: Tensor | None = None
     """What each token costs: the KL in the reward. `estimate` takes it off `rewards_T`; where an
     estimator does not look at those, each token's and all later penalties are taken off its
@@ -86,7 +87,7 @@ class AdvantageInputs:
         group_ids: Sequence[int],
         **further: Tensor,
     ) -> Self:
-        """The inputs of trajectories, each with the reward and the policy tokens of its turns.
+        """Make the inputs from the rewards and the policy tokens of each trajectory's turns.
 
         A turn in which the policy sampled nothing leaves its reward to the token before it; what
         came before the first token cannot be its merit, and counts in `rewards_G` only.
@@ -113,19 +114,19 @@ class AdvantageInputs:
 
 
 _INPUTS = {field.name for field in fields(AdvantageInputs)} - {"penalties_T"}
-"""What estimators may name."""
+"""The inputs that estimators may name as parameters."""
 
 
 class Advantages(NamedTuple):
-    """Both are [T]."""
+    """Advantages and returns, both [T]."""
 
     advantages_T: Tensor
     returns_T: Tensor | None = None
-    """What a critic should have predicted; None from estimators that know no critic."""
+    """Targets of the critic; None from estimators without a critic."""
 
 
 def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings: Any) -> Advantages:
-    """Call an estimator of either kind; every policy token of the batch gets its advantage.
+    """Call an estimator of either kind; return an advantage for every policy token of the batch.
 
     Args:
         estimator: takes rewards and group ids, and the inputs that it names.
@@ -147,15 +148,15 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
     require_finite(name, rewards_G=inputs.rewards_G, **given)
     for key in sorted(further - given.keys()):
         if keywords[key].default is inspect.Parameter.empty:
-            who = "trainer has no critic" if "values" in key else "batch has no teacher"
+            reason = "trainer has no critic" if "values" in key else "batch has no teacher"
             raise ConfigError(
-                f"the advantage estimator {name} needs {key}, and the {who}",
+                f"the advantage estimator {name} needs {key}, but the {reason}",
                 hints=["trainer.advantage=grpo needs none"],
             )
-    found = estimator(inputs.rewards_G, inputs.group_ids_G, **given, **settings)
-    result = found if isinstance(found, Advantages) else Advantages(found)
+    output = estimator(inputs.rewards_G, inputs.group_ids_G, **given, **settings)
+    result = output if isinstance(output, Advantages) else Advantages(output)
     is_per_token = any(key.endswith("_T") for key in further)
-    expected, of_what = (
+    expected, unit = (
         (len(inputs.rewards_T), "policy token")
         if is_per_token
         else (len(inputs.rewards_G), "trajectory")
@@ -163,7 +164,7 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
     if tuple(result.advantages_T.shape) != (expected,):
         raise TrainError(
             f"the advantage estimator {name} gave advantages of shape "
-            f"{tuple(result.advantages_T.shape)}, not one for each {of_what}: ({expected},)",
+            f"{tuple(result.advantages_T.shape)}, not one per {unit}: ({expected},)",
             hints=["it gives one per token when it names an input per token, such as rewards_T"],
         )
     if not result.advantages_T.isfinite().all():
@@ -177,12 +178,12 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
 
 
 def require_finite(name: str, **inputs: Tensor | None) -> None:
-    """Refuse inputs of an estimator that are not finite: nothing may be learned from them.
+    """Raise an error if inputs of an estimator are not finite.
 
-    A comparison with NaN is false, so that a group with one would pass for a group of equals.
+    Comparisons with NaN are false, so a group with NaN would count as a group of equal rewards.
 
     Raises:
-        NotFiniteError: which input, and how many of its numbers.
+        NotFiniteError: names the input and counts its invalid values.
     """
     for key, values in inputs.items():
         if values is not None and not bool((is_finite := values.isfinite()).all()):
@@ -195,7 +196,7 @@ def require_finite(name: str, **inputs: Tensor | None) -> None:
 
 
 def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that the estimator does not have.
+    """Raise an error for settings that the estimator does not have.
 
     Raises:
         ConfigError: which one, and what there is.
@@ -211,18 +212,18 @@ def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -
 
 
 def needs_past_mean(estimator: AdvantageEstimator) -> bool:
-    """Whether it compares with what earlier steps earned."""
+    """Return whether the estimator compares with the rewards of earlier steps."""
     return "past_mean" in _keywords(estimator)
 
 
 def needs_critic(estimator: AdvantageEstimator) -> bool:
-    """Whether it cannot do without a critic's predictions."""
+    """Return whether the estimator needs a critic's predictions."""
     parameter = _keywords(estimator).get("values_T")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def gives_token_advantages(estimator: AdvantageEstimator) -> bool:
-    """Whether the advantages of one trajectory's tokens may differ: it looks at single tokens.
+    """Return whether advantages may differ within a trajectory: the estimator works on tokens.
 
     Which trajectory a token belongs to says nothing about the token itself.
     """
@@ -231,7 +232,7 @@ def gives_token_advantages(estimator: AdvantageEstimator) -> bool:
 
 
 def grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
-    """(r - mean) / (std + 1e-6) inside each group (Shao et al. 2024, DeepSeekMath, section 4.1.2).
+    """Compute (r - mean) / (std + 1e-6) per group (Shao et al. 2024, DeepSeekMath, section 4.1.2).
 
     The standard deviation is the unbiased one. A group of equal rewards gets exactly 0.
 
@@ -245,7 +246,7 @@ def grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
-    """r - mean inside each group, without the standard deviation (Liu et al. 2025, Dr. GRPO).
+    """Compute r - mean per group, without the standard deviation (Liu et al. 2025, Dr. GRPO).
 
     Its loss is aggregated with a constant length: `trainer.aggregation=constant_length`.
 
@@ -256,7 +257,7 @@ def dr_grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
 
 
 def rloo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
-    """r - mean of the other members of the group (Ahmadian et al. 2024, eq. 8).
+    """Compute r - mean of the other members of the group (Ahmadian et al. 2024, eq. 8).
 
     Raises:
         ConfigError: a group has fewer than two members.
@@ -267,7 +268,8 @@ def rloo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
 
 
 def lite_ppo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
-    """(r - group mean) / (batch std + 1e-6) (Liu et al. 2025, "Tricks or Traps?", Lite PPO).
+    """Compute (r - group mean) / (batch std + 1e-6) (Liu et al. 2025, "Tricks or Traps?", Lite
+    PPO).
 
     The deviation is the unbiased one of what is divided, r - group mean over the batch: how hard
     its tasks are does not change it. A group of equal rewards gets exactly 0.
@@ -280,7 +282,7 @@ def lite_ppo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
 
 
 def reinforce(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
-    """The reward itself (Williams 1992), without a baseline; groups do not matter."""
+    """Return the reward itself (Williams 1992), without a baseline and without groups."""
     require_finite("reinforce", rewards_G=rewards_G)
     return rewards_G.to("cpu", torch.float64)
 
@@ -288,7 +290,7 @@ def reinforce(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
 def reinforce_baseline(
     rewards_G: Tensor, group_ids_G: Tensor, *, past_mean: Tensor | None = None
 ) -> Tensor:
-    """r - the running mean of earlier steps' rewards (Williams 1992, reinforcement comparison).
+    """Compute r - running mean of earlier rewards (Williams 1992, reinforcement comparison).
 
     The baseline knows nothing of the batch, so the gradient stays unbiased; needs no groups. At the
     first step there is none.
@@ -299,7 +301,7 @@ def reinforce_baseline(
 
 
 def returns_to_go(turn_rewards: Sequence[float], discount: float = 1.0) -> list[float]:
-    """R_k = r_k + discount R_{k+1}, for each turn of one trajectory.
+    """Compute R_k = r_k + discount R_{k+1} for each turn of one trajectory.
 
     Discounting follows the trajectory's own turns, never the order in which calls were made.
     """
@@ -310,7 +312,7 @@ def returns_to_go(turn_rewards: Sequence[float], discount: float = 1.0) -> list[
 
 
 def normalise(values_T: Tensor) -> Tensor:
-    """(x - mean) / (std + 1e-6), the unbiased std; equal values give exactly 0."""
+    """Compute (x - mean) / (std + 1e-6) with the unbiased std; equal values give exactly 0."""
     require_finite("normalise", values_T=values_T)
     values_T = values_T.to("cpu", torch.float64)
     if not len(values_T) or bool((values_T == values_T[0]).all()):
@@ -319,7 +321,7 @@ def normalise(values_T: Tensor) -> Tensor:
 
 
 def _sums_to_go(values_T: Tensor, trajectory_ids_T: Tensor) -> Tensor:
-    """Of each token and all that follow it in its trajectory."""
+    """Sum over each token and all later tokens of its trajectory."""
     sums_T = values_T.cumsum(0)
     _, counts = torch.unique_consecutive(trajectory_ids_T, return_counts=True)
     last_T = (counts.cumsum(0) - 1).repeat_interleave(counts)
@@ -336,7 +338,8 @@ def _name(estimator: AdvantageEstimator) -> str:
 
 
 def _centred(rewards_G: Tensor, group_ids_G: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """r - group mean [G], the group's index of each member [G], the groups' sizes [groups]."""
+    """Return r - group mean [G], the group index of each member [G], and the group sizes
+    [groups]."""
     require_finite(name, rewards_G=rewards_G)
     rewards_G = rewards_G.to("cpu", torch.float64)
     _, index_G, counts = torch.unique(

@@ -47,7 +47,7 @@ def correct(
     measure: Measure = "ratio",
     statistic: Statistic = "mean",
 ) -> Correction:
-    """The importance weights of stale tokens, truncated or masked outside [lower, upper].
+    """Compute importance weights of stale tokens, truncated or masked outside [lower, upper].
 
     Token truncate is the default; the others of the literature are settings of it:
 
@@ -117,7 +117,8 @@ def correct(
 def second_moment_mask(
     proximal_T: Tensor, old_logprobs_T: Tensor, *, threshold: float = 0.04
 ) -> Tensor:
-    """M2PO's mask: 1 for kept tokens, 0 for those furthest from the old policy (Zheng et al. 2025).
+    """Compute M2PO's mask: 1 for kept tokens, 0 for those furthest from the old policy (Zheng et
+    al. 2025).
 
     The tokens with the largest (old - prox)^2 go, until the mean of the rest is within `threshold`.
     It multiplies the loss in place of `correct`'s weights; the divisor stays that of all tokens.
@@ -147,7 +148,8 @@ def interpolate_proximal(
     current_version: int,
     kind: Literal["loglinear", "linear"] = "loglinear",
 ) -> Tensor:
-    """Proximal log-probabilities without a forward pass: between the old policy's and today's.
+    """Interpolate proximal log-probabilities between the old and the current policy, without a
+    forward pass.
 
     alpha = (proximal_version - v) / (current_version - v) for a token that version v sampled:
 

@@ -36,17 +36,17 @@ Aggregation = Literal["token_mean", "seq_mean", "constant_length"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """What a policy loss may look at; every tensor is [T]."""
+    """The inputs of a policy loss; every tensor is [T]."""
 
     logprobs: Tensor
-    """Of the policy being trained; carries the gradient."""
+    """Log-probabilities under the policy being trained; carries the gradient."""
     proximal: Tensor
-    """Of the policy at the start of the step: what ratios are taken against."""
+    """Log-probabilities under the policy at the start of the step, the base of ratios."""
     old_logprobs: Tensor
-    """Recorded while sampling. Equal to `proximal` when nothing is stale."""
+    """Log-probabilities recorded while sampling; equal to `proximal` when nothing is stale."""
     advantages: Tensor
     sequence_ids: Tensor
-    """Which sequence each token belongs to, 0-based, without gaps."""
+    """The sequence of each token, 0-based, without gaps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,8 @@ def ppo_clip(
     clip_high: float | None = 0.28,
     dual_clip: float | None = None,
 ) -> LossOutput:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - prox) (Schulman et al. 2017, eq. 7).
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - prox) (Schulman et al. 2017,
+    eq. 7).
 
     Different bounds are DAPO's clip-higher (Yu et al. 2025); None switches a bound off. `dual_clip`
     c > 1 bounds the loss of negative advantages by -c A (Ye et al. 2020, eq. 5).
@@ -94,7 +95,8 @@ def gspo(
     clip_high: float | None = 4e-4,
     level: Literal["sequence", "token"] = "sequence",
 ) -> LossOutput:
-    """ppo_clip with one ratio per sequence, exp(mean_t(logp - prox)) (Zheng et al. 2025, eq. 7).
+    """Compute ppo_clip with one ratio per sequence, exp(mean_t(logp - prox)) (Zheng et al. 2025,
+    eq. 7).
 
     A sequence has one advantage, the mean of its tokens'. With `seq_mean` it is the paper's
     objective; with `token_mean` long sequences count more.
@@ -122,7 +124,8 @@ def gspo(
 def cispo(
     batch: LossInputs, *, clip_low: float | None = None, clip_high: float | None = 4.0
 ) -> LossOutput:
-    """-sg(clip(r, 1 - low, 1 + high)) A logp: no token is dropped (MiniMax-M1 2025, eq. 4)."""
+    """Compute -sg(clip(r, 1 - low, 1 + high)) A logp: no token is dropped (MiniMax-M1 2025, eq.
+    4)."""
     ratio_T = ratio(batch.logprobs - batch.proximal).detach()
     weight_T = clip_ratio(ratio_T, clip_low, clip_high)
     return LossOutput(
@@ -138,7 +141,8 @@ def sapo(
     tau_negative: float = 1.05,
     level: Literal["token", "sequence"] = "token",
 ) -> LossOutput:
-    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip (Gao et al. 2025, SAPO).
+    """Compute -A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip (Gao et al. 2025,
+    SAPO).
 
     tau is `tau_positive` where A > 0, else `tau_negative`; a larger one closes faster. The gate's
     slope at r = 1 is 1, so that on policy the gradient is REINFORCE's. `level="sequence"` gates
@@ -168,7 +172,8 @@ def sapo(
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None = 0.2
 ) -> Tensor:
-    """max((V - R)^2, (clip(V, old +- clip) - R)^2) / 2 per token: a critic that cannot leap.
+    """Compute max((V - R)^2, (clip(V, old +- clip) - R)^2) / 2 per token, which limits jumps of the
+    critic.
 
     Schulman et al. 2017 (PPO), in the form of the authors' code; None switches the clip off.
     `old_values_T` are the critic's at the start of the step.
@@ -183,7 +188,8 @@ def value_loss(
 def aggregation_weights(
     kind: Aggregation, lengths: list[int], *, constant_length: int = 1
 ) -> list[float]:
-    """The weight of each token of sequence i in the batch's loss, for all sequences of the batch.
+    """Return the weight of each sequence's tokens in the batch's loss, for all sequences of the
+    batch.
 
     Args:
         kind: `token_mean`: every token counts the same; `seq_mean`: every sequence counts the
@@ -201,5 +207,6 @@ def aggregation_weights(
 
 
 def aggregate(loss_T: Tensor, weights_T: Tensor) -> Tensor:
-    """The part of the batch's loss that these tokens make; parts add up over micro-batches."""
+    """Compute the contribution of these tokens to the batch's loss; contributions add up over
+    micro-batches."""
     return (loss_T * weights_T).sum()

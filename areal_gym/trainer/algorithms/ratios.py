@@ -1,4 +1,4 @@
-"""How far two policies are apart on the tokens that were sampled: ratios and divergences, [T].
+"""Ratios and divergences of two policies on sampled tokens, [T].
 
 All take log-probabilities of the *sampled* tokens, [T], and give one number per token.
 """
@@ -18,7 +18,7 @@ _MAX_LOG_RATIO = 20.0
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), with the exponent held within +-20 so that it stays finite."""
+    """Compute exp(log_ratio) with the exponent clamped to +-20, so that it stays finite."""
     return _held(log_ratio).exp()
 
 
@@ -27,7 +27,7 @@ def _held(log_ratio: Tensor) -> Tensor:
 
 
 def clip_ratio(ratio_T: Tensor, clip_low: float | None, clip_high: float | None) -> Tensor:
-    """clip(r, 1 - clip_low, 1 + clip_high); None switches a bound off."""
+    """Compute clip(r, 1 - clip_low, 1 + clip_high); None switches a bound off."""
     if clip_low is None and clip_high is None:
         return ratio_T
     low = None if clip_low is None else 1 - clip_low
@@ -36,7 +36,7 @@ def clip_ratio(ratio_T: Tensor, clip_low: float | None, clip_high: float | None)
 
 
 def sequence_mean(values_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
-    """Each token's value replaced by the mean over its sequence."""
+    """Replace each token's value by the mean over its sequence."""
     num_sequences = int(sequence_ids_T.max()) + 1 if len(values_T) else 0
     zeros = torch.zeros(num_sequences, dtype=values_T.dtype, device=values_T.device)
     sums = zeros.index_add(0, sequence_ids_T, values_T)
@@ -45,7 +45,7 @@ def sequence_mean(values_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
 
 
 def k1(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
-    """d = logp - base: KL(p || base), unbiased on tokens that p sampled, of either sign.
+    """Compute d = logp - base: KL(p || base), unbiased on tokens that p sampled, of either sign.
 
     Schulman 2020, "Approximating KL Divergence". As a term of the *loss* its gradient is that of
     logp alone, whose mean is zero: it belongs into the reward.
@@ -54,7 +54,8 @@ def k1(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
 
 
 def k2(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
-    """d^2 / 2: biased as a value, but its gradient on p's tokens is exactly that of KL(p || base).
+    """Compute d^2 / 2: a biased value, but its gradient on p's tokens is exactly that of KL(p ||
+    base).
 
     Schulman 2020; the gradient is d grad(logp).
     """
@@ -62,7 +63,8 @@ def k2(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
 
 
 def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
-    """exp(-d) - 1 + d for d = logp - base: an estimate of KL(p || base) that is never negative.
+    """Compute exp(-d) - 1 + d for d = logp - base: an estimate of KL(p || base) that is never
+    negative.
 
     Unbiased on tokens that p sampled (Schulman 2020). As a term of the loss (DeepSeekMath, eq. 4)
     its gradient on p's tokens is that of KL(base || p).
@@ -73,7 +75,7 @@ def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
 
 
 def binary_kl(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
-    """KL between two coins, "this token" against "any other", with chances p and base.
+    """Compute the KL of two coins, "this token" against "any other", with probabilities p and base.
 
     p log(p / base) + (1 - p) log((1 - p) / (1 - base)): a lower bound of the KL over the vocabulary
     (data processing inequality), known without the rest of the distribution.

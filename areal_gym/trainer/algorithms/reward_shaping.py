@@ -17,7 +17,8 @@ from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, KlKind
 def overlong_penalty(
     lengths_G: Tensor, *, max_length: int, tail: int, factor: float = 1.0
 ) -> Tensor:
-    """min(-(L - (max_length - tail)) / tail * factor, 0), added to the reward (DAPO, eq. 13).
+    """Compute min(-(L - (max_length - tail)) / tail * factor, 0), added to the reward (DAPO, eq.
+    13).
 
     Args:
         lengths_G: generated tokens of each trajectory: the policy's, not the tools'.
@@ -41,7 +42,7 @@ def overlong_penalty(
 def shape_rewards(
     rewards_G: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip: float | None = None
 ) -> Tensor:
-    """(r + bias) * scale, then within +-clip; None is no clip.
+    """Compute (r + bias) * scale, clipped to +-clip; None does not clip.
 
     Raises:
         ConfigError: a clip that is not above 0: it would make every reward the same.
@@ -60,7 +61,7 @@ def subtract_kl(
     coefficient: float,
     kind: KlKind = "k1",
 ) -> Tensor:
-    """r - coefficient * KL per token: the penalty for leaving the reference policy.
+    """Compute r - coefficient * KL per token: the penalty for leaving the reference policy.
 
     Ouyang et al. 2022 (InstructGPT), eq. 2, with k1. It is a constant of the step: `logprobs_T`
     are those that sampled the tokens (recorded, or proximal), not those being trained.

@@ -32,7 +32,7 @@ BASELINES: dict[str, AdvantageEstimator] = {
     "lite_ppo": lite_ppo,
     "reinforce": reinforce,
 }
-"""What `per_turn` knows by name."""
+"""The baselines that `per_turn` accepts."""
 
 
 def gae(
@@ -49,7 +49,7 @@ def gae(
     unit: Literal["token", "turn"] = "token",
     is_normalised: bool = False,
 ) -> Advantages:
-    """A_t = delta_t + discount lam A_(t+1), delta_t = r_t + discount V_(t+1) - V_t.
+    """Compute A_t = delta_t + discount lam A_(t+1), delta_t = r_t + discount V_(t+1) - V_t.
 
     Schulman et al. 2016 (generalised advantage estimation), eq. 16. Groups do not matter.
 
@@ -79,7 +79,7 @@ def gae(
     last = [0.0] * len(rewards_G) if final_values_G is None else final_values_G.tolist()
     advantages: list[float] = []
     following = (-1, 0.0, 0.0)
-    """Trajectory, value and advantage of the step after."""
+    """The trajectory, value and advantage of the next step."""
     for reward, value, trajectory in zip(
         reversed(rewards_S.tolist()),
         reversed(values_S.tolist()),
@@ -103,7 +103,7 @@ def gae(
 def reinforce_pp(
     rewards_G: Tensor, group_ids_G: Tensor, *, rewards_T: Tensor, trajectory_ids_T: Tensor
 ) -> Tensor:
-    """Each token's return-to-go, normalised over the batch's tokens (Hu et al. 2025, REINFORCE++).
+    """Normalise each token's return-to-go over the batch's tokens (Hu et al. 2025, REINFORCE++).
 
     With the penalty k1 in the reward (`shaping.subtract_kl`) it is the paper's: r minus the sum of
     the KL from here on. There is no critic and no group.
@@ -123,7 +123,7 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     rewards_G: Tensor, group_ids_G: Tensor, *, trajectory_ids_T: Tensor
 ) -> Tensor:
-    """r - group mean, then normalised over the batch's tokens (Hu et al. 2025, section 3.2).
+    """Compute r - group mean, normalised over the batch's tokens (Hu et al. 2025, section 3.2).
 
     The paper's variant for tasks that are sampled several times; its KL is in the loss, as k2. The
     mean over tokens is not quite 0 where lengths differ, so a group of equal rewards gets a little.
@@ -143,7 +143,7 @@ def distill(
     trajectory_ids_T: Tensor,
     discount: float = 0.0,
 ) -> Tensor:
-    """log teacher(y_t) - log policy(y_t) of what the policy itself has sampled: no reward counts.
+    """Compute log teacher(y_t) - log policy(y_t) on the policy's own samples; rewards are ignored.
 
     The policy gradient of the reverse KL, KL(policy || teacher), on the student's own sequences
     (Agarwal et al. 2024, on-policy distillation, section 3; Gu et al. 2024, MiniLLM, eq. 2), from
@@ -185,7 +185,7 @@ def per_turn(
     by: Literal["trajectory", "turn"] = "trajectory",
     discount: float = 1.0,
 ) -> Tensor:
-    """Each turn's return-to-go, R_k = r_k + discount R_(k+1), against its siblings.
+    """Compare each turn's return-to-go, R_k = r_k + discount R_(k+1), with its siblings.
 
     Args:
         rewards_G: total reward of each trajectory.
@@ -251,7 +251,7 @@ def _among_trajectories(
     totals_G: Tensor,
     group_ids_G: Tensor,
 ) -> Tensor:
-    """One group of siblings for each turn, in which its trajectory stands with R_k."""
+    """Return one group of siblings per turn, in which the turn's trajectory has the value R_k."""
     members: dict[int, list[int]] = {}
     for i, group_id in enumerate(group_ids_G.tolist()):
         members.setdefault(group_id, []).append(i)
@@ -269,7 +269,8 @@ def _among_trajectories(
 
 
 def _turns(trajectory_ids_T: Tensor, turn_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The turn of each token, counted over the batch [T], and the first token of each [K]."""
+    """Return the turn of each token, counted over the batch [T], and the first token of each turn
+    [K]."""
     pairs = torch.stack([trajectory_ids_T, turn_ids_T])
     _, turn_of_T, counts = torch.unique_consecutive(
         pairs, dim=1, return_inverse=True, return_counts=True

@@ -1,4 +1,5 @@
-"""The loss of each token: policy loss and KL, weighed by how far its policy was from today's.
+"""The loss of each token: policy loss and KL, weighted by the distance of its policy from the
+current one.
 
     w (policy loss + kl.coefficient * KL(policy || reference))
 
@@ -24,7 +25,7 @@ from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, k3
 from areal_gym.trainer.batch.experience import TokenBatch
 
 Proximal = Literal["recorded", "scored", "current", "loglinear", "linear"]
-"""Where the log-probabilities of the proximal policy come from."""
+"""The source of the proximal policy's log-probabilities."""
 
 
 def proximal_source(
@@ -34,7 +35,8 @@ def proximal_source(
     num_updates: int,
     engine_rounds: bool = False,
 ) -> Proximal:
-    """How a step finds the policy that it began with; "recorded" corrects nothing.
+    """Return how a step gets the log-probabilities of the policy at its start; "recorded" corrects
+    nothing.
 
     Args:
         correction: the settings.
@@ -55,8 +57,8 @@ def proximal_source(
 
 
 class TokenLoss:
-    """Called with the tokens of some rows; its columns are `old`, `versions`, `advantages`, and
-    where they are needed `proximal`, `kept` (M2PO's mask) and `reference`.
+    """Computes the loss of the tokens of some rows. Its columns are `old`, `versions`, `advantages`
+    and, if needed, `proximal`, `kept` (M2PO's mask) and `reference`.
 
     Raises:
         ConfigError: arguments that the policy loss does not take.
@@ -78,7 +80,7 @@ class TokenLoss:
         proximal: Proximal,
         version: int,
     ) -> LossOutput:
-        """The loss of each token, with metrics.
+        """Return the loss of each token, and metrics.
 
         Args:
             logprobs_T: of the policy being trained, with gradient.
@@ -107,9 +109,9 @@ class TokenLoss:
                 kl_T = KL_ESTIMATORS[self._kl.estimator](logprobs_T, reference_T)
                 loss_T = loss_T + self._kl.coefficient * kl_T
         if proximal != "recorded":
-            found = correct(inputs.proximal, old_T, inputs.sequence_ids, **self._correction)
-            weights_T = found.weights
-            metrics |= found.metrics
+            correction = correct(inputs.proximal, old_T, inputs.sequence_ids, **self._correction)
+            weights_T = correction.weights
+            metrics |= correction.metrics
             if "kept" in columns:
                 kept_T = columns.take("kept", indexes)
                 weights_T = weights_T * kept_T
@@ -140,7 +142,8 @@ class TokenLoss:
 
 
 def try_loss(loss: PolicyLoss, config: TrainerConfig) -> None:
-    """Let the loss see one token, so that what it refuses is known before anything was played.
+    """Call the loss with one token, so that errors in its settings appear before any episode is
+    played.
 
     Raises:
         ConfigError: arguments that the policy loss does not take, or does not like.
@@ -157,7 +160,7 @@ def try_loss(loss: PolicyLoss, config: TrainerConfig) -> None:
 
 
 def check_credit(loss: PolicyLoss, advantage: AdvantageEstimator, config: TrainerConfig) -> None:
-    """Refuse to average away what an estimator says of single tokens.
+    """Refuse a loss level that averages out an estimator's per-token advantages.
 
     Whether a loss does so is tried out: its gradient, on policy, does not change when the two
     tokens of a sequence swap their advantages.
@@ -190,7 +193,7 @@ def check_credit(loss: PolicyLoss, advantage: AdvantageEstimator, config: Traine
 def _gradient_of_two(
     loss: PolicyLoss, config: TrainerConfig, advantages: Sequence[float]
 ) -> Tensor:
-    """The gradient of two tokens of one sequence, on policy."""
+    """Return the gradient of two tokens of one sequence, on policy."""
     known_T = torch.full((2,), -1.0)
     logprobs_T = known_T.clone().requires_grad_(True)
     output = loss(
@@ -208,7 +211,7 @@ def _gradient_of_two(
 
 
 def narrowest_clip(loss: PolicyLoss, config: TrainerConfig) -> float | None:
-    """Returns the distance from 1 at which the loss clips a ratio; None for a loss without a clip.
+    """Return the distance from 1 at which the loss clips a ratio; None for a loss without a clip.
 
     Of two bounds the nearer one counts.
     """
@@ -223,7 +226,7 @@ def narrowest_clip(loss: PolicyLoss, config: TrainerConfig) -> float | None:
 
 
 def loss_arguments(loss: PolicyLoss, config: TrainerConfig) -> dict[str, Any]:
-    """The settings as keyword arguments of the loss: the clips where it takes them.
+    """Return the settings as keyword arguments of the loss, with the clips if it takes them.
 
     Raises:
         ConfigError: `loss_kwargs` names an argument that the loss does not have.

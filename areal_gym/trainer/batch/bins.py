@@ -1,9 +1,9 @@
-"""Which rows go into which micro-batch: full ones, with a group's prompt in as few as possible.
+"""Assigns rows to micro-batches: full ones, with a group's prompt in as few as possible.
 
 Best-fit decreasing: the largest first, each into the fullest micro-batch that still has room
 (Johnson 1973: never more than 11/9 of the fewest). Rows that begin with the same prompt are one
-piece, for then it is forwarded once; a piece is cut only where it is too large, or where that saves
-a whole micro-batch and repeats few tokens.
+piece, so that it is forwarded once; a piece is cut only if it is too large, or if that saves a
+whole micro-batch and repeats few tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 _REPEATED = 0.05
-"""Tokens of prompts that may be repeated to save a micro-batch, as a share of its budget."""
+"""Limit of repeated prompt tokens to save a micro-batch, as a share of its budget."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Tokens of one sequence; the first `num_shared` may be shared with rows that begin alike."""
+    """Tokens of one sequence; siblings may share its first `num_shared` tokens."""
 
     token_ids: Sequence[int]
     num_shared: int = 0
@@ -30,7 +30,7 @@ class _Piece:
     family: int
     num_shared: int
     num_own: int
-    """Tokens of all of its rows after what they share."""
+    """Tokens of all rows after the shared ones."""
     members: list[int]
 
     @property
@@ -45,7 +45,7 @@ class _Bin:
     members: list[int] = field(default_factory=list)
 
     def cost(self, piece: _Piece) -> int:
-        """Tokens that the piece would add."""
+        """Return the number of tokens that the piece would add."""
         return piece.num_own if piece.family in self.families else piece.size
 
     def add(self, piece: _Piece) -> None:
@@ -55,13 +55,13 @@ class _Bin:
 
 
 def best_fit(costs: Sequence[int], budget: int) -> list[list[int]]:
-    """Indexes of the members of each bin: at most `budget` together, or one that is larger."""
+    """Return the indexes of each bin's members: at most `budget` together, or one larger member."""
     pieces = [_Piece(i, 0, cost, [i]) for i, cost in enumerate(costs)]
     return [each.members for each in _filled(pieces, budget)]
 
 
 def split_by_tokens(rows: Sequence[Row], budget: int) -> list[list[int]]:
-    """Indexes of the rows of each micro-batch, at most `budget` flat tokens, or one row."""
+    """Return the row indexes of each micro-batch: at most `budget` flat tokens, or one row."""
     single = _single_rows(rows)
     bins = _filled(_pieces(single, budget), budget)
     while fewer := _fewer(bins, single, budget):
@@ -80,7 +80,7 @@ def _single_rows(rows: Sequence[Row]) -> list[_Piece]:
 
 
 def _pieces(single: Iterable[_Piece], budget: int) -> list[_Piece]:
-    """Each family in one piece, or row by row where it is larger than the budget."""
+    """Return each family as one piece, or row by row if it is larger than the budget."""
     families: dict[int, list[_Piece]] = {}
     for row in single:
         families.setdefault(row.family, []).append(row)
@@ -105,12 +105,12 @@ def _filled(pieces: Iterable[_Piece], budget: int) -> list[_Bin]:
 
 
 def _fewer(bins: list[_Bin], single: Sequence[_Piece], budget: int) -> list[_Bin] | None:
-    """One bin less, whose rows are in the others' rooms; None where no bin's rows fit there."""
+    """Distribute the rows of one bin over the others; return None if no bin's rows fit there."""
     for each in sorted(bins, key=lambda each: -each.room):
         if sum(other.room for other in bins) - each.room < budget - each.room:
             return None
-        if (found := _without(each, bins, single, budget)) is not None:
-            return found
+        if (remaining := _without(each, bins, single, budget)) is not None:
+            return remaining
     return None
 
 
@@ -127,7 +127,7 @@ def _without(
         fitting = [each for each in others if each.cost(row) <= each.room]
         if not fitting:
             return None
-        # Where its prompt is already; else where its siblings may follow it.
+        # A bin with its prompt is best; otherwise one with room for its siblings.
         best = min(fitting, key=lambda each: (each.cost(row), -each.room))
         num_added += best.cost(row)
         best.add(row)

@@ -1,4 +1,4 @@
-"""Dialogues and preferences from JSON lines, and as examples of tokens.
+"""Reads dialogues and preferences from JSON lines, and encodes them as examples.
 
     {"messages": [...]}                                     what to say
     {"messages": [...], "chosen": ..., "rejected": ...}     what to say rather than what
@@ -29,12 +29,12 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A dialogue of which the assistant's part is learned."""
+    """A dialogue whose assistant messages are learned."""
 
     messages: Sequence[Message]
     tools: ToolSchemas = ()
     where: str = "a dialogue"
-    """For errors: the file and the line."""
+    """The file and line, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Preference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Examples, and what did not become one."""
+    """Examples, and the number of items that did not become one."""
 
     examples: list[Example]
     num_too_long: int
@@ -66,7 +66,7 @@ def read_file(path: Path, *, is_preference: bool) -> list[Written | Preference]:
         DataError: the file is missing or a line is broken; the message names file and line.
         NothingToDoError: the file is empty.
     """
-    found: list[Written | Preference] = []
+    items: list[Written | Preference] = []
     for where, row in _rows(path):
         tools = row.get("tools") or ()
         if not isinstance(tools, list | tuple) or not all(isinstance(t, dict) for t in tools):
@@ -75,13 +75,13 @@ def read_file(path: Path, *, is_preference: bool) -> list[Written | Preference]:
         if not is_preference:
             if "chosen" in row:
                 raise DataError(
-                    f"{where}: it has `chosen`: a preference, and no dialogue",
+                    f"{where}: it has `chosen`, so it is a preference, not a dialogue",
                     hints=["learn from preferences with --objective dpo or --objective rm"],
                 )
             messages = _messages(_field(row, "messages", where), f"{where}: messages", "user")
-            found.append(Written(messages=messages, tools=tools, where=where))
+            items.append(Written(messages=messages, tools=tools, where=where))
             continue
-        found.append(
+        items.append(
             Preference(
                 messages=_messages(_field(row, name, where), f"{where}: {name}", "user"),
                 chosen=_messages(_field(row, "chosen", where), f"{where}: chosen", "assistant"),
@@ -92,9 +92,9 @@ def read_file(path: Path, *, is_preference: bool) -> list[Written | Preference]:
                 where=where,
             )
         )
-    if not found:
+    if not items:
         raise NothingToDoError(f"{path} has no rows")
-    return found
+    return items
 
 
 def encode(
@@ -104,17 +104,17 @@ def encode(
     max_context: int,
     has_closing: bool = False,
 ) -> Encoded:
-    """Dialogues as examples: each branch of a `Written` is one, a `Preference` is a pair.
+    """Encode dialogues as examples: each branch of a `Written` is one, a `Preference` is a pair.
 
     Args:
-        data: what was read.
-        renderer: of the policy.
-        max_context: longer ones are left out, and counted: cut ones would end in the middle.
-        has_closing: rows end with what the template writes after the last turn, as those of a
+        data: dialogues and preferences.
+        renderer: the policy's renderer.
+        max_context: longer examples are dropped and counted, because cut ones would end early.
+        has_closing: whether rows end with the template's text after the last turn, as those of a
             reward model do.
 
     Raises:
-        DataError: an assistant that says nothing; branches in what is compared.
+        DataError: an assistant message is empty, or a compared continuation branches.
         ConfigError: the template refuses a dialogue.
     """
     tail = closing_ids(renderer) if has_closing else ()
@@ -122,14 +122,14 @@ def encode(
     num_too_long = 0
     for item in data:
         try:
-            found = (
+            encoded = (
                 [_pair(item, renderer, tail)]
                 if isinstance(item, Preference)
                 else _singles(item, renderer)
             )
         except DataError as error:
             raise DataError(f"{item.where}: {error}", hints=error.hints) from None
-        for example in found:
+        for example in encoded:
             if max(len(row.token_ids) for row in example) > max_context:
                 num_too_long += 1
             else:
@@ -139,8 +139,8 @@ def encode(
 
 def _singles(item: Written, renderer: Renderer) -> list[Example]:
     return [
-        (TokenRow(token_ids=found.token_ids, mask=found.mask),)
-        for found in transcribe(renderer, item.messages, item.tools)
+        (TokenRow(token_ids=branch.token_ids, mask=branch.mask),)
+        for branch in transcribe(renderer, item.messages, item.tools)
     ]
 
 
@@ -152,8 +152,8 @@ def _pair(item: Preference, renderer: Renderer, tail: tuple[int, ...]) -> Exampl
         )
         if len(branches) > 1:
             raise DataError(
-                "the chat template rewrites its earlier text after the first answer, so that what "
-                "is compared is no one sequence of tokens",
+                "the chat template rewrites its earlier text after the first answer, so that the "
+                "compared texts are not single sequences of tokens",
                 hints=["give one assistant message each as chosen and rejected"],
             )
         rows.append(branches[0])
@@ -198,7 +198,7 @@ def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _messages(value: Any, where: str, role: str) -> list[Message]:
-    """A list of messages; a text alone is what `role` says."""
+    """Parse a list of messages; a plain text becomes one message of `role`."""
     if isinstance(value, str):
         value = {"role": role, "content": value}
     if isinstance(value, dict):
@@ -213,7 +213,7 @@ def _message(value: Any, where: str) -> Message:
         raise DataError(f"{where} is {value!r:.80}; a message is an object")
     role, content = value.get("role"), value.get("content")
     if role not in _ROLES:
-        near = did_you_mean(str(role), _ROLES) or f"there is: {', '.join(_ROLES)}"
+        near = did_you_mean(str(role), _ROLES) or f"available: {', '.join(_ROLES)}"
         raise DataError(f"{where}: no role {role!r}", hints=[near])
     if content is None and value.get("tool_calls"):
         content = ""

@@ -1,4 +1,4 @@
-"""A batch as numbers: what estimators see of it, columns of numbers per token, and its metrics."""
+"""A batch as tensors: inputs of estimators, columns of values per token, and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
 
 class TokenBatch:
-    """Numbers of the trained tokens of some rows, by name; each [T_row] on the rows' device."""
+    """Named values of the trained tokens of some rows; each [T_row] on the rows' device."""
 
     def __init__(self, rows: Sequence[TokenSequence], device: torch.device) -> None:
         self._lengths = [row.num_trainable for row in rows]
@@ -26,32 +26,32 @@ class TokenBatch:
         return name in self._values
 
     def put(self, name: str, values_T: Tensor) -> None:
-        """Numbers of all tokens, row after row."""
+        """Store values of all tokens, row after row."""
         self._values[name] = torch.split(values_T.to(self._device), self._lengths)
 
     def take(self, name: str, indexes: Sequence[int]) -> Tensor:
-        """Those of the rows `indexes`, in that order."""
+        """Return the values of the rows `indexes`, in that order."""
         values = self._values[name]
         return torch.cat([values[i] for i in indexes])
 
     def all(self, name: str) -> Tensor:
-        """Those of all rows."""
+        """Return the values of all rows."""
         return torch.cat(self._values[name])
 
     def per_row(self, values: Sequence[float], indexes: Sequence[int]) -> Tensor:
-        """One number for each of the rows `indexes`, repeated for its tokens."""
+        """Repeat one value per row of `indexes` for the row's tokens."""
         lengths = torch.tensor([self._lengths[i] for i in indexes])
         values_B = torch.tensor(values, dtype=torch.float32)
         return values_B.repeat_interleave(lengths).to(self._device)
 
     def row_ids(self, indexes: Sequence[int]) -> Tensor:
-        """0, 1, 2, ...: which of `indexes` each token belongs to."""
+        """Return the position in `indexes` of each token's row: 0, 1, 2, ..."""
         lengths = torch.tensor([self._lengths[i] for i in indexes])
         return torch.arange(len(indexes)).repeat_interleave(lengths).to(self._device)
 
 
 def trained(rows: Sequence[TokenSequence], name: str) -> Tensor:
-    """The named numbers of the tokens that the rows train on, [T]."""
+    """Return the named values of the tokens that the rows train on, [T]."""
     return torch.tensor(
         [
             value
@@ -65,10 +65,10 @@ def trained(rows: Sequence[TokenSequence], name: str) -> Tensor:
 def advantage_inputs(
     rows: Sequence[TokenSequence], config: TrainerConfig, max_new_tokens: int
 ) -> AdvantageInputs:
-    """Rewards, shaped, on the last token of their turn, and whose tokens are whose.
+    """Make the inputs of estimators: shaped rewards, and the turn and trajectory of each token.
 
-    `rows` are all branches of all trajectories, in order. What shaping changes of a trajectory's
-    reward, but for the scale, falls on its last turn.
+    `rows` are all branches of all trajectories, in order. Changes of a trajectory's reward by
+    shaping, except for the scale, apply to its last turn.
     """
     heads = [row for row in rows if row.branch == 0]
     turn_rewards = [list(row.turn_rewards) or [0.0] for row in heads]
@@ -109,7 +109,7 @@ class Totals(dict[str, float]):
 
 
 class MeansByLag:
-    """Means of a number per token, apart by how old the token's policy is: 0 to 4, and more."""
+    """Means of a value per token, by the staleness of the token: 0 to 4, and more."""
 
     _MAX = 5
 
@@ -119,14 +119,14 @@ class MeansByLag:
         self._counts = torch.zeros(self._MAX + 1)
 
     def add(self, versions_T: Tensor, values_T: Tensor) -> None:
-        """Count these tokens in."""
-        # After --from-step, the journal may have groups of weights that are still to come again.
+        """Add the values of some tokens."""
+        # After --from-step, the journal may have groups of versions that are still in the future.
         lags_T = (self._version - versions_T.cpu()).clamp(0, self._MAX)
         self._sums.index_add_(0, lags_T, values_T.cpu().float())
         self._counts += lags_T.bincount(minlength=self._MAX + 1)
 
     def metrics(self, prefix: str, ranks: Ranks = ALONE) -> dict[str, float]:
-        """The means over all ranks, as `{prefix}{lag}`, of those lags that there are."""
+        """Return the means over all ranks, as `{prefix}{lag}`, of the lags that occur."""
         sums, counts = torch.stack(ranks.gather(torch.stack((self._sums, self._counts)))).sum(0)
         return {
             f"{prefix}{lag}{'+' if lag == self._MAX else ''}": float(sums[lag] / count)
@@ -136,7 +136,7 @@ class MeansByLag:
 
 
 def batch_metrics(rows: Sequence[TokenSequence], version: int) -> dict[str, float]:
-    """What the environment gave, as it gave it, and how old the tokens are."""
+    """Return metrics of unshaped rewards, staleness and sizes."""
     heads = [row for row in rows if row.branch == 0]
     rewards_G = torch.tensor([row.reward for row in heads], dtype=torch.float64)
     by_group: dict[int, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Batches without padding in the matrix products, and a group's prompt forwarded once.
+"""Packs batches without padding in matrix products; the prompt of a group is forwarded once.
 
 The rows of a micro-batch lie on one flat axis of N tokens. Rows that begin with the same prompt
 share its tokens (a prefix tree of depth one): the prompt is forwarded once, and every continuation
@@ -30,7 +30,7 @@ from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.varlen import VarlenPlan, fits_kernel, plan_varlen
 
 _MAX_ROWS = 64
-"""Rows of one rectangle."""
+"""The limit of rows in one rectangle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class Block:
     """One rectangle of attention: `B` rows, `Q` queries, `K` keys."""
 
     query_index_BQ: Tensor
-    """Flat positions of the queries; padding points anywhere."""
+    """Flat positions of the queries; padding has arbitrary ones."""
     key_index_BK: Tensor
     mask_B1QK: Tensor
-    """0 where a query may look, -inf elsewhere; every query sees at least one key."""
+    """0 where a query attends, -inf elsewhere; every query attends to at least one key."""
     query_position_BQ: Tensor
-    """Where in its sequence each query stands."""
+    """The position of each query in its sequence."""
     key_position_BK: Tensor
     longest: int
-    """No two tokens are so far apart."""
+    """An upper bound of the distance between two tokens."""
     _windowed: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, window: int | None) -> Tensor:
-        """`mask_B1QK`, and nothing that is `window` tokens old or older; computed once."""
+        """Return `mask_B1QK` without keys that are `window` tokens old or older; computed once."""
         if window is None or window >= self.longest:
             return self.mask_B1QK
         if window not in self._windowed:
@@ -85,7 +85,7 @@ class PackedBatch:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """The decoder's `Attend` of this batch."""
+        """Compute the attention of this batch; see the decoder's `Attend`."""
         if fits_kernel(v_NKD, softcap):
             return self.varlen_plan.attend(q_NHD, k_NKD, v_NKD, window=window)
         if softcap is None and has_kernel(q_NHD, k_NKD, v_NKD):
@@ -95,19 +95,19 @@ class PackedBatch:
 
     @property
     def num_query_slots(self) -> int:
-        """Queries of the attention, padding included, as far as it needed rectangles."""
+        """The number of attention queries, including the padding of rectangles if there are any."""
         if "rectangles" in vars(self):
             return sum(block.query_index_BQ.numel() for block in self.rectangles[0])
         return len(self.token_ids_N)
 
     @cached_property
     def varlen_plan(self) -> VarlenPlan:
-        """The same attention as one call of the variable-length kernel."""
+        """The arguments of one call of the variable-length kernel for this batch."""
         return plan_varlen(self.segments, self.token_ids_N.device)
 
     @cached_property
     def segments_S6(self) -> Tensor:
-        """The segments as the kernel for CPUs reads them."""
+        """The segments in the form of the CPU kernel."""
         return torch.tensor(
             [
                 (mine.start, len(mine), prompt.start, prompt.stop, mine.start, mine.stop)
@@ -118,7 +118,7 @@ class PackedBatch:
 
     @cached_property
     def rectangles(self) -> tuple[tuple[Block, ...], Tensor]:
-        """Blocks, and where each flat token's output lies in their concatenated, padded outputs."""
+        """The blocks, and the index of each flat token in their concatenated, padded outputs."""
         device = self.token_ids_N.device
         ordered = sorted(
             self.segments, key=lambda pair: (bool(pair[0]), len(pair[1]), len(pair[0]))
@@ -134,7 +134,7 @@ class PackedBatch:
 
 
 def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch:
-    """Lay rows on the flat axis: prompts, then what follows them, siblings side by side."""
+    """Place rows on the flat axis: prompts, then their continuations, siblings side by side."""
     token_ids: list[int] = []
     positions: list[int] = []
 
@@ -175,7 +175,8 @@ def attend_blocks(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of each rectangle; [N, H, D] in, [N, H, D] out. Gathers carry exact gradients."""
+    """Compute the attention of each rectangle; [N, H, D] in, [N, H, D] out. Gathers have exact
+    gradients."""
     num_groups = q_NHD.shape[1] // k_NKD.shape[1]
     outputs = []
     for block in blocks:
@@ -196,7 +197,7 @@ def attend_blocks(
 
 
 def _similar(rectangles: list[Segment]) -> Iterator[list[Segment]]:
-    """Runs of rectangles whose rows are of one kind and of similar length."""
+    """Yield runs of rectangles whose rows are of one kind and of similar length."""
     chunk: list[Segment] = []
     for prompt, mine in rectangles:
         if chunk and (
@@ -242,7 +243,7 @@ def _block(chunk: list[Segment], device: torch.device | str) -> Block:
 
 
 def _real_queries(chunk: list[Segment]) -> Tensor:
-    """For each padded query in order: its flat position, -1 for padding."""
+    """Return the flat position of each padded query in order; -1 for padding."""
     width = max(len(mine) for _, mine in chunk)
     flat = itertools.chain.from_iterable(
         (*mine, *([-1] * (width - len(mine)))) for _, mine in chunk

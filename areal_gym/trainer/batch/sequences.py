@@ -1,4 +1,4 @@
-"""From trajectories to flat rows of trainable tokens.
+"""Converts trajectories to flat rows of trainable tokens.
 
 Nothing is decoded or encoded here: a sequence is the concatenation of the spans of one branch,
 which is what the engine saw and sampled. The reward belongs to the trajectory (to its last
@@ -23,44 +23,45 @@ class Sequence:
     loss_mask: tuple[bool, ...]
     """True on the tokens that the policy sampled."""
     old_logprobs: tuple[float, ...]
-    """Recorded while sampling; 0 where the policy did not sample."""
+    """Log-probabilities recorded while sampling; 0 on tokens that the policy did not sample."""
     versions: tuple[int, ...]
-    """The policy version that sampled each token; -1 where it did not sample."""
+    """The policy version that sampled each token; -1 on tokens that the policy did not sample."""
     turn_ids: tuple[int, ...] = ()
-    """The turn that each token belongs to, or that it precedes."""
+    """The turn of each token; tokens before a turn count as part of it."""
     turn_rewards: tuple[float, ...] = ()
     """One per turn of the whole trajectory."""
     num_prompt_tokens: int = 0
-    """Leading tokens that siblings have in common."""
+    """Leading tokens that siblings share."""
     group_id: int = 0
-    """Which group of the batch the row belongs to."""
+    """The row's group in the batch."""
     trajectory_id: int = 0
-    """Which trajectory of the batch."""
+    """The row's trajectory in the batch."""
     branch: int = 0
-    """Which branch of the trajectory."""
+    """The row's branch of its trajectory."""
     is_truncated: bool = False
-    """The trajectory met a limit before its end."""
+    """Whether a limit ended the trajectory."""
     teacher_logprobs: tuple[float, ...] = ()
-    """A teacher's, 0 where the policy did not sample; empty without one."""
+    """A teacher's log-probabilities, 0 on tokens that the policy did not sample; empty without a
+    teacher."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def reward(self) -> float:
-        """Sum over the turns."""
+        """The sum of rewards over the turns."""
         return sum(self.turn_rewards)
 
     @property
     def num_trainable(self) -> int:
-        """How many tokens are trained on."""
+        """The number of tokens to train on."""
         return sum(self.loss_mask)
 
 
 def make_sequences(
     trajectory: Trajectory, group_id: int = 0, trajectory_id: int = 0
 ) -> list[Sequence]:
-    """The training rows of a trajectory: one per branch, and an empty one where there is none."""
+    """Make the training rows of a trajectory: one per branch, or an empty one without branches."""
     return [
         _make_sequence(
             spans,
@@ -104,7 +105,7 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
 
 
 def sequences_of(groups: list[Group] | tuple[Group, ...]) -> list[Sequence]:
-    """The rows of a batch in order; ids are places in the batch."""
+    """Make the rows of a batch in order; ids count groups and trajectories of the batch."""
     rows: list[Sequence] = []
     trajectory_ids = itertools.count()
     for group_id, group in enumerate(groups):

@@ -2,7 +2,8 @@
 
 `torch.nn.attention.varlen` (FlashAttention-2, Dao 2023) works on GPUs of the Ampere generation or
 newer, in float16 and bfloat16. Each prompt and each continuation is a segment: its queries are a
-run of the flat axis, its keys are gathered, the prompt's and its own, and the last query sees all.
+run of the flat axis, its keys are gathered, the prompt's and its own, and the last query attends to
+all.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import torch
 from torch import Tensor
 
 _MAX_HEAD_DIM = 256
-"""The kernel's."""
+"""The kernel's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Where the queries and keys of each segment are."""
+    """The positions of each segment's queries and keys."""
 
     key_index_P: Tensor
     """Flat positions of all segments' keys, one segment after the other."""
     query_ends: Tensor
-    """[segments + 1], int32: 0, and where each one's queries end on the flat axis."""
+    """[segments + 1], int32: 0, and the end of each segment's queries on the flat axis."""
     key_ends: Tensor
-    """[segments + 1], int32: the same of the keys, in `key_index_P`."""
+    """[segments + 1], int32: the same for the keys, in `key_index_P`."""
     most_queries: int
     most_keys: int
 
@@ -43,11 +44,11 @@ class VarlenPlan:
         window: int | None = None,
         kernel: Callable[..., Any] | None = None,
     ) -> Tensor:
-        """[N, H, D], as the decoder's `Attend`; `kernel` is torch's unless another is given."""
+        """Compute attention as `Attend` does, [N, H, D]; `kernel` is torch's by default."""
         kernel = kernel or _kernel()
         assert kernel is not None
         out_NHD: Tensor = kernel(
-            # Rotation is in float32 where autocast computes the rest in bfloat16.
+            # Rotation is in float32 even if autocast computes the rest in bfloat16.
             q_NHD.to(v_NKD.dtype),
             k_NKD.to(v_NKD.dtype)[self.key_index_P],
             v_NKD[self.key_index_P],
@@ -62,13 +63,13 @@ class VarlenPlan:
 
 
 def plan_varlen(segments: Sequence[tuple[range, range]], device: torch.device | str) -> VarlenPlan:
-    """Plan attention.
+    """Make the plan of some segments.
 
     Args:
-        segments: (flat positions of a prompt, of what follows it) of each segment; what follows
+        segments: (flat positions of a prompt, of its continuation) per segment; the continuation
             attends to both. A prompt itself is a segment without a prompt. The second ranges cover
             the flat axis.
-        device: of the tensors.
+        device: the device of the tensors.
     """
     ordered = sorted(segments, key=lambda pair: pair[1].start)
     keys = [[*prompt, *mine] for prompt, mine in ordered]
@@ -84,7 +85,7 @@ def plan_varlen(segments: Sequence[tuple[range, range]], device: torch.device | 
 
 
 def fits_kernel(v_NKD: Tensor, softcap: float | None) -> bool:
-    """Whether the kernel can do it: on a GPU, in 16 bits, without soft caps."""
+    """Return whether the kernel supports these: on a GPU, in 16 bits, without soft caps."""
     return bool(
         v_NKD.is_cuda
         and v_NKD.dtype in (torch.float16, torch.bfloat16)
@@ -97,7 +98,7 @@ def fits_kernel(v_NKD: Tensor, softcap: float | None) -> bool:
 
 @functools.cache
 def _kernel() -> Callable[..., Any] | None:
-    """None where torch is older than the kernel."""
+    """Return the kernel; None if torch is older than it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,4 +1,4 @@
-"""FSDP2: each rank keeps a part of every weight, and gets the whole of a layer while it needs it.
+"""FSDP2: each rank keeps a shard of every weight, and gathers a layer while it needs it.
 
 Zhao et al. 2023; `torch.distributed.fsdp.fully_shard`. Master weights, gradients and optimizer
 states are float32 and sharded; with `dtype="bfloat16"` layers are gathered and computed in
@@ -31,10 +31,10 @@ from areal_gym.trainer.parallel.rank_group import Ranks
 
 
 def _require_compiler() -> None:
-    name = os.environ.get("CXX", "g++")  # as torch's inductor looks for it
+    name = os.environ.get("CXX", "g++")  # as torch's inductor does
     if shutil.which(name) is None:
         raise ConfigError(
-            f"trainer.compile=true needs a C++ compiler, and {name!r} is not installed",
+            f"trainer.compile=true needs a C++ compiler, but {name!r} is not installed",
             hints=[
                 "install g++, or name another: CXX=COMPILER",
                 "trainer.compile=false needs none",
@@ -43,14 +43,14 @@ def _require_compiler() -> None:
 
 
 def prepare_decoder(decoder: Decoder, config: TrainerConfig, ranks: Ranks) -> None:
-    """What the settings say of a decoder's layers; then keep only this rank's part of the weights.
+    """Apply the settings to a decoder's layers, and shard its weights.
 
-    The rest (embeddings, the last norm, the output projection) is gathered as one piece and stays
-    whole from the forward pass to the end of the backward pass: the loss needs the output
+    The weights outside of layers (embeddings, the last norm, the output projection) are gathered
+    as one piece and stay whole until the end of the backward pass: the loss needs the output
     projection after the decoder has returned.
 
     Raises:
-        ConfigError: the layers are to be compiled for a CPU, and there is no compiler.
+        ConfigError: the settings compile layers for a CPU, and there is no compiler.
     """
     decoder.recomputes_layers = config.recompute_layers
     if config.compile:
@@ -60,22 +60,22 @@ def prepare_decoder(decoder: Decoder, config: TrainerConfig, ranks: Ranks) -> No
             cast(nn.Module, layer.mlp).compile(dynamic=True)
     if ranks.size == 1:
         return
-    how = _how(decoder, config, ranks)
+    options = _fsdp_options(decoder, config, ranks)
     for layer in decoder.model.layers:
-        fully_shard(layer, **how)
-    fully_shard(decoder, reshard_after_forward=False, **how)
+        fully_shard(layer, **options)
+    fully_shard(decoder, reshard_after_forward=False, **options)
 
 
 def shard_head(head: nn.Linear, config: TrainerConfig, ranks: Ranks) -> None:
-    """As `prepare_decoder`, for a head that is applied to hidden states."""
+    """Shard a head that is applied to hidden states."""
     if ranks.size > 1:
-        fully_shard(head, **_how(head, config, ranks))
+        fully_shard(head, **_fsdp_options(head, config, ranks))
 
 
 def drop_gathered(*modules: object) -> None:
-    """Let go of what a forward pass without a backward pass has left gathered.
+    """Free weights that a forward pass without a backward pass has left gathered.
 
-    Without it the next forward pass would use these weights, though they have changed since.
+    Otherwise the next forward pass would use these weights, which may be outdated.
     """
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -83,17 +83,17 @@ def drop_gathered(*modules: object) -> None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a weight; every rank must ask."""
+    """Return a whole weight; every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole weights, one after the other; every rank must ask for all of them."""
+    """Yield names and whole weights one by one; every rank must iterate over all of them."""
     for name, tensor in module.state_dict().items():
         yield name, full(tensor.detach())
 
 
-def _how(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
+def _fsdp_options(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     device = next(module.parameters()).device.type
     offload = OffloadPolicy()
     if config.cpu_offload and device == "cuda":

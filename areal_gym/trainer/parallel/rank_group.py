@@ -1,8 +1,8 @@
-"""Several processes that train one policy together, as one of them sees the others.
+"""The ranks that train one policy together, seen from one of them.
 
-Every rank is given the whole batch and does its share of the forward and backward passes. What is
-said here is small: metrics, and numbers per token that are known before the first update. Weights
-and gradients are the business of `areal_gym.trainer.parallel.fsdp`.
+Every rank gets the whole batch and computes its share of the forward and backward passes. Ranks
+exchange small data here: metrics, and values per token known before the first update.
+`areal_gym.trainer.parallel.fsdp` exchanges weights and gradients.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among `size`; by default it is alone.
+    """This process as one of `size` ranks; by default it is the only one.
 
-    With more than one, `torch.distributed` has been initialised, and every rank calls the same
+    With more than one, `torch.distributed` must be initialised, and every rank must call the same
     methods in the same order.
     """
 
@@ -27,27 +27,27 @@ class Ranks:
     size: int = 1
 
     def share(self, members: Sequence[int], costs: Sequence[int]) -> list[int]:
-        """The part of `members` that this rank works on, cut where the costs are balanced.
+        """Return this rank's part of `members`; the costs of all parts are balanced.
 
-        Neighbours stay together: siblings stand side by side, and share their prompt.
+        Neighbours stay together: siblings are adjacent, and share their prompt.
         """
         ends = list(accumulate(costs))
         total = ends[-1] if ends else 0
         low, high = (total * (self.rank + i) / self.size for i in (0, 1))
-        # A member belongs to the rank in whose part its middle lies.
+        # A member belongs to the rank whose part contains its middle.
         middles = [end - cost / 2 for end, cost in zip(ends, costs, strict=True)]
         return [m for m, middle in zip(members, middles, strict=True) if low <= middle < high]
 
-    def gather(self, found: Any) -> list[Any]:
-        """What each rank has found, in the order of the ranks; must be picklable."""
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of the ranks; values must be picklable."""
         if self.size == 1:
-            return [found]
+            return [value]
         gathered: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(gathered, found)
+        torch.distributed.all_gather_object(gathered, value)
         return gathered
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sums over all ranks, each of which has the same keys or a part of them."""
+        """Return sums over all ranks, whose keys may differ."""
         totals: dict[str, float] = {}
         for part in self.gather(dict(values)):
             for name, value in part.items():
@@ -55,7 +55,7 @@ class Ranks:
         return totals
 
     def largest(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
+        """Return the maximum over all ranks."""
         return max(int(other) for other in self.gather(number))
 
 

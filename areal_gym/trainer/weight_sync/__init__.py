@@ -1,4 +1,4 @@
-"""How new weights reach the engine: plugins of kind `weight-syncs`."""
+"""Weight syncs bring new weights to the engine: plugins of kind `weight-syncs`."""
 
 from areal_gym.trainer.weight_sync.base import WeightSync, make_weight_sync, weights_for
 

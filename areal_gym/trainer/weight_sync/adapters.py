@@ -1,4 +1,4 @@
-"""LoRA adapters as versions: the base model stays, what is published is small."""
+"""Publishes LoRA adapters as versions; the base model stays on the servers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_A\.weight")
 
 
 class LoraWeightSync:
-    """Each version is an adapter of its own, `policy-v7`; requests name the one they want.
+    """Publishes each version as an adapter, `policy-v7`, which requests name.
 
     Servers must have been started for adapters (SGLang: `--enable-lora --max-lora-rank R
-    --lora-target-modules ...`). Loading an adapter leaves a server's version as it is, so it is
-    told. Requests in flight are sent again: one request has one adapter to its end.
+    --lora-target-modules ...`). Loading an adapter does not change a server's version, so it is
+    set separately. Requests in flight are sent again, because a request keeps its adapter.
 
     Args:
-        engine: has servers.
-        directory: where adapters are written, in peft's layout; servers read the same path.
+        engine: an engine with servers.
+        directory: adapters are written here, in peft's layout; servers read the same path.
         alpha: the update of a matrix is alpha / r * B A.
     """
 
     takes_adapter = True
-    """It publishes what `Trainer.adapter` gives."""
+    """It publishes the result of `Trainer.adapter`."""
 
     def __init__(self, engine: Engine, *, directory: Path, alpha: float = 16.0) -> None:
         self._engine = require_remote(engine, "lora")
@@ -47,10 +47,10 @@ class LoraWeightSync:
 
         Args:
             weights: peft's names (`base_model.model.NAME.lora_A.weight`, `lora_B`) and tensors.
-            version: of the policy.
+            version: the policy version.
 
         Raises:
-            ConfigError: the weights are no adapter.
+            ConfigError: the weights are not an adapter.
             EngineError: no server took it.
         """
         name = f"policy-v{version}"
@@ -59,8 +59,8 @@ class LoraWeightSync:
         async def load(server: WeightServer) -> None:
             adapter = {"lora_name": name, "lora_path": str(path.absolute())}
             await server.post("/load_lora_adapter", adapter, timeout_s=_LOAD_S)
-            told = {"new_version": str(version), "abort_all_requests": False}
-            await server.post("/update_weight_version", told, timeout_s=_LOAD_S)
+            body = {"new_version": str(version), "abort_all_requests": False}
+            await server.post("/update_weight_version", body, timeout_s=_LOAD_S)
 
         async with self._engine.updating(version, must_abort=True) as servers:
             alive = await on_all(servers, load)
@@ -69,13 +69,13 @@ class LoraWeightSync:
             body = {"lora_name": old}
             await asyncio.gather(
                 *(s.post("/unload_lora_adapter", body, timeout_s=_LOAD_S) for s in alive),
-                return_exceptions=True,  # a server that came back has never had it
+                return_exceptions=True,  # a server that came back may not have it
             )
             shutil.rmtree(self._directory / old, ignore_errors=True)
         self._published = [name]
 
     async def aclose(self) -> None:
-        """Delete what was published; checkpoints are somebody else's."""
+        """Delete the published files; checkpoints are separate."""
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     def _write(self, weights: dict[str, Tensor], name: str) -> Path:
@@ -90,17 +90,17 @@ class LoraWeightSync:
 
 
 def adapter_config(weights: dict[str, Tensor], *, alpha: float) -> dict[str, object]:
-    """What `adapter_config.json` of these weights must say.
+    """Return the content of `adapter_config.json` for these weights.
 
     Raises:
-        ConfigError: they are no adapter, or its matrices have several ranks.
+        ConfigError: they are not an adapter, or its matrices have several ranks.
     """
     downs = {m[1]: t for n, t in weights.items() if (m := _NAME.fullmatch(n))}
     ranks = {tensor.shape[0] for tensor in downs.values()}
     if len(ranks) != 1:
-        found = f"ranks {sorted(ranks)}" if ranks else f"names like {next(iter(weights), None)!r}"
+        problem = f"ranks {sorted(ranks)}" if ranks else f"names like {next(iter(weights), None)!r}"
         raise ConfigError(
-            f"trainer.weight_sync=lora publishes one LoRA adapter; these weights have {found}",
+            f"trainer.weight_sync=lora publishes one LoRA adapter; these weights have {problem}",
             hints=["whole weights need trainer.weight_sync=disk, tensor or distributed"],
         )
     return {

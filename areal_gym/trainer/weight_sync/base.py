@@ -1,7 +1,7 @@
 """The contract of weight syncs, and the choice of one.
 
 A weight sync brings named tensors (Hugging Face's names) to an engine under a version. It returns
-when the engine samples with them; the engine itself checks that each of its servers says so.
+when the engine samples with them; the engine itself checks the version of each of its servers.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from areal_gym.errors import ConfigError, EngineError
 from areal_gym.plugins import registry
 
 Weights = Iterable[tuple[str, Tensor]]
-"""Hugging Face names and tensors; they may change after `publish` has returned, not before."""
+"""Hugging Face names and tensors, which must not change before `publish` returns."""
 
 
 class WeightSync(Protocol):
     """Publishes weights under a version.
 
-    The class is called with the engine, `directory=` (a place of its own in the run directory,
-    which need not exist yet) and the settings' `kwargs`.
+    The class is called with the engine, `directory=` (its own directory in the run directory, which
+    need not exist yet) and the settings' `kwargs`.
     """
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Returns when the engine samples with the new weights.
+        """Publish weights; return when the engine samples with them.
 
         Raises:
-            EngineError: no server took them; those that there are keep the old ones.
+            EngineError: no server took them; the servers keep the old ones.
         """
         ...
 
     async def aclose(self) -> None:
-        """Give back what was held: groups, files. Idempotent."""
+        """Free process groups and files. Idempotent."""
         ...
 
 
@@ -54,16 +54,16 @@ def weights_for(weight_sync: WeightSync, learner: Any) -> Weights:
 def make_weight_sync(
     engine: Engine, settings: PluginConfig, *, directory: Path, lora: LoraConfig | None = None
 ) -> WeightSync:
-    """The weight sync of the settings; "auto" takes what the engine needs.
+    """Make the weight sync of the settings; "auto" chooses one for the engine.
 
     Args:
-        engine: that samples.
+        engine: the engine that samples.
         settings: `trainer.weight_sync`.
         directory: where it may write.
-        lora: the adapter that is trained, if one is.
+        lora: the settings of the trained adapter, if there is one.
 
     Raises:
-        UnknownIdError: nobody registered it.
+        UnknownIdError: its id is not registered.
         ConfigError: it does not fit the engine, or its arguments do not fit it.
     """
     id, kwargs = settings.id, dict(settings.kwargs)
@@ -88,10 +88,10 @@ def make_weight_sync(
 
 
 def require_remote(engine: Engine, id: str) -> RemoteEngine:
-    """The engine, which must have servers.
+    """Return the engine, which must have servers.
 
     Raises:
-        ConfigError: it lives in this process.
+        ConfigError: the engine runs in this process.
     """
     if not isinstance(engine, RemoteEngine):
         raise ConfigError(
@@ -104,10 +104,10 @@ def require_remote(engine: Engine, id: str) -> RemoteEngine:
 async def on_all(
     servers: Sequence[WeightServer], act: Callable[[WeightServer], Awaitable[object]]
 ) -> list[WeightServer]:
-    """Do the same on all servers at once, and return those where it went well.
+    """Run `act` for all servers at once, and return those where it succeeded.
 
     Raises:
-        EngineError: it went wrong everywhere; the first server's reason.
+        EngineError: it failed everywhere; this is the first server's error.
     """
     results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]

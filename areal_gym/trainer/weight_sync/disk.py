@@ -1,4 +1,4 @@
-"""Weights over a file system that trainer and servers share."""
+"""Publishes weights over a file system that trainer and servers share."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from areal_gym.utils.files import readable_disk_errors
 
 
 class DiskWeightSync:
-    """One directory per version, which appears whole; servers load it, the one before it goes.
+    """Writes one directory per version atomically; servers load it, older versions are deleted.
 
-    The files are written before generation is interrupted. The newest version stays, so that a
-    server which was started again can be given the weights of the others.
+    The files are written before generation is interrupted. The newest version is kept, so that a
+    restarted server can load the weights of the others.
 
     Args:
-        engine: has servers.
-        directory: where versions are written; servers read the same path.
-        dtype: of the files ("bfloat16" halves them); as the weights are by default.
+        engine: an engine with servers.
+        directory: versions are written here; servers read the same path.
+        dtype: the type of the files ("bfloat16" halves them); that of the weights by default.
     """
 
     def __init__(self, engine: Engine, *, directory: Path, dtype: str | None = None) -> None:
@@ -33,7 +33,7 @@ class DiskWeightSync:
         self._dtype = None if dtype is None else getattr(torch, dtype)
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Write, interrupt, load everywhere, go on.
+        """Write the files, interrupt generation, load them everywhere, resume.
 
         Raises:
             TrainError: the disk is full or not writable.
@@ -42,16 +42,16 @@ class DiskWeightSync:
         path = await asyncio.to_thread(self._write, weights, version)
         async with self._engine.updating(version) as servers:
             await on_all(servers, lambda server: server.load_from_disk(path, version))
-        await asyncio.to_thread(self._forget_all_but, path)
+        await asyncio.to_thread(self._delete_all_but, path)
 
     async def aclose(self) -> None:
-        """Delete what was published; checkpoints are somebody else's."""
+        """Delete the published files; checkpoints are separate."""
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     def _write(self, weights: Weights, version: int) -> Path:
         path = self._directory / f"version-{version:06d}"
         draft = path.with_name(f".{path.name}.tmp")
-        # A contiguous copy of its own for each: safetensors refuses tensors that share memory.
+        # Contiguous copies: safetensors refuses tensors that share memory.
         tensors = {name: tensor.to("cpu", self._dtype, copy=True) for name, tensor in weights}
         with readable_disk_errors(self._directory):
             shutil.rmtree(draft, ignore_errors=True)
@@ -64,7 +64,7 @@ class DiskWeightSync:
             draft.rename(path)
         return path
 
-    def _forget_all_but(self, path: Path) -> None:
+    def _delete_all_but(self, path: Path) -> None:
         for other in self._directory.iterdir():
             if other != path:
                 shutil.rmtree(other, ignore_errors=True)

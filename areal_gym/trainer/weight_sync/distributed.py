@@ -1,4 +1,4 @@
-"""Weights broadcast over a process group: NCCL between GPUs, gloo between CPUs."""
+"""Broadcasts weights over a process group: NCCL between GPUs, gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _names = itertools.count()
 
 
 class DistributedWeightSync:
-    """The trainer is rank 0 of a group with all ranks of all servers, and broadcasts.
+    """Broadcasts weights from the trainer, rank 0 of a group, to all ranks of all servers.
 
-    The group is made at the first publication, and anew when other servers take part.
+    The group is made at the first publication, and again when the servers change.
 
     Args:
-        engine: has servers.
+        engine: an engine with servers.
         directory: not used.
-        backend: "nccl" where the weights are on CUDA, "gloo" elsewhere, by default.
+        backend: by default "nccl" if the weights are on CUDA, otherwise "gloo".
         host: the address of this machine that the servers reach.
-        bucket_mb: what a server receives before it loads, in 10^6 bytes.
-        dtype: that is sent ("bfloat16" halves it); as the weights are by default.
+        bucket_mb: the size of the parts that a server receives and loads, in 10^6 bytes.
+        dtype: the type that is sent ("bfloat16" halves it); that of the weights by default.
         timeout_s: a server that does not take part by then has failed.
     """
 
@@ -58,10 +58,10 @@ class DistributedWeightSync:
         self._timeout_s = timeout_s
         self._group: Any = None
         self._group_name = ""
-        self._members: list[WeightServer] = []
+        self._servers: list[WeightServer] = []
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Interrupt, broadcast in the announced order, go on.
+        """Interrupt generation, broadcast in the announced order, resume.
 
         Raises:
             EngineError: no server took the weights.
@@ -69,7 +69,7 @@ class DistributedWeightSync:
         parts = list(buckets(weights, self._bucket_bytes, self._dtype))
         backend = self._backend or ("nccl" if parts[0][0][1].is_cuda else "gloo")
         async with self._engine.updating(version) as servers, update_session(servers) as alive:
-            if [server.url for server in alive] != [server.url for server in self._members]:
+            if [server.url for server in alive] != [server.url for server in self._servers]:
                 await self.aclose()
                 await self._join(alive, backend)
             for index, part in enumerate(parts):
@@ -78,13 +78,13 @@ class DistributedWeightSync:
                     await self._send(alive, part, version if is_last else None)
                 except Exception:
                     # Who has received what is unknown: the next publication makes a new group.
-                    self._members = []
+                    self._servers = []
                     raise
 
     async def aclose(self) -> None:
-        """Leave the group, and let the servers leave it."""
+        """Leave the group, also on the servers."""
         group, self._group = self._group, None
-        members, self._members = self._members, []
+        members, self._servers = self._servers, []
         if group is None:
             return
         body = {"group_name": self._group_name}
@@ -135,7 +135,7 @@ class DistributedWeightSync:
                         "weights travel without a group with trainer.weight_sync=disk or tensor",
                     ],
                 ) from failure
-        self._members = list(servers)
+        self._servers = list(servers)
 
     async def _send(
         self, servers: Sequence[WeightServer], part: list[tuple[str, Tensor]], version: int | None

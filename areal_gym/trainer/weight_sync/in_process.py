@@ -1,4 +1,4 @@
-"""Weights for an engine in this process."""
+"""Publishes weights to an engine in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_gym.trainer.weight_sync.base import Weights
 
 
 class InProcessWeightSync:
-    """The engine lives in this process and copies the tensors itself: no disk, no network.
+    """Hands the tensors to an engine in this process, which copies them: no disk, no network.
 
     Raises:
         ConfigError: the engine has servers.
@@ -29,4 +29,4 @@ class InProcessWeightSync:
         await self._engine.publish(weights, version)
 
     async def aclose(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""

@@ -1,4 +1,4 @@
-"""Weights in the body of requests: no file system in common, no process group."""
+"""Sends weights in the body of requests: no shared file system, no process group."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _TRANSFER_S = 600.0
 
 
 class TensorWeightSync:
-    """Tensors laid end to end in buckets of bounded size, one request each (SGLang's
-    `flattened_bucket`). They travel by value: SGLang's other way, handles of shared memory, kills
-    a server that is no child of this process.
+    """Sends tensors in buckets of limited size, one request each (SGLang's `flattened_bucket`).
+
+    Tensors are sent by value: SGLang's alternative, handles of shared memory, crashes a server that
+    is not a child of this process.
 
     Args:
-        engine: has servers.
+        engine: an engine with servers.
         directory: not used.
-        bucket_mb: size of a bucket, in 10^6 bytes; it is held about three times.
-        dtype: that is sent ("bfloat16" halves it); as the weights are by default.
+        bucket_mb: the size of a bucket, in 10^6 bytes; about three copies are in memory.
+        dtype: the type that is sent ("bfloat16" halves it); that of the weights by default.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class TensorWeightSync:
         self._dtype = None if dtype is None else getattr(torch, dtype)
 
     async def publish(self, weights: Weights, version: int) -> None:
-        """Interrupt, send bucket by bucket to all servers at once, go on.
+        """Interrupt generation, send bucket by bucket to all servers at once, resume.
 
         Raises:
             EngineError: no server took the weights.
@@ -59,11 +60,11 @@ class TensorWeightSync:
                 )
 
     async def aclose(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class _Send:
-    """One bucket to one server. The last one names the version: until then it is the old one's."""
+    """Sends one bucket to a server. Only the last one sets the new version."""
 
     def __init__(self, payload: str, version: int | None) -> None:
         self._payload = payload
@@ -83,7 +84,7 @@ class _Send:
 def buckets(
     weights: Weights, max_bytes: int, dtype: torch.dtype | None = None
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """The weights in order, in parts of at most `max_bytes`; a larger tensor is a part by itself.
+    """Yield the weights in order, in parts of at most `max_bytes`; a larger tensor is its own part.
 
     Nothing is copied, so the tensors must not change before the parts are used up.
     """
@@ -102,9 +103,9 @@ def buckets(
 
 
 def encode_bucket(part: Sequence[tuple[str, Tensor]]) -> str:
-    """SGLang's flattened bucket, pickled and in base64.
+    """Return SGLang's flattened bucket, pickled and in base64.
 
-    Its metadata are read by attribute only, so they need not be of SGLang's own class, which the
+    SGLang reads the metadata by attribute only, so they need not be of its own class, which the
     trainer does not have; plain namespaces pass its unpickler.
     """
     metadata = []

@@ -1,4 +1,4 @@
-"""The session around weights that do not come from a checkpoint directory."""
+"""Update sessions around weights that do not come from a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from areal_gym.trainer.weight_sync.base import on_all
 
 _CONTROL_S = 120.0
 BROKEN_WEIGHTS = "broken"
-"""The version that a server reports after a transfer that failed halfway: it must not serve."""
+"""The version that a server reports after a partial transfer, so that it does not serve."""
 
 
 @asynccontextmanager
 async def update_session(servers: Sequence[WeightServer]) -> AsyncIterator[list[WeightServer]]:
-    """Begin and end an update on every server that wants it said (SGLang 0.5.21 and later).
+    """Begin and end an update on every server that requires it (SGLang 0.5.21 and later).
 
-    Gives the servers where it began. Whoever drops out is taken from the list; the engine sees
-    that it does not report the new version.
+    Yields the servers where it began. Failed servers are removed from the list; the engine notices
+    that they do not report the new version.
 
     Raises:
         EngineError: no server is left.
     """
 
-    async def tell(server: WeightServer, route: str) -> None:
+    async def post(server: WeightServer, route: str) -> None:
         if server.needs_update_session:
             await server.post(route, {}, timeout_s=_CONTROL_S)
 
-    alive = await on_all(servers, lambda server: tell(server, "/begin_weight_update"))
+    alive = await on_all(servers, lambda server: post(server, "/begin_weight_update"))
     try:
         yield alive
     except BaseException:
-        # Part of the new weights is in place, under the name of the old ones.
+        # Some of the new weights are loaded, under the name of the old ones.
         body = {"new_version": BROKEN_WEIGHTS, "abort_all_requests": False}
-        for route, said in (("/end_weight_update", {}), ("/update_weight_version", body)):
+        for route, content in (("/end_weight_update", {}), ("/update_weight_version", body)):
             await asyncio.gather(
-                *(server.post(route, said, timeout_s=_CONTROL_S) for server in alive),
-                return_exceptions=True,  # the reason that matters is the first one
+                *(server.post(route, content, timeout_s=_CONTROL_S) for server in alive),
+                return_exceptions=True,  # the first error is the one to report
             )
         raise
-    await on_all(alive, lambda server: tell(server, "/end_weight_update"))
+    await on_all(alive, lambda server: post(server, "/end_weight_update"))

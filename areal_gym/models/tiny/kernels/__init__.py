@@ -1,1 +1,1 @@
-"""What CPUs get of their own: attention in C."""
+"""Kernels in C for CPUs."""

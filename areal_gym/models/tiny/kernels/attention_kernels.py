@@ -16,7 +16,7 @@ from torch import Tensor
 from areal_gym.models.tiny.kernels.kernel_library import address, function, reads, share_out
 
 BLOCK = 32
-"""Shared runs of so many tokens, or of a multiple of it, change no digit of what is computed."""
+"""Results do not depend on whether runs of this length, or of a multiple of it, are shared."""
 _TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -29,14 +29,15 @@ class _Shape(ctypes.Structure):
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether `attend` takes these: on a CPU, of types that float32 holds, heads of 16 n."""
+    """Return whether `attend` supports these: on a CPU, types that fit float32, head sizes of 16
+    n."""
     return reads(_TYPES, tensors)
 
 
 def attend(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments_S6: Tensor, window: int | None = None
 ) -> Tensor:
-    """Softmax attention, scale 1/sqrt(D), of segments on a flat axis; differentiable.
+    """Compute softmax attention, scale 1/sqrt(D), of segments on a flat axis; differentiable.
 
     Args:
         q_NHD: queries; each is in one segment.
@@ -58,7 +59,7 @@ def attend(
 def attend_cached(
     q_NHD: Tensor, cache_2SKPD: Tensor, segments_S6: Tensor, window: int | None = None
 ) -> Tensor:
-    """The same without a gradient and with scale 1, from a cache: [N, H D], float32.
+    """Compute attention to a cache, without a gradient and with scale 1: [N, H D], float32.
 
     Args:
         q_NHD: queries, which may be a part of a wider array; those in no segment get zeros.
@@ -100,7 +101,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _call(name: str, shape: _Shape, segments_S6: Tensor, *arrays: Tensor | None) -> None:
-    """Call the C function; its key heads are shared out."""
+    """Call the C function on several threads, each with some key heads."""
     kernel = function(name, "ppnnn" + "p" * len(arrays))
     what = ctypes.byref(shape), segments_S6.data_ptr(), len(segments_S6)
     addresses = [address(x) for x in arrays]

@@ -1,4 +1,4 @@
-"""The C files beside this one, compiled on first use by the machine's own compiler.
+"""Compiles the C files beside this module on first use, with the machine's own compiler.
 
 What is compiled is kept in the cache, under a name that depends on the source, the compiler and the
 processor: a home directory may be shared by unequal machines.
@@ -27,30 +27,30 @@ from torch import Tensor
 from areal_gym.utils.cache import cache_directory
 
 LANES = 16
-"""Floats of a vector: what is read by vectors has a multiple of it."""
+"""Floats per vector: the size of vector data is a multiple of it."""
 _HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-ffp-contract=fast", "-std=gnu11", "-shared", "-fPIC")
 _NATIVE = ("-march=native", "-mcpu=native")
-"""For this very processor; which of the two a compiler knows depends on the processor's kind."""
+"""Flags for this processor; which of the two a compiler accepts depends on the processor."""
 _TYPES: dict[str, Any] = {"n": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
 _logger = logging.getLogger(__name__)
 
 
 @functools.cache
 def is_there() -> bool:
-    """Whether there is a compiler, or was one; said once, with the reason, where there is none."""
-    found = problem()
-    if found is not None:
+    """Return whether the kernels can be used; if not, warn once with the reason."""
+    reason = problem()
+    if reason is not None:
         _logger.warning(
             "sampling and training on this CPU take up to twice as long as they could: "
             "the C files of areal_gym.models.tiny.kernels cannot be compiled. %s",
-            found,
+            reason,
         )
-    return found is None
+    return reason is None
 
 
 def reads(types: tuple[torch.dtype, ...], tensors: Iterable[Tensor]) -> bool:
-    """Whether the functions take these: on a CPU, of such a type, rows of 16 n.
+    """Return whether the functions accept these: on a CPU, of a supported type, rows of 16 n.
 
     What torch compiles itself is left to it.
     """
@@ -64,7 +64,7 @@ def reads(types: tuple[torch.dtype, ...], tensors: Iterable[Tensor]) -> bool:
 
 @functools.cache
 def problem() -> str | None:
-    """Why the functions cannot be used, in a line or some; None if they can."""
+    """Return why the functions cannot be used, in a few lines; None if they can."""
     try:
         _library()
     except (OSError, subprocess.SubprocessError) as error:
@@ -74,29 +74,29 @@ def problem() -> str | None:
 
 @functools.cache
 def function(name: str, arguments: str) -> Callable[..., int]:
-    """A compiled function.
+    """Return a compiled function.
 
     Args:
         name: of the function.
         arguments: of each one its type: n(umber, 64 bits), f(loat), p(ointer).
     """
-    found: Callable[..., int] = _library()[name]
-    found.argtypes = [_TYPES[kind] for kind in arguments]  # type: ignore[attr-defined]
-    return found
+    compiled: Callable[..., int] = _library()[name]
+    compiled.argtypes = [_TYPES[kind] for kind in arguments]  # type: ignore[attr-defined]
+    return compiled
 
 
 def address(x: Tensor | None) -> int | None:
-    """Where its first number lies."""
+    """Return the address of its first element."""
     return None if x is None else x.data_ptr()
 
 
 def share_out(compute: Callable[[int, int], object], total: int, least: int = 1) -> None:
-    """Call `compute(start, stop)` for parts of `total`, on as many threads as torch's.
+    """Call `compute(start, stop)` for parts of `total`, on as many threads as torch uses.
 
     Args:
         compute: calls C, which needs no Python meanwhile.
         total: of what there is to share out.
-        least: no part is smaller, but where there is no more.
+        least: the minimum size of a part, unless `total` is smaller.
     """
     num_parts = max(1, min(torch.get_num_threads(), total // least))
     if num_parts == 1:
@@ -109,10 +109,10 @@ def share_out(compute: Callable[[int, int], object], total: int, least: int = 1)
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Compiled by `CC`, else by cc, gcc or clang.
+    """Compile and load the library with `CC`, or else cc, gcc or clang.
 
     Raises:
-        OSError: there is no compiler, the cache cannot be written, or the library not be loaded.
+        OSError: there is no compiler, the cache is not writable, or the library cannot be loaded.
         subprocess.SubprocessError: the compiler failed.
     """
     compiler = _compiler()
@@ -132,10 +132,10 @@ def _library() -> ctypes.CDLL:
 def _compiler() -> list[str]:
     if "CC" in os.environ:
         return shlex.split(os.environ["CC"])
-    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    if found is None:
+    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    if compiler is None:
         raise FileNotFoundError("There is no C compiler: install gcc or clang, or name one: CC=...")
-    return [found]
+    return [compiler]
 
 
 def _compile(compiler: list[str], target: Path) -> None:
@@ -149,7 +149,7 @@ def _compile(compiler: list[str], target: Path) -> None:
 
 
 def _processor() -> str:
-    """What this processor can do, as far as the system tells."""
+    """Return the features of this processor, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

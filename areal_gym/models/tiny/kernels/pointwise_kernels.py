@@ -1,4 +1,4 @@
-"""What a decoder computes token by token, and sampling, by `pointwise.c`: in float32.
+"""Token-wise computations of the decoder, and sampling, by `pointwise.c`: in float32.
 
 What these are made of in torch takes two to five times as many sweeps over memory.
 """
@@ -14,16 +14,16 @@ from torch import Tensor
 from areal_gym.models.tiny.kernels.kernel_library import address, function, reads, share_out
 
 _ENOUGH = 1 << 16
-"""Numbers that are worth a thread."""
+"""The number of elements that is worth a thread."""
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether the functions here take these: float32 on a CPU, rows of 16 n."""
+    """Return whether the functions here support these: float32 on a CPU, rows of 16 n."""
     return reads((torch.float32,), tensors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019)."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019)."""
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return _rms_norm(x.contiguous(), weight, eps, None)
     out: Tensor = _RmsNorm.apply(x.contiguous(), weight, eps)  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def turned(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, sign: int) -> Tensor:
-    """Pairs (i, i + D/2) of each head turned by their angles, or back (-1); no gradient."""
+    """Rotate pairs (i, i + D/2) of each head by their angles, or back (-1); no gradient."""
     x = x_NHD.contiguous()
     out, (num_tokens, heads, dim) = torch.empty_like(x), x.shape
     kernel = function("turn", "nnnnfpppp")
@@ -42,7 +42,7 @@ def turned(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, sign: int) -> Tensor:
 def place(
     qkv_NHD: Tensor, angles_N: Tensor, rows_N: Tensor, positions_N: Tensor, cache: Tensor
 ) -> None:
-    """Turn queries and keys by their angles, in place, and put keys and values into the cache.
+    """Rotate queries and keys by their angles, in place, and copy keys and values to the cache.
 
     Args:
         qkv_NHD: of each token its queries, keys and values; pairs (2i, 2i + 1) are turned.
@@ -60,7 +60,7 @@ def place(
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids and their log-probabilities, both [B]; all float32 on a CPU, V any number."""
+    """Sample token ids; return them and their log-probabilities, both [B]; all float32 on a CPU."""
     logits, (num_rows, size) = logits_BV.contiguous(), logits_BV.shape
     ids, logprobs = torch.empty(num_rows, dtype=torch.long), torch.empty(num_rows)
     kernel = function("sample", "nnnppppp")
@@ -75,7 +75,8 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, u_B: Tensor) -> tuple[Tenso
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020), [N, F]. Without gradients both may be halves of one array."""
+    """Compute silu(gate) * up (Shazeer 2020), [N, F]. Without gradients both may be halves of one
+    array."""
     if not (torch.is_grad_enabled() and gate_NF.requires_grad):
         return _swiglu(gate_NF, up_NF)
     out: Tensor = _Swiglu.apply(gate_NF, up_NF)  # type: ignore[no-untyped-call]
@@ -133,7 +134,7 @@ def _swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
 
 
 def _by_rows(kernel: Callable[..., int], rows: int, size: int, *others: Any) -> None:
-    """Call the C function; rows are shared out."""
+    """Call the C function on several threads, each with some rows."""
 
     def compute(row: int, end: int) -> None:
         kernel(row, end, size, *others)

@@ -19,11 +19,12 @@ from torch import Tensor
 from areal_gym.models.tiny.kernels.kernel_library import address, function, reads, share_out
 
 _ENOUGH = 1 << 24
-"""Multiplications that are worth a thread."""
+"""The number of multiplications that is worth a thread."""
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether the functions here take these: float32 on a CPU with vectors of 8 or more, I = 16 n.
+    """Return whether the functions here support these: float32 on a CPU with vectors of 8 or more,
+    I = 16 n.
 
     What torch casts is left to it.
     """
@@ -35,13 +36,13 @@ def has_kernel(*tensors: Tensor) -> bool:
 
 
 def panels(size: int, columns: int) -> Tensor:
-    """Room for a packed matrix [I, O]: [P, I, W]."""
+    """Allocate a packed matrix [I, O]: [P, I, W]."""
     width = _panel_width()
     return torch.empty(-(-columns // width), size, width)
 
 
 def packed(matrix: Tensor, *, transposed: bool, into: Tensor | None = None) -> Tensor:
-    """A matrix as `multiply` wants it, [P, I, W].
+    """Pack a matrix for `multiply`, [P, I, W].
 
     Args:
         matrix: float32, [I, O], or [O, I] if transposed.
@@ -69,7 +70,7 @@ def multiply(
     bias: Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Rows times a packed matrix, [N, O].
+    """Multiply rows by a packed matrix, [N, O].
 
     Args:
         x_NI: the rows.
@@ -94,9 +95,9 @@ def multiply(
 def linear(
     x_NI: Tensor, weights_OI: Sequence[Tensor], biases_O: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """What several layers make of the same rows, [N, O] each; differentiable."""
-    found: tuple[Tensor, ...] = _Linear.apply(x_NI, len(weights_OI), *weights_OI, *biases_O)  # type: ignore[no-untyped-call]
-    return found
+    """Return the products of several layers with the same rows, [N, O] each; differentiable."""
+    products: tuple[Tensor, ...] = _Linear.apply(x_NI, len(weights_OI), *weights_OI, *biases_O)  # type: ignore[no-untyped-call]
+    return products
 
 
 class _Linear(torch.autograd.Function):
@@ -133,7 +134,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _multiply_tokens(gradient_NO: Tensor, x_NI: Tensor) -> Tensor:
-    """A weight's gradient, [O, I]."""
+    """Return a weight's gradient, [O, I]."""
     x, (num_tokens, rows), columns = x_NI.contiguous(), gradient_NO.shape, x_NI.shape[1]
     out = x.new_zeros(rows, columns)
     kernel = function("multiply_tokens", "nnnnnppp")
