@@ -119,7 +119,7 @@ class DockerSandbox(ForkingSandbox):
             if limits is not None and getattr(limits, name) > limit:
                 raise UsageError(
                     f"a call asks for {name} = {getattr(limits, name)}; "
-                    f"the containers of this sandbox were created with {limit}",
+                    f"the containers of this sandbox were made with {limit}",
                     hints=(f"DockerSandbox(limits=SandboxLimits({name}=...))",),
                 )
         return limits or self.limits

@@ -13,7 +13,7 @@ def relax_garbage_collection() -> Callable[[], None]:
     """Collect reference cycles rarely, and never among the objects that exist now.
 
     Episodes leave no cycles behind, but consist of many small objects while they last. Python's
-    default threshold (700 new objects) would cost a fifth of an episode's time with 1,024 in flight.
+    threshold of 700 new objects would cost a fifth of an episode's time with 1,024 in flight.
 
     Returns:
         A function that restores the settings.
