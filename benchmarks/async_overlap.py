@@ -33,6 +33,7 @@ from areal_gym.config import load_config
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.envs.base import Response
 from areal_gym.envs.tir import TirEnv
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.runs.components import Components, close_learner, make_learner, policy_directory
 from areal_gym.runs.run_display import SilentDisplay
@@ -78,10 +79,12 @@ async def train(
     await engine.start()
     seeds = iter(range(1_000_000))
     runner = RolloutRunner(
-        lambda: SlowTir(median_s=median_s, seed=next(seeds)),
-        ChatAgent(),
-        engine,
-        Renderer.from_checkpoint(policy),
+        EpisodeSetup(
+            lambda: SlowTir(median_s=median_s, seed=next(seeds)),
+            ChatAgent(),
+            engine,
+            Renderer.from_checkpoint(policy),
+        ),
         config.rollout,
     )
     rows: list[dict[str, float]] = []

@@ -118,7 +118,7 @@ def open_sessions(
 ) -> list[Session]:
     params = SamplingParams(max_new_tokens=max_new_tokens)
     recorders = [Recorder(engine, renderer, params, seed=seed) for seed in range(num)]
-    return [gateway.open_session(recorder, host=Host()) for recorder in recorders]
+    return [gateway.open_session(recorder, episode=Host()) for recorder in recorders]
 
 
 async def overhead(

@@ -35,8 +35,12 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.engines.server import EngineServer
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.rollout.env_pool import EnvPool
-from areal_gym.rollout.episode_runners import EpisodeRequest, EpisodeRunner, LocalEpisodeRunner
+from areal_gym.rollout.episode_runners import (
+    EpisodeRequest,
+    EpisodeRunner,
+    EpisodeSetup,
+    LocalEpisodeRunner,
+)
 from areal_gym.types import Message, Task
 
 NUM_TURNS = 3
@@ -146,8 +150,8 @@ async def measure(
             open_renderer=byte_renderer,
             rollout=config.rollout,
         )
-        here = LocalEpisodeRunner(
-            EnvPool(envs), ChatAgent(), engine, byte_renderer(), config.rollout
+        here = LocalEpisodeRunner.for_training(
+            EpisodeSetup(envs, ChatAgent(), engine, byte_renderer()), config.rollout
         )
         for _ in range(ROUNDS):
             keep("here", *await play(here, num_episodes), plain_rate(1))

@@ -16,6 +16,7 @@ import time
 from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.runs.speed import CALL, Sums
 from areal_gym.utils.garbage import relax_garbage_collection
@@ -38,7 +39,9 @@ async def measure(num_turns: int, in_flight: int, num_episodes: int) -> dict[str
         max_new_tokens=256,
     )
     best: dict[str, float] = {}
-    async with RolloutRunner(Sums, ChatAgent(), engine, byte_renderer(), config) as runner:
+    async with RolloutRunner(
+        EpisodeSetup(Sums, ChatAgent(), engine, byte_renderer()), config
+    ) as runner:
         for version in range(1, 5):
             cpu_s, wall_s = time.process_time(), time.perf_counter()
             groups = await runner.next_batch()

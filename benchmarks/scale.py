@@ -37,6 +37,7 @@ from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import Question, ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tools import tool
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import Message, Task, TokenSpan
 from areal_gym.utils.garbage import relax_garbage_collection
@@ -142,7 +143,9 @@ async def measure(num_episodes: int, seconds: float, turn_s: float) -> dict[str,
     gc.collect()
     before = resident_bytes()
     num_done = 0
-    async with RolloutRunner(Sums, ChatAgent(), engine, byte_renderer(), config) as runner:
+    async with RolloutRunner(
+        EpisodeSetup(Sums, ChatAgent(), engine, byte_renderer()), config
+    ) as runner:
 
         async def train() -> None:
             nonlocal num_done

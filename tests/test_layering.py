@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "envs": COMMON | {"sandbox.base", "sandbox="},
     "engines": COMMON | {"models"},
     "agents": COMMON | {"envs.base", "envs.tools", "engines.base", "sandbox.base"},
-    "recording": COMMON | {"engines.base"},
+    "recording": COMMON | {"engines.base", "envs.base"},
     "gateway": COMMON | {"engines.base", "recording"},
     "viewer": COMMON | {"run_dir", "report"},
     "rollout": COMMON

@@ -24,9 +24,13 @@ from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, GymError, InfrastructureError, WorkerError
+from areal_gym.recording import stop_reason_of
 from areal_gym.rollout.env_pool import EnvPool
-from areal_gym.rollout.episode import stop_reason_of
-from areal_gym.rollout.episode_runners import EpisodeRequest, LocalEpisodeRunner
+from areal_gym.rollout.episode_runners import (
+    EpisodeRequest,
+    EpisodeSetup,
+    LocalEpisodeRunner,
+)
 from areal_gym.rollout.group_json import dump_row, pack_trajectory, unpack_trajectory
 from areal_gym.rollout.stats import Occupancy
 from areal_gym.types import Trajectory
@@ -295,15 +299,15 @@ class _Playing:
             await self._engine.start()
             envs = EnvPool(setup.env_factory)
             envs.give_back(envs.take())  # what is wrong with it is found now
-            self._player = LocalEpisodeRunner(
-                envs,
+            episodes = EpisodeSetup(
+                setup.env_factory,
                 setup.agent,
                 self._engine,
                 setup.open_renderer(),
-                setup.rollout,
                 env_id=setup.env_id,
                 agent_id=setup.agent_id,
             )
+            self._player = LocalEpisodeRunner.for_training(episodes, setup.rollout, envs)
         except GymError as error:
             return error
         return os.getpid()

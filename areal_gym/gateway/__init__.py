@@ -1,4 +1,10 @@
-"""The policy behind the APIs of OpenAI and Anthropic; `server` is the place to begin reading.
+"""Serves a policy through the APIs of OpenAI and Anthropic; start reading at `gateway_server`.
 
-Nothing here is imported before somebody opens a gateway.
+    gateway_server    the HTTP server
+    routes            the table of routes
+    session_registry  secrets, sessions and calls
+    session           the completions of one episode
+    openai_*, anthropic_messages    request and reply formats of each API
+
+Nothing here is imported before a gateway is opened.
 """

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.grammar import called_tools, unsupported
 from areal_gym.gateway.openai_chat import MaxTokens, Stops, Text, may_call
-from areal_gym.gateway.request_parsing import Delta
+from areal_gym.gateway.output_constraints import called_tools, unsupported
 from areal_gym.gateway.session import Completion, CompletionRequest
+from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message, ToolCall
 
 
@@ -56,7 +56,7 @@ class ToolChoice(BaseModel):
 
 
 class MessagesRequest(BaseModel):
-    """The body of a request. Fields that are not here change nothing."""
+    """The body of a request. Other fields are ignored."""
 
     messages: Annotated[list[AnthropicTurn], Field(min_length=1, max_length=100_000)]
     max_tokens: MaxTokens
@@ -71,10 +71,10 @@ class MessagesRequest(BaseModel):
     stream: bool | None = None
 
     def to_request(self) -> CompletionRequest:
-        """What the policy is asked.
+        """Return the request as a completion request.
 
         Raises:
-            ApiError: for something that is not done here.
+            ApiError: it has a field that is not supported.
         """
         messages: list[Message] = []
         if self.system:
@@ -91,7 +91,7 @@ class MessagesRequest(BaseModel):
             messages=messages,
             tools=tools,
             has_calls=may_call(kind, False if is_single else None),
-            form=called_tools(kind, tools),
+            constraint=called_tools(kind, tools),
             max_new_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -155,9 +155,9 @@ def _messages(turn: AnthropicTurn) -> list[Message]:
 
 
 class AnthropicMessage:
-    """Answers in Anthropic's shape; see `server.Format`."""
+    """Answers in Anthropic's shape; see `ReplyFormat`."""
 
-    last = b""
+    stream_end = b""
 
     def __init__(self, id: str, request: MessagesRequest) -> None:
         self.id = id
@@ -167,23 +167,23 @@ class AnthropicMessage:
         self._kind = ""
         """Of the block that is open in a stream."""
 
-    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        """The body."""
-        (answer,) = answers
-        message = answer.message
+    def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the body of a reply that is not a stream."""
+        (completion,) = completions
+        message = completion.message
         blocks: list[dict[str, Any]] = []
         if message.get("reasoning_content"):
             blocks.append(_thinking(message["reasoning_content"]))
         if message["content"]:
             blocks.append({"type": "text", "text": message["content"], "citations": None})
-        blocks += [_use(call, call["function"]["arguments"]) for call in _calls(answer)]
-        return self._body(blocks, answer)
+        blocks += [_use(call, call["function"]["arguments"]) for call in _calls(completion)]
+        return self._body(blocks, completion)
 
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def first_events(self) -> Iterable[dict[str, Any]]:
         """The message without content."""
         yield {"type": "message_start", "message": self._body([], None)}
 
-    def show(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
+    def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
         """New text, in a block of its kind."""
         for kind, text in deltas:
             if kind == "content":
@@ -193,16 +193,16 @@ class AnthropicMessage:
                 yield from self._open("thinking", _thinking(""))
                 yield self._delta({"type": "thinking_delta", "thinking": text})
 
-    def end(self, answers: Sequence[Completion]) -> Iterable[dict[str, Any]]:
+    def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Calls, and why it ended."""
-        (answer,) = answers
-        for call in _calls(answer):
+        (completion,) = completions
+        for call in _calls(completion):
             yield from self._open(call["id"], _use(call, {}))
             text = json.dumps(call["function"]["arguments"])
             yield self._delta({"type": "input_json_delta", "partial_json": text})
         yield from self._close()
-        delta = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stop}
-        yield {"type": "message_delta", "delta": delta, "usage": _usage(answer)}
+        delta = {"stop_reason": _stop_reason(completion), "stop_sequence": completion.stop}
+        yield {"type": "message_delta", "delta": delta, "usage": _usage(completion)}
         yield {"type": "message_stop"}
 
     def _open(self, kind: str, block: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -221,16 +221,16 @@ class AnthropicMessage:
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._block, "delta": delta}
 
-    def _body(self, blocks: list[dict[str, Any]], answer: Completion | None) -> dict[str, Any]:
+    def _body(self, blocks: list[dict[str, Any]], completion: Completion | None) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "message",
             "role": "assistant",
             "model": self.request.model,
             "content": blocks,
-            "stop_reason": None if answer is None else _stop_reason(answer),
-            "stop_sequence": None if answer is None else answer.stop,
-            "usage": _usage(answer),
+            "stop_reason": None if completion is None else _stop_reason(completion),
+            "stop_sequence": None if completion is None else completion.stop,
+            "usage": _usage(completion),
         }
 
 
@@ -238,8 +238,8 @@ def _thinking(text: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _calls(answer: Completion) -> Sequence[ToolCall]:
-    return answer.message.get("tool_calls", ())
+def _calls(completion: Completion) -> Sequence[ToolCall]:
+    return completion.message.get("tool_calls", ())
 
 
 def _use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -247,20 +247,20 @@ def _use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
 
-def _stop_reason(answer: Completion) -> str:
-    if answer.stop is not None:
+def _stop_reason(completion: Completion) -> str:
+    if completion.stop is not None:
         return "stop_sequence"
-    if answer.is_cut:
+    if completion.is_cut:
         return "max_tokens"
-    return "tool_use" if _calls(answer) else "end_turn"
+    return "tool_use" if _calls(completion) else "end_turn"
 
 
-def _usage(answer: Completion | None) -> dict[str, Any]:
-    if answer is None:
+def _usage(completion: Completion | None) -> dict[str, Any]:
+    if completion is None:
         return {"input_tokens": 0, "output_tokens": 0}
     return {
-        "input_tokens": answer.num_prompt_tokens - answer.num_cached_tokens,
-        "output_tokens": len(answer.generation.token_ids),
-        "cache_read_input_tokens": answer.num_cached_tokens,
+        "input_tokens": completion.num_prompt_tokens - completion.num_cached_tokens,
+        "output_tokens": len(completion.generation.token_ids),
+        "cache_read_input_tokens": completion.num_cached_tokens,
         "cache_creation_input_tokens": 0,
     }

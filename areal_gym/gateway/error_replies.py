@@ -1,4 +1,4 @@
-"""What a client is told when it cannot be served, in the shape that its library expects."""
+"""Errors as the APIs of OpenAI and Anthropic write them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """A reply with another status than 200.
 
     Args:
-        status: of HTTP.
+        status: the HTTP status.
         message: for people.
-        code: for programs, as OpenAI's.
+        code: for programs, one of OpenAI's.
         param: the field of the request that is at fault.
-        retry_after_s: when to ask again.
+        retry_after_s: when to retry.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """The kind of error, as OpenAI and Anthropic call it."""
+        """The error's type in both APIs."""
         return _TYPES.get(self.status, "api_error")
 
     def to_openai(self) -> dict[str, Any]:
-        """`{"error": {...}}`."""
+        """Return `{"error": {...}}`."""
         error = {
             "message": self.message,
             "type": self.type,
@@ -64,12 +64,12 @@ class ApiError(Exception):
         return {"error": error}
 
     def to_anthropic(self) -> dict[str, Any]:
-        """`{"type": "error", "error": {...}}`."""
+        """Return `{"type": "error", "error": {...}}`."""
         return {"type": "error", "error": {"type": self.type, "message": self.message}}
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """How a failure of ours is told."""
+    """Return the reply to a failed call."""
     match error:
         case ApiError():
             return error
@@ -84,4 +84,4 @@ def as_api_error(error: Exception) -> ApiError:
         case EpisodeError():
             return ApiError(503, f"the episode has failed: {error}", code="episode_error")
         case _:
-            return ApiError(500, f"a bug of the gateway: {error!r}", code="internal_error")
+            return ApiError(500, f"a bug in the gateway: {error!r}", code="internal_error")

@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field
 
 from areal_gym.chat import Tokenizer
 from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.grammar import called_tools, form_of, refuse
-from areal_gym.gateway.request_parsing import Delta
+from areal_gym.gateway.output_constraints import called_tools, constraint_of, refuse
 from areal_gym.gateway.session import Completion, CompletionRequest
+from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message, ToolCall
 from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper
 
@@ -80,7 +80,7 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """The body of a request. Fields that are not here change nothing."""
+    """The body of a request. Other fields are ignored."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=100_000)]
     model: str = "policy"
@@ -105,10 +105,10 @@ class ChatRequest(BaseModel):
     logit_bias: dict[str, float] | None = None
 
     def to_request(self) -> CompletionRequest:
-        """What the policy is asked.
+        """Return the request as a completion request.
 
         Raises:
-            ApiError: for something that is not done here.
+            ApiError: it has a field that is not supported.
         """
         refuse("top_logprobs", self.top_logprobs, "only the sampled tokens' are known")
         refuse_shaped(self.frequency_penalty, self.presence_penalty, self.logit_bias)
@@ -119,7 +119,7 @@ class ChatRequest(BaseModel):
             messages=[_message(message) for message in self.messages],
             tools=tools,
             has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
-            form=call or form_of("response_format", self.response_format),
+            constraint=call or constraint_of("response_format", self.response_format),
             n=self.n or 1,
             max_new_tokens=self.max_completion_tokens or self.max_tokens,
             temperature=self.temperature,
@@ -202,15 +202,15 @@ def _message(given: ChatMessage) -> Message:
 
 
 class Chat:
-    """Answers in OpenAI's shape; see `server.Format`.
+    """Answers in OpenAI's shape; see `ReplyFormat`.
 
     Args:
-        id: of the answer.
+        id: of the completion.
         request: what was asked.
         tokenizer: spells tokens for their log-probabilities.
     """
 
-    last = b"data: [DONE]\n\n"
+    stream_end = b"data: [DONE]\n\n"
 
     def __init__(self, id: str, request: ChatRequest, tokenizer: Tokenizer) -> None:
         self.id = id
@@ -219,41 +219,45 @@ class Chat:
         self._tokenizer = tokenizer
         self._created = int(time.time())
 
-    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        """The body."""
+    def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the body of a reply that is not a stream."""
         return {
             **self._head("chat.completion"),
             "choices": [
                 {
                     "index": index,
-                    "message": _said(answer.message),
-                    "finish_reason": _finish(answer),
-                    "logprobs": self._logprobs(answer),
+                    "message": _said(completion.message),
+                    "finish_reason": _finish(completion),
+                    "logprobs": self._logprobs(completion),
                 }
-                for index, answer in enumerate(answers)
+                for index, completion in enumerate(completions)
             ],
-            "usage": usage_of(answers),
+            "usage": usage_of(completions),
         }
 
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def first_events(self) -> Iterable[dict[str, Any]]:
         """Each choice's role."""
         for index in range(self.request.n or 1):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def show(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
+    def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
         """New text of a choice."""
         for kind, text in deltas:
             yield self._chunk(index, {kind: text})
 
-    def end(self, answers: Sequence[Completion]) -> Iterable[dict[str, Any]]:
+    def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Calls, which are known at the end, and why each choice ended."""
-        for index, answer in enumerate(answers):
-            for place, call in enumerate(answer.message.get("tool_calls", ())):
+        for index, completion in enumerate(completions):
+            for place, call in enumerate(completion.message.get("tool_calls", ())):
                 yield self._chunk(index, {"tool_calls": [{"index": place, **_call(call)}]})
-            yield self._chunk(index, {}, _finish(answer), self._logprobs(answer))
+            yield self._chunk(index, {}, _finish(completion), self._logprobs(completion))
         options = self.request.stream_options
         if options is not None and options.include_usage:
-            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of(answers)}
+            yield {
+                **self._head("chat.completion.chunk"),
+                "choices": [],
+                "usage": usage_of(completions),
+            }
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -278,27 +282,27 @@ class Chat:
         }
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
-    def _logprobs(self, answer: Completion) -> dict[str, Any] | None:
+    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
         if not self.request.logprobs:
             return None
-        return {"content": token_logprobs(answer, self._tokenizer), "refusal": None}
+        return {"content": token_logprobs(completion, self._tokenizer), "refusal": None}
 
 
-def usage_of(answers: Sequence[Completion]) -> dict[str, Any]:
+def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     """How many tokens it took."""
-    prompt = answers[0].num_prompt_tokens
-    sampled = sum(len(answer.generation.token_ids) for answer in answers)
+    prompt = completions[0].num_prompt_tokens
+    sampled = sum(len(completion.generation.token_ids) for completion in completions)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": answers[0].num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": completions[0].num_cached_tokens},
     }
 
 
-def token_logprobs(answer: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def token_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The sampled tokens, spelled, each with its log-probability."""
-    generation = answer.generation
+    generation = completion.generation
     spelled = [tokenizer.decode([token_id]) for token_id in generation.token_ids]
     return [
         {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
@@ -329,7 +333,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _finish(answer: Completion) -> str:
-    if answer.is_cut:
+def _finish(completion: Completion) -> str:
+    if completion.is_cut:
         return "length"
-    return "tool_calls" if answer.message.get("tool_calls") else "stop"
+    return "tool_calls" if completion.message.get("tool_calls") else "stop"

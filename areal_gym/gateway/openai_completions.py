@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from areal_gym.chat import Tokenizer
-from areal_gym.gateway.grammar import refuse
 from areal_gym.gateway.openai_chat import (
     MaxTokens,
     Seed,
@@ -20,12 +19,13 @@ from areal_gym.gateway.openai_chat import (
     token_logprobs,
     usage_of,
 )
-from areal_gym.gateway.request_parsing import Delta
+from areal_gym.gateway.output_constraints import refuse
 from areal_gym.gateway.session import Completion, CompletionRequest
+from areal_gym.gateway.text_stream import Delta
 
 
 class TextCompletionRequest(BaseModel):
-    """The body of a request. Fields that are not here change nothing."""
+    """The body of a request. Other fields are ignored."""
 
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
     model: str = "policy"
@@ -46,13 +46,13 @@ class TextCompletionRequest(BaseModel):
     logit_bias: dict[str, float] | None = None
 
     def to_request(self) -> CompletionRequest:
-        """What the policy is asked.
+        """Return the request as a completion request.
 
         Raises:
-            ApiError: for something that is not done here.
+            ApiError: it has a field that is not supported.
         """
         refuse_shaped(self.frequency_penalty, self.presence_penalty, self.logit_bias)
-        refuse("echo", self.echo, "the answer is what was sampled")
+        refuse("echo", self.echo, "the completion is what was sampled")
         refuse("suffix", self.suffix, "the policy goes on with a text")
         refuse("best_of", (self.best_of or 1) > (self.n or 1), "ask for n, and choose")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
@@ -68,9 +68,9 @@ class TextCompletionRequest(BaseModel):
 
 
 class TextCompletion:
-    """Answers in OpenAI's shape; see `server.Format`."""
+    """Answers in OpenAI's shape; see `ReplyFormat`."""
 
-    last = b"data: [DONE]\n\n"
+    stream_end = b"data: [DONE]\n\n"
 
     def __init__(self, id: str, request: TextCompletionRequest, tokenizer: Tokenizer) -> None:
         self.id = id
@@ -79,30 +79,30 @@ class TextCompletion:
         self._tokenizer = tokenizer
         self._created = int(time.time())
 
-    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        """The body."""
+    def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the body of a reply that is not a stream."""
         choices = [
-            self._choice(index, answer.message["content"], answer)
-            for index, answer in enumerate(answers)
+            self._choice(index, completion.message["content"], completion)
+            for index, completion in enumerate(completions)
         ]
-        return {**self._head(), "choices": choices, "usage": usage_of(answers)}
+        return {**self._head(), "choices": choices, "usage": usage_of(completions)}
 
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def first_events(self) -> Iterable[dict[str, Any]]:
         """Nothing."""
         return ()
 
-    def show(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
+    def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
         """New text of a choice."""
         for _, text in deltas:
             yield {**self._head(), "choices": [self._choice(index, text)]}
 
-    def end(self, answers: Sequence[Completion]) -> Iterable[dict[str, Any]]:
+    def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Why each choice ended."""
-        for index, answer in enumerate(answers):
-            yield {**self._head(), "choices": [self._choice(index, "", answer)]}
+        for index, completion in enumerate(completions):
+            yield {**self._head(), "choices": [self._choice(index, "", completion)]}
         options = self.request.stream_options
         if options is not None and options.include_usage:
-            yield {**self._head(), "choices": [], "usage": usage_of(answers)}
+            yield {**self._head(), "choices": [], "usage": usage_of(completions)}
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -112,11 +112,13 @@ class TextCompletion:
             "model": self.request.model,
         }
 
-    def _choice(self, index: int, text: str, answer: Completion | None = None) -> dict[str, Any]:
-        finish_reason = None if answer is None else "length" if answer.is_cut else "stop"
+    def _choice(
+        self, index: int, text: str, completion: Completion | None = None
+    ) -> dict[str, Any]:
+        finish_reason = None if completion is None else "length" if completion.is_cut else "stop"
         logprobs = None
-        if answer is not None and self.request.logprobs is not None:
-            tokens = token_logprobs(answer, self._tokenizer)
+        if completion is not None and self.request.logprobs is not None:
+            tokens = token_logprobs(completion, self._tokenizer)
             logprobs = {
                 "tokens": [token["token"] for token in tokens],
                 "token_logprobs": [token["logprob"] for token in tokens],

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer API, whose answers are lists of items."""
+"""`/v1/responses`: OpenAI's newer API, whose completions are lists of items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.grammar import called_tools, form_of, refuse, unsupported
 from areal_gym.gateway.openai_chat import (
     MaxTokens,
     Part,
@@ -20,8 +19,9 @@ from areal_gym.gateway.openai_chat import (
     may_call,
     text_of,
 )
-from areal_gym.gateway.request_parsing import Delta
+from areal_gym.gateway.output_constraints import called_tools, constraint_of, refuse, unsupported
 from areal_gym.gateway.session import Completion, CompletionRequest
+from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message
 
 
@@ -54,7 +54,7 @@ class TextOptions(BaseModel):
 
 
 class ResponseRequest(BaseModel):
-    """The body of a request. Fields that are not here change nothing."""
+    """The body of a request. Other fields are ignored."""
 
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=100_000)]
     model: str = "policy"
@@ -74,7 +74,7 @@ class ResponseRequest(BaseModel):
         """What the policy is asked, after the messages `before`.
 
         Raises:
-            ApiError: for something that is not done here.
+            ApiError: it has a field that is not supported.
         """
         refuse("top_logprobs", self.top_logprobs, "only the sampled tokens' are known")
         shape = None if self.text is None else self.text.format
@@ -87,14 +87,14 @@ class ResponseRequest(BaseModel):
             messages=[*system, *before, *self.messages()],
             tools=tools,
             has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
-            form=call or form_of("text.format", shape),
+            constraint=call or constraint_of("text.format", shape),
             max_new_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
         )
 
     def messages(self) -> list[Message]:
-        """The input as messages; items of one answer become one message again.
+        """The input as messages; items of one completion become one message again.
 
         Raises:
             ApiError: an item of a kind that means nothing here.
@@ -141,9 +141,9 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 class Response:
-    """Answers in OpenAI's shape; see `server.Format`."""
+    """Answers in OpenAI's shape; see `ReplyFormat`."""
 
-    last = b""
+    stream_end = b""
 
     def __init__(self, id: str, request: ResponseRequest) -> None:
         self.id = id
@@ -154,24 +154,24 @@ class Response:
         self._output: list[dict[str, Any]] = []
         """Items so far, while a stream goes on."""
 
-    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        """The body."""
-        (answer,) = answers
+    def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the body of a reply that is not a stream."""
+        (completion,) = completions
         self._output = []
-        thought, said = answer.message.get("reasoning_content"), answer.message["content"]
+        thought, said = completion.message.get("reasoning_content"), completion.message["content"]
         if thought:
             self._output.append(self._item("reasoning_content", thought))
-        if said or not (thought or answer.message.get("tool_calls")):
+        if said or not (thought or completion.message.get("tool_calls")):
             self._output.append(self._item("content", said))
-        self._output += self._calls(answer)
-        return self._body(answer)
+        self._output += self._calls(completion)
+        return self._body(completion)
 
-    def begin(self) -> Iterable[dict[str, Any]]:
+    def first_events(self) -> Iterable[dict[str, Any]]:
         """The response is made."""
         yield self._event("response.created", response=self._body(None))
         yield self._event("response.in_progress", response=self._body(None))
 
-    def show(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
+    def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
         """New text, in an item of its kind."""
         for kind, text in deltas:
             if not self._output or self._output[-1]["type"] != _ITEM[kind]:
@@ -182,11 +182,11 @@ class Response:
             more: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
             yield self._event(f"response.{part['type']}.delta", **self._here(), delta=text, **more)
 
-    def end(self, answers: Sequence[Completion]) -> Iterable[dict[str, Any]]:
+    def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Calls, and the whole response."""
-        (answer,) = answers
+        (completion,) = completions
         yield from self._close()
-        for item in self._calls(answer):
+        for item in self._calls(completion):
             arguments = item["arguments"]
             self._output.append({**item, "arguments": "", "status": "in_progress"})
             where = {"item_id": item["id"], "output_index": len(self._output) - 1}
@@ -205,8 +205,8 @@ class Response:
         if not self._output:
             yield from self._open("content")
             yield from self._close()
-        kind = "response.incomplete" if answer.is_cut else "response.completed"
-        yield self._event(kind, response=self._body(answer))
+        kind = "response.incomplete" if completion.is_cut else "response.completed"
+        yield self._event(kind, response=self._body(completion))
 
     # ---- items --------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class Response:
             "content": [part],
         }
 
-    def _calls(self, answer: Completion) -> list[dict[str, Any]]:
+    def _calls(self, completion: Completion) -> list[dict[str, Any]]:
         return [
             {
                 "id": f"fc_{self.id.removeprefix('resp_')}_{call['id']}",
@@ -267,18 +267,18 @@ class Response:
                 "name": call["function"]["name"],
                 "arguments": json.dumps(call["function"]["arguments"]),
             }
-            for call in answer.message.get("tool_calls", ())
+            for call in completion.message.get("tool_calls", ())
         ]
 
-    def _body(self, answer: Completion | None) -> dict[str, Any]:
+    def _body(self, completion: Completion | None) -> dict[str, Any]:
         status, usage = "in_progress", None
-        if answer is not None:
-            status = "incomplete" if answer.is_cut else "completed"
-            prompt, sampled = answer.num_prompt_tokens, len(answer.generation.token_ids)
+        if completion is not None:
+            status = "incomplete" if completion.is_cut else "completed"
+            prompt, sampled = completion.num_prompt_tokens, len(completion.generation.token_ids)
             usage = {
                 "input_tokens": prompt,
                 "input_tokens_details": {
-                    "cached_tokens": answer.num_cached_tokens,
+                    "cached_tokens": completion.num_cached_tokens,
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": sampled,

@@ -1,4 +1,4 @@
-"""What one secret opens: the calls of one episode."""
+"""One session: the completions of one episode, which one secret opens."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.errors import AgentError, EngineError
 from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.grammar import Form
-from areal_gym.gateway.request_parsing import Delta, Reader
+from areal_gym.gateway.output_constraints import OutputConstraint
+from areal_gym.gateway.text_stream import Delta, TextStream
 from areal_gym.recording import ContextFullError, Conversations, Recorder, TurnDraft, derive_seed
 from areal_gym.types import Message, StopReason
 
 _MAX_REMEMBERED = 256
-"""Calls whose answers are kept for retries."""
+"""Calls whose completions are kept for retries."""
 _MASK = 2**64 - 1
+
+OnText = Callable[[int, list[Delta]], None]
+"""Called with new text of a choice, and the choice's index."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +31,10 @@ class CompletionRequest:
 
     messages: Sequence[Message] = ()
     prompt: str | None = None
-    """In place of messages: a text to go on with, without any chat template."""
+    """In place of messages: a text to continue, without any chat template."""
     tools: Sequence[dict[str, Any]] = ()
     has_calls: bool = True
-    """Whether calls in the answer are read as such; only where there are tools."""
+    """Whether tool calls in the text are parsed; only where there are tools."""
     n: int = 1
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -39,8 +42,8 @@ class CompletionRequest:
     top_k: int | None = None
     seed: int | None = None
     stops: Sequence[str] = ()
-    form: Form | None = None
-    """How the answer must look."""
+    constraint: OutputConstraint | None = None
+    """How the completion must look."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,22 +54,22 @@ class Completion:
     generation: Generation
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Of the prompt, those that were sent or sampled before."""
+    """Tokens of the prompt that were sent or sampled before."""
     stop: str | None = None
     """The stop string that ended it."""
 
     @property
     def is_cut(self) -> bool:
-        """By a limit of tokens."""
+        """Whether a limit of tokens cut it."""
         return self.generation.finish_reason == "length"
 
 
 class EpisodeHandle(Protocol):
-    """The episode that a session belongs to."""
+    """The episode that a session plays; see `areal_gym.agents.base.Episode`."""
 
     @property
     def first_messages(self) -> Sequence[Message]:
-        """What opens the episode."""
+        """Messages that open the episode."""
         ...
 
     @property
@@ -76,15 +79,15 @@ class EpisodeHandle(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether the environment has ended it."""
+        """Whether the episode has ended."""
         ...
 
     async def call_tool(self, call_id: str) -> str:
-        """See `Episode.call_tool`."""
+        """Return the output of a tool call."""
         ...
 
     async def reply(self, answer: str) -> Sequence[Message]:
-        """See `Episode.reply`."""
+        """Hand a text to the environment; return its reply."""
         ...
 
     def give_reward(self, reward: float, *, turn: TurnDraft | None = None) -> None:
@@ -92,51 +95,77 @@ class EpisodeHandle(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOptions:
+    """Limits and names of a session."""
+
+    group_id: str = ""
+    max_calls: int | None = None
+    """The most completions."""
+    is_training: bool = True
+    """Whether the run says how to sample; else the client does."""
+    max_points: int | None = None
+    """The most completions that can be continued; see `Conversations`."""
+    api_key: str | None = None
+    """The session's secret; made up by default."""
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One request and who waits for it."""
+    """One request, and the clients that wait for it."""
 
     task: asyncio.Task[list[Completion]]
     num_waiting: int = 0
     is_delivered: bool = False
 
-    def answers(self, is_retry: bool) -> bool:
-        """Whether the same request, sent again, is to get the same answer."""
+    def is_reusable(self, is_retry: bool) -> bool:
+        """Return whether the same request, sent again, gets the same completions."""
         if not self.task.done():
             return is_retry
         has_failed = self.task.cancelled() or self.task.exception() is not None
         return not has_failed and (is_retry or not self.is_delivered)
 
 
-@dataclass(eq=False)
 class Session:
-    """Calls of one episode, and what has become of them; an `PolicyEndpoint` for its agent.
+    """The calls of one episode; the `PolicyEndpoint` of its agent.
 
-    A call whose client goes away is aborted, and leaves nothing behind: nobody has acted on it. One
-    that was answered stays, and is answered again, from memory, when the client asks again.
+    A call whose client disconnects is aborted, and leaves nothing behind: its completion was not
+    used. A completed call stays, and is replied to again, from memory, when the client retries.
+
+    Args:
+        recorder: records the calls.
+        options: limits and names.
+        base_url: the gateway's URL with `/v1`.
+        episode: the episode that is played; None: there is only the policy.
+        on_offer: lets external programs claim the session.
+        on_close: called when the secret becomes worthless.
     """
 
-    recorder: Recorder
-    base_url: str
-    close_key: Callable[[Session], None]
-    """Told when the secret is no longer good for anything."""
-    group_id: str = ""
-    max_calls: int | None = None
-    is_training: bool = True
-    """The run says how to sample; else the client does."""
-    host: EpisodeHandle | None = None
-    max_points: int | None = None
-    id: str = field(default_factory=lambda: f"session-{secrets.token_hex(8)}")
-    api_key: str = field(default_factory=lambda: f"ag-{secrets.token_urlsafe(24)}")
-    limit: StopReason | None = None
-    """The limit that the newest call has met."""
-    trouble: EngineError | None = None
-    """Why the newest call could not be answered."""
-    was_asked_after_end: bool = False
-    """The environment had ended the episode, and the policy was asked once more."""
-
-    def __post_init__(self) -> None:
-        self._conversations = Conversations(self.recorder, max_points=self.max_points)
+    def __init__(
+        self,
+        recorder: Recorder,
+        options: SessionOptions,
+        *,
+        base_url: str,
+        episode: EpisodeHandle | None,
+        on_offer: Callable[[Session], None],
+        on_close: Callable[[Session], None],
+    ) -> None:
+        self.recorder = recorder
+        self.options = options
+        self.base_url = base_url
+        self.episode = episode
+        self.id = f"session-{secrets.token_hex(8)}"
+        self.api_key = options.api_key or f"ag-{secrets.token_urlsafe(24)}"
+        self.limit: StopReason | None = None
+        """The limit that the newest call has met."""
+        self.error: EngineError | None = None
+        """Why the newest call failed."""
+        self.was_called_after_end = False
+        """Whether the policy was called after the environment had ended the episode."""
+        self._on_offer = on_offer
+        self._on_close = on_close
+        self._conversations = Conversations(recorder, max_points=options.max_points)
         self._calls: OrderedDict[bytes, _Call] = OrderedDict()
         self._by_call_id: dict[str, Message] = {}
         self._turns: dict[str, TurnDraft] = {}
@@ -145,26 +174,29 @@ class Session:
         self._claimed = asyncio.Event()
         self._ended = asyncio.Event()
         self._failure: str | None = None
-        self.offer: Callable[[Session], None] | None = None
-        """Tells the gateway's lobby that programs outside may claim this session."""
 
-    # ---- asking -------------------------------------------------------------------------------
+    @property
+    def group_id(self) -> str:
+        """The group of the session's episode."""
+        return self.options.group_id
 
-    async def once(
+    # ---- completions --------------------------------------------------------------------------
+
+    async def complete_once(
         self,
         key: bytes,
         *,
         is_retry: bool,
-        work: Callable[[], Coroutine[Any, Any, list[Completion]]],
+        complete: Callable[[], Coroutine[Any, Any, list[Completion]]],
     ) -> list[Completion]:
-        """The answer to a request; the same request, sent again, gets the same answer.
+        """Return the completions of a request; a retry gets the same ones.
 
-        Sent again is what says so, or what repeats a request whose answer never arrived. Who asks
-        the same twice without that wants two answers.
+        A retry is a request that says so, or that repeats one whose reply never arrived. A client
+        that sends the same request twice otherwise wants two replies.
         """
         call = self._calls.get(key)
-        if call is None or not call.answers(is_retry):
-            call = _Call(asyncio.create_task(work()))
+        if call is None or not call.is_reusable(is_retry):
+            call = _Call(asyncio.create_task(complete()))
             self._calls[key] = call
             self._calls.move_to_end(key)
             while len(self._calls) > _MAX_REMEMBERED:
@@ -177,49 +209,34 @@ class Session:
             if not call.num_waiting and not call.task.done():
                 call.task.cancel()
 
-    def delivered(self, key: bytes) -> None:
-        """The client has the whole answer."""
+    def mark_delivered(self, key: bytes) -> None:
+        """Record that the client has the whole reply."""
         if key in self._calls:
             self._calls[key].is_delivered = True
 
-    async def answer(
-        self, ask: CompletionRequest, show: Callable[[int, list[Delta]], None] | None = None
+    async def complete(
+        self, request: CompletionRequest, on_text: OnText | None = None
     ) -> list[Completion]:
-        """Ask the policy, `n` times at once.
+        """Sample the policy, `n` times at once.
 
         Args:
-            ask: what.
-            show: told of new text of each answer, by its number.
+            request: what to sample.
+            on_text: called with new text while it is sampled.
 
         Raises:
             ApiError: a limit of the episode.
             ContextFullError: the prompt leaves no room.
             EngineError: the policy could not be sampled.
         """
-        if self.host is not None and self.host.is_over:
-            self.was_asked_after_end = True
-            raise ApiError(
-                400,
-                "the environment has ended this episode: the policy is not asked any more "
-                "(agents can tell by task.is_over, programs by GET /v1/rl/task)",
-                code="episode_over",
-            )
-        if ask.form is not None and self.is_training:
-            ask.form.refuse_training()
-        if self.max_calls is not None and self.recorder.num_calls + ask.n > self.max_calls:
-            self.limit = StopReason.MAX_TURNS
-            raise ApiError(
-                400,
-                f"this episode has made its {self.max_calls} calls (agent.kwargs.max_calls)",
-                code="episode_limit",
-            )
+        self._check_limits(request)
         try:
-            if ask.n == 1:
-                answers = [await self._answer(ask, 0, show)]
+            if request.n == 1:
+                completions = [await self._complete(request, 0, on_text)]
             else:
-                tasks = [asyncio.create_task(self._answer(ask, i, show)) for i in range(ask.n)]
+                choices = range(request.n)
+                tasks = [asyncio.create_task(self._complete(request, i, on_text)) for i in choices]
                 try:
-                    answers = list(await asyncio.gather(*tasks))
+                    completions = list(await asyncio.gather(*tasks))
                 finally:
                     for task in tasks:
                         task.cancel()
@@ -227,147 +244,174 @@ class Session:
             self.limit = StopReason.MAX_TOKENS
             raise
         except EngineError as error:
-            self.trouble = error
+            self.error = error
             raise
-        self.limit = self.trouble = None
-        return answers
+        self.limit = self.error = None
+        return completions
 
-    async def _answer(
-        self, ask: CompletionRequest, index: int, show: Callable[[int, list[Delta]], None] | None
+    def _check_limits(self, request: CompletionRequest) -> None:
+        if self.episode is not None and self.episode.is_over:
+            self.was_called_after_end = True
+            raise ApiError(
+                400,
+                "the environment has ended this episode: the policy is not asked any more "
+                "(agents can tell by task.is_over, programs by GET /v1/rl/task)",
+                code="episode_over",
+            )
+        if request.constraint is not None and self.options.is_training:
+            request.constraint.refuse_training()
+        max_calls = self.options.max_calls
+        if max_calls is not None and self.recorder.num_calls + request.n > max_calls:
+            self.limit = StopReason.MAX_TURNS
+            raise ApiError(
+                400,
+                f"this episode has made its {max_calls} calls (agent.kwargs.max_calls)",
+                code="episode_limit",
+            )
+
+    async def _complete(
+        self, request: CompletionRequest, index: int, on_text: OnText | None
     ) -> Completion:
         renderer = self.recorder.renderer
-        dialect = renderer.tool_dialect if ask.tools and ask.has_calls else "plain"
-        reader = Reader(renderer, dialect if ask.prompt is None else None, ask.stops)
+        dialect = renderer.tool_dialect if request.tools and request.has_calls else "plain"
+        stream = TextStream(renderer, dialect if request.prompt is None else None, request.stops)
 
-        def hear(token_ids: tuple[int, ...]) -> int | None:
-            taken = reader.hear(token_ids)
-            if show is not None and (news := reader.news()):
-                show(index, news)
-            return taken
+        def on_tokens(token_ids: tuple[int, ...]) -> int | None:
+            num_kept = stream.add(token_ids)
+            if on_text is not None and (deltas := stream.new_deltas()):
+                on_text(index, deltas)
+            return num_kept
 
-        known = self._conversations
+        conversations = self._conversations
         with (
-            known.going_on(ask.messages, ask.tools, dialect)
-            if ask.prompt is None
-            else known.going_on_with_text(ask.prompt)
+            conversations.continued(request.messages, request.tools, dialect)
+            if request.prompt is None
+            else conversations.continued_text(request.prompt)
         ) as (dialogue, prompt):
             message, generation = await self.recorder.sample(
                 dialogue,
                 prompt,
-                params=self._params(ask, dialect),
-                seed=None if ask.seed is None else derive_seed(ask.seed & _MASK, index),
-                hear=hear if show is not None or ask.stops else None,
-                text=lambda: None if reader.stop is None else reader.text,
+                params=self._params(request, dialect),
+                seed=None if request.seed is None else derive_seed(request.seed & _MASK, index),
+                on_tokens=on_tokens if on_text is not None or request.stops else None,
+                text=lambda: None if stream.stop is None else stream.text,
             )
         for call in message.get("tool_calls", ()):
             call["id"] = f"call{self._num_tool_calls:05d}"
             self._num_tool_calls += 1
-            if self.host is not None:
+            if self.episode is not None:
                 self._by_call_id[call["id"]] = message
-        if show is not None and (rest := reader.rest(message)):
-            show(index, rest)
+        if on_text is not None and (deltas := stream.remaining_deltas(message)):
+            on_text(index, deltas)
         return Completion(
             message=message,
             generation=generation,
             num_prompt_tokens=len(prompt.token_ids),
             num_cached_tokens=prompt.num_kept,
-            stop=reader.stop,
+            stop=stream.stop,
         )
 
-    def _params(self, ask: CompletionRequest, dialect: str) -> SamplingParams:
+    def _params(self, request: CompletionRequest, dialect: str) -> SamplingParams:
         own = self.recorder.params
         limit = own.max_new_tokens
-        if ask.max_new_tokens is not None:
-            limit = min(limit, ask.max_new_tokens)
-        if self.is_training:
+        if request.max_new_tokens is not None:
+            limit = min(limit, request.max_new_tokens)
+        if self.options.is_training:
             return replace(own, max_new_tokens=limit)
-        engine, renderer = self.recorder.engine, self.recorder.renderer
+        engine, renderer, constraint = (
+            self.recorder.engine,
+            self.recorder.renderer,
+            request.constraint,
+        )
         return replace(
             own,
             max_new_tokens=limit,
-            temperature=own.temperature if ask.temperature is None else ask.temperature,
-            top_p=own.top_p if ask.top_p is None else ask.top_p,
-            top_k=own.top_k if ask.top_k is None else ask.top_k,
-            grammar=None if ask.form is None else ask.form.grammar(engine, renderer, dialect),
+            temperature=own.temperature if request.temperature is None else request.temperature,
+            top_p=own.top_p if request.top_p is None else request.top_p,
+            top_k=own.top_k if request.top_k is None else request.top_k,
+            grammar=None if constraint is None else constraint.grammar(engine, renderer, dialect),
         )
 
-    def history(self, answer_id: str | None) -> list[Message]:
-        """The messages up to an answer, for who sends only what is new.
+    def history(self, reply_id: str | None) -> list[Message]:
+        """Return the messages up to a reply, for clients that send only what is new.
 
         Raises:
-            ApiError: there is no such answer.
+            ApiError: the session has no such reply.
         """
-        if answer_id is None:
+        if reply_id is None:
             return []
-        if answer_id not in self._histories:
+        if reply_id not in self._histories:
             raise ApiError(
                 400,
-                f"this session has given no answer {answer_id!r}, or long ago",
+                f"this session has given no answer {reply_id!r}, or long ago",
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
-        return self._histories[answer_id]
+        return self._histories[reply_id]
 
-    def keep_history(self, answer_id: str, messages: list[Message]) -> None:
-        """Remember them for `history`."""
-        self._histories[answer_id] = messages
+    def keep_history(self, reply_id: str, messages: list[Message]) -> None:
+        """Keep the messages up to a reply for `history`."""
+        self._histories[reply_id] = messages
         if len(self._histories) > _MAX_REMEMBERED:
             self._histories.popitem(last=False)
 
     # ---- the episode --------------------------------------------------------------------------
 
     def message_with(self, call_id: str) -> Message | None:
-        """The policy's message with this tool call."""
+        """Return the policy's message with this tool call."""
         return self._by_call_id.get(call_id)
 
-    def name(self, answer_id: str, answers: Sequence[Completion]) -> None:
-        """Rewards for `answer_id` go to the first of these."""
-        if self.host is not None:
-            self._turns[answer_id] = self.recorder.turn_of(answers[0].message)
+    def remember_turn(self, reply_id: str, completions: Sequence[Completion]) -> None:
+        """Let rewards for `reply_id` go to the turn of the first completion."""
+        if self.episode is not None:
+            self._turns[reply_id] = self.recorder.turn_of(completions[0].message)
 
-    def give_reward(self, reward: float, answer_id: str | None = None) -> None:
-        """Add to the reward of an answer, by default the newest.
+    def give_reward(self, reward: float, reply_id: str | None = None) -> None:
+        """Add to the reward of a reply, by default the newest.
 
         Raises:
-            ApiError: there is no such answer, or no episode.
+            ApiError: there is no such reply, or no episode.
         """
-        if self.host is None:
-            raise ApiError(400, "this session is no episode: nobody learns from it")
+        if self.episode is None:
+            raise ApiError(400, "this session plays no episode: it is not trained on")
         if not self.recorder.turns:
             raise ApiError(400, "there is nothing to reward: the policy has not answered yet")
-        turn = None if answer_id is None else self._turns.get(answer_id)
-        if answer_id is not None and turn is None:
-            raise ApiError(404, f"this session has given no answer {answer_id!r}")
+        turn = None if reply_id is None else self._turns.get(reply_id)
+        if reply_id is not None and turn is None:
+            raise ApiError(404, f"this session has given no answer {reply_id!r}")
         try:
-            self.host.give_reward(reward, turn=turn)
+            self.episode.give_reward(reward, turn=turn)
         except AgentError as error:
             raise ApiError(400, str(error)) from None
 
     async def claimed(self) -> None:
-        """See `PolicyEndpoint.claimed`."""
-        assert self.offer is not None
-        self.offer(self)
+        """Offer the episode to external programs, and wait until one has opened it."""
+        self._on_offer(self)
         await self._claimed.wait()
 
     async def ended(self) -> None:
-        """See `PolicyEndpoint.ended`."""
+        """Wait until that program has ended the episode.
+
+        Raises:
+            AgentError: the program reports that it has failed.
+        """
         await self._ended.wait()
         if self._failure is not None:
             raise AgentError(f"the program says that it has failed: {self._failure}")
 
     def claim(self) -> None:
-        """A program outside has opened the session."""
+        """Record that an external program has opened the session."""
         self._claimed.set()
 
     def end(self, failure: str | None = None) -> None:
-        """That program has ended it, and says so if it has failed."""
+        """End the session for its program, which may report a failure."""
         self._failure = failure
         self._ended.set()
         self.close()
 
     def close(self) -> None:
-        """The secret opens nothing any more; calls that are under way are aborted."""
-        self.close_key(self)
+        """Make the secret worthless and abort calls that are under way."""
+        self._on_close(self)
         for call in self._calls.values():
             call.task.cancel()
         self._calls.clear()

@@ -1,4 +1,4 @@
-"""Episodes that wait for a program outside: one offers, the other claims."""
+"""Episodes that wait for an external program: the agent offers them, programs claim them."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ _MAX_NAMED = 4096
 class SessionQueue:
     """Brings sessions of one task into one group.
 
-    A run compares the siblings of a group with each other. Who opens sessions names the task that
-    they try (any text), so that sessions with the same name become siblings. Those without a name
-    share groups in the order in which they come.
+    A run compares the siblings of a group with each other. A program that opens sessions names the
+    task that they try (any text); sessions with the same name become siblings. Those without a name
+    share groups in the order in which they are opened.
     """
 
     def __init__(self) -> None:
         self._offers: list[Session] = []
         self._tasks: dict[str, str | None] = {}
-        """What the members of a group try, once one was claimed."""
+        """The task of each group of which a session was claimed."""
 
     def __len__(self) -> int:
         return len(self._offers)
 
     def offer(self, session: Session) -> None:
-        """It may be claimed."""
+        """Let programs claim a session."""
         self._offers.append(session)
 
     def withdraw(self, session: Session) -> None:
-        """It may not, or was."""
+        """Remove a session, unless it was claimed."""
         if session in self._offers:
             self._offers.remove(session)
 
     def claim(self, task: str | None) -> Session:
-        """A session of a group that tries this task, or of one that has not begun.
+        """Claim a session of a group that tries this task, or of a group that has not begun.
 
         Raises:
             ApiError: there is none now.
         """
-        found = None
+        claimed = None
         for session in self._offers:
             if session.group_id not in self._tasks:
-                found = found or session
+                claimed = claimed or session
             elif self._tasks[session.group_id] == task:
-                found = session
+                claimed = session
                 break
-        if found is None:
+        if claimed is None:
             raise ApiError(
                 429,
                 "no episode is free: all are being played, or training has to catch up first",
                 retry_after_s=1,
             )
-        self._offers.remove(found)
-        self._tasks[found.group_id] = task
+        self._offers.remove(claimed)
+        self._tasks[claimed.group_id] = task
         if len(self._tasks) > _MAX_NAMED:
             del self._tasks[next(iter(self._tasks))]
-        found.claim()
-        return found
+        claimed.claim()
+        return claimed

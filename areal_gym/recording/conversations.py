@@ -1,13 +1,13 @@
-"""Which dialogue a list of messages goes on with.
+"""Finds the dialogue that a list of messages continues.
 
-A program behind the gateway sends the whole history with every call. What it sends is compared,
-message by message, with what the policy has said before:
+A program behind the gateway sends the whole history with every call. The history is compared,
+message by message, with the dialogues so far:
 
-    the history is a dialogue as it stands      it goes on, by ids
-    it was, at an earlier point                 a fork: begins with the same ids, trained on once
-    it is nobody's (another agent, a summary)   a dialogue of its own
+    it is a dialogue as it stands                 the dialogue continues, by ids
+    it is a dialogue at an earlier point          a fork: begins with the same ids, trained on once
+    it is unknown (another agent, a summary)      a dialogue of its own
 
-The policy's messages are recognised by what they say, not by ids of calls, which clients rewrite.
+The policy's messages are recognised by their content, not by ids of calls, which clients rewrite.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from areal_gym.types import Message
 
 
 class Conversations:
-    """Those of one episode.
+    """The dialogues of one episode.
 
     Args:
-        recorder: of the episode.
-        max_points: how many answers can be gone on from; the oldest are forgotten. None: all.
+        recorder: the episode's recorder.
+        max_points: the most answers that can be continued; the oldest are forgotten. None: all.
     """
 
     def __init__(self, recorder: Recorder, *, max_points: int | None = None) -> None:
@@ -43,10 +43,10 @@ class Conversations:
         self._texts: list[RawText] = []
 
     @contextmanager
-    def going_on(
+    def continued(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], dialect: str | None
     ) -> Iterator[tuple[Dialogue, Prompt]]:
-        """The dialogue that `messages` go on with, for as long as the policy answers.
+        """Yield the dialogue that `messages` continue, and the prompt; for one answer.
 
         Raises:
             ConfigError: the chat template refuses the messages.
@@ -58,7 +58,7 @@ class Conversations:
             dialogue = Dialogue(self._recorder.renderer, tools, dialect=dialect)
         new = messages[num_known:]
         if num_known and any(message["role"] == "assistant" for message in new):
-            # Put into the policy's mouth: no template is proven to bridge that.
+            # An answer that the policy did not sample: no template is proven to bridge that.
             prompt = dialogue.prompt([*dialogue.messages, *new], replaces_history=True)
         else:
             prompt = dialogue.prompt(new)
@@ -74,23 +74,23 @@ class Conversations:
                 self._recorder.forget(dialogue)
 
     @contextmanager
-    def going_on_with_text(self, text: str) -> Iterator[tuple[RawText, Prompt]]:
-        """The raw text that `text` goes on with; none of it is a message.
+    def continued_text(self, text: str) -> Iterator[tuple[RawText, Prompt]]:
+        """Yield the raw text that `text` continues, and the prompt; none of it is a message.
 
         Raises:
-            ConfigError: there is no text.
+            ConfigError: the text is empty.
         """
         known = [raw for raw in self._texts if text.startswith(raw.text) and text != raw.text]
         raw = max(known, key=lambda raw: len(raw.text), default=None)
         if raw is None:
             raw = RawText(self._recorder.renderer)
         else:
-            self._texts.remove(raw)  # nobody else goes on with it meanwhile
+            self._texts.remove(raw)  # no other call may continue it meanwhile
         before = raw.text
         try:
             prompt = raw.prompt(text)
             if not prompt.token_ids:
-                raise ConfigError("there is nothing to go on with: the prompt is empty")
+                raise ConfigError("the prompt is empty: there is nothing to continue")
             yield raw, prompt
         finally:
             if raw.text:
@@ -101,15 +101,15 @@ class Conversations:
                 self._recorder.forget(self._texts.pop(0))
 
     def _find(self, keys: Sequence[bytes]) -> tuple[Dialogue | None, int]:
-        """The dialogue to go on with, and how many messages it has; None: nobody's history."""
+        """Return the dialogue to continue and the number of its messages; None: it is unknown."""
         for num_known in range(len(keys) - 1, 0, -1):
-            found = self._points.get(keys[num_known])
-            if not found:
+            points = self._points.get(keys[num_known])
+            if not points:
                 continue
-            for dialogue, point in reversed(found):
+            for dialogue, point in reversed(points):
                 if dialogue not in self._busy and dialogue.stands_at(point):
                     return dialogue, num_known
-            dialogue, point = found[-1]
+            dialogue, point = points[-1]
             return dialogue.fork(point), num_known
         return None, 0
 
@@ -125,7 +125,7 @@ class Conversations:
 def _keys(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], dialect: str | None
 ) -> list[bytes]:
-    """One key per number of leading messages, 0 first."""
+    """Return one key per number of leading messages, 0 first."""
     keys = [_digest(b"", [list(tools), dialect])]
     for message in messages:
         keys.append(_next_key(keys[-1], message))

@@ -1,4 +1,4 @@
-"""Plain text that the policy goes on with: a dialogue without messages and without a template."""
+"""Plain text that the policy continues: a dialogue without messages and without a template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal_gym.types import Message
 
 
 class RawText:
-    """One text, written by turns. As with a `Dialogue`, sampled ids are never encoded again."""
+    """One text, written in turns. As with a `Dialogue`, sampled ids are never encoded again."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.text = ""
@@ -17,7 +17,7 @@ class RawText:
         self._renderer = renderer
 
     def prompt(self, text: str) -> Prompt:
-        """What to send so that the policy goes on with `text`, which begins with this one."""
+        """Return the prompt for which the policy continues `text`, which begins with this one."""
         new: list[Message] = [{"role": "user", "content": text[len(self.text) :]}]
         added = tuple(self._renderer.tokenizer.encode(text[len(self.text) :]))
         return Prompt((*self.token_ids, *added), added, 0, new)
@@ -25,7 +25,7 @@ class RawText:
     def answer(
         self, prompt: Prompt, sampled_ids: Sequence[int], *, text: str | None = None
     ) -> Message:
-        """Take in what the policy has sampled after `prompt`."""
+        """Append the tokens that the policy has sampled after `prompt`."""
         if text is None:
             text = self._renderer.decode(sampled_ids)
         self.token_ids += [*prompt.added, *sampled_ids]

@@ -1,12 +1,12 @@
-"""Engine calls become turns and spans.
+"""Turns engine calls into token spans and turns.
 
     dialogue.prompt(messages) -> Recorder.sample -> engine -> spans and a turn -> the message
 
-One recorder belongs to one episode, whoever asks: the episode's own agent, or a program behind the
-gateway. It knows nothing of messages being extended or rewritten; that is the business of a
+One recorder belongs to one episode, whether the episode's agent asks or a program behind the
+gateway. It does not know whether messages extend or rewrite the history; that is the business of a
 `Dialogue` and, among several of them, of `Conversations`.
 
-A call that fails, or that nobody waits for any more, leaves nothing behind: no span, no turn.
+A call that fails, or that is cancelled, leaves nothing behind: no span, no turn.
 """
 
 from __future__ import annotations
@@ -16,35 +16,29 @@ import itertools
 import struct
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, replace
 
 from areal_gym.chat import Dialogue, Prompt, Renderer
 from areal_gym.engines.base import Engine, Generation, Piece, SamplingParams, stream_from
 from areal_gym.errors import EngineError
 from areal_gym.recording.raw import RawText
-from areal_gym.types import FinishReason, Message, TokenSpan, Turn
+from areal_gym.recording.record import EpisodeRecord, TurnDraft
+from areal_gym.types import FinishReason, Message, TokenSpan
 
 _names = itertools.count()
 
 
-@cache
-def _packer(num: int) -> Callable[..., bytes]:
-    return struct.Struct(f"<{num}Q").pack
-
-
 def derive_seed(*parts: int) -> int:
-    """A 48-bit seed (JSON and every engine can hold it) that depends on all `parts`."""
-    digest = hashlib.blake2b(_packer(len(parts))(*parts), digest_size=6).digest()
+    """Return a 48-bit seed (JSON and every engine can hold it) that depends on all `parts`."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}Q", *parts), digest_size=6).digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(slots=True)
 class InFlight:
-    """How many episodes are being played, and what they wait for."""
+    """Counts the episodes that are being played, and what they wait for."""
 
     episodes: int = 0
     engine: int = 0
@@ -52,7 +46,7 @@ class InFlight:
 
     @property
     def agent(self) -> int:
-        """Those that are in the agent's own code."""
+        """Episodes in the agent's own code."""
         return self.episodes - self.engine - self.env
 
 
@@ -66,38 +60,14 @@ class ContextFullError(Exception):
         )
 
 
-@dataclass(slots=True)
-class TurnDraft:
-    """A turn whose reward is not known yet."""
-
-    finish_reason: FinishReason
-    engine_s: float
-    branch: int
-    env_s: float = 0.0
-    tool_s: float = 0.0
-    reward: float = 0.0
-    reward_parts: dict[str, float] = field(default_factory=dict)
-
-    def turn(self) -> Turn:
-        """What is known of it at the end."""
-        return Turn(
-            finish_reason=self.finish_reason,
-            reward=self.reward,
-            reward_parts=self.reward_parts,
-            engine_s=self.engine_s,
-            env_s=self.env_s,
-            tool_s=self.tool_s,
-        )
-
-
-class Recorder:
-    """Of one episode.
+class Recorder(EpisodeRecord):
+    """The record of an episode whose policy an engine samples.
 
     Args:
         engine: samples the policy.
         renderer: messages to ids.
         params: how to sample, where the caller does not say; stop tokens are the renderer's.
-        seed: of the episode.
+        seed: the episode's seed.
         in_flight: counters to keep up to date.
         keeps: whether spans and turns are kept. Without, it only samples.
     """
@@ -112,22 +82,19 @@ class Recorder:
         in_flight: InFlight | None = None,
         keeps: bool = True,
     ) -> None:
+        super().__init__()
         self.engine = engine
         self.renderer = renderer
         self.params = params
         self.seed = seed
         self.name = f"episode-{next(_names)}"
-        self.turns: list[TurnDraft] = []
-        """In the order in which they ended."""
-        self.messages: list[Message] = []
-        """What was said, for reading."""
         self.num_calls = 0
-        """Calls that were begun."""
-        self._in_flight = in_flight or InFlight()
+        """Calls that were started."""
+        self.in_flight = in_flight or InFlight()
         self._keeps = keeps
-        self._spans: list[TokenSpan] = []
         self._branches: dict[tuple[Dialogue | RawText, int], int] = {}
         self._names: dict[Dialogue | RawText, str] = {}
+        """The engine's names of dialogues; the first is named like the episode."""
         self._numbers = itertools.count()
         self._turn_of: dict[int, int] = {}
 
@@ -138,20 +105,20 @@ class Recorder:
         *,
         params: SamplingParams | None = None,
         seed: int | None = None,
-        hear: Callable[[tuple[int, ...]], int | None] | None = None,
+        on_tokens: Callable[[tuple[int, ...]], int | None] | None = None,
         text: Callable[[], str | None] | None = None,
     ) -> tuple[Message, Generation]:
-        """Let the policy answer, and take the answer into the dialogue.
+        """Let the policy answer, and append the answer to the dialogue.
 
         Args:
-            dialogue: which gave the prompt, and is not used until this returns.
-            prompt: what to send.
+            dialogue: the dialogue of the prompt; it must not be used until this returns.
+            prompt: the prompt to send.
             params: how to sample; the episode's own by default.
-            seed: the caller's; the same one gives the same answer in this episode. By default it
-                depends on how many calls there have been.
-            hear: told of new ids as they are sampled. None wants more; a number is how many of
-                them it takes, and sampling ends there.
-            text: asked at the end for what the agent takes of the answer; None is all of it.
+            seed: the same one gives the same answer in this episode. By default it depends on the
+                number of calls so far.
+            on_tokens: called with new ids as they are sampled. If it returns a number, that many
+                of them are kept and sampling ends there.
+            text: called at the end; returns the text of the answer if it is cut, else None.
 
         Raises:
             ContextFullError: there is no room for an answer.
@@ -161,26 +128,21 @@ class Recorder:
         if len(prompt.token_ids) >= self.engine.max_context:
             raise ContextFullError(len(prompt.token_ids), self.engine.max_context)
         parts = (self.seed, number) if seed is None else (self.seed, seed, 1)
-        asked = params or self.params
-        params = SamplingParams(  # dataclasses.replace takes three times as long, in every turn
-            max_new_tokens=asked.max_new_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
+        params = replace(
+            params or self.params,
             stop_token_ids=self.renderer.stop_token_ids,
             seed=derive_seed(*parts),
-            grammar=asked.grammar,
         )
         start_s = time.perf_counter()
-        self._in_flight.engine += 1
+        self.in_flight.engine += 1
         try:
-            name = self._names.get(dialogue) or self._name_of(dialogue)
-            if hear is None:
+            name = self._name_of(dialogue)
+            if on_tokens is None:
                 generation = await self.engine.generate(prompt.token_ids, params, session=name)
             else:
-                generation = await self._stream(prompt, params, name, hear)
+                generation = await self._stream(prompt, params, name, on_tokens)
         finally:
-            self._in_flight.engine -= 1
+            self.in_flight.engine -= 1
         _check(generation)
         message = dialogue.answer(
             prompt, generation.token_ids, text=None if text is None else text()
@@ -194,7 +156,7 @@ class Recorder:
         return message, generation
 
     def turn_of(self, message: Message) -> TurnDraft:
-        """The turn that gave this message, else the newest one.
+        """Return the turn of this message, else the newest one.
 
         Raises:
             IndexError: the policy has not answered yet.
@@ -202,46 +164,23 @@ class Recorder:
         return self.turns[self._turn_of.get(id(message), -1)]
 
     def forget(self, dialogue: Dialogue | RawText) -> None:
-        """The dialogue will not go on."""
+        """Let the engine forget a dialogue that will not continue."""
         name = self._names.pop(dialogue, None)
         if name is not None:
             self.engine.release(name)
 
     def release(self) -> None:
-        """The episode is over: the engine may forget what it has cached."""
+        """Let the engine forget all dialogues of the episode."""
         for dialogue in list(self._names):
             self.forget(dialogue)
-
-    def outcome(self) -> dict[str, Any]:
-        """Spans, turns and messages, as fields of a trajectory.
-
-        Branches come one after the other, in the order in which they ended, and turns are numbered
-        in that order. So the branch that brings the episode to its end is the last one, and what
-        it earns counts, discounted, for all who worked towards it.
-        """
-        order: Sequence[int] = range(len(self.turns))
-        spans = self._spans
-        if len(self._branches) > 1:
-            ended = {turn.branch: index for index, turn in enumerate(self.turns)}
-            rank = {branch: i for i, branch in enumerate(sorted(ended, key=ended.__getitem__))}
-            order = sorted(order, key=lambda turn: rank[self.turns[turn].branch])
-            place = {turn: index for index, turn in enumerate(order)}
-            spans = [
-                replace(span, turn=place[span.turn], branch=rank[span.branch])
-                for span in sorted(spans, key=lambda span: rank[span.branch])
-            ]
-        return {
-            "spans": tuple(spans),
-            "turns": tuple([self.turns[i].turn() for i in order]),
-            "messages": tuple(self.messages),
-        }
 
     # ---- inside -------------------------------------------------------------------------------
 
     def _name_of(self, dialogue: Dialogue | RawText) -> str:
-        """What the engine knows a new dialogue by; the first is named like the episode."""
-        number = next(self._numbers)
-        name = self._names[dialogue] = f"{self.name}/{number}" if number else self.name
+        name = self._names.get(dialogue)
+        if name is None:
+            number = next(self._numbers)
+            name = self._names[dialogue] = f"{self.name}/{number}" if number else self.name
         return name
 
     async def _stream(
@@ -249,28 +188,29 @@ class Recorder:
         prompt: Prompt,
         params: SamplingParams,
         name: str,
-        hear: Callable[[tuple[int, ...]], int | None],
+        on_tokens: Callable[[tuple[int, ...]], int | None],
     ) -> Generation:
-        heard: list[Piece] = []
+        pieces: list[Piece] = []
         finish_reason = None
-        async with aclosing(stream_from(self.engine, prompt.token_ids, params, session=name)) as it:
-            async for piece in it:
-                num_taken = hear(piece.token_ids)
+        stream = stream_from(self.engine, prompt.token_ids, params, session=name)
+        async with aclosing(stream):
+            async for piece in stream:
+                num_kept = on_tokens(piece.token_ids)
                 finish_reason = piece.finish_reason
-                if num_taken is not None:
+                if num_kept is not None:
                     finish_reason = FinishReason.STOP
                     piece = Piece(
-                        token_ids=piece.token_ids[:num_taken],
-                        logprobs=piece.logprobs[:num_taken],
-                        versions=piece.versions[:num_taken],
+                        token_ids=piece.token_ids[:num_kept],
+                        logprobs=piece.logprobs[:num_kept],
+                        versions=piece.versions[:num_kept],
                     )
-                heard.append(piece)
+                pieces.append(piece)
                 if finish_reason is not None:
                     break
         return Generation(
-            token_ids=tuple(i for piece in heard for i in piece.token_ids),
-            logprobs=tuple(p for piece in heard for p in piece.logprobs),
-            versions=tuple(v for piece in heard for v in piece.versions),
+            token_ids=tuple(i for piece in pieces for i in piece.token_ids),
+            logprobs=tuple(p for piece in pieces for p in piece.logprobs),
+            versions=tuple(v for piece in pieces for v in piece.versions),
             finish_reason=finish_reason or FinishReason.ABORT,
         )
 
@@ -303,7 +243,7 @@ class Recorder:
 
 
 def _check(generation: Generation) -> None:
-    """It can be recorded.
+    """Check that a generation can be recorded.
 
     Raises:
         EngineError: it cannot.
@@ -317,6 +257,5 @@ def _check(generation: Generation) -> None:
         raise EngineError("the engine must give one policy version per token")
     if len(generation.logprobs) != num_tokens:
         raise EngineError("the engine must give one log-probability per token")
-    is_one = versions.count(versions[0]) == num_tokens  # mostly, and three times as quick
-    if not is_one and sorted(versions) != list(versions):
+    if sorted(versions) != list(versions):
         raise EngineError("the policy version went back inside a turn")

@@ -8,10 +8,10 @@ from areal_gym.envs.base import TextEnv
 
 
 class EnvPool:
-    """As many instances as were ever in use at once.
+    """Holds as many environment instances as were ever in use at once.
 
-    `reset` makes a used one as good as new, and `play_episode` has released what its episode held.
-    An instance whose episode failed is in an unknown state: simply do not give it back.
+    `reset` makes a used instance as good as new, and `play_episode` has released what its episode
+    held. An instance whose episode failed is in an unknown state: simply do not give it back.
     """
 
     def __init__(self, factory: Callable[[], TextEnv]) -> None:
@@ -19,9 +19,9 @@ class EnvPool:
         self._free: list[TextEnv] = []
 
     def take(self) -> TextEnv:
-        """An instance of one's own."""
+        """Take an instance out of the pool; make one if none is free."""
         return self._free.pop() if self._free else self._factory()
 
     def give_back(self, env: TextEnv) -> None:
-        """It can serve another episode."""
+        """Put an instance back for another episode."""
         self._free.append(env)

@@ -1,4 +1,4 @@
-"""One episode, recorded token by token.
+"""Plays one episode and records it token by token.
 
     agent.play(episode)
         episode.ask(messages)   bridge ids -> engine -> sampled ids -> text -> Message
@@ -13,7 +13,7 @@ Limits. A turn that `max_new_tokens` cuts is still handed to the environment, wh
 was written as it grades anything; but the episode ends there, with `MAX_TOKENS`: the policy has
 not ended its turn, and an end written in its name would put it where it never chose to go. When
 the context has no room for another turn, the episode ends with `MAX_TOKENS` too. Both are
-truncations: kept and trained on. What fails is recorded at the boundary where it failed.
+truncations: kept and trained on. A failure is recorded at the boundary where it happened.
 """
 
 from __future__ import annotations
@@ -42,40 +42,12 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.recording import ContextFullError, InFlight, Recorder, TurnDraft
-from areal_gym.types import FinishReason, Message, StopReason, Task, ToolCall, Trajectory
+from areal_gym.types import Message, StopReason, Task, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from areal_gym.gateway.session import Session
 
-_STOP_REASONS = {
-    "env": StopReason.ENV_ERROR,
-    "reward": StopReason.REWARD_ERROR,
-    "agent": StopReason.AGENT_ERROR,
-    "engine": StopReason.ENGINE_ERROR,
-    "sandbox": StopReason.SANDBOX_ERROR,
-    "worker": StopReason.WORKER_ERROR,
-    "timeout": StopReason.TIMEOUT,
-    "episode": StopReason.ENV_ERROR,  # an environment may raise the base class
-}
-
 _T = TypeVar("_T")
-
-
-def _is_failure(error: BaseException) -> bool:
-    """Returns whether an exception fails the episode: not the run's own cancellation, nor Ctrl-C.
-
-    Libraries that think they are a program exit, or raise what is no Exception: those fail.
-    A cancellation that nobody asked this task for is the code's own.
-    """
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() == 0
-    return not isinstance(error, GeneratorExit) and type(error) is not KeyboardInterrupt
-
-
-def stop_reason_of(error: EpisodeError) -> StopReason:
-    """Which boundary failed."""
-    return _STOP_REASONS[error.boundary]
 
 
 async def play_episode(
@@ -98,14 +70,14 @@ async def play_episode(
 
     Args:
         env: one instance, used by this episode alone while it lasts.
-        agent: how the policy is asked.
+        agent: decides how the policy is asked.
         engine: samples the policy.
         renderer: messages to ids.
         options: for `env.reset`, such as `{"task": task}` or `{"split": "test", "index": 3}`.
         seed: of the environment and of sampling.
         params: how to sample; `seed` and `stop_token_ids` are set here.
-        trajectory_id: names the trajectory in files.
-        group_id: names its group.
+        trajectory_id: the trajectory's name in files.
+        group_id: the name of its group.
         env_id: the registered id; the class's name by default.
         agent_id: the agent's registered id.
         timeout_s: wall-clock limit; beyond it the episode has failed (`TIMEOUT`).
@@ -114,90 +86,98 @@ async def play_episode(
     Raises:
         UsageError: the request itself is wrong (no such split, roles that the template refuses).
     """
-    in_flight = in_flight or InFlight()
     recorder = Recorder(
         engine, renderer, params or SamplingParams(), seed=seed, in_flight=in_flight
     )
-    played = _Played(env, recorder, in_flight, group_id)
-    in_flight.episodes += 1
-    num_outages = getattr(engine, "num_outages", 0)  # isinstance of a protocol takes its time
+    episode = _RecordedEpisode(env, recorder, group_id)
+    recorder.in_flight.episodes += 1
     try:
-        async with asyncio.timeout(timeout_s) as played.deadline:
-            reset = partial(env.areset, seed=seed, options=options)
-            _, info = await played.of_env(reset, "reset")
-            played.first_messages = info["messages"]
-            try:
-                await agent.play(played)
-            except BaseException as error:
-                if not _is_failure(error):
-                    raise
-                played.blame_agent(error)
-                raise
-    except EpisodeError as error:
-        played.fail(error)
-    except _EpisodeOver:
-        pass
-    except TimeoutError:
-        played.fail(_overtime(timeout_s, engine, num_outages))
+        await _play_to_end(
+            episode, agent, partial(env.areset, seed=seed, options=options), timeout_s
+        )
     finally:
-        played.close()
+        episode.close()
         try:
-            await played.of_env(env.aclose, "aclose")
+            await episode.of_env(env.aclose, "aclose")
         except EpisodeError as error:
-            played.fail(error)
+            recorder.fail(error)
         finally:
-            in_flight.episodes -= 1
+            recorder.in_flight.episodes -= 1
+    if not recorder.is_over:
+        recorder.fail(AgentError("the agent stopped before the environment had ended the episode"))
     return Trajectory(
         id=trajectory_id,
         group_id=group_id,
-        task=played.task,
+        task=episode.task,
         env_id=env.played_id or env_id or type(env).__name__,
         agent_id=agent_id,
         seed=seed,
-        **played.outcome(),
+        **recorder.outcome(),
     )
 
 
-def _overtime(timeout_s: float | None, engine: Engine, num_outages: int) -> EpisodeError:
-    """Returns what an episode failed of whose time is up: itself, or an outage of the engine."""
-    took = f"the episode took more than {timeout_s:g} s"
+async def _play_to_end(
+    episode: _RecordedEpisode,
+    agent: Agent,
+    reset: Callable[[], Awaitable[Any]],
+    timeout_s: float | None,
+) -> None:
+    engine = episode.recorder.engine
+    num_outages = getattr(engine, "num_outages", 0)  # isinstance of a protocol takes its time
+    try:
+        async with asyncio.timeout(timeout_s) as episode.deadline:
+            _, info = await episode.of_env(reset, "reset")
+            episode.first_messages = info["messages"]
+            try:
+                await agent.play(episode)
+            except BaseException as error:
+                if not _is_failure(error):
+                    raise
+                episode.blame_agent(error)
+                raise
+    except EpisodeError as error:
+        episode.recorder.fail(error)
+    except _EpisodeOver:
+        pass
+    except TimeoutError:
+        episode.recorder.fail(_timeout_error(timeout_s, engine, num_outages))
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Return whether an exception fails the episode: not the run's own cancellation, nor Ctrl-C.
+
+    Libraries that behave like a program exit, or raise a `BaseException`: those fail the episode.
+    A cancellation that was not requested for this task is the agent's or environment's own.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() == 0
+    return not isinstance(error, GeneratorExit) and type(error) is not KeyboardInterrupt
+
+
+def _timeout_error(timeout_s: float | None, engine: Engine, num_outages: int) -> EpisodeError:
+    """Return the failure of an episode whose time is up: its own, or an outage of the engine."""
+    message = f"the episode took more than {timeout_s:g} s"
     if not isinstance(engine, InterruptedEngine):
-        return EpisodeTimeoutError(took)
+        return EpisodeTimeoutError(message)
     if engine.outage_s == 0 and engine.num_outages == num_outages:
-        return EpisodeTimeoutError(took)
-    return EngineUnreachableError(f"{took}, and no server was there for part of it")
-
-
-def _no_number(reward: object) -> AgentError:
-    error = AgentError(f"the agent gave the reward {reward!r}; a finite number is needed")
-    error.boundary = RewardError.boundary
-    return error
+        return EpisodeTimeoutError(message)
+    return EngineUnreachableError(f"{message}, and no server was there for part of it")
 
 
 class _EpisodeOver(Exception):
     """Unwinds the agent when there is no room for another turn."""
 
 
-class _Played:
-    """The other side of the `Episode` protocol: asks, acts, records."""
+class _RecordedEpisode:
+    """The `Episode` that an agent plays; samples, acts and records everything."""
 
-    def __init__(
-        self,
-        env: TextEnv,
-        recorder: Recorder,
-        in_flight: InFlight,
-        group_id: str,
-    ) -> None:
+    def __init__(self, env: TextEnv, recorder: Recorder, group_id: str) -> None:
         self.env = env
         self.recorder = recorder
-        self.in_flight = in_flight
         self.group_id = group_id
         self.deadline: asyncio.Timeout | None = None
         self.first_messages: Sequence[Message] = ()
-        self.unread: Sequence[Message] = ()
-        self.metrics: dict[str, float] = {}
-        self.stop_reason: StopReason | None = None
-        self.error: EpisodeError | None = None
         self._dialogue: Dialogue | None = None
         self._is_full = False
         self._session: Session | None = None
@@ -223,7 +203,7 @@ class _Played:
         try:
             message, _ = await self.recorder.sample(self._dialogue, prompt)
         except ContextFullError:
-            self.stop_reason = StopReason.MAX_TOKENS
+            self.recorder.stop_reason = StopReason.MAX_TOKENS
             self._is_full = True
             raise _EpisodeOver from None
         except BaseException as error:
@@ -231,7 +211,7 @@ class _Played:
                 raise
             self.blame(error, EngineError, "generate")
             raise
-        self.unread = ()
+        self.recorder.unread = ()
         return message
 
     async def act(self, message: Message, *, turn: TurnDraft | None = None) -> StepResult:
@@ -240,48 +220,21 @@ class _Played:
             raise AgentError("the agent acts before it has asked the policy")
         turn = turn or self.recorder.turn_of(message)
         start = time.perf_counter()
-        self.in_flight.env += 1
         try:
-            result = await self.env.astep(message)
-        except BaseException as error:
-            if not _is_failure(error):
-                raise
-            self.blame(error, EnvError, "step")
-            raise
+            result = await self.of_env(partial(self.env.astep, message), "step")
         finally:
-            self.in_flight.env -= 1
             turn.env_s += time.perf_counter() - start
             turn.tool_s += self.env.tool_s
-        info = result.info
-        turn.reward += result.reward
-        if "reward_parts" in info:
-            for name, part in info["reward_parts"].items():
-                turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part
-        if "metrics" in info:
-            for name, value in info["metrics"].items():
-                self.metrics[name] = self.metrics.get(name, 0.0) + value
-        self.unread = info["messages"]
-        if turn.finish_reason is FinishReason.LENGTH:
-            self.stop_reason = StopReason.MAX_TOKENS
-            return result if result.terminated else result._replace(truncated=True)
-        if result.terminated:
-            self.stop_reason = StopReason.COMPLETED
-        elif result.truncated:
-            by_turns = info.get("truncated_by") == "max_turns"
-            self.stop_reason = StopReason.MAX_TURNS if by_turns else StopReason.TRUNCATED
-        return result
+        return self.recorder.add_step(turn, result)
 
     async def access(self, *, max_calls: int) -> PolicyEndpoint:
         if self._session is None:
+            from areal_gym.gateway.session import SessionOptions
             from areal_gym.gateway.shared_gateway import shared_gateway
 
             gateway = await shared_gateway()
-            self._session = gateway.open_session(
-                self.recorder,
-                group_id=self.group_id,
-                max_calls=max_calls,
-                host=self,
-            )
+            options = SessionOptions(group_id=self.group_id, max_calls=max_calls)
+            self._session = gateway.open_session(self.recorder, options, episode=self)
         return self._session
 
     async def call_tool(self, call_id: str) -> str:
@@ -291,7 +244,9 @@ class _Played:
         names = {tool.name for tool in self.env.tools}
         calls = [call for call in message["tool_calls"] if call["function"]["name"] in names]
         if all(call["id"] != call_id for call in calls):
-            raise AgentError(f"the environment has no such tool as the call {call_id!r} names")
+            raise AgentError(
+                f"the call {call_id!r} names a tool that the environment does not have"
+            )
         if id(message) not in self._tool_runs:
             self._tool_runs[id(message)] = asyncio.create_task(self._run_tools(message, calls))
         results = await asyncio.shield(self._tool_runs[id(message)])
@@ -302,7 +257,7 @@ class _Played:
             if self.is_over:
                 return ()
             await self.act({"role": "assistant", "content": answer})
-            return () if self.is_over else self.unread
+            return () if self.is_over else self.recorder.unread
 
     async def finish(
         self,
@@ -311,26 +266,28 @@ class _Played:
         reward: float | None = None,
         is_truncated: bool = False,
     ) -> None:
-        if self.error is not None:
-            raise self.error
+        record = self.recorder
+        if record.error is not None:
+            raise record.error
         limit = None if self._session is None else self._session.limit
-        if not self.recorder.turns and limit is None:
-            raise AgentError("the agent has finished, and has not asked the policy")
-        if answer is not None and self.recorder.turns:
+        if not record.turns and limit is None:
+            raise AgentError("the agent has finished without asking the policy")
+        if answer is not None and record.turns:
             await self.reply(answer)
         if reward is not None:
             self.give_reward(reward)
-        if self.stop_reason is None or limit is not None:
+        if not record.is_over or limit is not None:
             own = StopReason.MAX_TURNS if is_truncated else StopReason.COMPLETED
-            self.stop_reason = limit or own
+            record.stop_reason = limit or own
 
     def give_reward(self, reward: float, *, turn: TurnDraft | None = None) -> None:
-        if isinstance(reward, bool | int | float) and math.isfinite(reward):
-            if not self.recorder.turns:
-                raise AgentError("a reward, and the policy has not been asked")
-            (turn or self.recorder.turns[-1]).reward += reward
-            return
-        raise _no_number(reward)
+        if not isinstance(reward, bool | int | float) or not math.isfinite(reward):
+            error = AgentError(f"the agent gave the reward {reward!r}; a finite number is needed")
+            error.boundary = RewardError.boundary
+            raise error
+        if not self.recorder.turns:
+            raise AgentError("the agent gave a reward without asking the policy")
+        (turn or self.recorder.turns[-1]).reward += reward
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -348,35 +305,20 @@ class _Played:
 
     @property
     def is_over(self) -> bool:
-        return self.stop_reason is not None
+        return self.recorder.is_over
 
     async def _run_tools(self, message: Message, calls: list[ToolCall]) -> dict[str, str]:
-        """Hand a message with its calls to the environment, once; what each of them gave."""
+        """Hand a message with its calls to the environment, once; return the output of each."""
         async with self._acting:
             if self.is_over:
                 return {}
             turn = self.recorder.turn_of(message)
             result = await self.act({**message, "tool_calls": calls}, turn=turn)
-        found: dict[str, str] = {}
-        for index, answer in enumerate(result.info["messages"]):
-            call_id = answer.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
-            found[call_id] = "\n".join(filter(None, (found.get(call_id), answer["content"])))
-        return found
-
-    def outcome(self) -> dict[str, Any]:
-        """The fields of the trajectory that playing decides."""
-        if self.stop_reason is None:
-            self.fail(AgentError("the agent stopped before the environment had ended the episode"))
-        _forget_frames(self.error)
-        outcome = self.recorder.outcome()
-        return {
-            **outcome,
-            "messages": (*outcome["messages"], *self.unread),
-            "stop_reason": self.stop_reason,
-            "error": None if self.error is None else str(self.error),
-            "is_lost": self.error is not None and self.error.is_outage,
-            "metrics": self.metrics,
-        }
+        outputs: dict[str, str] = {}
+        for index, reply in enumerate(result.info["messages"]):
+            call_id = reply.get("tool_call_id") or calls[min(index, len(calls) - 1)]["id"]
+            outputs[call_id] = "\n".join(filter(None, (outputs.get(call_id), reply["content"])))
+        return outputs
 
     @property
     def task(self) -> Task:
@@ -385,23 +327,8 @@ class _Played:
         except UsageError:  # the very first reset failed
             return Task(id="unknown", data={})
 
-    def explain(self, error: Exception) -> None:
-        """Raise what made an agent fail that asks over HTTP: the policy could not answer it."""
-        session = self._session
-        if session is None or isinstance(error, _EpisodeOver):
-            return
-        if isinstance(error, EpisodeError) and not isinstance(error, AgentError):
-            return
-        if session.was_asked_after_end and self.is_over and self.error is None:
-            raise _EpisodeOver from error
-        if session.limit is not None and self.error is None:
-            self.stop_reason = session.limit
-            raise _EpisodeOver from error
-        if session.trouble is not None:
-            raise session.trouble from error
-
     def close(self) -> None:
-        """Nobody asks any more."""
+        """Cancel tools that run, close the endpoint, and free the engine's cache."""
         for run in self._tool_runs.values():
             run.cancel()
         if self._session is not None:
@@ -410,67 +337,66 @@ class _Played:
 
     # ---- failures -----------------------------------------------------------------------------
 
-    async def of_env(self, ask: Callable[[], Awaitable[_T]], what: str) -> _T:
-        """What the environment gives; what fails in it is blamed on it, and who waits is counted.
-
-        `act` writes this out: it costs a third of a microsecond in each turn.
-        """
-        self.in_flight.env += 1
+    async def of_env(self, call: Callable[[], Awaitable[_T]], name: str) -> _T:
+        """Call the environment, counted as in flight; blame its failures on it."""
+        self.recorder.in_flight.env += 1
         try:
-            return await ask()
+            return await call()
         except BaseException as error:
             if not _is_failure(error):
                 raise
-            self.blame(error, EnvError, what)
+            self.blame(error, EnvError, name)
             raise
         finally:
-            self.in_flight.env -= 1
+            self.recorder.in_flight.env -= 1
 
-    def blame(self, error: BaseException, boundary: type[EpisodeError], what: str) -> None:
-        """Record what has failed there, once; the caller raises it again.
+    def blame(self, error: BaseException, boundary: type[EpisodeError], name: str) -> None:
+        """Record the failure of a call, once; the caller raises it again.
 
-        `EpisodeError`s that arrive keep their own attribution (a sandbox that fails inside an
-        environment is the sandbox's failure); `UsageError`s are no failure of an episode and pass.
+        An `EpisodeError` keeps its own attribution (a sandbox that fails inside an environment is
+        the sandbox's failure). A `UsageError` does not fail the episode and passes.
 
         Raises:
-            EpisodeError: of the boundary, in place of an error that is none.
+            EpisodeError: of the boundary, in place of any other exception.
         """
         if isinstance(error, UsageError | ContextFullError | _EpisodeOver):
             return
         if not isinstance(error, EpisodeError):
-            wrapped = boundary(f"{boundary.boundary} failed in {what}: {error!r}")
-            self.fail(wrapped)
+            wrapped = boundary(f"{boundary.boundary} failed in {name}: {error!r}")
+            self.recorder.fail(wrapped)
             raise wrapped from error
-        self.fail(error)
+        self.recorder.fail(error)
 
     def blame_agent(self, error: BaseException) -> None:
-        """`blame` the agent, unless the policy could not answer it (see `explain`)."""
+        """Blame the agent, unless the policy could not answer it over HTTP."""
         try:
             if isinstance(error, Exception):
-                self.explain(error)
+                self._raise_cause(error)
         except Exception as cause:
             self.blame(cause, AgentError, "play")
             raise
         self.blame(error, AgentError, "play")
 
-    def fail(self, error: EpisodeError) -> None:
-        """Record the first failure; those that follow are its consequences."""
-        if self.error is None:
-            self.error = error
-            self.stop_reason = stop_reason_of(error)
-
-    def _check_open(self, what: str) -> None:
-        if self.stop_reason is None:
+    def _raise_cause(self, error: Exception) -> None:
+        """Raise what made an agent fail that calls the policy over HTTP, if it is not at fault."""
+        session, record = self._session, self.recorder
+        if session is None or isinstance(error, _EpisodeOver):
             return
-        if self.error is not None:
-            raise self.error
+        if isinstance(error, EpisodeError) and not isinstance(error, AgentError):
+            return
+        if session.was_called_after_end and self.is_over and record.error is None:
+            raise _EpisodeOver from error
+        if session.limit is not None and record.error is None:
+            record.stop_reason = session.limit
+            raise _EpisodeOver from error
+        if session.error is not None:
+            raise session.error from error
+
+    def _check_open(self, action: str) -> None:
+        if not self.is_over:
+            return
+        if self.recorder.error is not None:
+            raise self.recorder.error
         if self._is_full:
             raise _EpisodeOver
-        raise AgentError(f"the agent {what} after the end of the episode")
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """They hold the episode, which holds the error: a cycle, which only a collector would free."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+        raise AgentError(f"the agent {action} after the end of the episode")

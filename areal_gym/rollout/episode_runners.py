@@ -1,22 +1,43 @@
-"""Who plays the runner's episodes: this process, or others (`areal_gym.distributed`).
+"""Runs single episodes: in this process, or in others (`areal_gym.distributed`).
 
-The runner decides what is played and what becomes of it: admission, staleness, journal, filters,
-retries. A player turns one order into one trajectory.
+The caller decides which episodes are played and what becomes of them: admission, staleness,
+journal, filters, retries. An `EpisodeRunner` turns one request into one trajectory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from areal_gym.agents.base import Agent
 from areal_gym.chat import Renderer
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.base import Engine, InterruptedEngine, SamplingParams
+from areal_gym.envs.base import TextEnv
+from areal_gym.recording import InFlight
 from areal_gym.rollout.env_pool import EnvPool
 from areal_gym.rollout.episode import play_episode
 from areal_gym.rollout.stats import Occupancy
 from areal_gym.types import Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSetup:
+    """The parts that every episode of a run shares."""
+
+    env_factory: Callable[[], TextEnv]
+    """Makes one environment instance."""
+    agent: Agent
+    """One object that plays all episodes; its state is shared by them."""
+    engine: Engine
+    """Samples the policy; started already."""
+    renderer: Renderer
+    """Turns messages into token ids."""
+    env_id: str | None = field(default=None, kw_only=True)
+    """The environment's registered id."""
+    agent_id: str = field(default="chat", kw_only=True)
+    """The agent's registered id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +46,13 @@ class EpisodeRequest:
 
     task: Task
     seed: int
-    """Of the environment and of sampling."""
+    """The seed of the environment and of sampling."""
     trajectory_id: str
     group_id: str
+
+
+PlayEpisode = Callable[[TextEnv, EpisodeRequest], Awaitable[Trajectory]]
+"""Plays one episode in an environment instance of its own; failures are recorded, not raised."""
 
 
 class EpisodeRunner(Protocol):
@@ -35,74 +60,103 @@ class EpisodeRunner(Protocol):
 
     @property
     def in_flight(self) -> Occupancy:
-        """How many are being played, and what they wait for."""
+        """The number of episodes that are being played, and what they wait for."""
         ...
 
-    async def play(self, order: EpisodeRequest) -> Trajectory:
-        """Play one episode; what fails is recorded in the trajectory.
+    async def play(self, request: EpisodeRequest) -> Trajectory:
+        """Play one episode; failures are recorded in the trajectory.
 
         Raises:
-            UsageError: the order itself is wrong (no such split, ...).
+            UsageError: the request itself is wrong (no such split, ...).
         """
         ...
 
 
+def play_with_engine(
+    agent: Agent,
+    engine: Engine,
+    renderer: Renderer,
+    params: SamplingParams,
+    timeout_s: float | None,
+    *,
+    env_id: str | None = None,
+    agent_id: str = "chat",
+    in_flight: InFlight | None = None,
+) -> PlayEpisode:
+    """Return a function that plays one episode whose policy is sampled by an engine.
+
+    Its arguments are those of `play_episode` that all episodes share.
+    """
+
+    async def play(env: TextEnv, request: EpisodeRequest) -> Trajectory:
+        return await play_episode(
+            env,
+            agent,
+            engine,
+            renderer,
+            options={"task": request.task},
+            seed=request.seed,
+            params=params,
+            trajectory_id=request.trajectory_id,
+            group_id=request.group_id,
+            env_id=env_id,
+            agent_id=agent_id,
+            timeout_s=timeout_s,
+            in_flight=in_flight,
+        )
+
+    return play
+
+
 class LocalEpisodeRunner:
-    """Plays on this event loop.
+    """Plays episodes on this event loop, in environments of a pool.
 
     Args:
-        envs: where instances come from, and go back to when their episode went well.
-        agent: one object for all episodes.
-        engine: samples the policy.
-        renderer: messages to ids.
-        config: how to sample, and how long an episode may last.
-        env_id: the environment's registered id.
-        agent_id: the agent's registered id.
+        envs: the pool; an instance goes back to it when its episode did not fail.
+        play: plays one episode.
+        in_flight: counters that `play` keeps up to date.
     """
 
     def __init__(
-        self,
-        envs: EnvPool,
-        agent: Agent,
-        engine: Engine,
-        renderer: Renderer,
-        config: RolloutConfig,
-        *,
-        env_id: str | None = None,
-        agent_id: str = "chat",
+        self, envs: EnvPool, play: PlayEpisode, in_flight: Occupancy | None = None
     ) -> None:
-        self.in_flight = Occupancy()
+        self.in_flight = in_flight or Occupancy()
         self._envs = envs
-        self._agent = agent
-        if isinstance(engine, InterruptedEngine):
-            engine.fails_lost_turns = True
-        self._engine = engine
-        self._renderer = renderer
-        self._params = SamplingParams(
+        self._play = play
+
+    @classmethod
+    def for_training(
+        cls, setup: EpisodeSetup, config: RolloutConfig, envs: EnvPool | None = None
+    ) -> LocalEpisodeRunner:
+        """Return a runner of training episodes; the caller replays those that an outage ends.
+
+        Args:
+            setup: the parts of the episodes.
+            config: how to sample, and how long an episode may last.
+            envs: a pool to share; by default one of its own.
+        """
+        if isinstance(setup.engine, InterruptedEngine):
+            setup.engine.fails_lost_turns = True
+        params = SamplingParams(
             max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )
-        self._timeout_s = config.episode_timeout_s
-        self._env_id = env_id
-        self._agent_id = agent_id
-
-    async def play(self, order: EpisodeRequest) -> Trajectory:
-        """See `EpisodeRunner.play`."""
-        env = self._envs.take()
-        trajectory = await play_episode(
-            env,
-            self._agent,
-            self._engine,
-            self._renderer,
-            options={"task": order.task},
-            seed=order.seed,
-            params=self._params,
-            trajectory_id=order.trajectory_id,
-            group_id=order.group_id,
-            env_id=self._env_id,
-            agent_id=self._agent_id,
-            timeout_s=self._timeout_s,
-            in_flight=self.in_flight,
+        in_flight = Occupancy()
+        play = play_with_engine(
+            setup.agent,
+            setup.engine,
+            setup.renderer,
+            params,
+            config.episode_timeout_s,
+            env_id=setup.env_id,
+            agent_id=setup.agent_id,
+            in_flight=in_flight,
         )
+        return cls(envs or EnvPool(setup.env_factory), play, in_flight)
+
+    async def play(self, request: EpisodeRequest) -> Trajectory:
+        """Play one episode in an instance of the pool, as `EpisodeRunner.play` does."""
+        env = self._envs.take()
+        trajectory = await self._play(env, request)
         if not trajectory.stop_reason.is_failure:
             self._envs.give_back(env)
         return trajectory

@@ -1,11 +1,11 @@
-"""Measure a policy on held-out tasks: pass@1, pass@k, and why episodes ended as they did."""
+"""Measures a policy on held-out tasks: pass@1, pass@k, and why episodes ended."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from areal_gym.agents.base import Agent
 from areal_gym.chat import Renderer
@@ -14,31 +14,19 @@ from areal_gym.envs.base import TextEnv
 from areal_gym.errors import EpisodeError, FailureBudgetError, NothingToDoError
 from areal_gym.recording import derive_seed
 from areal_gym.rollout.env_pool import EnvPool
-from areal_gym.rollout.episode import play_episode
+from areal_gym.rollout.episode_runners import (
+    EpisodeRequest,
+    LocalEpisodeRunner,
+    PlayEpisode,
+    play_with_engine,
+)
 from areal_gym.rollout.eval_report import EvalReport, make_report
-from areal_gym.rollout.failures import FailureBudget
-from areal_gym.rollout.outages import Outage
-from areal_gym.types import StopReason, Task, Trajectory
+from areal_gym.rollout.failures import FailureBudget, FailurePolicy, Outage, Outcome, loop_time
+from areal_gym.rollout.scheduler import run_jobs
+from areal_gym.types import Task, Trajectory
 
 _TASK, _EPISODE = 2, 3
 """Streams of seeds; 0 and 1 are the training runner's."""
-
-
-class Play(Protocol):
-    """Plays one episode by some policy; failures are recorded in the trajectory, not raised."""
-
-    async def __call__(
-        self,
-        env: TextEnv,
-        *,
-        task: Task,
-        seed: int,
-        trajectory_id: str,
-        group_id: str,
-        env_id: str | None,
-    ) -> Trajectory:
-        """What happened. `env` belongs to the episode while it lasts."""
-        ...
 
 
 async def evaluate(
@@ -55,7 +43,7 @@ async def evaluate(
     agent_id: str = "chat",
     **options: Any,
 ) -> EvalReport:
-    """`measure` the policy of an engine.
+    """Measure the policy of an engine.
 
     Args:
         env_factory: makes one environment instance.
@@ -68,34 +56,24 @@ async def evaluate(
         max_new_tokens: per turn.
         timeout_s: wall-clock limit of one episode.
         agent_id: the agent's registered id.
-        options: see `measure`.
+        options: arguments of `measure`.
 
     Raises:
-        GymError: see `measure`.
+        GymError: as `measure`.
     """
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
     )
-
-    async def play(env: TextEnv, *, task: Task, **names: Any) -> Trajectory:
-        return await play_episode(
-            env,
-            agent,
-            engine,
-            renderer,
-            options={"task": task},
-            params=params,
-            agent_id=agent_id,
-            timeout_s=timeout_s,
-            **names,
-        )
-
+    env_id = options.get("env_id")
+    play = play_with_engine(
+        agent, engine, renderer, params, timeout_s, env_id=env_id, agent_id=agent_id
+    )
     return await measure(env_factory, play, temperature=temperature, **options)
 
 
 async def measure(
     env_factory: Callable[[], TextEnv],
-    play: Play,
+    play: PlayEpisode,
     *,
     temperature: float,
     split: str = "test",
@@ -118,82 +96,55 @@ async def measure(
     Args:
         env_factory: makes one environment instance.
         play: plays one episode.
-        temperature: that it samples with, for the report.
-        split: whose tasks.
-        num_tasks: how many tasks at most.
+        temperature: the temperature it samples with, for the report.
+        split: the split whose tasks are played.
+        num_tasks: the most tasks.
         num_samples: episodes per task; pass@k and pass^k are estimated for powers of two up to it.
         max_in_flight: episodes played at once.
         max_retries: how often a failed episode is played again.
         max_failure_rate: above this share of failures the evaluation stops.
-        outage_patience_s: how long servers, workers or sandboxes may be gone before it stops.
+        outage_patience_s: how long servers or sandboxes may be gone before it stops.
         success_reward: the reward from which on an episode counts as a success.
         seed: of sampling and of the environment's own chance.
         env_id: the environment's registered id.
         on_progress: called with (episodes done, episodes in all).
-        on_trajectory: sees every episode that ends, failures included.
+        on_trajectory: called with every attempt that ends, failures included.
 
     Raises:
-        NothingToDoError: the split has no tasks.
+        NothingToDoError: the split is empty.
         FailureBudgetError: too many episodes fail for the numbers to mean anything.
         UsageError: the environment has no such split.
     """
     start_s = time.perf_counter()
     envs = EnvPool(env_factory)
     tasks = await first_tasks(envs, split, num_tasks, max_in_flight)
-    jobs = ((index, sample) for index in range(len(tasks)) for sample in range(num_samples))
-    total = len(tasks) * num_samples
     budget = FailureBudget(max_failure_rate)
-    outage = Outage(outage_patience_s, clock=asyncio.get_running_loop().time)
-    scored: list[list[Trajectory]] = [[] for _ in tasks]
-    failed: list[Trajectory] = []
-    num_done = 0
+    outage = Outage(outage_patience_s, clock=loop_time)
+    failures = FailurePolicy(budget, outage, max_retries=max_retries, waits=False)
 
-    async def play_one(index: int, sample: int, attempt: int) -> Trajectory:
-        env = envs.take()
-        trajectory = await play(
-            env,
+    def request(index: int, sample: int, attempt: int) -> EpisodeRequest:
+        retry = f"-retry{attempt}" if attempt else ""
+        return EpisodeRequest(
             task=tasks[index],
             seed=derive_seed(seed, _EPISODE, index, sample, attempt),
-            trajectory_id=f"eval-{index:06d}-{sample}" + (f"-retry{attempt}" if attempt else ""),
+            trajectory_id=f"eval-{index:06d}-{sample}{retry}",
             group_id=f"eval-{index:06d}",
-            env_id=env_id,
         )
-        if not trajectory.stop_reason.is_failure:
-            envs.give_back(env)
-        if on_trajectory is not None:
-            on_trajectory(trajectory)
-        if not trajectory.is_lost:
-            budget.record(trajectory.stop_reason, trajectory.error)
-            outage.came_through()
-        return trajectory
 
-    async def work() -> None:
-        nonlocal num_done
-        for index, sample in jobs:
-            attempt = 0
-            while attempt <= max_retries:
-                trajectory = await play_one(index, sample, attempt)
-                if trajectory.is_lost:
-                    outage.lost(trajectory.error)
-                    await asyncio.sleep(outage.pause_s)
-                    continue
-                attempt += 1
-                if not trajectory.stop_reason.is_failure:
-                    scored[index].append(trajectory)
-                    break
-                if trajectory.stop_reason is StopReason.REWARD_ERROR:
-                    attempt = max_retries + 1  # another try would select by reward
-            else:
-                failed.append(trajectory)
-            num_done += 1
-            if on_progress is not None:
-                on_progress(num_done, total)
-
-    await run_all([work() for _ in range(min(max_in_flight, total))])
-    if len(failed) == total:
+    trajectories = await play_all(
+        [partial(request, i, sample) for i in range(len(tasks)) for sample in range(num_samples)],
+        LocalEpisodeRunner(envs, play),
+        max_in_flight=max_in_flight,
+        failures=failures,
+        on_progress=on_progress,
+        on_trajectory=on_trajectory,
+    )
+    failed = [t for t in trajectories if t.stop_reason.is_failure]
+    if len(failed) == len(trajectories):
         raise FailureBudgetError(budget.describe(), hints=budget.hints())
+    siblings = [trajectories[i : i + num_samples] for i in range(0, len(trajectories), num_samples)]
     return make_report(
-        scored,
+        [[t for t in theirs if not t.stop_reason.is_failure] for theirs in siblings],
         failed,
         env_id=env_id or type(envs.take()).__name__,
         split=split,
@@ -204,40 +155,82 @@ async def measure(
     )
 
 
-async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: int) -> list[Task]:
-    """The first tasks of the split, or all when there are fewer: the same ones for everybody.
+async def play_all(
+    requests: Sequence[Callable[[int], EpisodeRequest]],
+    episodes: LocalEpisodeRunner,
+    *,
+    max_in_flight: int,
+    failures: FailurePolicy | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_trajectory: Callable[[Trajectory], None] | None = None,
+) -> list[Trajectory]:
+    """Play a fixed list of episodes; return the last attempt of each, in the order of the list.
+
+    Args:
+        requests: for each episode, a function from the number of the attempt to its request.
+        episodes: plays them.
+        max_in_flight: episodes played at once.
+        failures: decides which failed episodes are tried again; by default none.
+        on_progress: called with (episodes done, episodes in all).
+        on_trajectory: called with every attempt that ends, failures included.
 
     Raises:
-        NothingToDoError: there are none.
+        FailureBudgetError: `failures` ends the evaluation.
+    """
+    trajectories: dict[int, Trajectory] = {}
+    num_done = 0
+
+    async def play(place: int) -> None:
+        nonlocal num_done
+
+        async def attempt(number: int) -> Outcome:
+            trajectory = await episodes.play(requests[place](number))
+            trajectories[place] = trajectory
+            if on_trajectory is not None:
+                on_trajectory(trajectory)
+            return Outcome.COMPLETED if failures is None else failures.record(trajectory)
+
+        await (attempt(0) if failures is None else failures.attempt(attempt))
+        num_done += 1
+        if on_progress is not None:
+            on_progress(num_done, len(requests))
+
+    await run_jobs((partial(play, place) for place in range(len(requests))), max_in_flight)
+    return [trajectories[place] for place in range(len(requests))]
+
+
+async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: int) -> list[Task]:
+    """Return the first tasks of the split, or all when there are fewer; no seed changes them.
+
+    Raises:
+        NothingToDoError: the split is empty.
         UsageError: the environment has no such split.
     """
     env = envs.take()
     limit = env.num_tasks(split)
+    num_slots = max_in_flight if env.prepares else 1
     envs.give_back(env)
     if limit is not None:
         num_tasks = min(num_tasks, limit)
-    tasks: list[Task | None] = [None] * num_tasks
-    left = iter(range(num_tasks))
+    tasks: dict[int, Task] = {}
 
-    async def draw() -> None:
+    async def draw(index: int) -> None:
         env = envs.take()
-        for index in left:
-            await _reset(env, derive_seed(_TASK, index), {"split": split, "index": index})
-            tasks[index] = env.task
-            await asyncio.sleep(0)  # who trains meanwhile has its turn
+        await _reset(env, derive_seed(_TASK, index), {"split": split, "index": index})
+        tasks[index] = env.task
         envs.give_back(env)
 
-    await run_all([draw() for _ in range(min(max_in_flight, num_tasks) if env.prepares else 1)])
+    await run_jobs((partial(draw, index) for index in range(num_tasks)), num_slots)
     if not tasks:
         raise NothingToDoError(
             f"the split {split!r} has no tasks to evaluate on",
             hints=["take another one (eval.split=NAME), or larger data"],
         )
-    return [task for task in tasks if task is not None]
+    return [tasks[index] for index in range(num_tasks)]
 
 
 async def _reset(env: TextEnv, seed: int, options: dict[str, Any]) -> None:
-    """Reset an environment; one that fails is tried again a few times.
+    """Reset an environment, up to three times if it fails.
 
     Raises:
         EpisodeError: it failed each time.
@@ -250,14 +243,3 @@ async def _reset(env: TextEnv, seed: int, options: dict[str, Any]) -> None:
         except EpisodeError:
             if is_last:
                 raise
-
-
-async def run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all; the first error cancels the others, waits for them and is raised as it is."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,27 +1,35 @@
-"""How many failed episodes a run may have before it is not worth going on.
+"""Decides what a failed episode costs: another attempt, a pause, or the end of the run.
 
-A run that is broken is to stop soon; a server that is being restarted is not to cost the run. They
-are told apart by time, not by number, for an outage fails everything in flight at once:
+A broken run should stop soon; a server that is being restarted should not end the run. Time tells
+them apart, not number, for an outage fails everything in flight at once:
 
-    nothing has ever come through       broken: stops as soon as the budget is spent
-    failures among successes            counted; more than `max_rate` of the window stops the run
-    nothing comes through any more      an outage: counts as an eighth of the window at most, what
-                                        failed is played again after growing pauses, and after
-                                        a minute the run stops
+    no episode has ever completed       broken: stops as soon as the budget is spent
+    failures among completed episodes   counted; more than `max_rate` of the window stops the run
+    episodes completed, now all fail    an outage: counts as an eighth of the window at most, failed
+                                        episodes are retried after growing pauses, and after a
+                                        minute the run stops
+    episodes come back as lost          their server, worker or sandbox is gone: retried at no cost,
+                                        until `outage_patience_s` is over
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from enum import Enum, auto
 
+from areal_gym.config import RolloutConfig
 from areal_gym.errors import FailureBudgetError
-from areal_gym.types import StopReason
+from areal_gym.types import StopReason, Trajectory
 
 PATIENCE_S = 60.0
-"""How long an outage may last. Servers load a model in less; people notice about then."""
+"""How long all episodes may fail. Servers load a model in less; people notice about then."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.5, 10.0
+_WAVES = 4
+"""The failure budget counts this many times the episodes in flight: one failing server fails them
+all, and then once more those that are tried again at once."""
 
 _HINTS = {
     StopReason.ENV_ERROR: "look for the cause with: areal-gym check ENV",
@@ -34,16 +42,36 @@ _HINTS = {
     StopReason.TIMEOUT: "raise rollout.episode_timeout_s, or play fewer at once with "
     "rollout.max_in_flight",
 }
+_INFRASTRUCTURE = frozenset(
+    {StopReason.ENGINE_ERROR, StopReason.SANDBOX_ERROR, StopReason.WORKER_ERROR}
+)
+
+
+def is_infrastructure_failure(trajectory: Trajectory) -> bool:
+    """Return whether neither the environment nor the agent is at fault."""
+    return trajectory.is_lost or trajectory.stop_reason in _INFRASTRUCTURE
+
+
+class Outcome(Enum):
+    """The result of one attempt at an episode."""
+
+    COMPLETED = auto()
+    FAILED = auto()
+    """It may be tried again, as often as retries are left."""
+    LOST = auto()
+    """An outage ended it: it is tried again at no cost."""
+    FINAL = auto()
+    """It failed and must not be tried again."""
 
 
 class FailureBudget:
     """Watches the share of failures among the newest episodes.
 
     Args:
-        max_rate: the share that is tolerated; 1 tolerates any, but no lasting outage.
-        window: how many episodes are looked at. One failing server fails all episodes in flight:
-            several times their number.
-        clock: seconds.
+        max_rate: the tolerated share; 1 tolerates any, but no lasting outage.
+        window: the number of newest episodes that are counted. One failing server fails all
+            episodes in flight: several times their number.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -60,22 +88,19 @@ class FailureBudget:
 
     @property
     def is_outage(self) -> bool:
-        """Whether nothing comes through any more, though it did before."""
+        """Whether all episodes fail now, though some completed before."""
         return self._has_succeeded and self._num_in_a_row > self._window // 8
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before anything that failed is tried again: half the outage so far."""
-        if not self.is_outage:
-            return 0.0
-        outage_s = self._clock() - self._failing_since
-        return min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, outage_s / 2))
+        """Seconds to wait before a failed episode is retried: half the outage so far."""
+        return _pause_s(self._clock() - self._failing_since) if self.is_outage else 0.0
 
     def record(self, stop_reason: StopReason, error: str | None = None) -> None:
         """Count one episode.
 
         Raises:
-            FailureBudgetError: the budget is exhausted; says where it fails, and the last error.
+            FailureBudgetError: the budget is spent; names the boundaries and the last error.
         """
         if not stop_reason.is_failure:
             self._recent.append(stop_reason)
@@ -93,13 +118,13 @@ class FailureBudget:
                 raise FailureBudgetError(self.describe(), hints=self.hints())
         elif (outage_s := self._clock() - self._failing_since) > PATIENCE_S:
             raise FailureBudgetError(
-                f"nothing has come through for {outage_s:.0f} s, {self._num_in_a_row} episodes in "
+                f"no episode has completed for {outage_s:.0f} s, {self._num_in_a_row} failed in "
                 f"a row; {self.describe()}",
                 hints=self.hints(),
             )
 
     def describe(self) -> str:
-        """The share of failures, the boundaries, the last error."""
+        """Describe the share of failures, their boundaries and the last error."""
         failures = Counter(reason for reason in self._recent if reason.is_failure)
         where = ", ".join(f"{count} {reason}" for reason, count in failures.most_common())
         return (
@@ -108,6 +133,171 @@ class FailureBudget:
         )
 
     def hints(self) -> list[str]:
-        """What to do about the most common failure."""
+        """Return what to do about the most common failure."""
         failures = Counter(reason for reason in self._recent if reason.is_failure)
         return [_HINTS[reason] for reason, _ in failures.most_common(1) if reason in _HINTS]
+
+
+class Outage:
+    """Measures how long episodes have been lost, and ends the run when that is too long.
+
+    Args:
+        patience_s: how long an outage may last.
+        clock: returns seconds.
+        engine_outage_s: returns for how long the engine has had no server; 0 while it has one.
+    """
+
+    def __init__(
+        self,
+        patience_s: float,
+        *,
+        clock: Callable[[], float],
+        engine_outage_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.patience_s = patience_s
+        self.last_error = ""
+        self._clock = clock
+        self._engine_outage_s = engine_outage_s
+        self._since_s: float | None = None
+        self._hold_until_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long the outage has lasted; 0 when there is none."""
+        own_s = 0.0 if self._since_s is None else self._clock() - self._since_s
+        return max(own_s, self._engine_outage_s())
+
+    @property
+    def hold_s(self) -> float:
+        """For how many seconds no episode should start."""
+        return max(0.0, self._hold_until_s - self._clock())
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before a lost episode is retried: half the outage so far."""
+        return _pause_s(self.seconds)
+
+    def hold(self, seconds: float) -> None:
+        """Let no episode start for so long."""
+        self._hold_until_s = max(self._hold_until_s, self._clock() + seconds)
+
+    def lost(self, error: str | None) -> None:
+        """Record a lost episode.
+
+        Raises:
+            FailureBudgetError: the outage has lasted longer than the patience.
+        """
+        self.last_error = error or ""
+        if self._since_s is None:
+            self._since_s = self._clock()
+        if self.seconds <= self.patience_s:
+            return
+        raise FailureBudgetError(
+            f"waited {self.seconds:.0f} s for servers to come back, and no episode completed; "
+            f"rollout.outage_patience_s = {self.patience_s:g}; the last error: {self.last_error}",
+            hints=[
+                "restart what is gone, then continue with --resume: no group is lost",
+                "wait for longer next time: rollout.outage_patience_s=SECONDS",
+            ],
+        )
+
+    def end(self) -> None:
+        """Record that an episode has completed."""
+        self._since_s = None
+        self._hold_until_s = 0.0
+
+
+class FailurePolicy:
+    """Counts attempts at episodes, and decides whether they are tried again.
+
+    Args:
+        budget: for failures that count.
+        outage: for lost episodes.
+        max_retries: how often a failed episode is tried again.
+        waits: whether a failed episode is tried again only after the budget's pause.
+    """
+
+    def __init__(
+        self, budget: FailureBudget, outage: Outage, *, max_retries: int, waits: bool = True
+    ) -> None:
+        self.budget = budget
+        self.outage = outage
+        self.num_completed = 0
+        self.num_failures: Counter[str] = Counter()
+        """Failed attempts by stop reason."""
+        self._max_retries = max_retries
+        self._waits = waits
+
+    @classmethod
+    def for_training(
+        cls, config: RolloutConfig, engine_outage_s: Callable[[], float]
+    ) -> FailurePolicy:
+        """Return the policy of a training run; see `Outage` for `engine_outage_s`."""
+        window = max(64, _WAVES * config.max_in_flight)
+        return cls(
+            FailureBudget(config.max_failure_rate, window=window, clock=loop_time),
+            Outage(config.outage_patience_s, clock=loop_time, engine_outage_s=engine_outage_s),
+            max_retries=config.max_retries,
+        )
+
+    def record(self, trajectory: Trajectory) -> Outcome:
+        """Count an attempt.
+
+        Raises:
+            FailureBudgetError: there were too many failures, or the outage lasts too long.
+        """
+        reason = trajectory.stop_reason
+        if reason.is_failure:
+            return self.record_failure(reason, trajectory.error, is_lost=trajectory.is_lost)
+        self.budget.record(reason)
+        self.outage.end()
+        self.num_completed += 1
+        return Outcome.COMPLETED
+
+    def record_failure(self, reason: StopReason, error: str | None, *, is_lost: bool) -> Outcome:
+        """Count an attempt that failed.
+
+        Raises:
+            FailureBudgetError: there were too many failures, or the outage lasts too long.
+        """
+        self.num_failures[str(reason)] += 1
+        # Workers that die before any episode has completed are killed by the episodes.
+        is_broken = reason is StopReason.WORKER_ERROR and self.num_completed == 0
+        if is_lost and not is_broken:
+            self.outage.lost(error)
+            return Outcome.LOST
+        self.budget.record(reason, error)
+        # Another attempt would select by reward.
+        return Outcome.FINAL if reason is StopReason.REWARD_ERROR else Outcome.FAILED
+
+    async def attempt(self, attempt: Callable[[int], Awaitable[Outcome]]) -> bool:
+        """Make attempts until one is completed or final, or no retries are left.
+
+        Args:
+            attempt: makes the attempt with this number, 0 first. The number grows with failures
+                that count, so that a lost episode is played again with the seed it had.
+
+        Returns:
+            Whether an attempt was completed.
+        """
+        number = 0
+        while number <= self._max_retries:
+            outcome = await attempt(number)
+            if outcome is Outcome.LOST:
+                await asyncio.sleep(self.outage.pause_s)
+            elif outcome is Outcome.FAILED:
+                number += 1
+                if self._waits and (pause_s := self.budget.pause_s):
+                    await asyncio.sleep(pause_s)
+            else:
+                return outcome is Outcome.COMPLETED
+        return False
+
+
+def loop_time() -> float:
+    """Return the running event loop's time in seconds."""
+    return asyncio.get_running_loop().time()
+
+
+def _pause_s(outage_s: float) -> float:
+    return min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, outage_s / 2))

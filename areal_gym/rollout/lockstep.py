@@ -1,11 +1,12 @@
 """Rollouts that depend on nothing but the seed, to the last bit.
 
-A matrix product's last digits depend on the size of its batch, and which turns share a batch
-depends on when tools answer. Here turns go to the engine in waves: when every episode that plays
-waits for the engine, all their turns are sampled together, in an order that the seeds decide, and
-the next wave begins when the last of them has ended and its episode has come back.
+The last digits of a matrix product depend on the size of its batch, and which turns share a batch
+depends on when tools answer. Here turns are sampled in waves: when every episode in flight waits
+for the engine, all their turns are sampled together, in an order that the seeds decide, and the
+next wave starts when all of these episodes wait again or have ended.
 
-Slower than a batch that is refilled all the time; for runs that must be repeatable exactly.
+This is slower than a batch that is refilled all the time; use it for runs that must be repeatable
+exactly.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from areal_gym.engines.base import Engine, Generation, SamplingParams
-from areal_gym.errors import EngineError
+from areal_gym.errors import ConfigError, EngineError
 
 _POLL_S = 0.0005
 
 
 @runtime_checkable
 class TogetherEngine(Engine, Protocol):
-    """An engine whose batches can be decided."""
+    """An engine that can sample a given batch of turns."""
 
     async def generate_together(
         self, turns: Sequence[tuple[Sequence[int], SamplingParams, str]]
@@ -33,87 +34,96 @@ class TogetherEngine(Engine, Protocol):
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingTurn:
     prompt_ids: Sequence[int]
     params: SamplingParams
     session: str
-    answer: asyncio.Future[Generation]
+    generation: asyncio.Future[Generation]
 
 
 class Lockstep:
-    """The engine as episodes of a repeatable run see it.
+    """An engine that samples the turns of all episodes in waves.
 
     Args:
-        engine: that samples.
-        num_playing: how many episodes have been started and have not ended.
+        engine: samples the waves.
+        num_playing: returns how many episodes have been started and have not ended.
+
+    Raises:
+        ConfigError: the engine decides its batches itself.
     """
 
-    def __init__(self, engine: TogetherEngine, num_playing: Callable[[], int]) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, num_playing: Callable[[], int]) -> None:
+        if not isinstance(engine, TogetherEngine):
+            raise ConfigError(
+                f"deterministic rollouts need an engine that samples given batches, and "
+                f"{type(engine).__name__} decides its batches itself",
+                hints=["engine.id=embedded can", "deterministic=false"],
+            )
+        self._engine: TogetherEngine = engine
         self._num_playing = num_playing
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingTurn] = []
         self._waves: asyncio.Task[None] | None = None
 
     @property
     def policy_version(self) -> int:
-        """See `Engine`."""
+        """The version that the engine serves."""
         return self._engine.policy_version
 
     @property
     def max_context(self) -> int:
-        """See `Engine`."""
+        """The most tokens of a prompt and its answer."""
         return self._engine.max_context
 
     async def start(self) -> None:
-        """The engine behind it has been started."""
+        """Do nothing: the engine behind it has been started."""
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Generation:
-        """Wait until all wait, and sample.
+        """Wait until all episodes in flight wait, and sample.
 
         Raises:
             EngineError: the wave could not be sampled.
         """
-        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(prompt_ids, params, session or "", answer)
-        self._waiting.append(waiting)
+        generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        turn = _WaitingTurn(prompt_ids, params, session or "", generation)
+        self._waiting.append(turn)
         if self._waves is None or self._waves.done():
-            self._waves = asyncio.create_task(self._serve())
+            self._waves = asyncio.create_task(self._sample_waves())
         try:
-            return await answer
+            return await generation
         finally:
-            if waiting in self._waiting:  # its episode was cancelled
-                self._waiting.remove(waiting)
+            if turn in self._waiting:  # its episode was cancelled
+                self._waiting.remove(turn)
 
     def release(self, session: str) -> None:
-        """See `Engine`."""
+        """Let the engine forget what it has cached for a session."""
         self._engine.release(session)
 
     async def aclose(self) -> None:
-        """End the waves; the engine behind goes on."""
+        """End the waves; the engine behind continues."""
         if self._waves is not None:
             self._waves.cancel()
             await asyncio.gather(self._waves, return_exceptions=True)
 
-    async def _serve(self) -> None:
+    async def _sample_waves(self) -> None:
         while self._waiting:
             if len(self._waiting) < self._num_playing():
-                await asyncio.sleep(_POLL_S)  # somebody is in the environment, or about to start
+                await asyncio.sleep(_POLL_S)  # an episode is in the environment, or about to start
                 continue
             # An episode's seed is its own, and a turn's comes from it.
-            wave = sorted(self._waiting, key=lambda w: w.params.seed or 0)
+            wave = sorted(self._waiting, key=lambda turn: turn.params.seed or 0)
             self._waiting.clear()
             try:
-                found = await self._engine.generate_together(
-                    [(w.prompt_ids, w.params, w.session) for w in wave]
+                generations = await self._engine.generate_together(
+                    [(turn.prompt_ids, turn.params, turn.session) for turn in wave]
                 )
             except EngineError as error:
-                for waiting in wave:
-                    if not waiting.answer.done():
-                        waiting.answer.set_exception(error)
+                for turn in wave:
+                    if not turn.generation.done():
+                        turn.generation.set_exception(error)
                 continue
-            for waiting, generation in zip(wave, found, strict=True):
-                if not waiting.answer.done():
-                    waiting.answer.set_result(generation)
-            await asyncio.sleep(0)  # let them go on
+            for turn, generation in zip(wave, generations, strict=True):
+                if not turn.generation.done():
+                    turn.generation.set_result(generation)
+            await asyncio.sleep(0)  # let their episodes continue

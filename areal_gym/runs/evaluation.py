@@ -116,7 +116,7 @@ async def _measure_words(
     name = str(config.engine.kwargs.get("model", "default"))
     timeout_s = rollout.episode_timeout_s
     going = RunningEval(keep, advance)
-    async with opened(config.engine.model, params, name, None, 0, timeout_s) as play:
+    async with opened(config.engine.model, params, name, None, 0, timeout_s, config.env.id) as play:
         return await measure_play(
             parts.make_env,
             play,

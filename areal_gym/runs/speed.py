@@ -23,6 +23,7 @@ from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tools import tool
 from areal_gym.errors import UsageError, did_you_mean
 from areal_gym.plugins import registry
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import FinishReason, Group, Message, Task, TokenSpan, Trajectory, Turn
 from areal_gym.utils.garbage import relax_garbage_collection
@@ -144,7 +145,9 @@ def _rollout(env: str) -> Iterator[Figure]:
             max_new_tokens=256,
         )
         found: list[float] = []
-        async with RolloutRunner(Sums, ChatAgent(), engine, byte_renderer(), config) as runner:
+        async with RolloutRunner(
+            EpisodeSetup(Sums, ChatAgent(), engine, byte_renderer()), config
+        ) as runner:
             end_s = time.perf_counter() + _SOME_S
             while len(found) < 2 or time.perf_counter() < end_s:
                 began_s = time.process_time()

@@ -17,9 +17,9 @@ from areal_gym.config.online_settings import ONLINE
 from areal_gym.engines.base import Engine, InterruptedEngine
 from areal_gym.errors import DivergedError, NotFiniteError, StopTraining
 from areal_gym.rollout.batch_metrics import batch_metrics
-from areal_gym.rollout.episode_runners import EpisodeRunner
+from areal_gym.rollout.episode_runners import EpisodeRunner, EpisodeSetup
 from areal_gym.rollout.journal import Journal
-from areal_gym.rollout.runner import RolloutRunner
+from areal_gym.rollout.runner import GroupSelection, RolloutRunner
 from areal_gym.rollout.stats import RolloutStats
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.callbacks import Callbacks
@@ -144,21 +144,24 @@ async def take_steps(
     if at.config.deterministic:  # what the engine has cached so far came in any order
         await at.weight_sync.publish(weights_for(at.weight_sync, at.learner), done)
     runner = RolloutRunner(
-        at.parts.make_env,
-        at.parts.agent,
-        at.engine,
-        at.renderer,
+        EpisodeSetup(
+            at.parts.make_env,
+            at.parts.agent,
+            at.engine,
+            at.renderer,
+            env_id=at.config.env.id,
+            agent_id=at.config.agent.id,
+        ),
         at.config.rollout,
         seed=at.config.seed,
-        env_id=at.config.env.id,
-        agent_id=at.config.agent.id,
-        filters=make_filters(at.config),
-        curriculum=make_curriculum(at.config),
         journal=journal,
         state=rollout_state,
         on_trajectory=newest.add,
         is_deterministic=at.config.deterministic,
-        player=at.player,
+        episode_runner=at.player,
+        selection=GroupSelection(
+            curriculum=make_curriculum(at.config), filters=make_filters(at.config)
+        ),
     )
     incidents = IncidentCounter()
     if at.config.env.id == ONLINE and isinstance(at.engine, InterruptedEngine):

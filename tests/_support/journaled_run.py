@@ -18,9 +18,10 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import byte_renderer
 from areal_gym.rollout.curriculum import SuccessRateCurriculum
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.filters import ZeroVarianceFilter
 from areal_gym.rollout.journal import Journal
-from areal_gym.rollout.runner import RolloutRunner
+from areal_gym.rollout.runner import GroupSelection, RolloutRunner
 from areal_gym.types import content_hash
 from areal_gym.utils.files import write_atomic
 from tests._support.sums_env import RecordingEngine, Sums
@@ -78,15 +79,13 @@ async def play(directory, num_steps, max_staleness):
     )
     with Journal(directory / "journal.jsonl") as journal:
         runner = RolloutRunner(
-            Few,
-            ChatAgent(),
-            engine,
-            byte_renderer(),
+            EpisodeSetup(Few, ChatAgent(), engine, byte_renderer()),
             config,
-            filters={"zero-variance": ZeroVarianceFilter()},
-            curriculum=SuccessRateCurriculum(),
             journal=journal,
             state=state,
+            selection=GroupSelection(
+                curriculum=SuccessRateCurriculum(), filters={"zero-variance": ZeroVarianceFilter()}
+            ),
         )
         async with runner:
             for step in range(done + 1, num_steps + 1):

@@ -11,6 +11,7 @@ from areal_gym.engines.base import Piece, SamplingParams
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import AgentError
 from areal_gym.gateway.gateway_server import Gateway
+from areal_gym.gateway.session import SessionOptions
 from areal_gym.recording import Recorder
 
 ADD = {
@@ -84,11 +85,11 @@ class Told:
         (turn or self.recorder.turns[-1]).reward += reward
 
 
-def recorded(gateway, engine, *, seed=0, max_new_tokens=200, temperature=1.0, **kwargs):
+def recorded(gateway, engine, *, seed=0, max_new_tokens=200, temperature=1.0, **options):
     """A session whose calls are kept."""
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
     recorder = Recorder(engine, byte_renderer(), params, seed=seed)
-    return gateway.open_session(recorder, host=Told(recorder), **kwargs)
+    return gateway.open_session(recorder, SessionOptions(**options), episode=Told(recorder))
 
 
 async def post(session, route, body, *, key=None, headers=()):

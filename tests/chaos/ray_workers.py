@@ -21,6 +21,7 @@ from areal_gym.engines.server import EngineServer
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import InfrastructureError
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import Task
 
@@ -81,7 +82,9 @@ async def _play(num_batches, num_kills, rest_s):
             await workers.start()
             killing = asyncio.create_task(_kill(workers, num_kills, rest_s, kills))
             async with RolloutRunner(
-                TwoTurns, ChatAgent(), engine, byte_renderer(), config.rollout, player=workers
+                EpisodeSetup(TwoTurns, ChatAgent(), engine, byte_renderer()),
+                config.rollout,
+                episode_runner=workers,
             ) as runner:
                 version = 0
                 while version < num_batches or not killing.done():

@@ -21,6 +21,7 @@ from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import EngineError, EngineUnreachableError, GymError
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import Task
 from areal_gym.utils.statistics import rss_mb
@@ -120,7 +121,7 @@ async def _play(num_in_flight, num_batches, batch_groups):
     )
     engine = Dying()
     groups = 0
-    runner = RolloutRunner(Misbehaving, ChatAgent(), engine, byte_renderer(), config)
+    runner = RolloutRunner(EpisodeSetup(Misbehaving, ChatAgent(), engine, byte_renderer()), config)
     async with runner:
         for _ in range(num_batches):
             for group in await runner.next_batch():

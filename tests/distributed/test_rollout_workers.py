@@ -24,8 +24,7 @@ from areal_gym.engines.server import EngineServer
 from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import ConfigError, InfrastructureError, UsageError
-from areal_gym.rollout.env_pool import EnvPool
-from areal_gym.rollout.episode_runners import EpisodeRequest, LocalEpisodeRunner
+from areal_gym.rollout.episode_runners import EpisodeRequest, EpisodeSetup, LocalEpisodeRunner
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import StopReason, Task
 
@@ -128,13 +127,9 @@ def test_remote_episode_equals_local_episode(ray_here):
         config = config_of()
         async with workers_of(config) as (workers, server):
             theirs = await asyncio.gather(*(workers.play(order(i)) for i in range(8)))
-            here = LocalEpisodeRunner(
-                EnvPool(Where),
-                ChatAgent(),
-                server.engine,
-                byte_renderer(),
+            here = LocalEpisodeRunner.for_training(
+                EpisodeSetup(Where, ChatAgent(), server.engine, byte_renderer(), env_id="where"),
                 config.rollout,
-                env_id="where",
             )
             ours = [await here.play(order(i)) for i in range(8)]
             assert [told(t) for t in theirs] == [told(t) for t in ours]
@@ -176,12 +171,9 @@ def test_killed_worker_loses_and_repeats_no_group(ray_here):
         async with workers_of(config) as (workers, server):
             first = list(workers.pids)
             async with RolloutRunner(
-                Where,
-                ChatAgent(),
-                server.engine,
-                byte_renderer(),
+                EpisodeSetup(Where, ChatAgent(), server.engine, byte_renderer()),
                 config.rollout,
-                player=workers,
+                episode_runner=workers,
                 on_trajectory=seen.append,
             ) as runner:
                 groups = []

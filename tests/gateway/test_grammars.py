@@ -162,7 +162,7 @@ def test_grammars_are_refused_where_unsupported(form):
         ({"response_format": {"type": "json_schema"}}, "needs the schema"),
         ({"response_format": {"type": "json_schema", "json_schema": 5}}, "needs the schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "needs the"),
-        ({"tool_choice": "required"}, "there is: none"),
+        ({"tool_choice": "required"}, "available: none"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [ADD]}, "add"),
         ({"tool_choice": {"type": "function", "function": 5}, "tools": [ADD]}, "not supported"),
         ({"tool_choice": "sometimes", "tools": [ADD]}, "auto, none, required"),

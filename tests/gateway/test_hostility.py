@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.errors import EngineError, InfrastructureError
 from areal_gym.gateway.gateway_server import Gateway
-from areal_gym.gateway.routes import _table, openapi
+from areal_gym.gateway.routes import openapi, route_table
 from tests._support.scripted_gateway import Slow, gate, post, recorded
 
 HI = {"messages": [{"role": "user", "content": "Hi."}]}
-DESCRIPTION = openapi(_table(Gateway()))
+DESCRIPTION = openapi(route_table(Gateway()))
 
 
 def run(use, engine=None, **kwargs):

@@ -12,6 +12,7 @@ from areal_gym.engines.base import SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.gateway.gateway_server import Gateway
+from areal_gym.gateway.session import SessionOptions
 from areal_gym.recording import Recorder
 from tests._support.scripted_gateway import Told, post
 
@@ -62,7 +63,7 @@ def test_long_serving_session_keeps_bounded_state():
         await gateway.start()
         engine = Counting(lambda question: f"Answer {question.turn}.")
         recorder = Recorder(engine, byte_renderer(), SamplingParams(), keeps=False)
-        session = gateway.open_session(recorder, is_training=False, max_points=8)
+        session = gateway.open_session(recorder, SessionOptions(is_training=False, max_points=8))
         sizes = []
         for number in range(40):
             messages = [{"role": "user", "content": f"Dialogue {number}."}]
@@ -90,7 +91,7 @@ def test_256_concurrent_sessions_do_not_mix(tiny_policy):
     async def play(http, gateway, engine, number):
         params = SamplingParams(max_new_tokens=12)
         recorder = Recorder(engine, renderer, params, seed=number)
-        session = gateway.open_session(recorder, host=Told(recorder))
+        session = gateway.open_session(recorder, episode=Told(recorder))
         secret = f"Secret {number}."
         messages = [{"role": "user", "content": secret}]
         answers = []

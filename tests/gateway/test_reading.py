@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from areal_gym.chat.tool_call_formats import DIALECTS
 from areal_gym.engines.scripted import ByteTokenizer, byte_renderer
-from areal_gym.gateway.request_parsing import Reader, deltas_of
+from areal_gym.gateway.text_stream import TextStream, deltas_of
 
 RENDERER = byte_renderer()
 PIECES = st.sampled_from(
@@ -39,12 +39,12 @@ PIECES = st.sampled_from(
 def test_streamed_text_adds_up_to_the_parsed_answer(pieces, dialect, stops, step):
     text = "".join(pieces)
     ids = [*text.encode(), ByteTokenizer.eos_token_id]
-    reader = Reader(RENDERER, dialect, stops)
+    reader = TextStream(RENDERER, dialect, stops)
     shown = {"content": "", "reasoning_content": ""}
     num_taken = len(ids)
     for start in range(0, len(ids), step):
-        taken = reader.hear(ids[start : start + step])
-        for kind, new in reader.news():
+        taken = reader.add(ids[start : start + step])
+        for kind, new in reader.new_deltas():
             assert new
             shown[kind] += new
         if taken is not None:
@@ -58,7 +58,7 @@ def test_streamed_text_adds_up_to_the_parsed_answer(pieces, dialect, stops, step
         assert bytes(ids[:num_taken]).decode().endswith(reader.stop)
     message = RENDERER.parse(reader.text if reader.stop else text, dialect)
     before = dict(shown)
-    for kind, new in reader.rest(message):
+    for kind, new in reader.remaining_deltas(message):
         shown[kind] += new
     whole = dict(deltas_of(message))
     content = whole.get("content", "")
@@ -72,15 +72,15 @@ def test_streamed_text_adds_up_to_the_parsed_answer(pieces, dialect, stops, step
 
 @pytest.mark.parametrize("dialect", [None, "plain"])
 def test_plain_text_is_streamed_letter_by_letter(dialect):
-    reader = Reader(RENDERER, dialect)
+    reader = TextStream(RENDERER, dialect)
     shown = []
     for byte in "Größe 🙂!".encode():
-        assert reader.hear([byte]) is None
-        shown += [text for _, text in reader.news()]
+        assert reader.add([byte]) is None
+        shown += [text for _, text in reader.new_deltas()]
     assert shown == list("Größe 🙂!")
 
 
 def test_raw_text_is_not_parsed_for_thoughts():
-    reader = Reader(RENDERER, None)
-    reader.hear(list(b"<think>a</think>b"))
-    assert reader.news() == [("content", "<think>a</think>b")]
+    reader = TextStream(RENDERER, None)
+    reader.add(list(b"<think>a</think>b"))
+    assert reader.new_deltas() == [("content", "<think>a</think>b")]

@@ -123,7 +123,7 @@ def test_random_call_trees_are_recorded_exactly(moves, seed, is_parallel):
             base = histories[place % len(histories)]
             new = [{"role": "user", "content": f"{num_new} {i}"} for i in range(num_new)]
             messages = [*base, *(new or [{"role": "tool", "content": "7"}])]
-            with conversations.going_on(messages, (), "plain") as (dialogue, prompt):
+            with conversations.continued(messages, (), "plain") as (dialogue, prompt):
                 await asyncio.sleep(0)
                 message, _ = await recorder.sample(dialogue, prompt)
             # As a client would send it back.
@@ -203,7 +203,7 @@ def test_official_client_retries_leave_one_turn():
             ) as client:
                 answer = await client.chat.completions.create(model="x", messages=[HI])
             assert answer.choices[0].message.content == "Fine."
-            assert session.trouble is None
+            assert session.error is None
             return trajectory_of(session.recorder)
 
     trajectory = asyncio.run(run())

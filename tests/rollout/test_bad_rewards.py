@@ -12,6 +12,7 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import FailureBudgetError, RewardError
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.evaluate import evaluate
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.runs.incidents import IncidentCounter, describe_incidents
@@ -40,9 +41,11 @@ def play(env, num_batches, **config):
     seen = []
     settings = {"batch_groups": 3, "group_size": 4, "max_new_tokens": 40, "max_retries": 3}
     runner = RolloutRunner(
-        env, ChatAgent(), engine, RENDERER, RolloutConfig(**settings, **config),
-        seed=0, on_trajectory=seen.append,
-    )  # fmt: skip
+        EpisodeSetup(env, ChatAgent(), engine, RENDERER),
+        RolloutConfig(**settings, **config),
+        seed=0,
+        on_trajectory=seen.append,
+    )
 
     async def run():
         taken = []
@@ -84,11 +87,18 @@ def test_evaluation_does_not_retry_nonfinite_rewards():
     seen = []
     report = asyncio.run(
         evaluate(
-            unlucky(math.nan, 4), ChatAgent(), ScriptedEngine(["10"]), RENDERER,
-            num_tasks=24, num_samples=2, max_new_tokens=40, max_retries=5,
-            on_trajectory=seen.append, split="train",
+            unlucky(math.nan, 4),
+            ChatAgent(),
+            ScriptedEngine(["10"]),
+            RENDERER,
+            num_tasks=24,
+            num_samples=2,
+            max_new_tokens=40,
+            max_retries=5,
+            on_trajectory=seen.append,
+            split="train",
         )
-    )  # fmt: skip
+    )
     failed = [t for t in seen if t.stop_reason is StopReason.REWARD_ERROR]
     assert failed
     assert len(seen) == 48

@@ -14,8 +14,9 @@ from areal_gym.errors import ConfigError, UsageError
 from areal_gym.plugins import Candidate, PluginManager, Registry
 from areal_gym.rollout import plugin
 from areal_gym.rollout.curriculum import SuccessRateCurriculum
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.filters import ZeroVarianceFilter
-from areal_gym.rollout.runner import RolloutRunner
+from areal_gym.rollout.runner import GroupSelection, RolloutRunner
 from areal_gym.types import Task
 from tests._support.sums_env import Sums
 
@@ -48,14 +49,10 @@ class Skilled(ScriptedEngine):
 def runner_of(engine, curriculum, env=Levels, *, state=None, filters=None, **config):
     config = {"batch_groups": 4, "group_size": 4, "max_new_tokens": 40, **config}
     return RolloutRunner(
-        env,
-        ChatAgent(),
-        engine,
-        byte_renderer(),
+        EpisodeSetup(env, ChatAgent(), engine, byte_renderer()),
         RolloutConfig(**config),
-        curriculum=curriculum,
-        filters=filters,
         state=state,
+        selection=GroupSelection(curriculum=curriculum, filters=filters or {}),
     )
 
 
@@ -87,7 +84,7 @@ def test_curriculum_lowers_the_number_of_filtered_groups():
     def num_rejected(curriculum):
         engine = Skilled()
         filters = {"zero-variance": ZeroVarianceFilter()}
-        runner = runner_of(engine, curriculum, filters=filters)
+        runner = runner_of(engine, curriculum, filters=filters or {})
         taken, _ = asyncio.run(batches(runner, engine, 15))
         assert set(levels(taken)) == {"medium"}
         return runner.stats().num_groups_rejected["zero-variance/all-equal"]

@@ -10,8 +10,8 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tools import tool
 from areal_gym.errors import EngineError, SandboxError, UsageError
-from areal_gym.recording import derive_seed
-from areal_gym.rollout.episode import InFlight, play_episode
+from areal_gym.recording import InFlight, derive_seed
+from areal_gym.rollout.episode import play_episode
 from areal_gym.types import FinishReason, StopReason, Task, freeze
 from tests._support.sums_env import CALL, Sums, add
 

@@ -6,6 +6,7 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import EngineError, EnvError, FailureBudgetError
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.failures import FailureBudget
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import StopReason
@@ -73,7 +74,7 @@ def test_endless_outage_stops_the_run_at_any_failure_rate():
     record(budget, GOOD)
     record(budget, BAD, 500)
     clock.now += 61
-    with pytest.raises(FailureBudgetError, match="nothing has come through for 61 s, 501 episodes"):
+    with pytest.raises(FailureBudgetError, match="no episode has completed for 61 s, 501 failed"):
         record(budget, BAD)
 
 
@@ -108,7 +109,9 @@ def play(loop, env, engine, num_batches, **config):
     config = {"batch_groups": 4, "group_size": 4, "max_in_flight": 16, **config}
 
     async def train():
-        runner = RolloutRunner(env, ChatAgent(), engine, byte_renderer(), RolloutConfig(**config))
+        runner = RolloutRunner(
+            EpisodeSetup(env, ChatAgent(), engine, byte_renderer()), RolloutConfig(**config)
+        )
         async with runner:
             for _ in range(num_batches):
                 batch = await runner.next_batch()
@@ -135,7 +138,7 @@ def test_run_survives_a_server_restart(loop):
 
 
 def test_lost_server_stops_the_run(loop):
-    with pytest.raises(FailureBudgetError, match=r"nothing has come through for .* s"):
+    with pytest.raises(FailureBudgetError, match=r"no episode has completed for .* s"):
         play(loop, Sums, Restarted(10**6), 6)
     assert 60 < loop.time() < 90
 

@@ -9,8 +9,9 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import ConfigError, TrainError
 from areal_gym.plugins import Candidate, PluginManager, Registry
 from areal_gym.rollout import plugin
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.filters import SuccessRateFilter, ZeroVarianceFilter, rejection
-from areal_gym.rollout.runner import RolloutRunner
+from areal_gym.rollout.runner import GroupSelection, RolloutRunner
 from areal_gym.types import FinishReason, Group, Task, Trajectory, Turn
 from tests._support.sums_env import RecordingEngine, Sums
 
@@ -80,7 +81,9 @@ class Coin(RecordingEngine):
 def runner_of(engine, filters, **config):
     config = {"batch_groups": 3, "group_size": 2, "max_new_tokens": 40, **config}
     return RolloutRunner(
-        Sums, ChatAgent(), engine, byte_renderer(), RolloutConfig(**config), filters=filters
+        EpisodeSetup(Sums, ChatAgent(), engine, byte_renderer()),
+        RolloutConfig(**config),
+        selection=GroupSelection(filters=filters or {}),
     )
 
 

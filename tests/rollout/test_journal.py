@@ -13,6 +13,7 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import TrainError
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.group_json import pack_group, unpack_group
 from areal_gym.rollout.journal import Journal
 from areal_gym.rollout.runner import RolloutRunner
@@ -25,10 +26,7 @@ SCRIPT = ["-m", "tests._support.journaled_run"]
 def runner_of(engine, journal, *, state=None, **config):
     config = {"batch_groups": 3, "group_size": 4, "max_new_tokens": 40, **config}
     return RolloutRunner(
-        Sums,
-        ChatAgent(),
-        engine,
-        byte_renderer(),
+        EpisodeSetup(Sums, ChatAgent(), engine, byte_renderer()),
         RolloutConfig(**config),
         journal=journal,
         state=state,

@@ -17,8 +17,9 @@ from areal_gym.errors import (
     FailureBudgetError,
     SandboxError,
 )
+from areal_gym.rollout.episode_runners import EpisodeSetup
+from areal_gym.rollout.failures import Outage
 from areal_gym.rollout.journal import Journal
-from areal_gym.rollout.outages import Outage
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.types import FinishReason
 from tests._support.sums_env import Sums
@@ -88,7 +89,9 @@ def play(engine, *, num_batches=4, env=Sums, journal=None, **config):
         batches = []
         breaking = asyncio.create_task(engine.break_down())
         settings = RolloutConfig(**config)
-        runner = RolloutRunner(env, ChatAgent(), engine, byte_renderer(), settings, journal=journal)
+        runner = RolloutRunner(
+            EpisodeSetup(env, ChatAgent(), engine, byte_renderer()), settings, journal=journal
+        )
         async with runner:
             for _ in range(num_batches):
                 batches.append(await runner.next_batch())
@@ -244,5 +247,5 @@ def test_outage_starts_at_its_first_loss():
     assert outage.pause_s == 10
     outage.hold(outage.pause_s)
     assert outage.hold_s == 10
-    outage.came_through()
+    outage.end()
     assert (outage.seconds, outage.hold_s) == (0, 0)

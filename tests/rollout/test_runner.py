@@ -15,6 +15,7 @@ from areal_gym.errors import (
     FailureBudgetError,
     InfrastructureError,
 )
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.evaluate import evaluate
 from areal_gym.rollout.runner import RolloutRunner
 from tests._support.sums_env import CALL, RecordingEngine, Sums
@@ -25,10 +26,7 @@ RENDERER = byte_renderer()
 def runner_of(engine, env=Sums, *, seed=0, state=None, on_trajectory=None, **config):
     config = {"batch_groups": 3, "group_size": 4, "max_new_tokens": 40, **config}
     return RolloutRunner(
-        env,
-        ChatAgent(),
-        engine,
-        RENDERER,
+        EpisodeSetup(env, ChatAgent(), engine, RENDERER),
         RolloutConfig(**config),
         seed=seed,
         state=state,

@@ -21,9 +21,10 @@ from areal_gym.engines.base import Generation
 from areal_gym.engines.scripted import ByteTokenizer, byte_renderer
 from areal_gym.errors import EngineError, EnvError, FailureBudgetError, TrainError
 from areal_gym.rollout.curriculum import SuccessRateCurriculum
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.filters import ZeroVarianceFilter
 from areal_gym.rollout.journal import Journal
-from areal_gym.rollout.runner import RolloutRunner
+from areal_gym.rollout.runner import GroupSelection, RolloutRunner
 from areal_gym.types import FinishReason
 from tests._support.sums_env import CALL, Sums
 from tests._support.virtual_time import VirtualLoop
@@ -143,15 +144,14 @@ class Schedules(RuleBasedStateMachine):
         self.engine = Gated(version)
         self.journal = Journal(self.home / "journal.jsonl")
         self.runner = RolloutRunner(
-            Fragile,
-            FragileAgent(),
-            self.engine,
-            RENDERER,
+            EpisodeSetup(Fragile, FragileAgent(), self.engine, RENDERER),
             self.config,
-            filters=self.filters,
-            curriculum=SuccessRateCurriculum() if self.has_curriculum else None,
             journal=self.journal,
             state=state,
+            selection=GroupSelection(
+                curriculum=SuccessRateCurriculum() if self.has_curriculum else None,
+                filters=self.filters,
+            ),
         )
         self.pending_batch = None
         self.error = None

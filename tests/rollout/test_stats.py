@@ -7,6 +7,7 @@ from areal_gym.agents.chat import ChatAgent
 from areal_gym.config import RolloutConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.envs.base import Response
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.rollout.stats import Occupancy
 from tests._support.sums_env import CALL, Sums
@@ -24,7 +25,9 @@ def test_runner_stats_equal_the_sums_over_turns():
     async def scenario():
         engine = ScriptedEngine([CALL, CALL, "10"], latency_s=0.01)
         config = RolloutConfig(batch_groups=3, group_size=4, max_in_flight=5)
-        async with RolloutRunner(SlowTool, ChatAgent(), engine, byte_renderer(), config) as runner:
+        async with RolloutRunner(
+            EpisodeSetup(SlowTool, ChatAgent(), engine, byte_renderer()), config
+        ) as runner:
             before = runner.stats()
             batch = await runner.next_batch()
             return before, runner.stats(), [t for group in batch for t in group]
@@ -47,7 +50,9 @@ def test_runner_stats_count_waiting_and_queued_episodes():
     async def scenario():
         engine = ScriptedEngine(["10"], latency_s=60)
         config = RolloutConfig(batch_groups=3, group_size=4, max_in_flight=5, max_staleness=1)
-        async with RolloutRunner(Sums, ChatAgent(), engine, byte_renderer(), config) as runner:
+        async with RolloutRunner(
+            EpisodeSetup(Sums, ChatAgent(), engine, byte_renderer()), config
+        ) as runner:
             waiting = asyncio.create_task(runner.next_batch())
             await asyncio.sleep(0.01)
             stats = runner.stats()

@@ -14,8 +14,9 @@ from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.recording import derive_seed
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.filters import ZeroVarianceFilter
-from areal_gym.rollout.runner import RolloutRunner
+from areal_gym.rollout.runner import GroupSelection, RolloutRunner
 from areal_gym.types import FinishReason, Task
 
 SEED, NUM_STEPS = 11, 3
@@ -61,7 +62,10 @@ def trained_weights(weights, batch):
 
 async def pipelined_batches(engine, renderer, weights, filters):
     runner = RolloutRunner(
-        Chatter, ChatAgent(), engine, renderer, CONFIG, seed=SEED, filters=filters
+        EpisodeSetup(Chatter, ChatAgent(), engine, renderer),
+        CONFIG,
+        seed=SEED,
+        selection=GroupSelection(filters=filters or {}),
     )
     batches = []
     async with runner:

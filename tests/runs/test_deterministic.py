@@ -18,6 +18,7 @@ from areal_gym.config import load_config
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import ConfigError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train
@@ -128,12 +129,9 @@ def test_engine_without_deterministic_batches_is_refused():
     from areal_gym.agents.chat import ChatAgent
     from tests._support.shaped_env import Shaped
 
-    with pytest.raises(ConfigError, match="ScriptedEngine has batches of its own"):
+    with pytest.raises(ConfigError, match="ScriptedEngine decides its batches"):
         RolloutRunner(
-            Shaped,
-            ChatAgent(),
-            ScriptedEngine(["x"]),
-            byte_renderer(),
+            EpisodeSetup(Shaped, ChatAgent(), ScriptedEngine(["x"]), byte_renderer()),
             load_config().rollout,
             is_deterministic=True,
         )

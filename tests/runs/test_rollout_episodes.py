@@ -125,7 +125,7 @@ def test_engine_policy_records_tokens():
     engine = ScriptedEngine([write_call("python", {"code": "1+1"}), WRONG])
     played = areal_gym.rollout(engine, TirEnv, n=3, concurrency=1, renderer=byte_renderer())
     assert all(t.num_policy_tokens > 0 for t in played)
-    with pytest.raises(UsageError, match="an engine takes ids"):
+    with pytest.raises(UsageError, match="an engine takes token ids"):
         areal_gym.rollout(ScriptedEngine([WRONG]), "math")
 
 
@@ -288,9 +288,9 @@ def test_progress_bar_is_optional_and_on_stderr(capsys):
 
 
 def test_invalid_policies_and_environments_are_refused():
-    with pytest.raises(ConfigError, match="no checkpoint's directory"):
+    with pytest.raises(ConfigError, match="not a checkpoint directory"):
         areal_gym.rollout("no/such/place", "math")
-    with pytest.raises(UsageError, match="a policy is no int"):
+    with pytest.raises(UsageError, match="int is not a policy"):
         areal_gym.rollout(3, "math")
     with pytest.raises(UsageError, match="many instances of MathEnv"):
         areal_gym.rollout(solver, MathEnv())

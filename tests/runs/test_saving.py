@@ -20,6 +20,7 @@ from areal_gym.config import RolloutConfig, TrainerConfig
 from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.errors import TrainError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.saving import Saver
@@ -98,7 +99,9 @@ def test_training_continues_while_a_checkpoint_is_written(tiny_policy, tmp_path)
     async def save(run):
         told = []
         engine = ScriptedEngine(["10"])
-        async with RolloutRunner(Sums, ChatAgent(), engine, byte_renderer(), config) as runner:
+        async with RolloutRunner(
+            EpisodeSetup(Sums, ChatAgent(), engine, byte_renderer()), config
+        ) as runner:
             with saver_of(learner, run, tiny_policy, told) as saver:
                 await saver.save(1)  # returns, though nothing can be written yet
                 batches = [await runner.next_batch() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Many episodes in three lines, outside of training.
+"""Plays or measures many episodes in three lines, outside of training.
 
     import areal_gym
 
@@ -6,13 +6,15 @@
     played.to_pandas()
     areal_gym.evaluate("runs/tir-1/checkpoints/best", "tir", n=200, k=4)
 
-Works in scripts and in notebooks, where an event loop is running already. Interrupted, it ends
-what it has begun first.
+Works in scripts and in notebooks, where an event loop is running already. An interrupt first ends
+the episodes that have begun.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from areal_gym.chat import Renderer
@@ -20,10 +22,13 @@ from areal_gym.engines.base import SamplingParams
 from areal_gym.envs.base import TextEnv, run_on_kept_loop
 from areal_gym.errors import UsageError
 from areal_gym.plugins import registry
+from areal_gym.recording import derive_seed
+from areal_gym.rollout.env_pool import EnvPool
+from areal_gym.rollout.episode_runners import EpisodeRequest, LocalEpisodeRunner
 from areal_gym.rollout.eval_report import EvalReport
-from areal_gym.rollout.evaluate import measure
+from areal_gym.rollout.evaluate import first_tasks, measure, play_all
 from areal_gym.runs.episodes.policies import Policy, opened
-from areal_gym.runs.episodes.rollout_table import Rollouts, play_all
+from areal_gym.runs.episodes.rollout_table import Rollouts
 from areal_gym.utils.progress import progress_bar
 
 __all__ = ["Rollouts", "evaluate", "rollout"]
@@ -51,20 +56,20 @@ def rollout(
     Args:
         policy: a checkpoint's directory (sampled in this process), the URL of an OpenAI-compatible
             server, an engine (it is started and closed here), or a function of the messages so
-            far that gives a text (or a message; it may be asynchronous, and is called on threads
-            otherwise).
+            far that returns a text or a message (it may be asynchronous; otherwise it is called on
+            threads).
         env: an environment's id, one that `areal_gym.make` has made, a class, or a function that
             makes one.
         n: episodes.
         concurrency: how many are played at once.
-        split: whose tasks.
+        split: the split whose tasks are played.
         seed: of the environment's chance and of sampling.
-        temperature: 0 is greedy; functions and their like do as they please.
+        temperature: 0 is greedy; functions ignore it.
         max_new_tokens: per turn.
         max_context: tokens of one episode, for a checkpoint's directory.
-        timeout_s: of one episode; beyond it, it has failed. None: no limit.
+        timeout_s: wall-clock limit of one episode; beyond it, it has failed. None: no limit.
         model: the name that a server knows its model by.
-        renderer: messages to ids; needed for an engine, and for nothing else.
+        renderer: messages to ids; needed for an engine only.
         env_kwargs: arguments of the environment, with an id.
         progress: a bar; by default on terminals and in notebooks only.
 
@@ -72,25 +77,36 @@ def rollout(
         The episodes in the order of the tasks, failures among them.
 
     Raises:
-        UsageError: policy or environment are none.
-        NothingToDoError: the split has no tasks.
+        UsageError: the policy or the environment is not one of the above.
+        NothingToDoError: the split is empty.
     """
     _require_episodes(n=n, concurrency=concurrency)
     make_env, env_id = _factory(env, env_kwargs or {})
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
 
     async def play(on_progress: Callable[[int, int], None]) -> Rollouts:
-        async with opened(policy, params, model, renderer, max_context, timeout_s) as play_one:
-            return await play_all(
-                make_env,
-                play_one,
-                n,
-                concurrency=concurrency,
-                split=split,
-                seed=seed,
-                env_id=env_id,
+        async with opened(
+            policy, params, model, renderer, max_context, timeout_s, env_id
+        ) as play_episode:
+            start_s = time.perf_counter()
+            envs = EnvPool(make_env)
+            tasks = await first_tasks(envs, split, n, concurrency)
+
+            def request(place: int, attempt: int) -> EpisodeRequest:
+                return EpisodeRequest(
+                    task=tasks[place % len(tasks)],
+                    seed=derive_seed(seed, place),
+                    trajectory_id=f"t{place:06d}",
+                    group_id=f"g{place % len(tasks):06d}",
+                )
+
+            trajectories = await play_all(
+                [partial(request, place) for place in range(n)],
+                LocalEpisodeRunner(envs, play_episode),
+                max_in_flight=concurrency,
                 on_progress=on_progress,
             )
+            return Rollouts(tuple(trajectories), time.perf_counter() - start_s)
 
     with progress_bar(f"rollout in {env_id}", n, progress) as advance:
         return run_on_kept_loop(play(advance))
@@ -118,33 +134,33 @@ def evaluate(
 ) -> EvalReport:
     """Measure a policy on the first `n` tasks of a split, or on all when there are fewer.
 
-    What `areal-gym eval` does, for any policy that `rollout` takes: pass@1, pass@k and pass^k with
-    95% intervals over the tasks, why episodes ended, what failed. The episodes themselves are the
-    report's `trajectories`.
+    Does what `areal-gym eval` does, for any policy that `rollout` takes: pass@1, pass@k and pass^k
+    with 95% intervals over the tasks, why episodes ended, what failed. The episodes themselves are
+    the report's `trajectories`.
 
     Args:
-        policy: see `rollout`, as for all that is not named here.
-        env: see `rollout`.
+        policy: as for `rollout`.
+        env: as for `rollout`.
         n: tasks.
         k: episodes per task.
         concurrency: episodes played at once.
-        split: whose tasks.
+        split: the split whose tasks are played.
         seed: of the environment's chance and of sampling; the tasks do not depend on it.
         temperature: 0 is greedy.
         max_new_tokens: per turn.
         max_context: tokens of one episode, for a checkpoint's directory.
-        timeout_s: of one episode.
+        timeout_s: wall-clock limit of one episode.
         success_reward: the reward from which on an episode counts as a success.
-        max_failure_rate: above this share of episodes that infrastructure failed (they are played
-            once more first) there is no report.
+        max_failure_rate: above this share of episodes that failed (each is retried once first)
+            there is no report.
         model: the name that a server knows its model by.
         renderer: messages to ids, for an engine.
         env_kwargs: arguments of the environment, with an id.
         progress: a bar; by default on terminals and in notebooks only.
 
     Raises:
-        UsageError: policy or environment are none.
-        NothingToDoError: the split has no tasks.
+        UsageError: the policy or the environment is not one of the above.
+        NothingToDoError: the split is empty.
         FailureBudgetError: too many episodes fail for the numbers to mean anything.
     """
     _require_episodes(n=n, k=k, concurrency=concurrency)
@@ -152,10 +168,12 @@ def evaluate(
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
 
     async def play(on_progress: Callable[[int, int], None]) -> EvalReport:
-        async with opened(policy, params, model, renderer, max_context, timeout_s) as play_one:
+        async with opened(
+            policy, params, model, renderer, max_context, timeout_s, env_id
+        ) as play_episode:
             return await measure(
                 make_env,
-                play_one,
+                play_episode,
                 temperature=temperature,
                 split=split,
                 num_tasks=n,

@@ -1,17 +1,17 @@
-"""Whatever can play: checkpoints, servers, engines and functions."""
+"""Policies that can play episodes: checkpoints, servers, engines and functions."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areal_gym.agents.chat import ChatAgent
 from areal_gym.chat import Renderer
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Engine, SamplingParams
@@ -24,12 +24,13 @@ from areal_gym.errors import (
     EngineError,
     EnvError,
     EpisodeError,
+    EpisodeTimeoutError,
     UsageError,
 )
 from areal_gym.plugins import registry
-from areal_gym.rollout.episode import play_episode, stop_reason_of
-from areal_gym.rollout.evaluate import Play
-from areal_gym.types import FinishReason, Message, StopReason, Task, Trajectory, Turn
+from areal_gym.recording import EpisodeRecord, TurnDraft
+from areal_gym.rollout.episode_runners import EpisodeRequest, PlayEpisode, play_with_engine
+from areal_gym.types import FinishReason, Message, Trajectory
 
 Policy = Engine | str | Path | Callable[[Sequence[Message]], "str | Message | Awaitable[Any]"]
 
@@ -42,163 +43,138 @@ async def opened(
     renderer: Renderer | None,
     max_context: int,
     timeout_s: float | None,
-) -> AsyncIterator[Play]:
-    """What plays one episode with that policy; what was opened for it is closed on the way out.
+    env_id: str,
+) -> AsyncIterator[PlayEpisode]:
+    """Open a policy; yields a function that plays one episode with it.
 
     Args:
-        policy: see `areal_gym.rollout`, as for the others.
+        policy: a policy as `areal_gym.rollout` takes it.
         params: how to sample.
         model: the name that a server knows its model by.
         renderer: messages to ids, for an engine.
         max_context: tokens of one episode, for a checkpoint.
-        timeout_s: of one episode.
+        timeout_s: wall-clock limit of one episode.
+        env_id: the environment's id.
 
     Raises:
-        UsageError: it is no policy.
+        UsageError: it is not a policy.
     """
     if isinstance(policy, Path) or (isinstance(policy, str) and "://" not in policy):
         directory = Path(policy)
         if not (directory / "config.json").exists():
             raise ConfigError(
-                f"{str(policy)!r} is no checkpoint's directory",
-                hints=["a policy is that, a URL (http://HOST:PORT/v1), an engine or a function"],
+                f"{str(policy)!r} is not a checkpoint directory",
+                hints=[
+                    "a policy is a checkpoint directory, a URL (http://HOST:PORT/v1), "
+                    "an engine or a function"
+                ],
             )
         settings = EngineConfig(model=str(directory), max_context=max_context)
         engine = registry().load("engines", "embedded").from_settings(directory, settings)
         try:
             await engine.start()
-            rendering = Renderer.from_checkpoint(directory)
-            yield _sampled(engine, rendering, params, timeout_s)
+            yield play_with_engine(
+                ChatAgent(),
+                engine,
+                Renderer.from_checkpoint(directory),
+                params,
+                timeout_s,
+                env_id=env_id,
+            )
         finally:
             await engine.aclose()
     elif isinstance(policy, Engine):
         if renderer is None:
             raise UsageError(
-                "an engine takes ids, and somebody has to make them of messages",
+                "an engine takes token ids, so it needs a renderer, which makes them of messages",
                 hints=["renderer=Renderer.from_checkpoint(DIRECTORY)"],
             )
         try:
             await policy.start()
-            yield _sampled(policy, renderer, params, timeout_s)
+            yield play_with_engine(ChatAgent(), policy, renderer, params, timeout_s, env_id=env_id)
         finally:
             await policy.aclose()
     elif isinstance(policy, str):
-        yield partial(_asked, _served(policy, model, params), timeout_s)
+        yield partial(_play_with_texts, _server_answer(policy, model, params), timeout_s, env_id)
     elif callable(policy):
-        yield partial(_asked, _called(policy), timeout_s)
+        yield partial(_play_with_texts, _function_answer(policy), timeout_s, env_id)
     else:
-        raise UsageError(f"a policy is no {type(policy).__name__}")
+        raise UsageError(f"{type(policy).__name__} is not a policy")
 
 
-def _sampled(
-    engine: Engine, renderer: Renderer, params: SamplingParams, timeout_s: float | None
-) -> Play:
-    agent = registry().load("agents", "chat")()
-
-    async def play(env: TextEnv, *, task: Task, **names: Any) -> Trajectory:
-        return await play_episode(
-            env,
-            agent,
-            engine,
-            renderer,
-            options={"task": task},
-            params=params,
-            timeout_s=timeout_s,
-            **names,
-        )
-
-    return play
+Answer = Callable[[Sequence[Message], Sequence[Tool]], Awaitable["str | Message"]]
+"""Answers messages, given the environment's tools: with a text, or a message with tool calls."""
 
 
-_Answer = Callable[[Sequence[Message], Sequence[Tool]], Awaitable["str | Message"]]
-
-
-def _called(policy: Callable[[Sequence[Message]], Any]) -> _Answer:
+def _function_answer(policy: Callable[[Sequence[Message]], Any]) -> Answer:
     async def answer(messages: Sequence[Message], tools: Sequence[Tool]) -> str | Message:
         if inspect.iscoroutinefunction(policy):
-            found: str | Message = await policy(messages)
-            return found
-        said: str | Message = await asyncio.to_thread(policy, messages)
-        return said
+            reply: str | Message = await policy(messages)
+        else:
+            reply = await asyncio.to_thread(policy, messages)
+        return reply
 
     return answer
 
 
-def _served(url: str, model: str, params: SamplingParams) -> _Answer:
+def _server_answer(url: str, model: str, params: SamplingParams) -> Answer:
     client = ChatClient(
         url, model=model, temperature=params.temperature, max_tokens=params.max_new_tokens
     )
 
     async def answer(messages: Sequence[Message], tools: Sequence[Tool]) -> str | Message:
         try:
-            said = await client.ask(
+            reply = await client.ask(
                 [_to_openai(m) for m in messages], tools=[t.schema() for t in tools]
             )
-        except EnvError as error:  # its other user is an environment
+        except EnvError as error:  # the client's other users are environments
             raise EngineError(error.message) from error
-        return _from_openai(said)
+        return _from_openai(reply)
 
     return answer
 
 
-async def _asked(
-    answer: _Answer,
+async def _play_with_texts(
+    answer: Answer,
     timeout_s: float | None,
+    env_id: str,
     env: TextEnv,
-    *,
-    task: Task,
-    seed: int,
-    trajectory_id: str,
-    group_id: str,
-    env_id: str | None,
+    request: EpisodeRequest,
 ) -> Trajectory:
-    """An episode of a policy that answers in words: there are no tokens on record."""
-    turns: list[Turn] = []
-    metrics: Counter[str] = Counter()
-    reason, trouble = StopReason.COMPLETED, None
+    """Play an episode of a policy that answers with texts: there are no tokens to record."""
+    record = EpisodeRecord()
     try:
         async with asyncio.timeout(timeout_s):
-            env.reset(seed=seed, options={"task": task})
-            is_over = False
-            while not is_over:
+            env.reset(seed=request.seed, options={"task": request.task})
+            while not record.is_over:
                 try:
-                    said = await answer(list(env.messages), env.tools)
+                    reply = await answer(list(env.messages), env.tools)
                 except EpisodeError:
                     raise
                 except Exception as error:
                     raise AgentError(f"the policy failed: {error!r}") from error
-                step = await env.astep(said)
-                parts = step.info.get("reward_parts", {})
-                turns.append(
-                    Turn(finish_reason=FinishReason.STOP, reward=step.reward, reward_parts=parts)
-                )
-                metrics.update(step.info.get("metrics", {}))
-                is_over = step.terminated or step.truncated
-                if step.truncated:
-                    is_limit = step.info["truncated_by"] == "max_turns"
-                    reason = StopReason.MAX_TURNS if is_limit else StopReason.TRUNCATED
+                result = await env.astep(reply)
+                record.turns.append(TurnDraft(FinishReason.STOP))
+                record.add_step(record.turns[-1], result)
     except TimeoutError:
-        reason, trouble = StopReason.TIMEOUT, f"the episode took more than {timeout_s:g} s"
+        record.fail(EpisodeTimeoutError(f"the episode took more than {timeout_s:g} s"))
     except EpisodeError as error:
-        reason, trouble = stop_reason_of(error), str(error)
+        record.fail(error)
     finally:
         await env.aclose()
+    outcome = record.outcome() | {"messages": tuple(env.messages)}
     return Trajectory(
-        id=trajectory_id,
-        group_id=group_id,
-        task=task,
-        env_id=env.played_id or env_id or type(env).__name__,
-        turns=tuple(turns),
-        messages=tuple(env.messages),
-        stop_reason=reason,
-        error=trouble,
-        metrics=dict(metrics),
-        seed=seed,
+        id=request.trajectory_id,
+        group_id=request.group_id,
+        task=request.task,
+        env_id=env.played_id or env_id,
+        seed=request.seed,
+        **outcome,
     )
 
 
 def _to_openai(message: Message) -> dict[str, Any]:
-    """Arguments of calls are text there; what only we know is left out."""
+    """Return a message in OpenAI's shape: arguments of calls are text, own fields are left out."""
     kept: dict[str, Any] = {
         key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message
     }
@@ -216,10 +192,10 @@ def _to_openai(message: Message) -> dict[str, Any]:
     return kept
 
 
-def _from_openai(said: Mapping[str, Any]) -> str | Message:
-    """A message whose calls are ours; a text, when it has none: calls may be written in it."""
-    content = said.get("content") or ""
-    calls = said.get("tool_calls") or []
+def _from_openai(reply: Mapping[str, Any]) -> str | Message:
+    """Return a message with parsed calls, or a text if it has none: calls may be written in it."""
+    content = reply.get("content") or ""
+    calls = reply.get("tool_calls") or []
     if not calls:
         return str(content)
     message: Message = {"role": "assistant", "content": content, "tool_calls": []}
@@ -228,7 +204,7 @@ def _from_openai(said: Mapping[str, Any]) -> str | Message:
             name = call["function"]["name"]
             arguments = json.loads(call["function"]["arguments"] or "{}")
             if not isinstance(arguments, dict) or not isinstance(name, str):
-                raise ValueError("the arguments are no object")
+                raise ValueError("the arguments are not an object")
         except (ValueError, LookupError, TypeError) as error:
             message["parse_error"] = f"a tool call is malformed: {error}"
             continue

@@ -1,20 +1,15 @@
-"""What was played, as a sequence, a summary and a table."""
+"""Played episodes as a sequence, a summary and a table."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
-from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError
-from areal_gym.recording import derive_seed
-from areal_gym.rollout.env_pool import EnvPool
-from areal_gym.rollout.evaluate import Play, first_tasks, run_all
 from areal_gym.types import Trajectory
 from areal_gym.utils.markup import block, escaped, number, short, table
 from areal_gym.utils.statistics import mean
@@ -28,23 +23,23 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Rollouts(Sequence[Trajectory]):
-    """Trajectories that were played, failures included."""
+    """Trajectories of played episodes, failures included."""
 
     trajectories: tuple[Trajectory, ...]
     wall_s: float = 0.0
 
     @property
     def scored(self) -> list[Trajectory]:
-        """Those that infrastructure did not fail: what numbers are made of."""
+        """Trajectories that did not fail; all means are over these."""
         return [t for t in self.trajectories if not t.stop_reason.is_failure]
 
     @property
     def mean_reward(self) -> float:
-        """Over the scored ones; NaN without any."""
+        """The mean reward of the scored trajectories; NaN without any."""
         return mean(t.reward for t in self.scored)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per episode: task, reward and its parts, turns, messages, metrics, ..."""
+        """Return one flat row per episode: task, reward and its parts, turns, messages, ..."""
         parts = sorted({name for t in self for name in t.reward_parts})
         metrics = sorted({name for t in self for name in t.metrics})
         return [
@@ -66,7 +61,7 @@ class Rollouts(Sequence[Trajectory]):
         ]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """`rows` as a table.
+        """Return `rows` as a table.
 
         Raises:
             ConfigError: pandas is not installed.
@@ -74,7 +69,7 @@ class Rollouts(Sequence[Trajectory]):
         return _imported("pandas").DataFrame(self.rows())
 
     def to_dataset(self) -> datasets.Dataset:
-        """`rows` as a Hugging Face data set.
+        """Return `rows` as a Hugging Face data set.
 
         Raises:
             ConfigError: datasets is not installed.
@@ -131,53 +126,11 @@ class Rollouts(Sequence[Trajectory]):
         return "\n".join(lines)
 
 
-async def play_all(
-    make_env: Callable[[], TextEnv],
-    play: Play,
-    n: int,
-    *,
-    concurrency: int,
-    split: str,
-    seed: int,
-    env_id: str,
-    on_progress: Callable[[int, int], None],
-) -> Rollouts:
-    """Play `n` episodes, over the first tasks of the split; see `areal_gym.rollout`.
-
-    Raises:
-        NothingToDoError: the split has no tasks.
-    """
-    start_s = time.perf_counter()
-    envs = EnvPool(make_env)
-    tasks = await first_tasks(envs, split, n, concurrency)
-    found: dict[int, Trajectory] = {}
-    waiting = iter(range(n))
-
-    async def work() -> None:
-        for place in waiting:
-            one = envs.take()
-            found[place] = await play(
-                one,
-                task=tasks[place % len(tasks)],
-                seed=derive_seed(seed, place),
-                trajectory_id=f"t{place:06d}",
-                group_id=f"g{place % len(tasks):06d}",
-                env_id=env_id,
-            )
-            if not found[place].stop_reason.is_failure:
-                envs.give_back(one)
-            on_progress(len(found), n)
-
-    await run_all([work() for _ in range(min(concurrency, n))])
-    ordered = tuple(found[place] for place in sorted(found))
-    return Rollouts(ordered, time.perf_counter() - start_s)
-
-
 def _imported(package: str) -> Any:
     try:
         return import_module(package)
     except ImportError:
         raise ConfigError(
-            f"this table takes the package {package}",
+            f"this table needs the package {package}",
             hints=[f"install it: pip install {package}", "rows() gives plain dictionaries"],
         ) from None

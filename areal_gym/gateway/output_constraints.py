@@ -1,9 +1,10 @@
-"""What an answer must look like, where a client says so: a schema of JSON, or a call of a tool.
+"""Constraints on completions that a client may set: a JSON schema, or a call of a tool.
 
-The engine keeps to it, if it can: it masks tokens while it samples. The log-probabilities that it
-tells are then those of what the mask has left (measured with SGLang 0.5.23 and a policy of random
-weights: 0 for a token without alternative, which the policy itself gives e^-5.9), and not the
-policy's own. So nothing is learned from such answers, and sessions of a training run refuse them.
+An engine that supports them masks tokens while it samples. The log-probabilities that it returns
+are then those of the tokens that the mask leaves (measured with SGLang 0.5.23 and a policy of
+random weights: 0 for a token without alternative, which the policy itself gives e^-5.9), and not
+the policy's own. So such completions are not trained on, and sessions of a training run refuse
+them.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from areal_gym.utils.markup import short
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
-    """How an answer must look; one of the two."""
+class OutputConstraint:
+    """How a completion must look: a schema, or calls."""
 
     param: str
-    """The field of the request that says so."""
+    """The field of the request that sets it."""
     schema: Mapping[str, Any] | None = None
-    """JSON of this schema, and nothing else."""
+    """The completion must be JSON of this schema."""
     calls: Mapping[str, Mapping[str, Any]] | None = None
-    """A call of one of these tools: their names, and the schemas of their arguments."""
+    """The completion must call one of these tools: their names, and their arguments' schemas."""
 
     def grammar(self, engine: Engine, renderer: Renderer, dialect: str) -> Grammar:
-        """What the engine is told.
+        """Return the grammar for the engine.
 
         Raises:
-            ApiError: the engine cannot do it, or the policy's way of writing is in the way.
+            ApiError: the engine does not support it, or the policy's tool-call format does not.
         """
         if not isinstance(engine, GrammarEngine):
             name = type(engine).__name__
@@ -53,7 +54,7 @@ class Form:
         return "structural_tag", json.dumps({"type": "structural_tag", "format": shape})
 
     def refuse_training(self) -> None:
-        """Raise ApiError: somebody learns from the answer."""
+        """Raise ApiError: the completion would be trained on."""
         raise self._refused(
             "the policy learns from its answers, and under a grammar they are not sampled from it: "
             "say in the prompt what an answer must look like, and let the environment reward it "
@@ -69,35 +70,35 @@ class Form:
         )
 
 
-def form_of(param: str, shape: Mapping[str, Any] | None) -> Form | None:
-    """What `response_format` or `text.format` asks for; None is any text.
+def constraint_of(param: str, shape: Mapping[str, Any] | None) -> OutputConstraint | None:
+    """Return the constraint of `response_format` or `text.format`; None is any text.
 
     Raises:
-        ApiError: there is no such format, or no schema in it.
+        ApiError: the format is unknown, or has no schema.
     """
     kind = "text" if shape is None else shape.get("type", "text")
     if shape is None or kind == "text":
         return None
     if kind == "json_object":
-        return Form(param=param, schema={"type": "object"})
+        return OutputConstraint(param=param, schema={"type": "object"})
     if kind != "json_schema":
         raise unsupported(param, kind, "text, json_object and json_schema are")
     described = shape.get("json_schema", shape)
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
         raise ApiError(400, f"{param} = json_schema needs the schema, an object", param=param)
-    return Form(param=param, schema=schema)
+    return OutputConstraint(param=param, schema=schema)
 
 
-def called_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> Form | None:
-    """The call that `tool_choice` insists on; None: the policy decides.
+def called_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> OutputConstraint | None:
+    """Return the constraint of `tool_choice`; None: the policy decides.
 
     Args:
-        choice: a word, or the name of one tool in any API's words.
-        tools: those that there are, in OpenAI's shape.
+        choice: a word, or the name of one tool as any of the APIs writes it.
+        tools: the available tools, in OpenAI's shape.
 
     Raises:
-        ApiError: there is no such choice, or no such tool.
+        ApiError: the choice or the tool is unknown.
     """
     if choice in (None, "auto", "none"):
         return None
@@ -113,21 +114,21 @@ def called_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> Form | N
         known = ", ".join(schemas) or "none"
         raise ApiError(
             400,
-            f"tool_choice = {short(choice)} asks for a tool that there is not; there is: {known}",
+            f"tool_choice = {short(choice)} names an unknown tool; available: {known}",
             param="tool_choice",
         )
     calls = {name: schemas[name] or {"type": "object"} for name in names}
-    return Form(param="tool_choice", calls=calls)
+    return OutputConstraint(param="tool_choice", calls=calls)
 
 
 def refuse(field: str, value: object, why: str) -> None:
-    """Raise ApiError where an optional field, unless empty, asks for what cannot be done."""
+    """Raise ApiError if an optional field that is not supported has a value."""
     if value:
         raise unsupported(field, value, why)
 
 
 def unsupported(field: str, value: object, why: str) -> ApiError:
-    """Returns the error of a field whose value cannot be served, whatever it is."""
+    """Return the error of a field whose value is not supported."""
     return ApiError(
         400,
         f"{field} = {short(value)} is not supported: {why}",
@@ -137,7 +138,7 @@ def unsupported(field: str, value: object, why: str) -> ApiError:
 
 
 def _call(name: str, schema: Mapping[str, Any], dialect: str) -> dict[str, Any]:
-    """A call as the policy writes it, with any arguments of the schema."""
+    """Return the format of a call as the policy writes it, with any arguments of the schema."""
     begin, _, end = write_call(name, {}, dialect).rpartition("{}")
     content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": begin, "content": content, "end": end}

@@ -1,7 +1,7 @@
-"""Sampled ids as text that can be shown while more is sampled.
+"""Turns sampled ids into text that can be sent while more is sampled.
 
-What was shown is never taken back: a byte that is half a letter, the beginning of a stop string, a
-text that may yet be a tool call, all are held back until it is clear what they are.
+Text that was sent is never taken back: a byte that is half a letter, the beginning of a stop
+string, a text that may yet be a tool call, all are held back until it is clear what they are.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ Delta = tuple[str, str]
 """("content" or "reasoning_content", a text to append to it)."""
 
 _CONTEXT = 8
-"""Ids before new ones that decoding may look at."""
+"""Ids before new ones that decoding may depend on."""
 
 
-class Reader:
-    """Of one answer.
+class TextStream:
+    """The text of one completion, while it is sampled.
 
     Args:
         renderer: decodes.
-        dialect: how calls are written in the text; None: it is raw, and nothing is read into it.
+        dialect: how tool calls are written in the text; None: the text is raw and is not parsed.
         stops: sampling ends where one of these is complete; it is not part of the text.
     """
 
     def __init__(self, renderer: Renderer, dialect: str | None, stops: Sequence[str] = ()) -> None:
         self.text = ""
-        """What was read, without the stop."""
+        """The text so far, without the stop string."""
         self.stop: str | None = None
-        """The stop string that was found."""
+        """The stop string that ended the text."""
         self._renderer = renderer
         self._is_raw = dialect is None
         self._markers = () if dialect is None else MARKERS[dialect]
@@ -40,58 +40,58 @@ class Reader:
         self._opens_thinking = renderer.opens_thinking
         self._context: list[int] = []
         self._pending: list[int] = []
-        self._shown = {"content": "", "reasoning_content": ""}
+        self._sent = {"content": "", "reasoning_content": ""}
 
-    def hear(self, token_ids: Sequence[int]) -> int | None:
-        """Read new ids; how many of them it takes when a stop string ends the answer."""
+    def add(self, token_ids: Sequence[int]) -> int | None:
+        """Add new ids; return how many of them are kept if a stop string ends the text."""
         if not self._stops:
-            self._read(token_ids)
+            self._decode(token_ids)
             return None
         for index, token_id in enumerate(token_ids):
             searched_from = max(0, len(self.text) - max(map(len, self._stops)))
-            self._read([token_id])
+            self._decode([token_id])
             places = [(self.text.find(stop, searched_from), stop) for stop in self._stops]
-            found = min((place for place in places if place[0] >= 0), default=None)
-            if found is not None:
-                self.text, self.stop = self.text[: found[0]], found[1]
+            first = min((place for place in places if place[0] >= 0), default=None)
+            if first is not None:
+                self.text, self.stop = self.text[: first[0]], first[1]
                 return index + 1
         return None
 
-    def news(self) -> list[Delta]:
-        """What can be shown now and was not."""
+    def new_deltas(self) -> list[Delta]:
+        """Return the text that can be sent now and was not yet."""
         text = self.text
         if self.stop is None:
             text = text[: len(text) - _overlap(text, self._stops)]
         if self._is_raw:
-            return self._show("content", text)
-        thought, said = split_thinking(text, is_thinking=self._opens_thinking)
+            return self._new_delta("content", text)
+        thought, content = split_thinking(text, is_thinking=self._opens_thinking)
         if thought is None:
             start = text.lstrip()
             if THINK.startswith(start):  # also when there is nothing yet
                 return []
         elif END_THINK not in text:
             thought = thought[: len(thought) - _overlap(thought, [END_THINK])].rstrip("\n")
-            return self._show("reasoning_content", thought)
-        news = self._show("reasoning_content", thought) if thought else []
+            return self._new_delta("reasoning_content", thought)
+        deltas = self._new_delta("reasoning_content", thought) if thought else []
         if self._markers:
-            if said[:1].isspace():  # dropped, should a call follow
-                return news
-            at = min((i for marker in self._markers if (i := said.find(marker)) >= 0), default=-1)
-            said = said[:at] if at >= 0 else said[: len(said) - _overlap(said, self._markers)]
-            said = said.rstrip()
-        return news + self._show("content", said)
+            if content[:1].isspace():  # dropped, should a call follow
+                return deltas
+            calls = [i for marker in self._markers if (i := content.find(marker)) >= 0]
+            end = min(calls) if calls else len(content) - _overlap(content, self._markers)
+            content = content[:end].rstrip()
+        return deltas + self._new_delta("content", content)
 
-    def rest(self, message: Message) -> list[Delta]:
-        """What was not shown of the whole answer."""
-        return [d for kind, text in deltas_of(message) for d in self._show(kind, text)]
+    def remaining_deltas(self, message: Message) -> list[Delta]:
+        """Return the text of the whole message that was not sent yet."""
+        return [d for kind, text in deltas_of(message) for d in self._new_delta(kind, text)]
 
-    def _show(self, kind: str, whole: str) -> list[Delta]:
-        shown = self._shown[kind]
-        new = whole[len(shown) :] if whole.startswith(shown) else ""
-        self._shown[kind] = shown + new
+    def _new_delta(self, kind: str, whole: str) -> list[Delta]:
+        sent = self._sent[kind]
+        new = whole[len(sent) :] if whole.startswith(sent) else ""
+        self._sent[kind] = sent + new
         return [(kind, new)] if new else []
 
-    def _read(self, token_ids: Sequence[int]) -> None:
+    def _decode(self, token_ids: Sequence[int]) -> None:
         if token_ids and token_ids[-1] in self._renderer.stop_token_ids:
             token_ids = token_ids[:-1]
         self._pending += token_ids
@@ -105,7 +105,7 @@ class Reader:
 
 
 def deltas_of(message: Message) -> list[Delta]:
-    """A whole message as what would have been shown of it."""
+    """Return a whole message as deltas."""
     both = [
         ("reasoning_content", message.get("reasoning_content", "")),
         ("content", message["content"]),
@@ -114,7 +114,7 @@ def deltas_of(message: Message) -> list[Delta]:
 
 
 def _overlap(text: str, words: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a word."""
+    """Return how many characters at the end of `text` may be the beginning of a word."""
     longest = max(map(len, words), default=0)
     for size in range(min(longest, len(text)), 0, -1):
         end = text[len(text) - size :]

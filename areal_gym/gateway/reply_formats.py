@@ -1,0 +1,107 @@
+"""How completions are sent: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from areal_gym.gateway.error_replies import as_api_error
+from areal_gym.gateway.http_messages import json_response, server_sent_event
+from areal_gym.gateway.session import Completion
+from areal_gym.gateway.text_stream import Delta, deltas_of
+
+
+class ReplyFormat(Protocol):
+    """The replies of one API."""
+
+    id: str
+    is_stream: bool
+    stream_end: bytes
+    """The last bytes of a stream."""
+
+    def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the body of a reply that is not a stream."""
+        ...
+
+    def first_events(self) -> Iterable[dict[str, Any]]:
+        """Return the events before the first text."""
+        ...
+
+    def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
+        """Return the events for new text of choice `index`."""
+        ...
+
+    def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
+        """Return the events after the last text."""
+        ...
+
+
+TextQueue = asyncio.Queue[tuple[int, list[Delta]] | None]
+"""New text of choices, by their index; None at the end."""
+
+
+async def send_whole(
+    request: web.Request, completing: Awaitable[list[Completion]], format: ReplyFormat
+) -> web.StreamResponse:
+    """Send the completions when all of them are there."""
+    response = json_response(format.body(await completing))
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+async def send_stream(
+    request: web.Request,
+    completing: Awaitable[list[Completion]],
+    texts: TextQueue,
+    format: ReplyFormat,
+) -> web.StreamResponse:
+    """Send text as it is sampled.
+
+    Args:
+        request: the client's.
+        completing: samples the completions, and puts their text into the queue.
+        texts: the queue.
+        format: writes the events.
+
+    Raises:
+        Exception: sampling failed before the first text; it is the reply's status.
+    """
+    task = asyncio.ensure_future(completing)
+    task.add_done_callback(lambda _: texts.put_nowait(None))
+    try:
+        new_text = await texts.get()
+        if new_text is None and task.exception() is not None:
+            await task
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        events = list(format.first_events())
+        shown = set()
+        while new_text is not None:
+            shown.add(new_text[0])
+            events += format.text_events(*new_text)
+            if texts.empty():
+                await response.write(b"".join(map(server_sent_event, events)))
+                events = []
+            new_text = await texts.get()
+        try:
+            completions = await task
+            for index, completion in enumerate(completions):
+                if index not in shown:  # a retry, replied to from memory
+                    events += format.text_events(index, deltas_of(completion.message))
+            events += format.last_events(completions)
+        except Exception as error:
+            events.append(as_api_error(error).to_openai())
+        await response.write(b"".join(map(server_sent_event, events)) + format.stream_end)
+        await response.write_eof()
+        return response
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task

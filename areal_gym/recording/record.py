@@ -1,0 +1,137 @@
+"""The record of one episode: turns, tokens, rewards, and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from areal_gym.envs.base import StepResult
+from areal_gym.errors import EpisodeError
+from areal_gym.types import FinishReason, Message, StopReason, TokenSpan, Turn
+
+_STOP_REASONS = {
+    "env": StopReason.ENV_ERROR,
+    "reward": StopReason.REWARD_ERROR,
+    "agent": StopReason.AGENT_ERROR,
+    "engine": StopReason.ENGINE_ERROR,
+    "sandbox": StopReason.SANDBOX_ERROR,
+    "worker": StopReason.WORKER_ERROR,
+    "timeout": StopReason.TIMEOUT,
+    "episode": StopReason.ENV_ERROR,  # an environment may raise the base class
+}
+
+
+def stop_reason_of(error: EpisodeError) -> StopReason:
+    """Return the stop reason of an episode that failed with this error."""
+    return _STOP_REASONS[error.boundary]
+
+
+@dataclass(slots=True)
+class TurnDraft:
+    """A turn whose reward may still change."""
+
+    finish_reason: FinishReason
+    engine_s: float = 0.0
+    branch: int = 0
+    env_s: float = 0.0
+    tool_s: float = 0.0
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+
+    def turn(self) -> Turn:
+        """Return the finished turn."""
+        return Turn(
+            finish_reason=self.finish_reason,
+            reward=self.reward,
+            reward_parts=self.reward_parts,
+            engine_s=self.engine_s,
+            env_s=self.env_s,
+            tool_s=self.tool_s,
+        )
+
+
+class EpisodeRecord:
+    """Collects what happens in one episode; becomes the fields of its trajectory."""
+
+    def __init__(self) -> None:
+        self.turns: list[TurnDraft] = []
+        """Turns in the order in which they ended."""
+        self.messages: list[Message] = []
+        """The transcript, for reading."""
+        self.unread: Sequence[Message] = ()
+        """The environment's newest messages, which the policy has not been shown."""
+        self.metrics: dict[str, float] = {}
+        self.stop_reason: StopReason | None = None
+        self.error: EpisodeError | None = None
+        self._spans: list[TokenSpan] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the episode has ended."""
+        return self.stop_reason is not None
+
+    def add_step(self, turn: TurnDraft, result: StepResult) -> StepResult:
+        """Record the environment's reply to a turn.
+
+        Returns:
+            The reply as the agent sees it: truncated if the turn was cut by `max_new_tokens`.
+        """
+        info = result.info
+        turn.reward += result.reward
+        for name, part in info.get("reward_parts", {}).items():
+            turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + part
+        for name, value in info.get("metrics", {}).items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.unread = info["messages"]
+        if turn.finish_reason is FinishReason.LENGTH:
+            self.stop_reason = StopReason.MAX_TOKENS
+            return result if result.terminated else result._replace(truncated=True)
+        if result.terminated:
+            self.stop_reason = StopReason.COMPLETED
+        elif result.truncated:
+            by_turns = info.get("truncated_by") == "max_turns"
+            self.stop_reason = StopReason.MAX_TURNS if by_turns else StopReason.TRUNCATED
+        return result
+
+    def fail(self, error: EpisodeError) -> None:
+        """Record the first failure; later ones are its consequences."""
+        if self.error is None:
+            self.error = error
+            self.stop_reason = stop_reason_of(error)
+
+    def outcome(self) -> dict[str, Any]:
+        """Return the fields of the trajectory that playing decides.
+
+        Branches come one after the other, in the order in which they ended, and turns are numbered
+        in that order. So the branch that ends the episode is the last one, and its rewards count,
+        discounted, for all turns that worked towards it.
+        """
+        order: Sequence[int] = range(len(self.turns))
+        spans = self._spans
+        ended = {turn.branch: index for index, turn in enumerate(self.turns)}
+        if len(ended) > 1:
+            rank = {branch: i for i, branch in enumerate(sorted(ended, key=ended.__getitem__))}
+            order = sorted(order, key=lambda turn: rank[self.turns[turn].branch])
+            place = {turn: index for index, turn in enumerate(order)}
+            spans = [
+                replace(span, turn=place[span.turn], branch=rank[span.branch])
+                for span in sorted(spans, key=lambda span: rank[span.branch])
+            ]
+        _forget_frames(self.error)
+        return {
+            "spans": tuple(spans),
+            "turns": tuple([self.turns[i].turn() for i in order]),
+            "messages": (*self.messages, *self.unread),
+            "stop_reason": self.stop_reason or StopReason.COMPLETED,
+            "error": None if self.error is None else str(self.error),
+            "is_lost": self.error is not None and self.error.is_outage,
+            "metrics": self.metrics,
+        }
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop tracebacks: their frames hold the episode, which holds the error, a reference cycle."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,395 @@
+"""Tracks the state of each group of a training run.
+
+    issued -> running -> ready -> handed out -> trained
+      |         |  ^       |  |
+      |         |  +-------+  +--> dropped, "stale": too old to be trained on
+      |         +-- an outage      (checked when a batch is handed out)
+      |         +----------------> dropped, by a filter: "zero-variance/all-equal", ...
+      +---------+----------------> dropped, "failed": no task, or too few members completed
+
+    issued       has a number and options, and its task is being drawn
+    running      its members are played; failed members are retried one by one
+    ready        is complete, was accepted by the filters, and waits for the trainer
+    handed out   is in a batch; trained once the version that is made of the batch is published
+
+How far sampling may run ahead of training. While the engine serves `version`, so many groups may
+start:
+
+    (max_staleness + version + 1) * batch_groups - (groups handed out so far + ready + running)
+
+A group that starts under this rule would be trained on at most `max_staleness` versions later, if
+groups finished in the order in which they started. They do not, so each group is checked again,
+token by token, when a batch is handed out. A dropped group makes room for another one.
+
+What an outage does. Its lost episodes cost no retry: their groups are played again, whole, with the
+seeds they had. Keeping the members that had ended before would favour short episodes, for an outage
+hits the long ones. Where everything in flight was lost, groups that are ready and had started after
+the first lost one are played again as well: whether a group is kept then depends on when it
+started, and not on how long it took.
+
+The journal, if there is one, records each change before it takes effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from areal_gym.config import RolloutConfig
+from areal_gym.errors import TrainError
+from areal_gym.rollout.filters import GroupFilter, rejection
+from areal_gym.rollout.journal import Journal
+from areal_gym.rollout.task_scheduler import TaskScheduler
+from areal_gym.types import Group, Task, Trajectory
+
+_MIN_REJECTED, _MIN_BATCHES = 64, 8
+"""Groups, and batches' worth of them, that filters may reject in a row. When one group in twenty is
+kept, 64 rejections in a row happen by chance in 4 of 100 cases, 128 in one of 700."""
+_MAX_REPLAYS = 4
+"""How often a group is played again, whole, because of infrastructure failures while other episodes
+complete. After that the group itself is the likely cause, and its members fail one by one."""
+
+
+@dataclass(eq=False, slots=True)
+class RunningGroup:
+    """A group that is being played."""
+
+    index: int
+    task: Task
+    """The task that all members play."""
+    size: int
+    num_open: int = 0
+    """Members that still play, or wait for a slot."""
+    members: list[tuple[int, Trajectory]] = field(default_factory=list)
+    """Members that completed, by number."""
+    is_void: bool = False
+    """Whether no member may be trained on: a reward was not a finite number."""
+    round: int = 0
+    """How often it was played again, whole; results of earlier rounds do not count."""
+    num_replays: int = 0
+    """How often it was played again while other episodes completed."""
+    num_completed_before: int = 0
+    """Episodes of the run that had completed when this round started."""
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Members that play."""
+
+    def __post_init__(self) -> None:
+        self.num_open = self.size
+
+    @property
+    def id(self) -> str:
+        """The group's name in files."""
+        return f"g{self.index:06d}"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any member plays or has ended."""
+        return bool(self.tasks) or self.num_open < self.size
+
+    def trajectory_id(self, member: int, attempt: int) -> str:
+        """Return the name of one attempt of a member; every attempt has its own."""
+        replay = f"-replay{self.round}" if self.round else ""
+        retry = f"-retry{attempt}" if attempt else ""
+        return f"{self.id}-{member}{replay}{retry}"
+
+    def add(self, task: asyncio.Task[None]) -> None:
+        """Add a member that plays."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def may_replay(self, num_completed: int, *, is_lost: bool) -> bool:
+        """Return whether an infrastructure failure replays the group; a culprit is not forever.
+
+        Args:
+            num_completed: episodes of the run that have completed so far.
+            is_lost: whether an outage ended the member.
+        """
+        has_worked = num_completed > 0 or is_lost
+        if self.num_completed_before != num_completed or not has_worked:
+            self.num_replays += 1
+        return self.num_replays <= _MAX_REPLAYS
+
+    def begin_again(self) -> None:
+        """Forget the members that completed, and cancel those that play."""
+        self.round += 1
+        self.is_void = False
+        self.num_open = self.size
+        self.members.clear()
+        current = asyncio.current_task()
+        for task in self.tasks:
+            if task is not current:
+                task.cancel()
+        self.tasks = set()
+
+    def complete(self) -> Group:
+        """Return the finished group of the members that completed."""
+        self.members.sort(key=itemgetter(0))
+        members = tuple(trajectory for _, trajectory in self.members)
+        num_failed = self.size - len(members)
+        return Group(id=self.id, task=self.task, trajectories=members, num_failed=num_failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyGroup:
+    group: Group
+    since_s: float
+    oldest_version: int | None
+    """The oldest policy version that sampled a token of it; None: it has no sampled token."""
+
+
+@dataclass(slots=True)
+class _OutageExtent:
+    """Groups in flight when an outage was noticed: was everything lost, or only a part?"""
+
+    since: int
+    """The first group that was hit; later groups that are ready may have been favoured."""
+    at_risk: set[int]
+    """Groups that were in flight and may still be hit."""
+
+
+class GroupTracker:
+    """Keeps the state of all groups; the runner plays their episodes.
+
+    Args:
+        config: sizes and limits.
+        tasks: decides which group is issued next.
+        version: the version that the engine serves. `version` batches were trained on.
+        filters: by name.
+        journal: the journal of an interrupted run is taken over.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tasks: TaskScheduler,
+        version: int,
+        filters: Mapping[str, GroupFilter],
+        journal: Journal | None,
+    ) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._filters = filters
+        self._journal = journal
+        self.issued: set[int] = set()
+        self.running: dict[int, RunningGroup] = {}
+        self._ready: dict[int, _ReadyGroup] = {}
+        self._handed_out: deque[tuple[int, list[int]]] = deque()
+        """Batches that may not have been trained on yet: for which step, and their groups."""
+        self._num_batches = version
+        """Batches handed out, those of the run before an interruption included."""
+        self.counts: Counter[str] = Counter()
+        """Groups by what became of them."""
+        self.rejected: Counter[str] = Counter()
+        """Groups that filters rejected, by "filter/reason"."""
+        self._rejected_in_a_row: Counter[str] = Counter()
+        self._outage: _OutageExtent | None = None
+        """While the extent of an outage is not known, no batch is handed out."""
+        if journal is not None:
+            self._take_over(journal)
+
+    @property
+    def num_ready(self) -> int:
+        """The number of groups that wait for the trainer."""
+        return len(self._ready)
+
+    @property
+    def oldest_ready_s(self) -> float:
+        """How long the group that would be taken next has been ready; 0 when there is none."""
+        if not self._ready:
+            return 0.0
+        return time.monotonic() - self._ready[min(self._ready)].since_s
+
+    def room(self, version: int) -> int:
+        """Return how many groups may still start while the engine serves `version`."""
+        limit = (self._config.max_staleness + version + 1) * self._config.batch_groups
+        num_committed = self._num_batches * self._config.batch_groups + len(self._ready)
+        return max(0, limit - num_committed - len(self.issued) - len(self.running))
+
+    # ---- issued -> running -> ready -----------------------------------------------------------
+
+    def issue(self) -> tuple[int, Mapping[str, Any]] | None:
+        """Issue a group: its number and its reset options. None: a curriculum has to wait."""
+        issued = self._tasks.next()
+        if issued is not None:
+            if self._journal is not None:
+                self._journal.issued(*issued)
+            self.issued.add(issued[0])
+            self.counts["started"] += 1
+        return issued
+
+    def start(self, index: int, task: Task) -> RunningGroup:
+        """Start an issued group, whose task was drawn."""
+        self.issued.discard(index)
+        group = RunningGroup(index, task, self._config.group_size)
+        self.running[index] = group
+        return group
+
+    def finish(self, running: RunningGroup) -> None:
+        """Finish a group with enough members; the filters decide whether it is trained on.
+
+        Raises:
+            TrainError: they have rejected too many in a row, or the journal's disk is full.
+        """
+        index = running.index
+        self._survived_outage(index)
+        group = running.complete()
+        self._tasks.finished(index, group.rewards_G)
+        reason = rejection(self._filters, group)
+        if reason is not None:
+            del self.running[index]
+            self._reject(index, group, reason)
+            return
+        if self._journal is not None:
+            self._journal.scored(index, group)
+        del self.running[index]  # not before the journal has it: a full disk must not lose it
+        self._add_ready(index, group)
+        self.counts["accepted"] += 1
+        self._rejected_in_a_row.clear()
+
+    def fail(self, index: int) -> None:
+        """Drop a group that has no task, or too few members."""
+        self._survived_outage(index)
+        self._tasks.finished(index, None)
+        self._drop(index, "failed")
+        self.issued.discard(index)
+        self.running.pop(index, None)
+        self.counts["failed"] += 1
+
+    # ---- ready -> handed out -> trained -------------------------------------------------------
+
+    def hand_out(self, version: int) -> list[Group] | None:
+        """Return the next batch under `version`, or None while there is not enough.
+
+        Groups are taken in the order in which they were *started*. In the order in which they
+        finish, slow groups would always come last and be dropped as too old, so that the policy
+        would be trained on quick episodes only. It also makes batches reproducible.
+        """
+        if self._outage is not None:
+            return None
+        self._settle(version)
+        for index, ready in list(self._ready.items()):
+            if not is_fresh(ready.oldest_version, version, self._config.max_staleness):
+                del self._ready[index]
+                self._drop(index, "stale", ready.group)
+                self.counts["stale"] += 1
+        if len(self._ready) < self._config.batch_groups:
+            return None
+        batch = sorted(self._ready)[: self._config.batch_groups]
+        self._num_batches += 1
+        if self._journal is not None:
+            self._journal.taken(batch, self._num_batches)
+        self._handed_out.append((self._num_batches, batch))
+        self.counts["handed_out"] += len(batch)
+        return [self._ready.pop(index).group for index in batch]
+
+    def state(self, version: int) -> dict[str, Any]:
+        """Return which groups are trained or dropped and which are not, fit for JSON.
+
+        A batch is trained when the version that was made of it is published.
+        """
+        self._settle(version)
+        untrained = [index for _, indices in self._handed_out for index in indices]
+        return self._tasks.state([*untrained, *self._ready, *self.issued, *self.running])
+
+    # ---- outages: running or ready -> running -------------------------------------------------
+
+    def interrupt(self, group: RunningGroup, *, is_lost: bool) -> list[RunningGroup]:
+        """Begin a running group again after an infrastructure failure.
+
+        Args:
+            group: the group whose member failed.
+            is_lost: whether an outage ended the member.
+
+        Returns:
+            Groups whose members are all to be played again: this one, and those that the outage
+            has favoured.
+        """
+        index = group.index
+        if self._outage is not None:
+            self._outage.since = min(self._outage.since, index)
+            self._outage.at_risk.discard(index)
+        elif is_lost:
+            in_flight = {other for other, running in self.running.items() if running.has_begun}
+            self._outage = _OutageExtent(since=index, at_risk=in_flight - {index})
+        group.begin_again()
+        if self._outage is None or self._outage.at_risk:
+            return [group]
+        since, self._outage = self._outage.since, None
+        return [group, *self._take_back(since)]
+
+    def _survived_outage(self, index: int) -> None:
+        if self._outage is not None and index in self._outage.at_risk:
+            self._outage = None  # only a part of the groups in flight was lost
+
+    def _take_back(self, since: int) -> list[RunningGroup]:
+        """Begin the ready groups again that were started after number `since`."""
+        taken_back = []
+        for index in sorted(index for index in self._ready if index > since):
+            if self._journal is not None:
+                self._journal.issued(index, self._tasks.options_of(index))
+            group = self.start(index, self._ready.pop(index).group.task)
+            group.begin_again()
+            taken_back.append(group)
+            self.counts["accepted"] -= 1
+        return taken_back
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _add_ready(self, index: int, group: Group) -> None:
+        # Batches are asked for at the end of every episode, and tokens do not grow younger.
+        self._ready[index] = _ReadyGroup(group, time.monotonic(), group.oldest_version)
+
+    def _take_over(self, journal: Journal) -> None:
+        """Continue with the groups of an interrupted run."""
+        known = journal.take_known()
+        end = max(known, default=-1) + 1
+        unsettled = self._tasks.unsettled(end)
+        entries = {index: known[index] for index in unsettled if index in known}
+        over = {
+            i: entry for i, entry in entries.items() if entry.group is not None or entry.dropped
+        }
+        options = {index: entry.options for index, entry in entries.items()}
+        self._tasks.resume(options, [index for index in unsettled if index not in over], end)
+        for index, entry in over.items():
+            self._tasks.finished(index, entry.rewards_G)
+            if entry.group is not None:
+                self._add_ready(index, entry.group)
+                self.counts["restored"] += 1
+
+    def _settle(self, version: int) -> None:
+        while self._handed_out and self._handed_out[0][0] <= version:
+            for index in self._handed_out.popleft()[1]:
+                self._tasks.forget(index)
+
+    def _reject(self, index: int, group: Group, reason: str) -> None:
+        self._drop(index, reason, group)
+        self.rejected[reason] += 1
+        self._rejected_in_a_row[reason] += 1
+        num_rejected = self._rejected_in_a_row.total()
+        if num_rejected >= max(_MIN_REJECTED, _MIN_BATCHES * self._config.batch_groups):
+            each = ", ".join(f"{n} by {why}" for why, n in self._rejected_in_a_row.most_common())
+            raise TrainError(
+                f"the filters rejected {num_rejected} groups in a row, and nothing is left to "
+                f"train on: {each}",
+                hints=[
+                    "look at what the policy does: trajectories/eval-*.jsonl of the run directory",
+                    "give it tasks that it solves sometimes: another level or data set, or "
+                    "rollout.curriculum=success-rate",
+                    "or train without the filter: rollout.filters=[]",
+                ],
+            )
+
+    def _drop(self, index: int, reason: str, group: Group | None = None) -> None:
+        self._tasks.forget(index)
+        if self._journal is not None:
+            self._journal.dropped(index, reason, None if group is None else group.rewards_G)
+
+
+def is_fresh(oldest: int | None, version: int, max_staleness: int) -> bool:
+    """Return whether a group may be trained on whose oldest token `oldest` sampled."""
+    return oldest is None or version - oldest <= max_staleness
