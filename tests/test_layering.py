@@ -69,7 +69,8 @@ MAY_IMPORT = {
     | {"gateway.shared_gateway", "gateway.session", "runs.episodes"},
     "trainer": COMMON | {"models", "engines.base"},
     "warm_start": COMMON | {"envs", "engines", "models", "trainer"},
-    "distributed": COMMON | {"envs", "engines", "models", "agents", "rollout", "trainer"},
+    "distributed": COMMON
+    | {"envs", "engines", "models", "agents", "recording", "rollout", "trainer"},
     "runs": COMMON
     | {"agents", "distributed", "engines", "envs", "gateway", "loggers", "models", "recording"}
     | {"report", "rollout", "run_dir", "sandbox", "trainer", "warm_start"},
