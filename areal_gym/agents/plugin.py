@@ -25,12 +25,12 @@ def register_agents() -> Iterable[AgentSpec]:
     yield AgentSpec(
         id="human",
         entry_point="areal_gym.agents.human:HumanAgent",
-        summary="you read each answer, and may remark on it before it counts",
+        summary="you read each answer, and may comment on it before it counts",
     )
     yield AgentSpec(
         id="online",
         entry_point="areal_gym.agents.online_agent:OnlineAgent",
-        summary="programs outside open episodes at the gateway (with --env online)",
+        summary="outside programs open episodes at the gateway (with --env online)",
     )
     yield AgentSpec(
         id="openai",

@@ -1,4 +1,4 @@
-"""The command line: it parses, calls and renders; nothing is decided here."""
+"""The command line: parses arguments, calls the library and prints results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run `areal-gym` with these arguments (default: the process's own) and exit."""
     try:
         from areal_gym.cli.app import run
-    except KeyboardInterrupt:  # this early, nobody else renders it
+    except KeyboardInterrupt:  # too early for render_error
         sys.exit(130)
     code = run(argv)
-    if code == 130:  # whoever presses Ctrl-C again need not see how Python ends
+    if code == 130:  # a second Ctrl-C must not print a traceback at exit
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)

@@ -1,6 +1,6 @@
 """The `areal-gym` program: global options, commands that load on use, one error renderer.
 
-What exit codes mean is in `areal_gym.cli.output.EXIT_CODES`.
+`areal_gym.cli.output.EXIT_CODES` lists the exit codes.
 """
 
 from __future__ import annotations
@@ -28,49 +28,48 @@ from areal_gym.plugins import PluginManager, Registry, registry, set_registry
 from areal_gym.version import __version__
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
-    "Look": {
-        "list": ("list_command", "What is there: environments, losses, engines, runs, ..."),
-        "show": ("show_command", "One thing in full: an environment, a loss, a run."),
-        "plugins": ("plugins_command", "What is installed, whose it is, what failed."),
-        "view": ("view_command", "Look at runs in a browser: curves, trajectories, tokens."),
-        "compare": ("compare_command", "Runs side by side: what differs, beyond noise?"),
-        "report": ("report_command", "A run on one page, to be given away."),
-        "completion": ("completion_command", "Teach your shell to complete with TAB."),
-        "doctor": ("doctor_command", "What of this machine can be used, what is missing."),
-        "bench": ("bench_command", "How fast this machine is at each part of a run."),
+    "Run": {
+        "train": ("train_command", "Train a policy in an environment or on data."),
+        "eval": ("eval_command", "Measure a policy on held-out tasks."),
+        "serve": ("serve_command", "Serve a policy over the APIs of OpenAI and Anthropic."),
+        "serve-env": ("serve_env_command", "Serve an environment to other machines."),
+        "replay": ("replay_command", "Repeat a run's training from its recorded trajectories."),
     },
-    "Get": {
-        "data": (
-            "data_command",
-            "Tasks of an environment: show, check for contamination, pull.",
-        ),
+    "Inspect": {
+        "list": ("list_command", "List environments, losses, engines, runs, ..."),
+        "show": ("show_command", "Show one environment, loss, run, ... in detail."),
+        "view": ("view_command", "View runs in a browser: curves, trajectories, tokens."),
+        "compare": ("compare_command", "Compare runs: settings, results, significance."),
+        "report": ("report_command", "Write a shareable one-page report of a run."),
+    },
+    "Data": {
+        "data": ("data_command", "Show, check and download tasks of environments."),
     },
     "Try": {
-        "play": ("play_command", "You are the policy."),
-        "check": ("check_command", "Does an environment keep the contract?"),
-        "new": ("new_command", "A package of your own: an environment, an agent, a loss, ..."),
+        "play": ("play_command", "Play an environment yourself, in place of the policy."),
+        "check": ("check_command", "Check that an environment keeps its contract."),
+        "new": ("new_command", "Make a plugin package: an environment, an agent, a loss, ..."),
     },
-    "Run": {
-        "train": ("train_command", "Improve a policy in an environment."),
-        "eval": ("eval_command", "Measure a policy on held-out tasks."),
-        "serve": ("serve_command", "Put a policy behind OpenAI's and Anthropic's APIs."),
-        "serve-env": ("serve_env_command", "Let other machines play in an environment."),
-        "replay": ("replay_command", "Train again from a run's record, without any engine."),
+    "Setup": {
+        "doctor": ("doctor_command", "Check what works on this machine."),
+        "bench": ("bench_command", "Measure the speed of each part of a run."),
+        "plugins": ("plugins_command", "List installed plugins and their problems."),
+        "completion": ("completion_command", "Print the script for TAB completion."),
     },
 }
-"""Section -> name -> (module and function under `areal_gym.cli`, summary). Help imports none."""
+"""Section -> name -> (module and function in `areal_gym.cli`, summary). Help imports no command."""
 
 
 class GymGroup(Group):
-    """Loads a command when it is used; lists them by section; knows the commands of plugins."""
+    """The group of all commands, also those of plugins; imports a command when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Ours in the order of their sections, then those of plugins."""
-        ours = [name for section in COMMANDS.values() for name in section]
-        return ours + [entry.id for entry in registry().entries("commands") if entry.id not in ours]
+        """Return built-in commands in the order of their sections, then those of plugins."""
+        names = [name for section in COMMANDS.values() for name in section]
+        return names + [e.id for e in registry().entries("commands") if e.id not in names]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command; None when there is none of that name."""
+        """Import the command; None if there is no command of that name."""
         for section in COMMANDS.values():
             if cmd_name in section:
                 module = section[cmd_name][0]
@@ -82,25 +81,25 @@ class GymGroup(Group):
         return None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Click's, which would take a reader that leaves for a failure of the command."""
+        """Run the command; a reader that closes our stdout is not a failure of the command."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError as error:
             if has_reader_left():
                 raise ReaderLeftError from error
-            raise InfrastructureError(f"a process that was talked to has ended: {error}") from error
+            raise InfrastructureError(f"a process at the other end has exited: {error}") from error
         return result
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-        """Names of commands, without importing one; options where the word begins like one."""
+        """Complete names of commands, without importing them, and options after a dash."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
-        theirs = {entry.id: entry.spec.summary for entry in registry().entries("commands")}
-        ours = {name: row[1] for section in COMMANDS.values() for name, row in section.items()}
+        of_plugins = {entry.id: entry.spec.summary for entry in registry().entries("commands")}
+        built_in = {name: row[1] for section in COMMANDS.values() for name, row in section.items()}
         return [
             CompletionItem(name, help=summary)
-            for name, summary in {**theirs, **ours}.items()
+            for name, summary in {**of_plugins, **built_in}.items()
             if name.startswith(incomplete)
         ]
 
@@ -109,10 +108,10 @@ class GymGroup(Group):
         for title, section in COMMANDS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, summary) for name, (_, summary) in section.items()])
-        theirs = registry().entries("commands")
-        if theirs:
+        of_plugins = registry().entries("commands")
+        if of_plugins:
             with formatter.section("From plugins"):
-                formatter.write_dl([(entry.id, entry.spec.summary) for entry in theirs])
+                formatter.write_dl([(entry.id, entry.spec.summary) for entry in of_plugins])
 
 
 def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> None:
@@ -120,7 +119,7 @@ def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple
         blocked = [name.removeprefix("no:") for name in names if name.startswith("no:")]
         modules = [name for name in names if not name.startswith("no:")]
         if modules and os.getcwd() not in sys.path:
-            # As `python -m` does: what is being written is in the directory where one types.
+            # As `python -m` does: a plugin in development is in the current directory.
             sys.path.append(os.getcwd())
         set_registry(Registry(PluginManager.installed(blocked=blocked, modules=modules)))
 
@@ -138,10 +137,10 @@ def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple
     is_eager=True,  # before --help, which lists the commands of plugins
     expose_value=False,
     callback=_choose_plugins,
-    help="Load a plugin module that is not installed, or leave an installed plugin out.",
+    help="Load a plugin module that is not installed, or block an installed plugin.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")
-@click.option("--plain", is_flag=True, help="No live display, no colours.")
+@click.option("--plain", is_flag=True, help="Print no live display and no colors.")
 @click.version_option(__version__, "--version", prog_name="areal-gym")
 @click.pass_context
 def app(ctx: click.Context, verbose: bool, plain: bool) -> None:
@@ -152,7 +151,7 @@ def app(ctx: click.Context, verbose: bool, plain: bool) -> None:
     manager = registry().manager
     for notice in manager.notices:
         warn(notice)
-    # `areal-gym plugins` says it in full.
+    # `areal-gym plugins` prints all problems itself.
     if ctx.invoked_subcommand != "plugins":
         for plugin in manager.failed:
             warn(f"plugin {plugin} {plugin.status}: {plugin.problems[0]}")
@@ -165,8 +164,7 @@ VARIABLE = "_AREAL_GYM_COMPLETE"
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code, and never raises."""
     options = Options(is_plain=bool(os.environ.get("NO_COLOR")))
-    # OpenMP's threads spin while they wait, which starves whoever else wants the processor. Read
-    # when torch is imported, so it must be said before.
+    # Waiting OpenMP threads spin, which starves other processes. torch reads this on import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         result: Any = app.main(
@@ -178,7 +176,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except BaseException as error:
         if VARIABLE in os.environ and not isinstance(error, SystemExit):
-            return EXIT_BUG  # somebody is typing: nothing is printed into that
+            return EXIT_BUG  # a shell asks for completions: print nothing
         return render_error(error, is_verbose=options.is_verbose)
     finally:
         set_registry(None)

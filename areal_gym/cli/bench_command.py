@@ -22,16 +22,16 @@ _NAMES = ("rollout", "env", "sandbox", "engine", "step")
     shell_complete=complete.ids("envs"),
     default="tir",
     show_default=True,
-    help="What the part `env` plays.",
+    help="The environment of the part `env`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 def bench_command(parts: tuple[str, ...], env: str, as_json: bool) -> None:
-    """How fast is this machine at each part of a run? Half a minute for all of them.
+    """Measure the speed of each part of a run on this machine: half a minute for all parts.
 
-    rollout: episodes against a scripted policy; env: an environment's own pace (--env dice);
-    sandbox: a snippet of code in a process of its own; engine: sampling; step: one training step.
-    Each is set beside the figure of README's "Speed": two shared cores, one thread, no GPU.
+    rollout: episodes with a scripted policy; env: the environment alone (--env dice);
+    sandbox: a snippet of code in its own process; engine: sampling; step: one training step.
+    Each is compared with the figure in README's "Speed": two shared cores, one thread, no GPU.
     """
     from areal_gym.runs.speed import WITH_TORCH, Figure, bench
 
@@ -42,7 +42,7 @@ def bench_command(parts: tuple[str, ...], env: str, as_json: bool) -> None:
     if as_json:
         print_json([dataclasses.asdict(one) | {"speed": one.speed} for one in figures])
         return
-    rows = [("", "measured", "", "README", "next to it")]
+    rows = [("", "measured", "", "README", "ratio")]
     rows += [
         (
             one.what,
@@ -58,14 +58,14 @@ def bench_command(parts: tuple[str, ...], env: str, as_json: bool) -> None:
         talk(f"not measured without torch: {', '.join(WITH_TORCH)}; pip install 'areal-gym[train]'")
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > num_cores + 1:
-        talk(f"other work is going on here (load {load:.1f} on {num_cores} cores): measure again")
+        talk(f"the machine is busy (load {load:.1f} on {num_cores} cores): measure again later")
     slow = [one for one in figures if one.speed is not None and one.speed < _SLOW]
     if any(one.part == "sandbox" for one in slow):
-        talk("sandbox: what it can use here, and what is missing: areal-gym doctor")
+        talk("sandbox: areal-gym doctor says what it can use on this machine")
 
 
 _SLOW, _FAST = 0.7, 1.4
-"""What lies between is as good as the same: machines are noisy."""
+"""Ratios in between count as equal: machines are noisy."""
 
 
 def _verdict(speed: float | None) -> str:

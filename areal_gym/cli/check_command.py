@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=16,
     show_default=True,
-    help="Tasks that each rule plays.",
+    help="Tasks per rule.",
 )
 @click.option(
     "--concurrent",
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=1024,
     show_default=True,
-    help="Episodes that are played at once.",
+    help="Episodes played concurrently.",
 )
 @click.option(
     "--fixtures",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="For tau2 and its domains: a folder of recorded verdicts, to replay and compare.",
+    help="For tau2 and its domains: a directory of recorded verdicts to replay and compare.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
@@ -71,14 +71,14 @@ def check_command(
     fixtures: Path | None,
     as_json: bool,
 ) -> int:
-    """Does an environment, or all that a package offers, keep the contract?
+    """Check that an environment, or everything in a package, keeps its contract.
 
-    ENV is an id (areal-gym list envs); PACKAGE is a plugin or a distribution (areal-gym plugins),
-    whose environments are checked, and whose other things are imported. key=value are arguments of
-    the environment. Exit code 1 when a rule is broken.
+    ENV is an id (areal-gym list envs). PACKAGE is a plugin or a distribution (areal-gym plugins):
+    its environments are checked, its other entry points are imported. key=value are arguments of
+    the environment. Exit code 1 if a rule is broken.
 
-    With --fixtures it says how far our tau2 agrees with the benchmark's own verdicts instead:
-    areal-gym check tau2 --fixtures DIR. Exit code 1 when anything differs.
+    With --fixtures, compare our tau2 with the benchmark's own verdicts instead:
+    areal-gym check tau2 --fixtures DIR. Exit code 1 if any verdict differs.
     """
     from areal_gym.config import parse_override
 
@@ -107,7 +107,7 @@ def check_command(
 
 
 def _entries(what: str) -> list[Entry]:
-    """The environment of that id, or what the plugin or the distribution of that name offers."""
+    """Return the environment of that id, or the entries of the plugin or distribution."""
     found = registry()
     plugins = [p for p in found.manager.plugins if what in (p.name, p.distribution)]
     if any(entry.id == what for entry in found.entries("envs")) or not plugins:
@@ -127,7 +127,7 @@ def _entries(what: str) -> list[Entry]:
         for registration in found.manager.registrations
         if registration.plugin in plugins
     ]
-    # An adapter is an environment only with what follows the colon.
+    # An adapter is an environment only with a name after the colon.
     checkable = [entry for entry in entries if entry.spec.shown_id == entry.id]
     if not checkable:
         raise NothingToDoError(f"{what!r} offers nothing that can be checked")
@@ -135,10 +135,10 @@ def _entries(what: str) -> list[Entry]:
 
 
 def _check_import(entry: Entry) -> RuleResult:
-    """Other kinds have their contracts in `areal_gym.testing`, where they have one."""
+    """Check that an entry of another kind imports; `areal_gym.testing` has further contracts."""
     from areal_gym.envs.checker import RuleResult
 
-    summary = "It is what its entry point says"
+    summary = "Its entry point can be imported"
     try:
         entry.load()
     except GymError as error:
@@ -172,7 +172,7 @@ def _print_table(name: str, report: Sequence[RuleResult]) -> None:
     from rich.text import Text
 
     table = Table(title=name, title_justify="left", show_lines=False)
-    for column in ("rule", "", "what it asks", "what was found"):
+    for column in ("rule", "", "requirement", "result"):
         table.add_column(column)
     for result in report:
         rule, verdict, summary, found = _row(result)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def replay_fixtures(what: str, folder: Path, settings: Mapping[str, Any], *, as_json: bool) -> int:
-    """Replay a folder of recorded verdicts and print how many agree; the exit code.
+    """Replay a directory of recorded verdicts, print how many agree, return the exit code.
 
     Raises:
-        UsageError: there are no verdicts of `what`, or no such setting.
+        UsageError: `what` has no verdicts, or a setting is unknown.
     """
     from areal_gym.envs.tau2.benchmark_data import DOMAINS
     from areal_gym.envs.tau2.verdict_replay import replay
@@ -28,7 +28,7 @@ def replay_fixtures(what: str, folder: Path, settings: Mapping[str, Any], *, as_
     if package != "tau2" or domain not in ("", *DOMAINS):
         raise UsageError(
             f"{what!r} has no recorded verdicts to replay",
-            hints=["there are those of: tau2, " + ", ".join(f"tau2/{name}" for name in DOMAINS)],
+            hints=["available: tau2, " + ", ".join(f"tau2/{name}" for name in DOMAINS)],
         )
     unknown = set(settings) - {"data_dir"}
     if unknown:
@@ -63,4 +63,4 @@ def _print_agreements(agreements: list[Agreement]) -> None:
         for example in agreement.examples:
             print_data(f"{agreement.name}: {example}")
     num_differences = sum(agreement.num_differences for agreement in agreements)
-    print_data(f"{num_differences} differences" if num_differences else "all of it agrees")
+    print_data(f"{num_differences} differences" if num_differences else "all verdicts agree")

@@ -1,4 +1,4 @@
-"""The commands as a page: `python -m areal_gym.cli.command_reference > docs/cli.md`."""
+"""Writes docs/cli.md: `python -m areal_gym.cli.command_reference > docs/cli.md`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from areal_gym.cli.output import EXIT_CODES
 
 _HEAD = """# Commands
 
-`--help` behind a command says the same in the terminal. Everywhere:
+`areal-gym COMMAND --help` prints the same in the terminal. For all commands:
 
-- **stdout is data, stderr is talk**: `areal-gym list envs --json | jq` needs no cleaning. What goes
-  on is said on stderr; errors are, too, with what to type next, and no traceback without `-v`.
-- Read commands take `--json`; the keys are [below](#json).
+- **stdout is data, stderr is messages**: `areal-gym list envs --json | jq` just works. Progress and
+  errors go to stderr; an error says what to type next, and shows a traceback only with `-v`.
+- Commands that read take `--json`; the keys are [below](#json).
 - Live displays and tables are for terminals. Pipes, `--plain`, `NO_COLOR=1` and `TERM=dumb` get
-  plain lines, of a training run one for each step.
+  plain lines, for a training run one per step.
 - `key=value` sets one setting ([Settings](settings.md)) or one argument of an environment
   (`areal-gym show ENV`).
 - TAB completes commands, options, ids, runs and settings: `areal-gym completion bash`.
@@ -28,19 +28,19 @@ This page is written by `python -m areal_gym.cli.command_reference > docs/cli.md
 
 _VARIABLES = {
     "AREAL_GYM_PLUGINS": "load only these plugins, by name: `a,b`",
-    "AREAL_GYM_CACHE": "where small policies are kept [`~/.cache/areal-gym`]",
-    "AREAL_GYM_DATA": "a folder of data sets that environments look into first",
-    "AREAL_GYM_API_KEY": "the key of `serve`'s APIs, instead of one that is made up",
+    "AREAL_GYM_CACHE": "the directory where small policies are cached [`~/.cache/areal-gym`]",
+    "AREAL_GYM_DATA": "a directory of data sets that environments search first",
+    "AREAL_GYM_API_KEY": "the key of `serve`'s APIs, instead of a random one",
     "AREAL_GYM_CONTROL_KEY": "the key of the gateway's control routes",
     "AREAL_GYM_ENV_TOKEN": "the token of `serve-env`, on both sides",
     "AREAL_GYM_ENV_OWNER_KEY": "the key for gold actions of `serve-env`, on both sides",
-    "AREAL_GYM_SANDBOX_MIN_LEVEL": "the weakest level of the sandbox that is accepted",
+    "AREAL_GYM_SANDBOX_MIN_LEVEL": "the weakest sandbox level that is accepted",
     "AREAL_GYM_DOCKER_RUNTIME": "the runtime of the docker sandbox's containers, such as `runsc`",
-    "OPENAI_API_KEY": "the key for a server that is named by its URL: `eval --model URL`",
-    "TAU2_DATA_DIR": "the data of `tau2`, where it is not in the cache",
+    "OPENAI_API_KEY": "the key for a server named by its URL: `eval --model URL`",
+    "TAU2_DATA_DIR": "the data of `tau2`, if it is not in the cache",
     "NO_COLOR": "plain output, as `--plain`",
 }
-"""What the program reads from its environment."""
+"""The environment variables that the program reads."""
 
 _ENTRY = "id kind summary entry_point plugin distribution version missing install_command"
 
@@ -79,11 +79,11 @@ JSON_KEYS: Mapping[str, tuple[str, str]] = {
         "num_steps checkpoint max_difference first_difference is_identical",
     ),
 }
-"""What `--json` prints: a list of objects or one, and keys that are always there."""
+"""What `--json` prints: one object or a list, and the keys that are always present."""
 
 
 def commands_page() -> str:
-    """Markdown: a section for each command, in the order of `areal-gym --help`."""
+    """Return the page as Markdown: commands in the order of `areal-gym --help`."""
     parts = [_HEAD, "## Exit codes\n", "| code | |\n|---|---|"]
     parts += [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
     parts += ["", "## Options of every command\n", *_options(app), ""]
@@ -95,7 +95,7 @@ def commands_page() -> str:
             parts.append(f"## {title}\n")
             before = title
         parts += [f"### areal-gym {name}\n", *_command(name, command), ""]
-    parts += ["## JSON\n", "Keys that are always there; there may be more.\n"]
+    parts += ["## JSON\n", "Keys that are always present; there may be more.\n"]
     parts += ["| command | prints | keys |\n|---|---|---|"]
     parts += [
         f"| `areal-gym {name} --json` | {shape} | {', '.join(f'`{key}`' for key in keys.split())} |"
@@ -107,15 +107,15 @@ def commands_page() -> str:
 
 
 def every_command() -> Iterator[tuple[str, click.Command]]:
-    """All of ours by name, those of groups among them (`data show`)."""
+    """Yield all built-in commands by name, with those of groups (`data show`)."""
     context = app.make_context("areal-gym", [], resilient_parsing=True)
     for section in COMMANDS.values():
         for name in section:
             command = app.get_command(context, name)
             assert command is not None
             if isinstance(command, click.Group):
-                for inner, one in command.commands.items():
-                    yield f"{name} {inner}", one
+                for inner, subcommand in command.commands.items():
+                    yield f"{name} {inner}", subcommand
             else:
                 yield name, command
 

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 def compare_command(runs: tuple[Path, ...], as_json: bool) -> None:
-    """Runs side by side: settings that differ, results, and which differences are beyond noise.
+    """Compare runs: settings that differ, results, and which differences are beyond noise.
 
-    Each RUN (a run's directory, or one of areal-gym eval) is compared with the first. A difference
-    is beyond noise when its 95% interval excludes 0: of held-out accuracy over the tasks that both
-    have played, task by task; of other numbers over the last ten steps that all have (Welch's t).
-    What another seed would have made of it is not in these intervals.
+    Each RUN (the directory of a run or of areal-gym eval) is compared with the first. A difference
+    is beyond noise if its 95% interval excludes 0: for held-out accuracy, over the tasks that both
+    have played, task by task; for other numbers, over the last ten common steps (Welch's t).
+    The intervals do not include the variation between seeds.
     """
     from areal_gym.report import compare
 
     if len(runs) < 2:
         raise UsageError(
-            "compare what with what? It takes two runs or more",
+            "compare needs two runs or more",
             hints=["all runs: areal-gym list runs"],
         )
     comparison = compare(runs)
@@ -51,14 +51,14 @@ def compare_command(runs: tuple[Path, ...], as_json: bool) -> None:
     _print(comparison)
     for remark in comparison.remarks:
         talk(f"note: {remark}")
-    talk("beyond noise: the 95% interval of the difference excludes 0; seeds are not in it")
-    talk(f"look:  areal-gym view {shlex.join(map(str, runs))}")
+    talk("beyond noise: the 95% interval of the difference excludes 0; without seed variation")
+    talk(f"view them:  areal-gym view {shlex.join(map(str, runs))}")
 
 
 def _print(comparison: Comparison) -> None:
     runs = comparison.runs
     table = [
-        ["", *_spread(["", *("next to the first" for _ in runs[1:])], _names(comparison))],
+        ["", *_spread(["", *("against the first" for _ in runs[1:])], _names(comparison))],
         ["environment", *_spread([], [run["env"] for run in runs])],
         ["state", *_spread([], [_state(run) for run in runs])],
     ]
@@ -72,7 +72,7 @@ def _print(comparison: Comparison) -> None:
         ("settings that differ", settings),
         ("held out", [_cells(row) for row in comparison.heldout]),
         (f"mean of steps {first} to {last}", [_cells(row) for row in comparison.training]),
-        ("in all", [_cells(row) for row in comparison.cost]),
+        ("in total", [_cells(row) for row in comparison.cost]),
     ):
         if rows:
             table += [blank, [heading, *blank[1:]], *rows]
@@ -108,7 +108,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _spread(verdicts: Sequence[str], values: Sequence[str]) -> list[str]:
-    """The first run has one column, the others two: the value, and what it is next to the first."""
+    """Return one column for the first run and two for the others: value and comparison."""
     cells = [values[0]]
     for place, value in enumerate(values[1:], 1):
         cells += [value, verdicts[place] if verdicts else ""]

@@ -16,10 +16,10 @@ from click.shell_completion import (
 
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, talk
-from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.errors import UsageError, choices
 
 SHELLS = ("bash", "zsh", "fish")
-_PLACES = {
+_INSTALL = {
     "bash": "echo 'eval \"$(areal-gym completion bash)\"' >> ~/.bashrc",
     "zsh": "echo 'eval \"$(areal-gym completion zsh)\"' >> ~/.zshrc",
     "fish": "areal-gym completion fish > ~/.config/fish/completions/areal-gym.fish",
@@ -27,7 +27,7 @@ _PLACES = {
 
 
 class _Bash(BashComplete):
-    """click's, but for `trainer.lr=`, where a value follows and no space."""
+    """Completion for bash that adds no space after `trainer.lr=`."""
 
     source_template = BashComplete.source_template.replace(
         "    return 0\n",
@@ -39,7 +39,7 @@ class _Bash(BashComplete):
 
 
 class _Zsh(ZshComplete):
-    """The same for zsh."""
+    """Completion for zsh that adds no space after `trainer.lr=`."""
 
     source_template = (
         ZshComplete.source_template.replace(
@@ -68,18 +68,17 @@ add_completion_class(_Bash)
 )
 @common_options
 def completion_command(shell: str | None) -> None:
-    """The script that teaches your shell to complete with TAB; without an argument, for $SHELL.
+    """Print the script for TAB completion in your shell; by default the shell in $SHELL.
 
-    Commands and options complete, and so do ids (--env), runs, keys of settings (trainer.lr=) and
-    the values of those that have a choice (trainer.algorithm=).
+    It completes commands, options, ids (--env), runs, keys of settings (trainer.lr=) and the values
+    of settings with a fixed choice (trainer.algorithm=).
     """
     from areal_gym.cli.app import VARIABLE, app
 
     name = shell or Path(os.environ.get("SHELL", "")).name
-    made = get_completion_class(name) if name in SHELLS else None
-    if made is None:
-        near = did_you_mean(name, SHELLS) or f"there is: {', '.join(SHELLS)}"
-        raise UsageError(f"no completion for the shell {name!r}", hints=[near])
-    print_data(made(app, {}, "areal-gym", VARIABLE).source().rstrip())
+    completion = get_completion_class(name) if name in SHELLS else None
+    if completion is None:
+        raise UsageError(f"no completion for the shell {name!r}", hints=choices(name, SHELLS))
+    print_data(completion(app, {}, "areal-gym", VARIABLE).source().rstrip())
     if sys.stdout.isatty():
-        talk(f"to have it in every shell:  {_PLACES[name]}")
+        talk(f"to install it:  {_INSTALL[name]}")

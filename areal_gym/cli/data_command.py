@@ -19,7 +19,7 @@ from areal_gym.cli.output import (
     print_json,
     talk,
 )
-from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.errors import UsageError, choices
 from areal_gym.utils.markup import visible
 
 if TYPE_CHECKING:
@@ -31,26 +31,27 @@ _MAX_SHOWN = 20
 
 @click.group("data", cls=Group)
 def data_command() -> None:
-    """Data of environments: look at it, check it, fetch it."""
+    """Show, check and download the data of environments."""
 
 
 @data_command.command("pull")
 @click.argument("source", metavar="tau2", shell_complete=complete.one_of(*SOURCES))
-@click.option("--to", type=click.Path(path_type=Path), help="The folder [the user's cache].")
-@click.option("--base-url", help="Of the server [the one where the benchmark is published].")
-@click.option("--force", is_flag=True, help="Fetch everything anew.")
+@click.option(
+    "--to", type=click.Path(path_type=Path), help="The target directory [the user's cache]."
+)
+@click.option("--base-url", help="The server [where the benchmark is published].")
+@click.option("--force", is_flag=True, help="Download all files again.")
 @common_options
 @click.pass_obj
 def pull_command(
     options: Options, source: str, to: Path | None, base_url: str | None, force: bool
 ) -> None:
-    """Fetch the data of a benchmark: a pinned version, checked sums; it can be continued.
+    """Download the data of a benchmark: a pinned version with checksums; resumes if interrupted.
 
-    Prints the folder, which environments find by themselves if it is the default one.
+    Prints the directory. Environments find the default directory by themselves.
     """
     if source not in SOURCES:
-        near = did_you_mean(source, SOURCES) or f"there is: {', '.join(SOURCES)}"
-        raise UsageError(f"no data {source!r} to fetch", hints=[near])
+        raise UsageError(f"no data {source!r} to download", hints=choices(source, SOURCES))
     from areal_gym.envs.tau2.benchmark_data import manifest
     from areal_gym.envs.tau2.pull import BASE_URL, pull
 
@@ -63,7 +64,7 @@ def pull_command(
         folder = _pull_with_bar(to, url, force=force)
     print_data(str(folder))
     if to is not None:
-        talk(f"tell environments: export TAU2_DATA_DIR={folder}")
+        talk(f"environments find it with: export TAU2_DATA_DIR={folder}")
 
 
 @data_command.command("show")
@@ -71,29 +72,34 @@ def pull_command(
 @click.argument(
     "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
 )
-@click.option("--split", default="train", show_default=True, help="Whose tasks.")
+@click.option("--split", default="train", show_default=True, help="The split.")
 @click.option(
-    "-n", "num_tasks", type=click.IntRange(min=1), default=10, show_default=True, help="Tasks."
+    "-n",
+    "num_tasks",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Number of tasks.",
 )
-@click.option("--first", type=click.IntRange(min=0), default=0, help="Index of the first one [0].")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all of each task.")
+@click.option("--first", type=click.IntRange(min=0), default=0, help="Index of the first task [0].")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the full tasks.")
 @common_options
 def show_command(
     env: str, settings: tuple[str, ...], split: str, num_tasks: int, first: int, as_json: bool
 ) -> None:
-    """The tasks of an environment: how many there are, and the first of them.
+    """Show the tasks of an environment: how many there are, and the first ones.
 
     key=value are arguments of the environment: areal-gym data show math path=questions.jsonl
     """
-    made = _make(env, settings)
-    limit = made.num_tasks(split)
+    instance = _make(env, settings)
+    limit = instance.num_tasks(split)
     end = first + num_tasks if limit is None else min(first + num_tasks, limit)
     rows = []
     for index in range(first, end):
-        _, info = made.reset(seed=0, options={"split": split, "index": index})
+        _, info = instance.reset(seed=0, options={"split": split, "index": index})
         rows.append({"index": index, **info["task"], "messages": list(info["messages"])})
-    source = getattr(made, "task_source", None)
-    counts = {name: made.num_tasks(name) for name in ("train", "test")}
+    source = getattr(instance, "task_source", None)
+    counts = {name: instance.num_tasks(name) for name in ("train", "test")}
     facts: dict[str, Any] = {
         "env": env,
         "num_tasks": counts,
@@ -101,19 +107,19 @@ def show_command(
         "num_filtered": getattr(source, "num_filtered", 0),
         "num_contaminated": getattr(source, "num_contaminated", 0),
     }
-    made.close()
+    instance.close()
     if as_json:
         print_json({**facts, "split": split, "tasks": rows})
         return
     if rows:
-        header = ("index", "task", "asked", "data")
+        header = ("index", "task", "question", "data")
         print_columns([header, *map(_line, rows)])
     for name, count in counts.items():
-        talk(f"{name}: {'generated without end' if count is None else f'{count:,} tasks'}")
+        talk(f"{name}: {'generated, without limit' if count is None else f'{count:,} tasks'}")
     for key, what in (
-        ("num_skipped", "broken rows were left out"),
+        ("num_skipped", "broken rows were skipped"),
         ("num_filtered", "rows were filtered out"),
-        ("num_contaminated", "training rows were left out: the test split asks the same"),
+        ("num_contaminated", "training rows were skipped: the test split has the same questions"),
     ):
         if facts[key]:
             talk(f"{facts[key]:,} {what}")
@@ -124,61 +130,64 @@ def show_command(
 @click.argument(
     "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
 )
-@click.option("--train", default="train", show_default=True, help="The split that is learned from.")
-@click.option("--heldout", default="test", show_default=True, help="The one that is measured on.")
+@click.option("--train", default="train", show_default=True, help="The training split.")
+@click.option("--heldout", default="test", show_default=True, help="The held-out split.")
 @click.option(
     "--threshold",
     type=click.FloatRange(0, 1),
     default=0.8,
     show_default=True,
-    help="Share of eight-word passages in common from which on questions are alike.",
+    help="Share of common eight-word passages above which two questions count as similar.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 def check_command(
     env: str, settings: tuple[str, ...], train: str, heldout: str, threshold: float, as_json: bool
 ) -> int:
-    """Does the split that is learned from hold questions of the one that is measured on?
+    """Does the test set leak into the training set?
 
-    Exit code 1 when it does, or holds questions that are nearly the same.
+    Exit code 1 if a held-out question, or one that is nearly the same, is in the training split.
     """
     from areal_gym.envs.contamination import find_contamination
 
-    found = find_contamination(
+    contamination = find_contamination(
         _make(env, settings), train=train, heldout=heldout, threshold=threshold
     )
     if as_json:
-        print_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(contamination))
     else:
-        if found.overlaps:
-            likest = sorted(found.overlaps, key=lambda overlap: -overlap.similarity)[:_MAX_SHOWN]
+        if contamination.overlaps:
+            most_similar = sorted(contamination.overlaps, key=lambda overlap: -overlap.similarity)[
+                :_MAX_SHOWN
+            ]
             rows = [
                 (f"{o.similarity:.2f}", o.heldout_id, o.train_id, _short(o.question, 80))
-                for o in likest
+                for o in most_similar
             ]
-            print_columns([("alike", heldout, train, "asked"), *rows])
-            if len(found.overlaps) > _MAX_SHOWN:
-                talk(f"the {_MAX_SHOWN} that are most alike; --json prints all")
+            print_columns([("similarity", heldout, train, "question"), *rows])
+            if len(contamination.overlaps) > _MAX_SHOWN:
+                talk(f"the {_MAX_SHOWN} most similar; --json prints all")
         talk(
-            f"{len(found.overlaps)} of {found.num_heldout:,} questions in {heldout}, or ones like "
-            f"them, are in {train} ({found.num_train:,} tasks): {found.num_same} word for word"
+            f"{len(contamination.overlaps)} of {contamination.num_heldout:,} questions "
+            f"in {heldout} are in {train} ({contamination.num_train:,} tasks), or similar ones: "
+            f"{contamination.num_same} are identical"
         )
-    return int(bool(found.overlaps))
+    return int(bool(contamination.overlaps))
 
 
 def _make(env: str, settings: tuple[str, ...]) -> TextEnv:
     from areal_gym.config import parse_override
     from areal_gym.plugins import registry
 
-    made: TextEnv = registry().make("envs", env, **dict(map(parse_override, settings)))
-    return made
+    instance: TextEnv = registry().make("envs", env, **dict(map(parse_override, settings)))
+    return instance
 
 
 def _line(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    asked = row["messages"][-1]["content"]
-    rest = {key: value for key, value in row["data"].items() if value != asked}
+    question = row["messages"][-1]["content"]
+    rest = {key: value for key, value in row["data"].items() if value != question}
     data = "  ".join(f"{key}={_short(str(value), 30)}" for key, value in rest.items())
-    return str(row["index"]), row["id"], _short(asked, 70), _short(data, 90)
+    return str(row["index"]), row["id"], _short(question, 70), _short(data, 90)
 
 
 def _short(text: str, limit: int) -> str:

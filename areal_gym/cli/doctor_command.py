@@ -14,9 +14,9 @@ from areal_gym.cli.output import common_options, print_columns, print_json, talk
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 def doctor_command(as_json: bool) -> int:
-    """What of this machine can be used; where something is missing, what to type.
+    """Check what works on this machine; for what is missing, say what to type.
 
-    Exit code 1 when something is missing that nothing works without.
+    Exit code 1 if something required is missing.
     """
     from areal_gym.runs.machine_report import examine
 
@@ -29,12 +29,12 @@ def doctor_command(as_json: bool) -> int:
             if finding.advice:
                 rows.append(("", "", f"-> {finding.advice}"))
             print_columns(rows)
-            sys.stdout.flush()  # the next one may take a while
+            sys.stdout.flush()  # the next check may take a while
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     missing = [finding for finding in findings if not finding.is_ok]
     num_missing = sum(finding.is_required for finding in missing)
     if not as_json:
         optional = "; what is missing is optional" if missing else ""
-        talk("see MISSING above" if num_missing else f"everything that is needed is here{optional}")
+        talk("see MISSING above" if num_missing else f"everything required is here{optional}")
     return int(num_missing > 0)

@@ -30,11 +30,11 @@ WHAT = (*KINDS, "algorithms", "runs")
     type=click.Path(path_type=Path),
     default=Path("runs"),
     show_default=True,
-    help="Where runs are looked for.",
+    help="The directory of runs.",
 )
 @common_options
 def list_command(what: str | None, as_json: bool, root: Path) -> None:
-    """What is there, and whose it is. Without an argument: everything that plugins offer."""
+    """List what plugins offer, by kind, with its plugin; or algorithms, or runs."""
     if what == "runs":
         _list_runs(root, as_json)
     elif what == "algorithms":
@@ -79,12 +79,11 @@ def _count(kind: Kind, entries: Sequence[Entry]) -> str:
     noun = KINDS[kind].kind
     if len(entries) != 1:
         noun += "es" if noun.endswith(("s", "x")) else "s"  # losses, sandboxes
-    things = f"{len(entries)} {noun}"
-    return f"{things} from {counted(len(plugins), 'plugin')}"
+    return f"{len(entries)} {noun} from {counted(len(plugins), 'plugin')}"
 
 
 def _list_algorithms(as_json: bool) -> None:
-    """Presets are settings, not plugins: what `trainer.algorithm` takes."""
+    """Print the values of `trainer.algorithm`: presets of settings, not plugins."""
     from areal_gym.config.algorithm_settings import PRESETS
 
     rows = [
@@ -105,10 +104,10 @@ def _list_runs(root: Path, as_json: bool) -> None:
     for path in run_paths(root):
         try:
             runs.append(run_info(path))
-        except DataError as error:  # one damaged run does not hide the others
-            warn(f"{path} is left out: {error}")
+        except DataError as error:  # a damaged run does not hide the others
+            warn(f"{path} is skipped: {error}")
     if not runs:
-        raise NothingToDoError(f"no runs in {root}", hints=["make one: areal-gym train --env tir"])
+        raise NothingToDoError(f"no runs in {root}", hints=["start one: areal-gym train --env tir"])
     rows: list[dict[str, Any]] = [
         {
             "path": str(run.path),

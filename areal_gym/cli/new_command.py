@@ -22,13 +22,13 @@ from areal_gym.scaffold import KINDS, plan
     "parent",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path(),
-    help="Where the package's directory is made [here].",
+    help="The parent of the package's directory [here].",
 )
 @common_options
 def new_command(kind: str, name: str, parent: Path) -> None:
-    """A package of your own that works at once: areal-gym-NAME, with a test, to be changed.
+    """Make the package areal-gym-NAME with a working example and its tests, for you to change.
 
-    areal-gym new env dice: an environment with the id `dice`, which keeps the contract.
+    areal-gym new env dice: an environment with the id `dice` that keeps the contract.
     """
     package = plan(kind, name, parent)
     listed = as_kind(KINDS[kind].listed)
@@ -36,7 +36,7 @@ def new_command(kind: str, name: str, parent: Path) -> None:
         if entry.id == name:
             raise UsageError(
                 f"{entry.spec.kind} {name!r} exists already, from {entry.plugin.source}",
-                hints=[f"choose another name; these are taken: areal-gym list {listed}"],
+                hints=[f"choose another name; names in use: areal-gym list {listed}"],
             )
     package.write()
     for path in package.files:

@@ -1,4 +1,4 @@
-"""How the command line talks: data to stdout, talk to stderr, errors in one shape."""
+"""Output of the command line: data on stdout, messages on stderr, errors in one format."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 EXIT_CODES = {
     0: "done",
-    1: "ran, but the answer is no: `check` found a broken rule, `--fail-under` was missed",
+    1: "ran, and the result is negative: a broken rule in `check`, a missed `--fail-under`",
     2: "usage or settings: unknown id, flag or key; a bad recipe; the run directory is taken",
     3: "infrastructure: engine, sandbox, disk; too many failed episodes",
     4: "plugin: two claim one id, or one cannot be imported",
     5: "nothing to do: no tasks, no runs",
-    EXIT_BUG: "a bug of ours",
-    EXIT_INTERRUPTED: "interrupted; what a run has learned is saved, and `--resume` goes on",
+    EXIT_BUG: "a bug in areal-gym",
+    EXIT_INTERRUPTED: "interrupted; the run is saved, and `--resume` continues it",
 }
 
 _REFUSED = {errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
-"""Places that a person named and the system does not give."""
+"""Errors of paths that the user named and the system refuses."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
 class Options:
-    """The global options; click hands it around as `ctx.obj`."""
+    """The global options, which click passes to commands as `ctx.obj`."""
 
     is_verbose: bool = False
     is_plain: bool = False
 
 
 def common_options(command: F) -> F:
-    """Let `-v` and `--plain` stand after the command's name, too."""
+    """Accept `-v` and `--plain` after the command's name, too."""
 
     def note(ctx: click.Context, parameter: click.Parameter, is_set: bool) -> None:
         options = ctx.ensure_object(Options)
@@ -65,18 +65,18 @@ def common_options(command: F) -> F:
 
 
 class ReaderLeftError(Exception):
-    """Who reads our data (`| head`) has had enough."""
+    """The reader of stdout (`| head`) has closed the pipe."""
 
 
 def harmless(text: str) -> str:
-    """The text without what would command a terminal: names and errors may be other people's."""
+    """Return the text without terminal control codes: names and errors may be untrusted."""
     return "\n".join(
         "\t".join(visible(part) for part in line.split("\t")) for line in text.split("\n")
     )
 
 
 def has_reader_left() -> bool:
-    """Whether nobody reads stdout any more."""
+    """Whether the reader of stdout has closed the pipe."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
@@ -88,30 +88,30 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Click's; a line that is still being typed is left alone."""
+        """Find the command, or raise UsageError; completion of an unfinished line never raises."""
         name = args[0]
-        is_asked = not ctx.resilient_parsing and not name.startswith("-")
-        if is_asked and self.get_command(ctx, name) is None:
+        is_typed = not ctx.resilient_parsing and not name.startswith("-")
+        if is_typed and self.get_command(ctx, name) is None:
             near = did_you_mean(name, self.list_commands(ctx))
             raise UsageError(
                 f"no command {name!r}",
-                hints=[*([near] if near else []), f"all of them: {ctx.command_path} --help"],
+                hints=[*([near] if near else []), f"see all: {ctx.command_path} --help"],
             )
         return super().resolve_command(ctx, args)
 
 
 def print_data(text: str) -> None:
-    """A line of data, at once: who reads it from a pipe may wait for it."""
+    """Print a line of data and flush it: a reader of a pipe may wait for it."""
     print(harmless(text), flush=True)
 
 
 def print_json(value: Any) -> None:
-    """Data for programs."""
+    """Print data for programs, as JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> None:
-    """Rows with aligned columns, a line each; a terminal that is too narrow gets cells folded."""
+    """Print rows with aligned columns; on a terminal, cells that are too wide are folded."""
     rows = [[visible(cell).replace("\n", " ") for cell in row] for row in rows]
     columns = [*zip(*rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
@@ -128,7 +128,7 @@ def print_columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> None:
 
 
 def _fold(cell: str, width: int) -> list[str]:
-    """Lines of at most `width`; words stay whole, for ids and paths are there to be copied."""
+    """Split into lines of at most `width`; words stay whole, so that paths can be copied."""
     if len(cell) <= width:
         return [cell]
     margin = len(cell) - len(cell.lstrip())
@@ -142,17 +142,17 @@ def _fold(cell: str, width: int) -> list[str]:
 
 
 def talk(text: str) -> None:
-    """A line for the person, who may be away: never data."""
+    """Print a message for people on stderr: never data."""
     print(harmless(text), file=sys.stderr)
 
 
 def warn(text: str) -> None:
-    """Something to know, which stops nothing."""
+    """Print a warning on stderr."""
     talk(f"areal-gym: warning: {text}")
 
 
 def render_error(error: BaseException, *, is_verbose: bool = False) -> int:
-    """Say what went wrong, on stderr; returns the exit code."""
+    """Print an error on stderr and return the exit code."""
     if is_verbose and not isinstance(error, click.exceptions.Exit | SystemExit):
         traceback.print_exception(error)
     match error:
@@ -173,28 +173,30 @@ def render_error(error: BaseException, *, is_verbose: bool = False) -> int:
             _talk_error(*_from_click(error))
             return 2
         case ReaderLeftError():
-            # The interpreter must not flush into it again.
+            # The interpreter flushes stdout at exit, which must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _talk_error(
                 f"the disk is full: {error}",
-                ["free some space: runs keep theirs in checkpoints/ and trajectories/"],
+                ["free some space: runs use it in checkpoints/ and trajectories/"],
             )
             return 3
         case OSError() if error.errno in _REFUSED:
             _talk_error(
                 f"cannot use {error.filename2 or error.filename}: {error.strerror}",
-                ["choose another place"],
+                ["choose another path"],
             )
             return 2
         case MemoryError():
-            _talk_error("out of memory", ["make it smaller: rollout.max_in_flight=32 ..."])
+            _talk_error(
+                "out of memory", ["reduce what is held at once: rollout.max_in_flight=32 ..."]
+            )
             return 3
         case _:
             _talk_error(
                 f"a bug, sorry: {type(error).__name__}: {error}",
-                [] if is_verbose else ["the traceback, for a report: the same command with -v"],
+                [] if is_verbose else ["for a traceback to report: repeat the command with -v"],
             )
             return EXIT_BUG
 

@@ -1,4 +1,4 @@
-"""`areal-gym play`: the person is the policy. The fastest way to see why a reward is 0."""
+"""`areal-gym play`: a person plays in place of the policy, to see why a reward is 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, talk
-from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.errors import UsageError, choices, did_you_mean
 from areal_gym.plugins import registry
 from areal_gym.types import Message
 from areal_gym.utils.markup import counted, visible
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from areal_gym.envs.base import StepResult, TextEnv
 
 _HELP = """\
-a line of text             is your answer; \\n in it starts a new line
-/call TOOL ARGUMENTS       calls a tool; ARGUMENTS are JSON, or the text of its first parameter
-/gold                      writes what a perfect policy would write now
-/raw TEXT                  sends TEXT as it is, as a policy would (tags and all)
-/tools                     shows the tools again
-/quit                      leaves"""
+TEXT                       send your answer; \\n in it starts a new line
+/call TOOL ARGUMENTS       call a tool; ARGUMENTS are JSON, or the text of its first parameter
+/gold                      send what a perfect policy would send now
+/raw TEXT                  send TEXT unchanged, with its tags, as a policy would
+/tools                     show the tools again
+/quit                      leave"""
 
 
 @click.command("play")
@@ -32,36 +32,36 @@ a line of text             is your answer; \\n in it starts a new line
 @click.argument(
     "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws the task.")
-@click.option("--task", type=int, help="Number of the task in its split, instead of a draw.")
-@click.option("--split", default="train", show_default=True, help="Where the task comes from.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the task.")
+@click.option("--task", type=int, help="Index of the task in its split, instead of a random one.")
+@click.option("--split", default="train", show_default=True, help="The split of the task.")
 @common_options
 def play_command(
     env: str, settings: tuple[str, ...], seed: int, task: int | None, split: str
 ) -> None:
-    """You are the policy: read, answer, see the reward and its parts.
+    """Play an environment in place of the policy: read, answer, see the reward and its parts.
 
     ENV is an id (areal-gym list envs); key=value are its arguments (areal-gym show ENV).
     """
     from areal_gym.config import parse_override
 
-    made: TextEnv = registry().make("envs", env, **dict(map(parse_override, settings)))
+    instance: TextEnv = registry().make("envs", env, **dict(map(parse_override, settings)))
     options: dict[str, Any] = {"split": split}
     if task is not None:
         options["index"] = task
     try:
-        _, info = made.reset(seed=seed, options=options)
-        print_data(f"{env}, task {info['task_id']}, at most {counted(made.max_turns, 'turn')}")
-        _print_tools(made)
+        _, info = instance.reset(seed=seed, options=options)
+        print_data(f"{env}, task {info['task_id']}, at most {counted(instance.max_turns, 'turn')}")
+        _print_tools(instance)
         for message in info["messages"]:
             _print_message(message)
-        _play(made)
+        _play(instance)
     finally:
-        made.close()
+        instance.close()
 
 
 def _play(env: TextEnv) -> None:
-    talk("your turn; /help shows what you can type")
+    talk("your turn; /help lists the commands")
     total = 0.0
     while (line := _read_line()) is not None:
         try:
@@ -76,7 +76,7 @@ def _play(env: TextEnv) -> None:
         _print_step(env, result)
         if result.terminated or result.truncated:
             why = (
-                "the task's own end"
+                "the environment"
                 if result.terminated
                 else f"a limit ({result.info['truncated_by']})"
             )
@@ -88,7 +88,7 @@ def _play(env: TextEnv) -> None:
 
 
 def _read_line() -> str | None:
-    """The next line with something in it; None at the end or for /quit."""
+    """Read the next line that is not empty; None at the end of input or for /quit."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")
@@ -101,7 +101,7 @@ def _read_line() -> str | None:
 
 
 def _action(env: TextEnv, line: str) -> str | Message | None:
-    """What the line means for the environment; None when it was for us."""
+    """Turn the line into an action; None if it was a command for this program."""
     command, _, rest = line.partition(" ")
     match command:
         case "/help":
@@ -112,9 +112,7 @@ def _action(env: TextEnv, line: str) -> str | Message | None:
             try:
                 gold = env.gold_action()
             except NotImplementedError:
-                raise UsageError(
-                    "this environment does not say what a perfect policy would do"
-                ) from None
+                raise UsageError("this environment has no gold actions") from None
             _print_message({"role": "assistant", "content": gold})
             return gold
         case "/raw":
@@ -124,7 +122,7 @@ def _action(env: TextEnv, line: str) -> str | Message | None:
         case _ if command.startswith("/"):
             known = ["/help", "/tools", "/gold", "/raw", "/call", "/quit"]
             near = did_you_mean(command, known)
-            raise UsageError(f"no {command!r} here", hints=[near or "what you can type: /help"])
+            raise UsageError(f"no command {command!r}", hints=[near or "see all: /help"])
         case _:
             return line.replace("\\n", "\n")
     return None
@@ -134,8 +132,7 @@ def _tool_call(env: TextEnv, text: str) -> Message:
     name, _, raw = text.strip().partition(" ")
     tools = {tool.name: tool for tool in env.tools}
     if name not in tools:
-        there = f"there is: {', '.join(tools) or 'none'}"
-        raise UsageError(f"no tool {name!r}", hints=[did_you_mean(name, tools) or there])
+        raise UsageError(f"no tool {name!r}", hints=choices(name, tools))
     arguments: Any = None
     if raw.lstrip().startswith("{"):
         try:

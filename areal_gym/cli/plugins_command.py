@@ -13,15 +13,20 @@ from areal_gym.utils.markup import counted
 
 
 @click.command("plugins")
-@click.option("--all", "show_all", is_flag=True, help="Blocked ones too, and what each offers.")
-@click.option("--strict", is_flag=True, help="Exit with 4 when one has a problem.")
+@click.option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help="Show blocked plugins, too, and what each plugin offers.",
+)
+@click.option("--strict", is_flag=True, help="Exit with 4 if a plugin has a problem.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 def plugins_command(show_all: bool, strict: bool, as_json: bool) -> None:
-    """What is installed, from which distribution, what failed and why.
+    """List plugins with their distribution and status, and why a plugin failed.
 
     Plugins come from the entry-point group `areal_gym`. AREAL_GYM_PLUGINS=a,b loads only those;
-    before the command, `-p no:NAME` leaves one out and `-p MODULE` loads one that is not installed.
+    before the command, `-p no:NAME` blocks one and `-p MODULE` loads one that is not installed.
     """
     manager = registry().manager
     shown = [p for p in manager.plugins if show_all or as_json or not p.is_blocked]
@@ -37,7 +42,7 @@ def plugins_command(show_all: bool, strict: bool, as_json: bool) -> None:
     else:
         width = max((len(f"{plugin}") for plugin in shown), default=0)
         for plugin in shown:
-            what = f"offers {counted(len(_offers(plugin)), 'thing')}"
+            what = f"offers {counted(len(_offers(plugin)), 'id')}"
             print_data(f"{plugin!s:<{width}}  {plugin.status}, {what}")
             _print_problems(plugin)
     failed = manager.failed
@@ -47,7 +52,7 @@ def plugins_command(show_all: bool, strict: bool, as_json: bool) -> None:
             + ("" if show_all else "; what each offers: areal-gym plugins --all")
         )
     if strict and failed:
-        raise PluginError("with problems: " + ", ".join(str(plugin) for plugin in failed))
+        raise PluginError("plugins with problems: " + ", ".join(str(plugin) for plugin in failed))
 
 
 def _print_problems(plugin: Plugin) -> None:

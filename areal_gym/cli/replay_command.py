@@ -17,11 +17,11 @@ from areal_gym.errors import UsageError
 @click.argument("run", type=click.Path(path_type=Path), shell_complete=complete.runs)
 @click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
 @click.option(
-    "--refused", is_flag=True, help="Take the step again whose loss or gradient was not finite."
+    "--refused", is_flag=True, help="Repeat the step whose loss or gradient was not finite."
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Only the first steps.")
+@click.option("--steps", type=click.IntRange(min=1), help="Replay only this many steps.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Keep metrics and the policy in this directory."
+    "--out", type=click.Path(path_type=Path), help="Save metrics and the policy in this directory."
 )
 @trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -37,14 +37,13 @@ def replay_command(
     trust: bool,
     as_json: bool,
 ) -> int:
-    """Train again from the trajectories that RUN recorded: no engine, no environment.
+    """Repeat the training of RUN from its recorded trajectories: no engine, no environment.
 
-    With RUN's own settings the weights must come out the same, bit for bit on a CPU; the exit code
-    is 1 when they do not. With other settings (key=value), it shows what these would have made of
-    the same experience.
+    With RUN's own settings the weights must be the same, bit for bit on a CPU; otherwise the exit
+    code is 1. With other settings (key=value), it shows their effect on the same experience.
 
     --refused repeats the one step that ended RUN because its loss or gradient was not finite, from
-    the checkpoint before it; the exit code is 1 when it is not finite now, either.
+    the checkpoint before it; the exit code is 1 if it is still not finite.
     """
     from areal_gym.run_dir.run_list import no_run_hints
 
@@ -73,13 +72,13 @@ def replay_command(
     else:
         print_data(f"{report.num_steps} steps replayed from {run}")
         if report.first_difference is None:
-            print_data("loss, gradient norm and reward of every step are the recorded ones")
+            print_data("loss, gradient norm and reward of every step match the record")
         else:
             print_data(f"the first step that differs from the record: {report.first_difference}")
         if report.max_difference is None:
-            print_data("weights not compared: the run keeps no checkpoint of that step")
+            print_data("weights not compared: the run has no checkpoint of that step")
         elif report.max_difference == 0:
-            print_data(f"weights: bit for bit those of {report.checkpoint}")
+            print_data(f"weights: identical to {report.checkpoint}, bit for bit")
         else:
             print_data(f"weights differ from {report.checkpoint} by {report.max_difference:.3g}")
     if out is not None:

@@ -16,14 +16,14 @@ from areal_gym.cli.output import common_options, print_data, print_json
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Where to; Markdown when it ends in .md.  [default: report.html in RUN]",
+    help="The file; Markdown if it ends in .md.  [default: report.html in RUN]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what it says as JSON, write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, write no file.")
 @common_options
 def report_command(run: Path, out: Path | None, as_json: bool) -> None:
-    """RUN on one page: outcome, curves, examples, settings, plugins, versions.
+    """Write a shareable one-page report: outcome, curves, examples, settings, plugins, versions.
 
-    Every run writes its own at the end.
+    Every run writes its report at the end.
     """
     from areal_gym.report import collect, write_report
     from areal_gym.run_dir.run_dir import RunDir

@@ -22,21 +22,21 @@ from areal_gym.plugins import registry
 @click.argument(
     "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
-@click.option("--port", type=int, default=0, help="Where to listen [any free port].")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=0, help="Port to listen on [any free one].")
 @click.option(
     "--max-sessions",
     type=click.IntRange(min=1),
     default=4096,
     show_default=True,
-    help="Episodes at once; more are refused.",
+    help="Maximum concurrent episodes; more are refused.",
 )
 @click.option(
     "--idle-s",
     type=click.FloatRange(min=0, min_open=True),
     default=1800.0,
     show_default=True,
-    help="Sessions that nobody uses for so long are ended.",
+    help="Sessions that are idle for this long are closed.",
 )
 @click.option(
     "--mcp",
@@ -53,16 +53,16 @@ def serve_env_command(
     idle_s: float,
     mcp: str | None,
 ) -> None:
-    """Let other processes and machines play in an environment, until interrupted.
+    """Serve an environment to other processes and machines, until interrupted.
 
-    key=value are arguments of the environment. Prints one line of JSON with the `url`; there, it is
-    the environment remote:URL of train, eval, play and check. Beyond this machine (--host 0.0.0.0)
-    a `token` is needed: AREAL_GYM_ENV_TOKEN on both sides, made up and printed without. The
-    `owner_key` is for `check remote:URL`, which asks for gold actions; players get none.
-    It is made up as well; AREAL_GYM_ENV_OWNER_KEY sets it, on both sides.
+    key=value are arguments of the environment. Prints one line of JSON with the `url`; other
+    machines use it as the environment remote:URL in train, eval, play and check. Beyond this
+    machine (--host 0.0.0.0) clients need the `token`: AREAL_GYM_ENV_TOKEN on both sides, or a
+    random one that is printed. `check remote:URL` needs the `owner_key`, which gives access to gold
+    actions: AREAL_GYM_ENV_OWNER_KEY on both sides, or a random one that is printed.
 
     With --mcp http, `url` is that of an MCP server (streamable HTTP); --mcp stdio talks to the
-    client that has started it. Needs the extra: pip install 'areal-gym[mcp]'.
+    client that started it. Both need the extra: pip install 'areal-gym[mcp]'.
     """
     from areal_gym.config import parse_override
     from areal_gym.envs.base import TextEnv
@@ -74,14 +74,14 @@ def serve_env_command(
     kwargs = dict(map(parse_override, settings))
 
     def make() -> TextEnv:
-        made: TextEnv = registry().make("envs", env, **kwargs)
-        return made
+        instance: TextEnv = registry().make("envs", env, **kwargs)
+        return instance
 
     token = os.environ.get(TOKEN_VARIABLE) or made_up_token(host)
     owner_key = os.environ.get(OWNER_VARIABLE) or secrets.token_urlsafe(24)
     sessions = Sessions(make, max_sessions=max_sessions, idle_s=idle_s)
 
-    def tell(url: str) -> None:
+    def on_ready(url: str) -> None:
         facts = {"env": env, "url": url, "token": token}
         if mcp is None:
             facts["owner_key"] = owner_key
@@ -89,13 +89,13 @@ def serve_env_command(
         if mcp is None:
             where = url if is_loopback(host) else f"http://THIS_MACHINE:{url.rpartition(':')[2]}"
             key = "" if token is None else f"{TOKEN_VARIABLE}={token} "
-            talk(f"play there:  {key}areal-gym train --env remote:{where}")
-        talk("Ctrl-C ends the server")
+            talk(f"on the other machine:  {key}areal-gym train --env remote:{where}")
+        talk("Ctrl-C stops the server")
 
     async def serve() -> None:
         server = EnvServer(sessions, env, host=host, port=port, token=token, owner_key=owner_key)
         async with sessions, server:
-            tell(server.url)
+            on_ready(server.url)
             await asyncio.Event().wait()
 
     async def serve_mcp() -> None:
@@ -106,11 +106,11 @@ def serve_env_command(
             if mcp == "stdio":
                 await serve_stdio(server)
             else:
-                await serve_http(server, host=host, port=port, token=token, on_ready=tell)
+                await serve_http(server, host=host, port=port, token=token, on_ready=on_ready)
 
     if mcp is not None and find_spec("mcp") is None:
         raise ConfigError(
             "--mcp needs the package mcp", hints=["install it: pip install 'areal-gym[mcp]'"]
         )
-    with contextlib.suppress(KeyboardInterrupt):  # a server's proper end
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how the server ends
         asyncio.run(serve() if mcp is None else serve_mcp())

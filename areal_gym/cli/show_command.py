@@ -22,12 +22,12 @@ from areal_gym.utils.markup import visible
 @click.option(
     "--kind",
     shell_complete=complete.one_of(*KINDS),
-    help="When several kinds of things have the id: envs, losses, ...",
+    help="The kind, if several kinds have the id: envs, losses, ...",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @common_options
 def show_command(id: str, kind: str | None, as_json: bool) -> None:
-    """One thing in full: an environment, an agent, a loss, ..., or a run's directory."""
+    """Show an environment, an agent, a loss, ..., or a run directory in detail."""
     if kind is None and (Path(id) / "config.yaml").is_file():
         card = _run_card(Path(id))
         if as_json:
@@ -46,31 +46,31 @@ def show_command(id: str, kind: str | None, as_json: bool) -> None:
 def _find(id: str, kind: str | None) -> Entry:
     if kind is not None:
         return registry().get(as_kind(kind), id)
-    if ":" in id:  # what an adapter stands for is in no list
+    if ":" in id:  # an adapter's environments are not listed
         return registry().get("envs", id)
-    homes = [word for word in KINDS if any(e.id == id for e in registry().entries(word))]
-    if not homes:
-        _require_no_path(id)
+    kinds = [word for word in KINDS if any(e.id == id for e in registry().entries(word))]
+    if not kinds:
+        _refuse_path(id)
         known = {entry.id for word in KINDS for entry in registry().entries(word)}
         near = did_you_mean(id, sorted(known))
         raise UnknownIdError(
             f"nothing has the id {id!r}",
             hints=[
                 *([near] if near else []),
-                "all there is: areal-gym list",
+                "see all: areal-gym list",
                 *registry().absences(),
             ],
         )
-    if len(homes) > 1:
-        talk(f"{id!r} is also in: {', '.join(homes[1:])} (areal-gym show {id} --kind {homes[1]})")
-    return registry().get(homes[0], id)
+    if len(kinds) > 1:
+        talk(f"{id!r} is also in {', '.join(kinds[1:])}: areal-gym show {id} --kind {kinds[1]}")
+    return registry().get(kinds[0], id)
 
 
-def _require_no_path(id: str) -> None:
-    """What looks like a run's directory is taken for one that is not there.
+def _refuse_path(id: str) -> None:
+    """Raise for an id that looks like the path of a run directory.
 
     Raises:
-        UsageError: it looks like one.
+        UsageError: it does, and there is no run.
     """
     from areal_gym.run_dir.run_list import no_run_hints
 
@@ -85,9 +85,9 @@ def _card(entry: Entry) -> dict[str, Any]:
     card = entry.to_dict()
     if entry.missing:
         return card
-    thing = entry.load()
-    card["description"] = inspect.getdoc(thing) or ""
-    card["arguments"] = _arguments(entry, thing)
+    target = entry.load()
+    card["description"] = inspect.getdoc(target) or ""
+    card["arguments"] = _arguments(entry, target)
     if isinstance(entry.spec, EnvSpec):
         from areal_gym.envs.registration import gymnasium_id
 
@@ -100,12 +100,12 @@ def _card(entry: Entry) -> dict[str, Any]:
     return card
 
 
-def _arguments(entry: Entry, thing: Any) -> list[dict[str, Any]]:
-    if not callable(thing):
+def _arguments(entry: Entry, target: Any) -> list[dict[str, Any]]:
+    if not callable(target):
         return []
     given = dict(getattr(entry.spec, "kwargs", {}))
     rows = []
-    for name, parameter in inspect.signature(thing).parameters.items():
+    for name, parameter in inspect.signature(target).parameters.items():
         is_required = parameter.default is parameter.empty and name not in given
         default = given.get(name, None if is_required else parameter.default)
         annotation = "" if parameter.annotation is parameter.empty else parameter.annotation
@@ -123,7 +123,7 @@ def _arguments(entry: Entry, thing: Any) -> list[dict[str, Any]]:
 
 
 def _shown(value: Any) -> Any:
-    """Fit for JSON, and as one would type it: a tuple is a list."""
+    """Convert to JSON values, as people type them: a tuple becomes a list."""
     if isinstance(value, tuple | list):
         return [_shown(each) for each in value]
     is_plain = value is None or isinstance(value, str | int | float | bool)
@@ -220,8 +220,8 @@ def _print_card(card: dict[str, Any], spec: Spec) -> None:
     if "sample_messages" in card:
         print_data(f"\na task ({card['sample_task']['id']}, split {card['sample_task']['split']}):")
         for message in card["sample_messages"]:
-            said = visible(f"[{message['role']}] {message['content']}")
-            print_data(textwrap.indent(said, "  "))
+            text = visible(f"[{message['role']}] {message['content']}")
+            print_data(textwrap.indent(text, "  "))
         print_data(f"\nplay it yourself: areal-gym play {card['id']}")
     if "sample_error" in card:
-        print_data(f"\nit gives no task: {card['sample_error']}")
+        print_data(f"\nno sample task: {card['sample_error']}")

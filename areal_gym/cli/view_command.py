@@ -31,17 +31,17 @@ from areal_gym.utils.markup import counted
     type=click.IntRange(0, 65535),
     default=7576,
     show_default=True,
-    help="Where to listen; 0 is any free one.",
+    help="Port to listen on; 0 is any free one.",
 )
 @click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Where to listen; beyond this machine, the address has a token.",
+    help="Address to listen on; beyond this machine, the URL has a token.",
 )
-@click.option("--browser/--no-browser", default=True, help="Open a browser, where there is one.")
+@click.option("--browser/--no-browser", default=True, help="Open a browser, if there is one.")
 @click.option("--export", "file", type=click.Path(path_type=Path), help="Write one HTML file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the address and the runs as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the URL and the runs as JSON.")
 @common_options
 def view_command(
     runs: tuple[Path, ...],
@@ -51,10 +51,10 @@ def view_command(
     file: Path | None,
     as_json: bool,
 ) -> None:
-    """Look at runs in a browser: curves, trajectories, tokens; live while a run goes on.
+    """View runs in a browser: curves, trajectories, tokens; live while a run is training.
 
-    RUN is a run's directory, or one that holds several; without any: runs/. With --export, the
-    page is written to one file that opens anywhere, also without a network.
+    RUN is a run directory or a directory of runs; the default is runs/. --export writes the
+    page to one file that opens anywhere, also without a network.
     """
     from areal_gym.viewer import Catalog, export
 
@@ -73,8 +73,10 @@ def view_command(
 
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
     with listen(host, port) as listener:
-        place = f"[{host}]" if ":" in host else host
-        url = f"http://{place}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        address = f"[{host}]" if ":" in host else host
+        url = f"http://{address}:{listener.getsockname()[1]}/" + (
+            f"?token={token}" if token else ""
+        )
         names = [run.name for run in catalog.runs()]
         if as_json:
             print_json({"url": url, "runs": names})
@@ -82,11 +84,11 @@ def view_command(
             if len(names) == 1:
                 url += f"#/run/{quote(names[0])}"
             print_data(url)
-        sys.stdout.flush()  # whoever reads it from a pipe needs it now
-        talk(f"{counted(len(names), 'run')}; Ctrl-C ends the viewer")
+        sys.stdout.flush()  # the reader of a pipe needs it now
+        talk(f"{counted(len(names), 'run')}; Ctrl-C stops the viewer")
         if browser and not as_json:
             webbrowser.open(url)
-        with contextlib.suppress(KeyboardInterrupt):  # its proper end, which leaves nothing undone
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how the viewer ends
             asyncio.run(serve(make_app(catalog, token=token), listener))
 
 

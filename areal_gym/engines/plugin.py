@@ -20,7 +20,7 @@ def register_engines() -> Iterable[EngineSpec]:
     yield EngineSpec(
         id="sglang",
         entry_point="areal_gym.engines.sglang:SGLangEngine",
-        summary="SGLang servers: named by engine.url, or started and ended with the run",
+        summary="SGLang servers: those in engine.url, or one that the run starts and stops",
     )
     yield EngineSpec(
         id="scripted",

@@ -13,7 +13,7 @@ def register_envs() -> Iterable[EnvSpec]:
     yield EnvSpec(
         id="code",
         entry_point="areal_gym.envs.code.code_env:CodeEnv",
-        summary="write a function, which hidden tests call in a sandbox",
+        summary="write a function that hidden tests call in a sandbox",
         tags=("code", "single-turn", "generated", "jsonl"),
     )
     yield EnvSpec(
@@ -73,7 +73,7 @@ def register_envs() -> Iterable[EnvSpec]:
     yield EnvSpec(
         id="online",
         entry_point="areal_gym.envs.online_env:OnlineEnv",
-        summary="no environment: programs outside ask the policy and post rewards",
+        summary="no environment: outside programs call the policy and post rewards",
         tags=("gateway",),
     )
     yield EnvSpec(
@@ -102,12 +102,12 @@ def register_retrievers() -> Iterable[RetrieverSpec]:
     yield RetrieverSpec(
         id="http",
         entry_point="areal_gym.envs.search.retrievers:HttpRetriever",
-        summary="a server, asked as Search-R1 asks",
+        summary="a server with the HTTP API of Search-R1",
     )
 
 
 def _adapters() -> Iterable[EnvSpec]:
-    """Environments of others; each stands for all that a name after a colon can mean."""
+    """Yield adapters to other libraries: the text after a colon names one environment."""
     for id, place, argument, summary, requires in (
         (
             "gymnasium",
@@ -150,7 +150,7 @@ def _adapters() -> Iterable[EnvSpec]:
     yield EnvSpec(
         id="remote",
         entry_point="areal_gym.envs.server.remote_env:RemoteEnv",
-        summary="an environment that areal-gym serve-env serves there",
+        summary="an environment served by areal-gym serve-env",
         tags=("adapter",),
         argument="url",
     )

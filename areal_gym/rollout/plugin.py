@@ -9,11 +9,11 @@ from areal_gym.plugins import CurriculumSpec, FilterSpec, hookimpl
 
 @hookimpl
 def register_filters() -> Iterable[FilterSpec]:
-    """Which groups are not worth training on."""
+    """Offer group filters."""
     yield FilterSpec(
         id="zero-variance",
         entry_point="areal_gym.rollout.filters:ZeroVarianceFilter",
-        summary="drops groups whose members all earned the same",
+        summary="drops groups whose trajectories all have the same reward",
     )
     yield FilterSpec(
         id="success-rate",
@@ -24,9 +24,9 @@ def register_filters() -> Iterable[FilterSpec]:
 
 @hookimpl
 def register_curricula() -> Iterable[CurriculumSpec]:
-    """Which task comes next."""
+    """Offer curricula."""
     yield CurriculumSpec(
         id="success-rate",
         entry_point="areal_gym.rollout.curriculum:SuccessRateCurriculum",
-        summary="prefers tasks that succeed about half the time",
+        summary="prefers tasks that are solved about half the time",
     )

@@ -13,16 +13,16 @@ def register_sandboxes() -> Iterable[SandboxSpec]:
     yield SandboxSpec(
         id="process",
         entry_point="areal_gym.sandbox.process:ProcessSandbox",
-        summary="forked, walled-in Python processes on this machine; no network, no files",
+        summary="forked, confined Python processes on this machine; no network, no files",
     )
     yield SandboxSpec(
         id="docker",
         entry_point="areal_gym.sandbox.docker:DockerSandbox",
-        summary="warm containers without network, of an image that you choose",
+        summary="warm containers without network, from an image of your choice",
         requires=("docker",),
     )
     yield SandboxSpec(
         id="none",
         entry_point="areal_gym.sandbox.none:NoSandbox",
-        summary="no walls at all: code runs as you",
+        summary="no confinement: code runs with your permissions",
     )

@@ -75,7 +75,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "sandbox": Kind(
         "sandboxes",
-        "walled-in Python processes that know some names already",
+        "Python processes with some names defined from the start",
         "areal-gym",
         "areal-gym train --env tir env.kwargs.sandbox=$name",
     ),

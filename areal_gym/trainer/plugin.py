@@ -11,19 +11,19 @@ _REQUIRES = ("torch", "safetensors")
 
 @hookimpl
 def register_trainers() -> Iterable[TrainerSpec]:
-    """One process."""
+    """Offer the trainer."""
     yield TrainerSpec(
         id="single",
         entry_point="areal_gym.trainer.trainer:Trainer",
         summary="one process, float32 master weights, packed micro-batches",
-        requires=(*_REQUIRES, "matplotlib"),  # the picture at the end of a run
+        requires=(*_REQUIRES, "matplotlib"),  # for the learning curve
         extra="train",
     )
 
 
 @hookimpl
 def register_advantage_estimators() -> Iterable[AdvantageSpec]:
-    """What a reward says about a trajectory."""
+    """Offer advantage estimators."""
     for module, estimators in (
         (
             "advantages",
@@ -42,8 +42,8 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
                 "gae": "generalised advantage estimation with a critic, by token or by turn",
                 "reinforce_pp": "each token's return, normalised over the batch's tokens",
                 "reinforce_pp_baseline": "reward - group mean, normalised over the batch's tokens",
-                "distill": "what a teacher gives each token, against what the policy gives it",
-                "per_turn": "each turn's return against its siblings, with any of the above",
+                "distill": "each token's log-probability under a teacher minus the policy's",
+                "per_turn": "each turn's return against its siblings, with any group baseline",
             },
         ),
     ):
@@ -59,7 +59,7 @@ def register_advantage_estimators() -> Iterable[AdvantageSpec]:
 
 @hookimpl
 def register_policy_losses() -> Iterable[PolicyLossSpec]:
-    """What an advantage does to the policy."""
+    """Offer policy losses."""
     for name, summary in (
         ("ppo_clip", "PPO's clipped ratio per token, with separate bounds and optional dual clip"),
         ("gspo", "the clipped ratio of whole sequences"),
@@ -77,13 +77,17 @@ def register_policy_losses() -> Iterable[PolicyLossSpec]:
 
 @hookimpl
 def register_weight_syncs() -> Iterable[WeightSyncSpec]:
-    """How weights reach the engine."""
+    """Offer weight syncs."""
     for name, cls, summary in (
-        ("in-process", "in_process:InProcessWeightSync", "the engine in this process copies them"),
-        ("disk", "disk:DiskWeightSync", "safetensors in a directory that servers share"),
-        ("tensor", "tensor:TensorWeightSync", "in the body of requests, in flat buckets"),
+        ("in-process", "in_process:InProcessWeightSync", "copied by the engine in this process"),
+        ("disk", "disk:DiskWeightSync", "safetensors files in a directory shared with the servers"),
+        ("tensor", "tensor:TensorWeightSync", "in request bodies, as flat buckets"),
         ("distributed", "distributed:DistributedWeightSync", "broadcast over NCCL or gloo"),
-        ("lora", "adapters:LoraWeightSync", "adapters under versioned names, the base stays"),
+        (
+            "lora",
+            "adapters:LoraWeightSync",
+            "LoRA adapters under versioned names; the base model stays",
+        ),
     ):
         yield WeightSyncSpec(
             id=name,

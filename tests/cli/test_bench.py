@@ -36,7 +36,7 @@ def test_every_benchmark_gives_figures(brief, capsys):
 def test_benchmark_prints_a_table(brief, capsys):
     assert run(["bench", "rollout"]) == 0
     header, line = capsys.readouterr().out.splitlines()
-    assert header.split() == ["measured", "README", "next", "to", "it"]
+    assert header.split() == ["measured", "README", "ratio"]
     assert re.search(r"CPU-ms +0\.25 +[\d.]+x, (slow|ok|fast)$", line)
 
 

@@ -227,7 +227,7 @@ def test_broken_pipe_other_than_stdout_is_an_error():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 3
-    assert "a process that was talked to has ended" in done.stderr
+    assert "a process at the other end has exited" in done.stderr
 
 
 def test_ctrl_c_exits_with_130():
@@ -422,7 +422,7 @@ def test_play_reads_actions_from_a_pipe():
     assert done.returncode == 0
     assert "[tool] 42" in done.stdout
     assert "over after" in done.stdout
-    assert "no '/nonsense' here" in done.stderr
+    assert "no command '/nonsense'" in done.stderr
     assert "did you mean 'python'?" in done.stderr
 
 

@@ -91,7 +91,7 @@ def test_train_and_replay_with_a_server(served, tiny_policy, areal_gym, train, t
 
     again = areal_gym("replay", "run")
     assert again.returncode == 0, again.stderr
-    assert "weights: bit for bit those of run/checkpoints/step-000001" in again.stdout
+    assert "weights: identical to run/checkpoints/step-000001, bit for bit" in again.stdout
 
     shutil.rmtree(tmp_path / "run" / "trajectories")
     lost = areal_gym("replay", "run")

@@ -73,7 +73,7 @@ def test_check_fixtures_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TAU2_DATA_DIR", str(DATA))
     altered(tmp_path, lambda row: None)
     assert run(["check", "tau2/airline", "--fixtures", str(tmp_path)]) == 0
-    assert "all of it agrees" in capsys.readouterr().out
+    assert "all verdicts agree" in capsys.readouterr().out
     altered(tmp_path, lambda row: row["variants"]["gold"].update(reward=0.5))
     assert run(["check", "tau2", "--fixtures", str(tmp_path), "--json"]) == 1
     (agreement,) = json.loads(capsys.readouterr().out)
