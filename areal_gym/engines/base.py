@@ -144,7 +144,7 @@ class InterruptedEngine(Engine, Protocol):
 
     @property
     def num_outages(self) -> int:
-        """How often the last serving server was lost."""
+        """The number of times that the last serving server was lost."""
         ...
 
     @property

@@ -22,7 +22,7 @@ _READ_BYTES = 64 * 1024
 
 
 class Exit(NamedTuple):
-    """How a cell's process ended, as the fork server reports it."""
+    """The end of a cell's process, as the fork server reports it."""
 
     status: int
     """The status of waitpid(2); -1 when the fork server was lost or could not fork."""

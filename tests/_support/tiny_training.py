@@ -6,7 +6,8 @@ import random
 
 import torch
 
-from areal_gym.models.tiny.decoder import Decoder, build_decoder, causal_attend
+from areal_gym.models.tiny.attend import causal_attend
+from areal_gym.models.tiny.decoder import Decoder, build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.types import FinishReason, Group, StopReason, Task, TokenSpan, Trajectory, Turn
 

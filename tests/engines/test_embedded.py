@@ -15,7 +15,8 @@ from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError, EngineError
-from areal_gym.models.tiny.decoder import Decoder, build_decoder, causal_attend
+from areal_gym.models.tiny.attend import causal_attend
+from areal_gym.models.tiny.decoder import Decoder, build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.kernels import product_kernels as products
 from areal_gym.types import FinishReason

@@ -63,7 +63,7 @@ def test_invalid_grader_names_are_refused(name):
 
 
 def test_missing_grader_module_is_refused():
-    with pytest.raises(UsageError, match="cannot be imported"):
+    with pytest.raises(UsageError, match="cannot import the package"):
         asyncio.run(Grader("no_such_module_here:f")())
 
 

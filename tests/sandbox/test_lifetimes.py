@@ -238,7 +238,7 @@ def test_level_below_the_minimum_is_refused():
         async with ProcessSandbox(num_workers=1, without=without, min_level=min_level) as sandbox:
             return await sandbox.report()
 
-    with pytest.raises(SandboxError, match="asked for the level 'isolated'") as caught:
+    with pytest.raises(SandboxError, match="needs the level 'isolated'") as caught:
         asyncio.run(open_with(("namespaces",), "isolated"))
     assert any("doctor" in hint for hint in caught.value.hints)
     with pytest.raises(SandboxError, match=r"gives 'none'.*processes"):

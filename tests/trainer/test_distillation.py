@@ -10,7 +10,7 @@ import torch
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, EngineError, TrainError
-from areal_gym.models.tiny.decoder import causal_attend
+from areal_gym.models.tiny.attend import causal_attend
 from areal_gym.trainer.algorithms.advantages import AdvantageInputs, estimate
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import distill

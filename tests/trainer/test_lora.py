@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from areal_gym.config import LoraConfig, TrainerConfig, load_config
 from areal_gym.errors import ConfigError
+from areal_gym.models.tiny.attend import causal_attend
 from areal_gym.models.tiny.checkpoint_files import save_checkpoint
-from areal_gym.models.tiny.decoder import Decoder, causal_attend
+from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.batch.bins import Row

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError
-from areal_gym.models.tiny.decoder import causal_attend
+from areal_gym.models.tiny.attend import causal_attend
 from areal_gym.trainer.algorithms.advantages import grpo, reinforce, reinforce_baseline
 from areal_gym.trainer.algorithms.losses import LossOutput, cispo, gspo, ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import gae

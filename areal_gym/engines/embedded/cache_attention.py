@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_gym.models.tiny.decoder import capped_attention
+from areal_gym.models.tiny.attend import capped_attention
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.kernels.attention_kernels import BLOCK, attend_cached
 

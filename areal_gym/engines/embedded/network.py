@@ -24,7 +24,8 @@ from areal_gym.engines.embedded.cache_attention import (
     StepAttention,
 )
 from areal_gym.engines.embedded.weights import FusedWeights, LayerWeights
-from areal_gym.models.tiny.decoder import gated, softcapped
+from areal_gym.models.tiny.attend import softcapped
+from areal_gym.models.tiny.decoder import gated
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.kernels import pointwise_kernels as pointwise
 from areal_gym.models.tiny.kernels.attention_kernels import has_kernel

@@ -87,7 +87,7 @@ class ServerPool:
         """Held while weights change: during a publication, or when a server comes back."""
         self.num_lost = 0
         self.num_outages = 0
-        """How often the last serving server was lost."""
+        """The number of times that the last serving server was lost."""
         self.num_relaunches = 0
         self._grace_s = grace_s
         self._interval_s = interval_s

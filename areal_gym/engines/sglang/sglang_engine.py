@@ -180,7 +180,7 @@ class SGLangEngine:
 
     @property
     def num_outages(self) -> int:
-        """How often the last serving server was lost."""
+        """The number of times that the last serving server was lost."""
         return self._pool.num_outages
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from areal_gym.models.tiny.attend import Attend, causal_attend
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
-from areal_gym.models.tiny.decoder import Attend, Decoder, build_decoder, causal_attend
+from areal_gym.models.tiny.decoder import Decoder, build_decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.scored_decoder import RewardModel, load_reward_model
 

@@ -14,50 +14,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from areal_gym.models.tiny.attend import Attend, softcapped
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.families import Activation
 from areal_gym.models.tiny.kernels import pointwise_kernels as pointwise
 from areal_gym.models.tiny.kernels import product_kernels as products
 from areal_gym.models.tiny.rms_norm import rms_norm
 from areal_gym.models.tiny.rope import apply_rope, rope_amplitude, rope_frequencies, rope_tables
-
-
-class Attend(Protocol):
-    """The attention of one layer, which decides what each token attends to; called once per layer,
-    in order."""
-
-    def __call__(
-        self,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        /,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Compute softmax attention, scale 1/sqrt(D); query head h uses key head h // (H // K).
-
-        Args:
-            q_NHD: queries.
-            k_NKD: keys.
-            v_NKD: values.
-            window: a token sees itself and the `window - 1` before it only. Not handed in for
-                layers that see everything.
-            softcap: scores s become c tanh(s / c); see `capped_attention`. Not handed in for
-                models without.
-
-        Returns:
-            [N, H, D]
-        """
-        ...
 
 
 class RMSNorm(nn.Module):
@@ -351,64 +321,3 @@ def gated(gate_NF: Tensor, up_NF: Tensor, activation: Activation) -> Tensor:
     if pointwise.has_kernel(gate_NF, up_NF):
         return pointwise.swiglu(gate_NF, up_NF)
     return F.silu(gate_NF) * up_NF
-
-
-def softcapped(x: Tensor, cap: float | None) -> Tensor:
-    """Squash `x` smoothly into (-cap, cap) (Bello et al. 2016); None leaves it unchanged."""
-    return x if cap is None else cap * torch.tanh(x / cap)
-
-
-def capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float
-) -> Tensor:
-    """Compute attention with soft-capped scores, for which torch has no fused kernel.
-
-    Args:
-        q: [..., Q, D].
-        k: [..., K, D].
-        v: [..., K, D].
-        mask: added to the capped scores, which it must fit.
-        scale: of the scores.
-        softcap: the cap.
-
-    Returns:
-        [..., Q, D]
-    """
-    scores = softcapped((q @ k.transpose(-2, -1)).float() * scale, softcap) + mask
-    return scores.softmax(-1).to(v.dtype) @ v
-
-
-def causal_attend(lengths: Sequence[int]) -> Attend:
-    """Return the causal attention of concatenated sequences, each within itself. Simple, not fast.
-
-    Example: `decoder(ids_N, positions_N, causal_attend([5, 3]))`
-    """
-    sizes = list(lengths)
-
-    def attend(
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        /,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        group = q_NHD.shape[1] // k_NKD.shape[1]
-        rows = []
-        for q, k, v in zip(*(torch.split(x, sizes) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
-            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, T, D]
-            steps = torch.arange(q.shape[1], device=q.device)
-            age_QK = steps[:, None] - steps
-            is_hidden = (age_QK < 0) | (age_QK >= (window or len(steps)))
-            mask = q.new_zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
-            if softcap is None:
-                out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
-            else:
-                scale = 1 / math.sqrt(q.shape[-1])
-                out = capped_attention(q, k, v, mask, scale=scale, softcap=softcap)
-            rows.append(out.transpose(0, 1))
-        return torch.cat(rows)
-
-    return attend

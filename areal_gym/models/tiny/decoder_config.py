@@ -76,8 +76,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer, how many tokens a token attends to, itself included; None: all earlier
-        ones."""
+        """The window of each layer: tokens that a token attends to, itself included; None: all."""
         if not self.layer_types:
             return (self.sliding_window,) * self.num_hidden_layers
         return tuple(

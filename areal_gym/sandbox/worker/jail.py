@@ -259,7 +259,7 @@ class Jail:
             remove_tree(self._scratch)
 
     def count_apart(self) -> None:
-        """In the child of an ordinary user: enter a new user namespace, to be counted separately.
+        """Enter a new user namespace, in the child of an ordinary user, to be counted separately.
 
         The kernel counts processes by user and user namespace.
         """
@@ -267,7 +267,7 @@ class Jail:
             _own_user_namespace(self.proc)
 
     def confine(self, number: int, slot: int) -> None:
-        """In the child: give up all rights for good, before the first snippet.
+        """Give up all rights for good, in the child, before the first snippet.
 
         Args:
             number: the child's number, unique for all time.

@@ -13,7 +13,7 @@ _RLIMIT_LOCKS = 10
 
 
 def note_limit(num_processes: int) -> None:
-    """In the cell: record how many threads and processes it may have."""
+    """Record, in the cell, how many threads and processes it may have."""
     limits.lower_limit(_RLIMIT_LOCKS, num_processes)
 
 

@@ -1,1 +1,1 @@
-"""From trajectories and examples to packed token batches."""
+"""Converts trajectories and examples to packed token batches."""

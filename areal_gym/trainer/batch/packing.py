@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_gym.models.tiny.decoder import capped_attention
+from areal_gym.models.tiny.attend import capped_attention
 from areal_gym.models.tiny.kernels.attention_kernels import attend, has_kernel
 from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.varlen import VarlenPlan, fits_kernel, plan_varlen

@@ -43,7 +43,7 @@ class WeightSync(Protocol):
 
 
 def weights_for(weight_sync: WeightSync, learner: Any) -> Weights:
-    """What this weight sync publishes of what the learner has: the weights, or an adapter."""
+    """Return what the weight sync publishes: the trainer's weights, or its adapter."""
     if getattr(weight_sync, "takes_adapter", False):
         adapter: dict[str, Tensor] = learner.adapter()
         return adapter.items()

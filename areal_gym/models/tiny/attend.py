@@ -1,0 +1,102 @@
+"""The attention contract of the decoder, and simple implementations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Attend(Protocol):
+    """The attention of one layer; the decoder calls it once per layer, in order."""
+
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        /,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Compute softmax attention, scale 1/sqrt(D); query head h uses key head h // (H // K).
+
+        Args:
+            q_NHD: queries.
+            k_NKD: keys.
+            v_NKD: values.
+            window: a token attends only to itself and the `window - 1` tokens before it. Left out
+                for layers without a window.
+            softcap: scores s become c tanh(s / c); see `capped_attention`. Left out for models
+                without soft caps.
+
+        Returns:
+            [N, H, D]
+        """
+        ...
+
+
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """Squash `x` smoothly into (-cap, cap) (Bello et al. 2016); None leaves it unchanged."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float
+) -> Tensor:
+    """Compute attention with soft-capped scores, for which torch has no fused kernel.
+
+    Args:
+        q: [..., Q, D].
+        k: [..., K, D].
+        v: [..., K, D].
+        mask: added to the capped scores, which it must fit.
+        scale: of the scores.
+        softcap: the cap.
+
+    Returns:
+        [..., Q, D]
+    """
+    scores = softcapped((q @ k.transpose(-2, -1)).float() * scale, softcap) + mask
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def causal_attend(lengths: Sequence[int]) -> Attend:
+    """Return the causal attention of concatenated sequences, each within itself. Simple, not fast.
+
+    Example: `decoder(ids_N, positions_N, causal_attend([5, 3]))`
+    """
+    sizes = list(lengths)
+
+    def attend(
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        /,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        group = q_NHD.shape[1] // k_NKD.shape[1]
+        rows = []
+        for q, k, v in zip(*(torch.split(x, sizes) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, T, D]
+            steps = torch.arange(q.shape[1], device=q.device)
+            age_QK = steps[:, None] - steps
+            is_hidden = (age_QK < 0) | (age_QK >= (window or len(steps)))
+            mask = q.new_zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
+            if softcap is None:
+                out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
+            else:
+                scale = 1 / math.sqrt(q.shape[-1])
+                out = capped_attention(q, k, v, mask, scale=scale, softcap=softcap)
+            rows.append(out.transpose(0, 1))
+        return torch.cat(rows)
+
+    return attend
