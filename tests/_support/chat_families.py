@@ -1,4 +1,4 @@
-"""Model families as the tests have them: a chat template, and the control tokens it writes."""
+"""Chat templates of model families, with the control tokens that each writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TOOLS = [
 
 
 class Bytes:
-    """One id per byte of UTF-8, and the control tokens."""
+    """A tokenizer with one id per byte of UTF-8, and one per control token."""
 
     def __init__(self, control_tokens: Sequence[str]) -> None:
         self.control_tokens = list(control_tokens)

@@ -1,4 +1,4 @@
-"""A Docker engine of a test's own: to be killed in mid-call, and with more runtimes than one."""
+"""A separate Docker engine that tests may kill, with more than one runtime."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ class OwnEngine:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it and waits until it answers; skips the test where none can be started."""
+        """Start it and wait until it answers; skip the test where that is impossible."""
         command = [
             *("dockerd", "--config-file", self.directory / "daemon.json", "-H", self.host),
             *("--data-root", self.directory / "data", "--exec-root", self.directory / "exec"),
@@ -60,7 +60,7 @@ class OwnEngine:
         import docker
 
         try:
-            # The package would leave its socket open when nobody listens.
+            # The docker package would leave its socket open when no engine listens.
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(str(self.directory / "engine.sock"))
             with contextlib.closing(docker.DockerClient(base_url=self.host)) as client:
@@ -69,7 +69,7 @@ class OwnEngine:
             return False
 
     def kill(self) -> None:
-        """Kills the engine, its containerd, and everything that it started, as a crash would."""
+        """Kill the engine, its containerd and everything that it started, as a crash would."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -80,7 +80,7 @@ class OwnEngine:
                 os.kill(pid, signal.SIGKILL)
 
     def _pids(self) -> set[int]:
-        """Returns processes of this engine: containerd, shims, and the containers of shims."""
+        """Return the processes of this engine: containerd, shims, and their containers."""
         pids, parents = set(), {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -98,7 +98,7 @@ class OwnEngine:
         return pids
 
     def end(self) -> None:
-        """Ends it and everything that it started, and waits until it is gone."""
+        """End it and everything that it started, and wait until it is gone."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Reward functions, as a user would write them: some are not good."""
+"""Reward functions as a user would write them, some of them broken."""
 
 import json
 import os

@@ -30,7 +30,7 @@ SAVE_EVERY = 3
 
 
 class Few(Sums):
-    """A finite choice, for the curriculum."""
+    """`Sums` with six tasks, for the curriculum."""
 
     def num_tasks(self, split):
         return 6
@@ -46,7 +46,7 @@ class Few(Sums):
 
 
 class Slow(RecordingEngine):
-    """What it samples depends on the seed and the version, how long it takes on nothing."""
+    """Samples depend on seed and version, and take a random time."""
 
     async def generate(self, prompt_ids, params, *, session=None):
         await asyncio.sleep(random.choice([0, 0.001, 0.004]))

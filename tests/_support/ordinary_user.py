@@ -13,7 +13,7 @@ from areal_gym.sandbox.worker import kernel
 
 
 def become(uid: int) -> None:
-    """Be an ordinary user, for whom the interpreter's directories open nevertheless."""
+    """Become an ordinary user who can still read the interpreter's directories."""
     kernel.unshare(kernel.NEWNS)
     kernel.mount("none", "/", "", kernel.REC | kernel.PRIVATE)
     if os.stat("/root").st_mode & 0o005 != 0o005:

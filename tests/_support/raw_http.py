@@ -1,15 +1,15 @@
-"""Bytes of anybody's choice, sent to a server on this machine."""
+"""Send raw bytes to a server on this machine."""
 
 import asyncio
 import contextlib
 import random
 
 PATIENCE_S = 60.0
-"""A server that has neither answered nor hung up by then hangs, on the slowest machine."""
+"""A server that has neither answered nor hung up after this time hangs."""
 
 
 async def exchange(port, raw, *, ends=True, host="127.0.0.1"):
-    """Sends bytes and returns all that comes back until the server hangs up."""
+    """Send bytes; return everything until the server hangs up."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         with contextlib.suppress(ConnectionError):
@@ -30,7 +30,7 @@ async def exchange(port, raw, *, ends=True, host="127.0.0.1"):
 
 
 def statuses(answer):
-    """The status codes in what a server has sent."""
+    """Return the status codes in an answer."""
     return [
         int(line[9:12])
         for line in answer.split(b"\r\n")
@@ -39,7 +39,7 @@ def statuses(answer):
 
 
 def request(method, path, body=b"", headers=()):
-    """A well-formed request that asks the server to hang up afterwards."""
+    """Return a well-formed request that asks the server to close the connection."""
     lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close"]
     if body:
         lines.append(f"Content-Length: {len(body)}")
@@ -87,42 +87,42 @@ ODD_PATHS = (
 )  # fmt: skip
 
 
-def odd_request(dice: random.Random, paths, bodies):
-    """A request with something wrong in its framing, made around real routes and bodies."""
-    path = dice.choice(paths).encode() if dice.random() < 0.7 else dice.choice(ODD_PATHS)
-    method = dice.choice(ODD_METHODS)
-    if dice.random() < 0.5:
-        method = dice.choice((b"GET", b"POST", b"DELETE"))
-    body = dice.choice(bodies)
-    lines = [method + b" " + path + b" " + dice.choice(ODD_VERSIONS)]
-    if dice.random() < 0.8:
+def odd_request(rng: random.Random, paths, bodies):
+    """Return a request with malformed framing, made around real routes and bodies."""
+    path = rng.choice(paths).encode() if rng.random() < 0.7 else rng.choice(ODD_PATHS)
+    method = rng.choice(ODD_METHODS)
+    if rng.random() < 0.5:
+        method = rng.choice((b"GET", b"POST", b"DELETE"))
+    body = rng.choice(bodies)
+    lines = [method + b" " + path + b" " + rng.choice(ODD_VERSIONS)]
+    if rng.random() < 0.8:
         lines.append(b"Host: 127.0.0.1")
-    lines += dice.sample(ODD_HEADERS, dice.randrange(4))
-    if dice.random() < 0.3:
-        body = chunked(dice, body)
+    lines += rng.sample(ODD_HEADERS, rng.randrange(4))
+    if rng.random() < 0.3:
+        body = chunked(rng, body)
         lines.append(b"Transfer-Encoding: chunked")
-    elif dice.random() < 0.8:
-        lines.append(b"Content-Length: %d" % (len(body) + dice.choice((0, 0, 0, 5, -3))))
-    dice.shuffle(lines[1:])
-    end = dice.choice((b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r"))
+    elif rng.random() < 0.8:
+        lines.append(b"Content-Length: %d" % (len(body) + rng.choice((0, 0, 0, 5, -3))))
+    rng.shuffle(lines[1:])
+    end = rng.choice((b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r"))
     raw = end.join(lines) + end + end + body
-    mishap = dice.random()
+    mishap = rng.random()
     if mishap < 0.15:
-        return raw[: dice.randrange(len(raw) + 1)]
+        return raw[: rng.randrange(len(raw) + 1)]
     if mishap < 0.3:
         spoilt = bytearray(raw)
-        for _ in range(dice.randrange(1, 5)):
-            spoilt[dice.randrange(len(spoilt))] = dice.randrange(256)
+        for _ in range(rng.randrange(1, 5)):
+            spoilt[rng.randrange(len(spoilt))] = rng.randrange(256)
         return bytes(spoilt)
     if mishap < 0.4:
         return raw + raw
     return raw
 
 
-def chunked(dice: random.Random, body):
-    """A body in chunks, some of whose sizes are wrong."""
-    size = dice.choice(
+def chunked(rng: random.Random, body):
+    """Return a chunked body, often with wrong chunk sizes."""
+    size = rng.choice(
         (b"%x" % len(body),) * 3
         + (b"-1", b"zz", b"\xb2", b"ffffffffffffffffff", b"", b"0x5", b"5;a=\xff", b" 5")
     )
-    return size + b"\r\n" + body + b"\r\n" + dice.choice((b"0\r\n\r\n", b"", b"0\r\nx: y\r\n\r\n"))
+    return size + b"\r\n" + body + b"\r\n" + rng.choice((b"0\r\n\r\n", b"", b"0\r\nx: y\r\n\r\n"))

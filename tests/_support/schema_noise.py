@@ -1,4 +1,4 @@
-"""Values that a JSON schema describes, with noise in them."""
+"""Random values of a JSON schema, with odd values mixed in."""
 
 import json
 import math
@@ -24,24 +24,24 @@ TEXTS = (
 
 
 def nested(depth, bracket="["):
-    """JSON text that is nested deeply."""
+    """Return deeply nested JSON text."""
     return '{"a":' * depth + "1" + "}" * depth if bracket == "{" else "[" * depth + "]" * depth
 
 
-def value(schema, definitions, dice, *, noise=1 / 12):
-    """What a schema describes, or noise in some cases."""
-    if dice.random() < noise:
-        return dice.choice(ODD)
+def value(schema, definitions, rng, *, noise=1 / 12):
+    """Return a value of the schema, or an odd one with probability `noise`."""
+    if rng.random() < noise:
+        return rng.choice(ODD)
 
     def inner(part):
-        return value(part, definitions, dice, noise=noise)
+        return value(part, definitions, rng, noise=noise)
 
     if "$ref" in schema:
         return inner(definitions[schema["$ref"].rpartition("/")[2]])
     if "anyOf" in schema:
-        return inner(dice.choice(schema["anyOf"]))
+        return inner(rng.choice(schema["anyOf"]))
     if "enum" in schema:
-        return dice.choice(schema["enum"])
+        return rng.choice(schema["enum"])
     if "const" in schema:
         return schema["const"]
     kind = schema.get("type")
@@ -50,34 +50,34 @@ def value(schema, definitions, dice, *, noise=1 / 12):
         return {
             name: inner(part)
             for name, part in schema["properties"].items()
-            if name in required or dice.random() < 0.25
+            if name in required or rng.random() < 0.25
         }
     if kind == "array":
-        size = schema.get("minItems", 0) + dice.randrange(3)
+        size = schema.get("minItems", 0) + rng.randrange(3)
         return [inner(schema.get("items", {})) for _ in range(size)]
     makers = {
-        "string": lambda: dice.choice(TEXTS),
-        "integer": lambda: dice.randint(max(schema.get("minimum", -3), -3), 3),
-        "number": lambda: dice.uniform(schema.get("minimum", -1), schema.get("maximum", 1)),
-        "boolean": lambda: dice.random() < 0.5,
+        "string": lambda: rng.choice(TEXTS),
+        "integer": lambda: rng.randint(max(schema.get("minimum", -3), -3), 3),
+        "number": lambda: rng.uniform(schema.get("minimum", -1), schema.get("maximum", 1)),
+        "boolean": lambda: rng.random() < 0.5,
         "null": lambda: None,
-        "object": lambda: {"a": dice.choice(ODD)},
+        "object": lambda: {"a": rng.choice(ODD)},
     }
-    return makers.get(kind, lambda: dice.choice(ODD))()
+    return makers.get(kind, lambda: rng.choice(ODD))()
 
 
-def mutated(valid, dice):
-    """A valid request with one field changed, dropped or added, anywhere in it."""
+def mutated(valid, rng):
+    """Return a valid request with one field changed, dropped or added anywhere."""
     body = json.loads(json.dumps(valid))
     places = list(_places(body))
-    holder, key = dice.choice(places)
-    what = dice.random()
+    holder, key = rng.choice(places)
+    what = rng.random()
     if what < 0.7:
-        holder[key] = dice.choice(ODD)
+        holder[key] = rng.choice(ODD)
     elif what < 0.85 or not isinstance(holder, dict):
         del holder[key]
     else:
-        holder[dice.choice(("", "type", "role", "\ud800", "id", "extra"))] = dice.choice(ODD)
+        holder[rng.choice(("", "type", "role", "\ud800", "id", "extra"))] = rng.choice(ODD)
     return body
 
 
@@ -89,13 +89,13 @@ def _places(body):
             yield from _places(item)
 
 
-def body_bytes(content, dice):
-    """A body as JSON text, sometimes with an error that no serializer makes."""
+def body_bytes(content, rng):
+    """Return a body as JSON text, sometimes malformed."""
     text = json.dumps(content)
-    what = dice.random()
+    what = rng.random()
     if what < 0.9:
         return text.encode()
-    return dice.choice(
+    return rng.choice(
         (
             b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", text.encode("utf-16"), b"9" * 6000,
             text.encode()[:-1], text.encode() + b"x", b"\xef\xbb\xbf" + text.encode(),

@@ -1,4 +1,4 @@
-"""A gateway before a policy that plays a script, for tests."""
+"""A gateway in front of a scripted policy."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ ADD = {
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
 
 
-class Slow(ScriptedEngine):
-    """Tells each token by itself, and counts those who hung up."""
+class TokenwiseEngine(ScriptedEngine):
+    """Streams one token at a time, and counts aborted streams."""
 
     def __init__(self, replies, pause_s=0.0, **kwargs):
         super().__init__(replies, **kwargs)
@@ -54,8 +54,8 @@ class Slow(ScriptedEngine):
 
 
 @contextlib.asynccontextmanager
-async def gate(engine=None, **kwargs):
-    """A gateway and a session that nobody learns from."""
+async def running_gateway(engine=None, **kwargs):
+    """Run a gateway; yield it and a session that is not trained on."""
     gateway = Gateway(**kwargs)
     await gateway.start()
     try:
@@ -65,8 +65,8 @@ async def gate(engine=None, **kwargs):
         await gateway.aclose()
 
 
-class Told:
-    """An episode of which only the rewards are looked at."""
+class RewardOnlyEpisode:
+    """An episode without tools that only collects rewards."""
 
     first_messages = ({"role": "user", "content": "Hi."},)
     tools = ()
@@ -85,15 +85,18 @@ class Told:
         (turn or self.recorder.turns[-1]).reward += reward
 
 
-def recorded(gateway, engine, *, seed=0, max_new_tokens=200, temperature=1.0, **options):
-    """A session whose calls are kept."""
+def open_recorded_session(
+    gateway, engine, *, seed=0, max_new_tokens=200, temperature=1.0, **options
+):
+    """Open a session whose calls are recorded."""
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
     recorder = Recorder(engine, byte_renderer(), params, seed=seed)
-    return gateway.open_session(recorder, SessionOptions(**options), episode=Told(recorder))
+    episode = RewardOnlyEpisode(recorder)
+    return gateway.open_session(recorder, SessionOptions(**options), episode=episode)
 
 
 async def post(session, route, body, *, key=None, headers=()):
-    """Status, body and headers of an answer, without any client's help."""
+    """Post without a client library; return status, body and headers."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     keys = {"Authorization": f"Bearer {key or session.api_key}", **dict(headers)}
     async with (

@@ -23,7 +23,7 @@ def count(question):
 
 
 def counted(start, num_tokens):
-    """What `count` says after `start`."""
+    """Return the tokens that `count` samples after `start`."""
     return tuple((start + 1 + i) % LIMIT for i in range(num_tokens))
 
 
@@ -33,7 +33,7 @@ def fake(latency_s=0.0, **options):
 
 @asynccontextmanager
 async def serving(*fakes, **options):
-    """An engine over fake servers, all started."""
+    """Run fake servers and an engine over them."""
     settings = {"grace_s": 0.3, "health_interval_s": 0.05, **options}
     async with AsyncExitStack() as stack:
         for server in fakes:
@@ -62,13 +62,13 @@ async def until(condition):
 
 
 async def is_sampling(request):
-    """Whether an engine's call asks; looks at the start use the same route."""
+    """Return whether the request is an engine's call; probes use the same route."""
     return request.path == "/generate" and "return_logprob" in await request.json()
 
 
 @asynccontextmanager
 async def website(handle, *, behind=None):
-    """A web server of one handler; what it leaves (None) is passed on to the server behind it."""
+    """Run a web server of one handler; where it returns None, requests go to `behind`."""
 
     async def answer(request):
         response = await handle(request)

@@ -1,4 +1,4 @@
-"""What the tests of the servers share: a policy's own numbers, and ways to ask."""
+"""Helpers for the tests of SGLang servers: reference log-probabilities and calls."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from areal_gym.trainer.chunked_logprobs import score_tokens
 
 PROMPT = list(range(20, 60))
 TOLERANCE = 2e-5
-"""Of log-probabilities in float32; the real server was seen to differ by 5e-7."""
+"""Allowed difference of float32 log-probabilities; the real server differs by 5e-7."""
 
 
 @asynccontextmanager
 async def engine_over(policy, *urls, **options):
-    """A started engine; the weights that it finds count as version 0."""
+    """Run an engine over servers whose current weights count as version 0."""
     engine = SGLangEngine(policy, urls=urls, max_context=512, health_interval_s=0.2, **options)
     try:
         await engine.start()
@@ -30,8 +30,8 @@ async def engine_over(policy, *urls, **options):
         await engine.aclose()
 
 
-def ours(decoder, token_ids, num_prompt, temperature=1.0):
-    """The trainer's log-probabilities of what comes after the prompt."""
+def trainer_logprobs(decoder, token_ids, num_prompt, temperature=1.0):
+    """Return the trainer's log-probabilities of the tokens after the prompt."""
     torch.set_num_threads(1)
     mask = [False] * num_prompt + [True] * (len(token_ids) - num_prompt)
     batch = pack([Row(token_ids=tuple(token_ids), num_shared=0)], torch.device("cpu"))
@@ -39,9 +39,9 @@ def ours(decoder, token_ids, num_prompt, temperature=1.0):
         return score_tokens(decoder, batch, [mask], temperature).logprobs.tolist()
 
 
-def gap(decoder, generation, prompt=PROMPT, temperature=1.0):
-    """The largest difference between the server's log-probabilities and the trainer's."""
-    mine = ours(decoder, [*prompt, *generation.token_ids], len(prompt), temperature)
+def logprob_gap(decoder, generation, prompt=PROMPT, temperature=1.0):
+    """Return the largest difference between the server's log-probabilities and the trainer's."""
+    mine = trainer_logprobs(decoder, [*prompt, *generation.token_ids], len(prompt), temperature)
     return max(abs(a - b) for a, b in zip(generation.logprobs, mine, strict=True))
 
 
@@ -50,10 +50,10 @@ def ask(engine, num_tokens=32, prompt=PROMPT, **params):
 
 
 async def turns_in_flight(engine, num_turns, num_tokens):
-    """So many turns that are being sampled.
+    """Return `num_turns` calls that are being sampled.
 
-    Servers take requests in the order of their arrival: who asks later for one token and has it
-    knows that the others have begun.
+    Servers take requests in order of arrival: when a later call of one token is answered, the
+    others have begun.
     """
     turns = [asyncio.create_task(ask(engine, num_tokens)) for _ in range(num_turns)]
     await asyncio.sleep(0)  # now they have asked
@@ -62,8 +62,8 @@ async def turns_in_flight(engine, num_turns, num_tokens):
 
 
 @asynccontextmanager
-async def busy(engine, num_turns=6):
-    """Keeps so many turns in flight inside, however quick the server is; gives those that ended."""
+async def turns_kept_in_flight(engine, num_turns=6):
+    """Keep `num_turns` turns in flight however quick the server is; yield the finished ones."""
     ended = []
     lengths = itertools.cycle(range(150, 400, 50))  # so that they do not all end at once
     is_over = False

@@ -1,4 +1,4 @@
-"""A shop, an airline and a carrier of a few records each, made up for tests."""
+"""A shop, an airline and a phone carrier with a few made-up records each."""
 
 import dataclasses
 
@@ -231,7 +231,7 @@ def telecom_world():
 
 
 def shop_case(**changes):
-    """Ada wants the red lamp of her pending order in green."""
+    """Return a case in which Ada wants the red lamp of her pending order in green."""
     gold = (
         Action("assistant", "get_order_details", {"order_id": "#W0000001"}, None),
         Action(

@@ -1,4 +1,4 @@
-"""A whole run of many steps, in a process of its own, that says how much memory each step left.
+"""A whole run of many steps in its own process, which reports its memory.
 
     python -m tests._support.soaked_run POLICY RUN_DIRECTORY NUM_STEPS
 
@@ -21,7 +21,7 @@ from tests._support.shaped_env import Shaped
 
 
 class FewTasks(Shaped):
-    """So few that every cache is full soon."""
+    """Five tasks, so that every cache is soon full."""
 
     def sample_task(self, rng, options):
         number = int(rng.integers(5))
@@ -34,7 +34,7 @@ def register_envs():
 
 
 class Scales(SilentDisplay):
-    """Weighs the process now and then, without what the next garbage collection frees."""
+    """Records the memory of the process every ten steps, after a garbage collection."""
 
     def __init__(self):
         self.rows = []

@@ -1,4 +1,4 @@
-"""Small real things for the tests of rollouts."""
+"""A small environment with a tool, and an engine that records its calls."""
 
 import random
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def add(a: int, b: int) -> str:
 
 
 class Sums(TextEnv):
-    """Tool calls as long as the policy likes; an answer ends the episode."""
+    """Sums two numbers: any number of tool calls, then an answer that ends the episode."""
 
     tools = (add,)
 
@@ -43,7 +43,7 @@ class Sums(TextEnv):
 
 
 class RecordingEngine(ScriptedEngine):
-    """Samples random ids (any: half of them are no UTF-8) and keeps what it saw and sampled.
+    """Samples random ids (half of them are not UTF-8) and records prompts and samples.
 
     The same seed gives the same tokens. Weights are "published" inside turns now and then.
     """

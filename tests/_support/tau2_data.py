@@ -1,4 +1,4 @@
-"""Where the benchmark's data and the recorded verdicts lie, beside the project."""
+"""Paths of the tau2-bench data and of recorded verdicts, beside the project."""
 
 import pytest
 

@@ -43,7 +43,7 @@ LIMITS = SandboxLimits(wall_s=120.0, cpu_s=60.0)  # the default but for time
 
 
 async def run(without):
-    """The results of eight calls and eight sessions, and of a program with too many threads."""
+    """Return the results of eight programs, and of one with too many threads."""
     async with ProcessSandbox(num_workers=8, without=without, min_level="none") as sandbox:
         sessions = [await sandbox.session() for _ in range(4)]
         results = await asyncio.gather(

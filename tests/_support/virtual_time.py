@@ -18,7 +18,7 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Hours pass in milliseconds; a deadlock is an error instead of a wait."""
+    """An event loop where hours pass in milliseconds, and a deadlock is an error."""
 
     def __init__(self):
         self._clock = _Jump()
@@ -40,6 +40,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.run_until_complete(wait())
 
     def end(self):
-        """Nothing is left behind."""
+        """Check that no task is left, and close the loop."""
         assert not asyncio.all_tasks(self)
         self.close()

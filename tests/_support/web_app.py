@@ -1,4 +1,4 @@
-"""A web application of a test's own, on a free port of this machine."""
+"""A web application on a free port of this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 
 @asynccontextmanager
 async def served(app: web.Application) -> AsyncIterator[str]:
-    """Its address, while it serves; a handler that hangs does not hold up its end."""
+    """Serve the application; yield its URL. Hanging handlers do not delay the end."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

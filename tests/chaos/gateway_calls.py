@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.utils.statistics import rss_mb
 from tests._support.raw_http import exchange, request, statuses
-from tests._support.scripted_gateway import gate, recorded
+from tests._support.scripted_gateway import open_recorded_session, running_gateway
 
 KINDS = ("valid", "stream", "malformed", "cut off", "abandoned")
 MALFORMED = (b"{", b"[]", b'{"messages": 3}', b'{"messages": [], "n": -1}', b"\xff", b"9" * 5000)
@@ -52,13 +52,13 @@ async def play(num_calls, at_once):
     """Plays all calls, in sessions of 50 calls each; figures before and after."""
     dice = random.Random(0)
     counts = dict.fromkeys(KINDS, 0)
-    async with gate() as (gateway, _):
+    async with running_gateway() as (gateway, _):
         facts = []
         num_answers = num_turns = 0
         for start in range(0, num_calls, at_once):
             if start in (at_once, at_once * (num_calls // at_once // 2)):
                 facts.append(await settled(gateway))
-            session = recorded(gateway, ScriptedEngine(lambda question: "Hello."))
+            session = open_recorded_session(gateway, ScriptedEngine(lambda question: "Hello."))
             kinds = dice.choices(KINDS, weights=(4, 2, 2, 1, 1), k=at_once)
             answers = await asyncio.gather(
                 *(call(kind, gateway, session, start + i, dice) for i, kind in enumerate(kinds))

@@ -50,6 +50,27 @@ def test_interrupted_turns_continue_with_new_weights(tiny_policy, interrupt, emu
     asyncio.run(scenario())
 
 
+def recording_server(truth, **options):
+    """Return a server that records in `truth` the version that sampled each token."""
+
+    def reply(question):
+        tokens = count(question)
+        version = 0 if server.version == "default" else int(server.version)
+        for position in range(len(question.prompt_ids), len(question.prompt_ids) + len(tokens)):
+            truth[question.prompt_ids[1], position] = version
+        return tokens
+
+    server = FakeSGLangServer(ScriptedEngine(reply, latency_s=0.001), **options)
+    return server
+
+
+def check_versions(truth, lengths, generations):
+    """Check the tokens of the calls, and that their versions are the recorded ones."""
+    for i, generation in enumerate(generations):
+        assert generation.token_ids == counted(i, lengths[i])
+        assert list(generation.versions) == [truth[i, 2 + n] for n in range(lengths[i])]
+
+
 @settings(max_examples=20)
 @given(
     pauses=st.lists(st.floats(0, 0.02), max_size=6),
@@ -61,16 +82,8 @@ def test_token_versions_are_exact_under_random_publications(tiny_policy, pauses,
     interrupt, emulate = kind
     truth = {}
 
-    def reply(question):
-        tokens = count(question)
-        for position in range(len(question.prompt_ids), len(question.prompt_ids) + len(tokens)):
-            truth[question.prompt_ids[1], position] = policy.policy_version
-        return tokens
-
     async def scenario():
-        nonlocal policy
-        policy = ScriptedEngine(reply, latency_s=0.001)
-        server = FakeSGLangServer(policy, emulate=emulate)
+        server = recording_server(truth, emulate=emulate)
         async with serving(server, interrupt=interrupt) as engine:
             calls = [
                 asyncio.create_task(ask(engine, n, prompt=(1, i))) for i, n in enumerate(lengths)
@@ -78,12 +91,8 @@ def test_token_versions_are_exact_under_random_publications(tiny_policy, pauses,
             for version, pause_s in enumerate(pauses, 1):
                 await asyncio.sleep(pause_s)
                 await publish(engine, version, tiny_policy)
-            for i, generation in enumerate(await asyncio.gather(*calls)):
-                assert generation.token_ids == counted(i, lengths[i])
-                sampled = [truth[i, 2 + position] for position in range(lengths[i])]
-                assert list(generation.versions) == sampled
+            check_versions(truth, lengths, await asyncio.gather(*calls))
 
-    policy = None
     asyncio.run(scenario())
 
 
@@ -99,24 +108,13 @@ def test_token_versions_are_exact_under_random_publications(tiny_policy, pauses,
 def test_token_versions_are_exact_while_servers_restart(tiny_policy, events, lengths, interrupt):
     truth = {}
 
-    def serve():
-        def reply(question):
-            tokens = count(question)
-            version = 0 if server.version == "default" else int(server.version)
-            for position in range(len(question.prompt_ids), len(question.prompt_ids) + len(tokens)):
-                truth[question.prompt_ids[1], position] = version
-            return tokens
-
-        server = FakeSGLangServer(ScriptedEngine(reply, latency_s=0.001))
-        return server
-
     async def restart(server):
         await server.die()
         server.version = "default"
         await server.start()
 
     async def scenario():
-        servers = [serve(), serve()]
+        servers = [recording_server(truth), recording_server(truth)]
         async with serving(
             *servers, interrupt=interrupt, health_interval_s=0.01, grace_s=5, max_retries=20
         ) as engine:
@@ -132,10 +130,7 @@ def test_token_versions_are_exact_while_servers_restart(tiny_policy, events, len
                     await publish(engine, version, tiny_policy)
                 else:
                     await restart(servers[int(event[-1])])
-            for i, generation in enumerate(await asyncio.gather(*calls)):
-                assert generation.token_ids == counted(i, lengths[i])
-                sampled = [truth[i, 2 + position] for position in range(lengths[i])]
-                assert list(generation.versions) == sampled
+            check_versions(truth, lengths, await asyncio.gather(*calls))
             assert engine.policy_version == version
 
     asyncio.run(scenario())

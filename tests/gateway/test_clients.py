@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from areal_gym.engines.scripted import ScriptedEngine
-from tests._support.scripted_gateway import ADD, CALL, Slow, gate
+from tests._support.scripted_gateway import ADD, CALL, TokenwiseEngine, running_gateway
 
 THOUGHT = "<think>Two words.</think>Hello, wörld 🙂."
 FLAT = {"type": "function", **ADD["function"]}
@@ -24,8 +24,8 @@ def talk(replies, use, *, pause_s=None, **kwargs):
     """Run `use(session)` against a gateway with a scripted policy."""
 
     async def run():
-        engine = ScriptedEngine(replies) if pause_s is None else Slow(replies, pause_s)
-        async with gate(engine, **kwargs) as (_, session):
+        engine = ScriptedEngine(replies) if pause_s is None else TokenwiseEngine(replies, pause_s)
+        async with running_gateway(engine, **kwargs) as (_, session):
             return await use(session)
 
     return asyncio.run(run())
@@ -237,9 +237,6 @@ def test_openai_text_completions():
 
 
 def test_openai_responses():
-    def replies(question):
-        return f"Both. {CALL}" if "[add]" in question.text else THOUGHT
-
     async def use(client):
         first = await client.responses.create(model="x", input="Hi.", instructions="Be brief.")
         assert first.status == "completed"
@@ -261,6 +258,17 @@ def test_openai_responses():
         )
         assert whole.usage.input_tokens_details.cached_tokens == 0  # a fork: trained on once
         assert whole.usage.input_tokens == more.usage.input_tokens
+        with pytest.raises(openai.BadRequestError, match="has given no answer"):
+            await client.responses.create(model="x", input="x", previous_response_id="resp_no")
+        cut = await client.responses.create(model="x", input="Hi.", max_output_tokens=2)
+        assert cut.status == "incomplete"
+        assert cut.incomplete_details.reason == "max_output_tokens"
+
+    talk(lambda question: THOUGHT, with_openai(use))
+
+
+def test_openai_responses_with_tools():
+    async def use(client):
         called = await client.responses.create(model="x", input="[add]", tools=[FLAT])
         assert [item.type for item in called.output] == ["message", "function_call"]
         answer = {
@@ -271,13 +279,8 @@ def test_openai_responses():
         history = [{"role": "user", "content": "[add]"}, *called.output, answer]
         last = await client.responses.create(model="x", input=history, tools=[FLAT])
         assert last.usage.input_tokens_details.cached_tokens == called.usage.total_tokens
-        with pytest.raises(openai.BadRequestError, match="has given no answer"):
-            await client.responses.create(model="x", input="x", previous_response_id="resp_no")
-        cut = await client.responses.create(model="x", input="Hi.", max_output_tokens=2)
-        assert cut.status == "incomplete"
-        assert cut.incomplete_details.reason == "max_output_tokens"
 
-    talk(replies, with_openai(use))
+    talk(lambda question: f"Both. {CALL}", with_openai(use))
 
 
 def test_openai_responses_stream():

@@ -14,7 +14,7 @@ from areal_gym.gateway.routes import openapi, route_table
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 from tests._support.raw_http import exchange, odd_request, request, statuses
 from tests._support.schema_noise import body_bytes, mutated, value
-from tests._support.scripted_gateway import CALL, gate, recorded
+from tests._support.scripted_gateway import CALL, open_recorded_session, running_gateway
 
 HI = [{"role": "user", "content": "Hi."}]
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -84,7 +84,7 @@ def engine():
 
 def test_fuzz_covers_every_route_of_the_gateway():
     async def use():
-        async with gate() as (gateway, _):
+        async with running_gateway() as (gateway, _):
             routes = gateway._site.runner.app.router.routes()
             return {(route.method, route.resource.canonical) for route in routes}
 
@@ -137,9 +137,9 @@ def test_gateway_refuses_malformed_bodies_and_keeps_turns(seed):
     rng = random.Random(seed)
 
     async def use():
-        async with gate(engine()) as (gateway, _), aiohttp.ClientSession() as http:
-            session = recorded(gateway, engine(), max_new_tokens=200)
-            other = recorded(gateway, engine())
+        async with running_gateway(engine()) as (gateway, _), aiohttp.ClientSession() as http:
+            session = open_recorded_session(gateway, engine(), max_new_tokens=200)
+            other = open_recorded_session(gateway, engine())
             num_answers = 0
             for route in rng.choices(TABLE, k=10):
                 key = gateway.control_key if route.key == "control" else session.api_key
@@ -167,7 +167,7 @@ def test_gateway_accepts_the_valid_fuzz_requests():
     """The bodies that the fuzz mutates are valid, so that mutations reach the policy."""
 
     async def use():
-        async with gate(engine()) as (gateway, session), aiohttp.ClientSession() as http:
+        async with running_gateway(engine()) as (gateway, session), aiohttp.ClientSession() as http:
             for path in POLICY:
                 body = json.dumps(VALID[path]).encode()
                 url = gateway.url + path
@@ -182,8 +182,8 @@ def test_gateway_survives_malformed_http():
     limits = ConnectionLimits(header_s=2.0, body_s=2.0, idle_s=2.0)
 
     async def use():
-        async with gate(engine(), limits=limits) as (gateway, _):
-            session = recorded(gateway, engine())
+        async with running_gateway(engine(), limits=limits) as (gateway, _):
+            session = open_recorded_session(gateway, engine())
             key = b"Authorization: Bearer " + session.api_key.encode() + b"\r\n"
             paths = [route.path for route in TABLE]
             bodies = [b"", b"x", *(json.dumps(body).encode() for body in VALID.values())]
@@ -206,7 +206,7 @@ def test_gateway_survives_malformed_http():
 
 def test_gateway_answers_unknown_encodings_and_hosts():
     async def use():
-        async with gate(engine()) as (gateway, session):
+        async with running_gateway(engine()) as (gateway, session):
             body = json.dumps({"messages": HI}).encode()
             for encoding in ("gzip", "deflate", "br", "zstd", "gzip, deflate", "no-such"):
                 raw = request(

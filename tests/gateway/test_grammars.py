@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.errors import GrammarError
-from tests._support.scripted_gateway import ADD, CALL, gate, post, recorded
+from tests._support.scripted_gateway import ADD, CALL, open_recorded_session, post, running_gateway
 
 HI = [{"role": "user", "content": "Hi."}]
 FLAT = {"type": "function", **ADD["function"]}
@@ -45,7 +45,7 @@ class GrammarEngine(ScriptedEngine):
 
 def run(use, engine):
     async def play():
-        async with gate(engine) as (gateway, session):
+        async with running_gateway(engine) as (gateway, session):
             return await use(gateway, session)
 
     return asyncio.run(play())
@@ -81,34 +81,43 @@ def test_response_formats_become_grammars():
     assert [json.loads(text)["required"] for _, text in schemas] == [["sum"]] * 3
 
 
+SUB = {"type": "function", "function": {"name": "sub"}}
+
+
+async def force_call_in_chat(session):
+    async with client_of(session) as client:
+        for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+            answer = await client.chat.completions.create(
+                model="x", messages=HI, tools=[ADD, SUB], tool_choice=choice
+            )
+            assert answer.choices[0].message.tool_calls[0].function.name == "add"
+
+
+async def force_call_in_responses(session):
+    options = {"tools": [FLAT], "parallel_tool_calls": False}
+    async with client_of(session) as client:
+        for choice in ("required", {"type": "function", "name": "add"}):
+            await client.responses.create(model="x", input="Hi.", tool_choice=choice, **options)
+
+
+async def force_call_in_anthropic_messages(session):
+    async with anthropic.AsyncAnthropic(
+        api_key=session.api_key, base_url=session.base_url.removesuffix("/v1"), max_retries=0
+    ) as client:
+        for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+            answer = await client.messages.create(
+                model="x", max_tokens=99, messages=HI, tools=[ANTHROPIC_ADD], tool_choice=choice
+            )
+            assert answer.stop_reason == "tool_use"
+
+
 def test_forced_tool_calls_become_structural_tags():
     engine = GrammarEngine(lambda question: CALL)
-    sub = {"type": "function", "function": {"name": "sub"}}
 
     async def use(_, session):
-        async with client_of(session) as client:
-            for choice in ("required", {"type": "function", "function": {"name": "add"}}):
-                answer = await client.chat.completions.create(
-                    model="x", messages=HI, tools=[ADD, sub], tool_choice=choice
-                )
-                assert answer.choices[0].message.tool_calls[0].function.name == "add"
-            named = {"type": "function", "name": "add"}
-            for choice in ("required", named):
-                await client.responses.create(
-                    model="x",
-                    input="Hi.",
-                    tools=[FLAT],
-                    tool_choice=choice,
-                    parallel_tool_calls=False,
-                )
-        async with anthropic.AsyncAnthropic(
-            api_key=session.api_key, base_url=session.base_url.removesuffix("/v1"), max_retries=0
-        ) as client:
-            for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
-                answer = await client.messages.create(
-                    model="x", max_tokens=99, messages=HI, tools=[ANTHROPIC_ADD], tool_choice=choice
-                )
-                assert answer.stop_reason == "tool_use"
+        await force_call_in_chat(session)
+        await force_call_in_responses(session)
+        await force_call_in_anthropic_messages(session)
 
     run(use, engine)
     shapes = []
@@ -143,7 +152,7 @@ def test_grammars_are_refused_where_unsupported(form):
     assert "no backend for grammars" in body["error"]["message"]
 
     async def learn(gateway, session):
-        training = recorded(gateway, GrammarEngine(["{}"]))
+        training = open_recorded_session(gateway, GrammarEngine(["{}"]))
         refusal = await use(gateway, training)
         assert not training.recorder.turns
         return refusal

@@ -14,7 +14,12 @@ from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.errors import EngineError, InfrastructureError
 from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.gateway.routes import openapi, route_table
-from tests._support.scripted_gateway import Slow, gate, post, recorded
+from tests._support.scripted_gateway import (
+    TokenwiseEngine,
+    open_recorded_session,
+    post,
+    running_gateway,
+)
 
 HI = {"messages": [{"role": "user", "content": "Hi."}]}
 DESCRIPTION = openapi(route_table(Gateway()))
@@ -22,7 +27,7 @@ DESCRIPTION = openapi(route_table(Gateway()))
 
 def run(use, engine=None, **kwargs):
     async def begin():
-        async with gate(engine, **kwargs) as (gateway, session):
+        async with running_gateway(engine, **kwargs) as (gateway, session):
             return await use(gateway, session)
 
     return asyncio.run(begin())
@@ -51,8 +56,8 @@ def test_gateway_listens_on_loopback_without_default_key():  # trap 30
 def test_keys_open_only_their_own_routes():
     async def use(gateway, session):
         session, other = (
-            recorded(gateway, ScriptedEngine(["a"])),
-            recorded(gateway, ScriptedEngine([])),
+            open_recorded_session(gateway, ScriptedEngine(["a"])),
+            open_recorded_session(gateway, ScriptedEngine([])),
         )
         control = {
             "/rl/sessions": {},
@@ -76,7 +81,7 @@ def test_keys_open_only_their_own_routes():
 
 def test_ended_session_key_is_refused():
     async def use(gateway, _):
-        session = recorded(gateway, ScriptedEngine(lambda question: "Hello."))
+        session = open_recorded_session(gateway, ScriptedEngine(lambda question: "Hello."))
         assert (await post(session, "/chat/completions", HI))[0] == 200
         end, key = f"/rl/sessions/{session.id}/end", gateway.control_key
         assert (await post(session, end, {"reward": 1}, key=key))[0] == 200
@@ -91,10 +96,10 @@ def test_ended_session_key_is_refused():
 
 
 def test_ending_a_session_aborts_its_calls():
-    engine = Slow(lambda question: "x" * 1000, 0.01)
+    engine = TokenwiseEngine(lambda question: "x" * 1000, 0.01)
 
     async def use(gateway, _):
-        session = recorded(gateway, engine, max_new_tokens=2000)
+        session = open_recorded_session(gateway, engine, max_new_tokens=2000)
         asking = asyncio.create_task(post(session, "/chat/completions", HI | {"stream": True}))
         while not engine.num_calls:
             await asyncio.sleep(0.01)
@@ -164,7 +169,7 @@ def test_failing_engine_is_503_and_paused_gateway_is_429():
 
 
 def test_engine_failure_within_a_stream_is_reported_in_it():
-    class Breaking(Slow):
+    class Breaking(TokenwiseEngine):
         async def stream(self, prompt_ids, params, *, session=None):
             async for piece in super().stream(prompt_ids, params, session=session):
                 yield piece
@@ -183,7 +188,7 @@ def test_engine_failure_within_a_stream_is_reported_in_it():
 
 
 def test_calls_beyond_the_limit_get_retry_after():
-    engine = Slow(lambda question: "x" * 200, 0.01)
+    engine = TokenwiseEngine(lambda question: "x" * 200, 0.01)
 
     async def use(gateway, session):
         first = asyncio.create_task(post(session, "/chat/completions", HI | {"stream": True}))
@@ -274,7 +279,7 @@ def test_random_requests_never_give_a_500(seed, keys):
         engine = ScriptedEngine(
             lambda question: "Hello. <tool_call>{}</tool_call>", max_context=900
         )
-        session = recorded(gateway, engine, max_new_tokens=20)
+        session = open_recorded_session(gateway, engine, max_new_tokens=20)
         async with aiohttp.ClientSession() as http:
             for method, path, body in requests:
                 url = gateway.url + path.replace("{id}", session.id)

@@ -14,7 +14,7 @@ from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
 from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.gateway.session import SessionOptions
 from areal_gym.recording import Recorder
-from tests._support.scripted_gateway import Told, post
+from tests._support.scripted_gateway import RewardOnlyEpisode, post
 
 NUM = 256
 
@@ -83,30 +83,45 @@ def test_long_serving_session_keeps_bounded_state():
     assert live == set()
 
 
+async def play_two_turns(http, gateway, recorder, number):
+    """Stream two answers in a session; return its secret, the answers and the recording."""
+    session = gateway.open_session(recorder, episode=RewardOnlyEpisode(recorder))
+    secret = f"Secret {number}."
+    messages = [{"role": "user", "content": secret}]
+    answers = []
+    for turn in range(2):
+        text, num_logprobs, usage = await stream_answer(http, session, messages)
+        assert num_logprobs == usage["completion_tokens"]
+        answers.append(text)
+        messages += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": f"Turn {turn} of {number}."},
+        ]
+    outcome = recorder.outcome()
+    session.close()
+    recorder.release()
+    return secret, answers, outcome
+
+
+def check_episode(renderer, secret, answers, outcome):
+    """Check that the recording is of this session; return its number of sampled tokens."""
+    policy = [span for span in outcome["spans"] if span.origin == "policy"]
+    prompt = renderer.decode(outcome["spans"][0].token_ids)
+    assert secret in prompt
+    assert prompt.count("Secret") == 1
+    assert len(outcome["turns"]) == 2
+    for turn, text in enumerate(answers):  # the streamed text is what was sampled
+        ids = [i for span in policy if span.turn == turn for i in span.token_ids]
+        message = renderer.parse(renderer.decode(ids), "plain")
+        assert text == message.get("reasoning_content", "") + message["content"]
+    return sum(map(len, policy))
+
+
 @pytest.mark.slow
 def test_256_concurrent_sessions_do_not_mix(tiny_policy):
     torch.set_num_threads(1)
     renderer = Renderer.from_checkpoint(tiny_policy)
-
-    async def play(http, gateway, engine, number):
-        params = SamplingParams(max_new_tokens=12)
-        recorder = Recorder(engine, renderer, params, seed=number)
-        session = gateway.open_session(recorder, episode=Told(recorder))
-        secret = f"Secret {number}."
-        messages = [{"role": "user", "content": secret}]
-        answers = []
-        for turn in range(2):
-            text, num_logprobs, usage = await stream_answer(http, session, messages)
-            assert num_logprobs == usage["completion_tokens"]
-            answers.append(text)
-            messages += [
-                {"role": "assistant", "content": text},
-                {"role": "user", "content": f"Turn {turn} of {number}."},
-            ]
-        outcome = recorder.outcome()
-        session.close()
-        recorder.release()
-        return secret, answers, outcome
+    params = SamplingParams(max_new_tokens=12)
 
     async def run():
         engine = EmbeddedEngine.from_checkpoint(tiny_policy, num_slots=64, max_context=256)
@@ -116,8 +131,12 @@ def test_256_concurrent_sessions_do_not_mix(tiny_policy):
         try:
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(connector=connector) as http:
+                recorders = [Recorder(engine, renderer, params, seed=seed) for seed in range(NUM)]
                 episodes = await asyncio.gather(
-                    *(play(http, gateway, engine, number) for number in range(NUM))
+                    *(
+                        play_two_turns(http, gateway, recorder, number)
+                        for number, recorder in enumerate(recorders)
+                    )
                 )
             return episodes, gateway, engine.stats.generated
         finally:
@@ -126,16 +145,5 @@ def test_256_concurrent_sessions_do_not_mix(tiny_policy):
 
     episodes, gateway, num_generated = asyncio.run(run())
     assert gateway.sessions == {}
-    num_recorded = 0
-    for secret, answers, outcome in episodes:
-        policy = [span for span in outcome["spans"] if span.origin == "policy"]
-        num_recorded += sum(map(len, policy))
-        prompt = renderer.decode(outcome["spans"][0].token_ids)
-        assert secret in prompt
-        assert prompt.count("Secret") == 1
-        assert len(outcome["turns"]) == 2
-        for turn, text in enumerate(answers):  # the streamed text is what was sampled
-            ids = [i for span in policy if span.turn == turn for i in span.token_ids]
-            message = renderer.parse(renderer.decode(ids), "plain")
-            assert text == message.get("reasoning_content", "") + message["content"]
+    num_recorded = sum(check_episode(renderer, *episode) for episode in episodes)
     assert num_recorded == num_generated  # every sampled token is recorded

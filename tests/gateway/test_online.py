@@ -1,6 +1,5 @@
 """Online runs: outside programs open sessions, chat and post rewards while it trains."""
 
-import asyncio
 import json
 import os
 import signal
@@ -141,10 +140,10 @@ def test_sessions_of_one_task_are_one_group(tiny_policy, tmp_path):
     assert sorted(map(tuple, groups.values())) == [(0,), (1,)]
 
 
-def test_resumed_online_run_keeps_its_control_key(tiny_policy, tmp_path):
-    out = tmp_path / "run"
+def interrupt_after_two_steps(policy, out):
+    """Train online in a child process and interrupt it; return the number of its steps."""
     command = [sys.executable, "-m", "areal_gym", "train", "--out", str(out), "--plain"]
-    settings = [*SMALL, f"engine.model={tiny_policy}", "trainer.save_every=1", "steps=40"]
+    settings = [*SMALL, f"engine.model={policy}", "trainer.save_every=1", "steps=40"]
     program = Program(out)
     process = subprocess.Popen(
         [*command, *settings], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -162,33 +161,35 @@ def test_resumed_online_run_keeps_its_control_key(tiny_policy, tmp_path):
     assert program.problems == []
     program.is_stopped = True
     program.join(timeout=30)
-    done = len(list(RunDir(out).read_metrics()))
-    key = json.loads((out / "gateway.json").read_text())["control_key"]
-    (out / "gateway.json").rename(out / "before.json")
-    (out / "before.json").rename(out / "gateway.json")
+    return len(list(RunDir(out).read_metrics()))
 
-    async def resumed():
-        return await asyncio.to_thread(
-            train, config_of(tiny_policy, f"steps={done + 1}"), run_dir=out, mode="resume"
-        )
 
-    other = Program(out)
+def resume_with_program(config, out):
+    """Resume the run beside a program that waits for the new address of the gateway."""
+    program = Program(out)
     # The old file still names the address of the process that is gone.
     stale = (out / "gateway.json").read_text()
 
     def follow():
-        while (out / "gateway.json").read_text() == stale and not other.is_stopped:
+        while (out / "gateway.json").read_text() == stale and not program.is_stopped:
             time.sleep(0.05)
-        other.run()
+        program.run()
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
     try:
-        asyncio.run(resumed())
+        train(config, run_dir=out, mode="resume")
     finally:
-        other.is_stopped = True
+        program.is_stopped = True
         follower.join(timeout=30)
-    assert other.problems == []
+    assert program.problems == []
+
+
+def test_resumed_online_run_keeps_its_control_key(tiny_policy, tmp_path):
+    out = tmp_path / "run"
+    done = interrupt_after_two_steps(tiny_policy, out)
+    key = json.loads((out / "gateway.json").read_text())["control_key"]
+    resume_with_program(config_of(tiny_policy, f"steps={done + 1}"), out)
     assert json.loads((out / "gateway.json").read_text())["control_key"] == key
     assert len(list(RunDir(out).read_metrics())) == done + 1
 

@@ -18,7 +18,13 @@ from areal_gym.trainer.algorithms.token_advantages import gae
 from areal_gym.trainer.batch.experience import advantage_inputs
 from areal_gym.trainer.batch.sequences import make_sequences, sequences_of
 from areal_gym.types import Group, StopReason, Task, Trajectory
-from tests._support.scripted_gateway import CALL, Slow, gate, post, recorded
+from tests._support.scripted_gateway import (
+    CALL,
+    TokenwiseEngine,
+    open_recorded_session,
+    post,
+    running_gateway,
+)
 from tests._support.sums_env import RecordingEngine
 
 HI = {"role": "user", "content": "Hi."}
@@ -56,9 +62,9 @@ def check_branches(trajectory, engine):
 
 def test_growing_history_is_one_branch():
     async def run():
-        async with gate() as (gateway, _):
+        async with running_gateway() as (gateway, _):
             engine = RecordingEngine(stop_share=1.0)
-            session = recorded(gateway, engine, max_new_tokens=20)
+            session = open_recorded_session(gateway, engine, max_new_tokens=20)
             messages = [HI]
             for _ in range(4):
                 status, body, _ = await post(session, "/chat/completions", {"messages": messages})
@@ -74,9 +80,9 @@ def test_growing_history_is_one_branch():
 
 def test_rewritten_history_forks_and_trains_each_token_once():
     async def run():
-        async with gate() as (gateway, _):
+        async with running_gateway() as (gateway, _):
             engine = RecordingEngine(stop_share=1.0)
-            session = recorded(gateway, engine, max_new_tokens=20)
+            session = open_recorded_session(gateway, engine, max_new_tokens=20)
 
             async def ask(*messages):
                 status, body, _ = await post(session, "/chat/completions", {"messages": messages})
@@ -142,9 +148,9 @@ def test_random_call_trees_are_recorded_exactly(moves, seed, is_parallel):
 
 def test_n_choices_are_branches():
     async def run():
-        async with gate() as (gateway, _):
+        async with running_gateway() as (gateway, _):
             engine = RecordingEngine(stop_share=1.0)
-            session = recorded(gateway, engine, max_new_tokens=20)
+            session = open_recorded_session(gateway, engine, max_new_tokens=20)
             body = {"messages": [HI], "n": 3}
             _, answer, _ = await post(session, "/chat/completions", body)
             picked = answer["choices"][1]["message"]
@@ -160,9 +166,9 @@ def test_n_choices_are_branches():
 
 def test_client_retry_is_answered_from_the_first_call():  # trap 18
     async def run():
-        async with gate() as (gateway, _):
+        async with running_gateway() as (gateway, _):
             engine = ScriptedEngine(lambda question: f"Answer {question.turn} {CALL}")
-            session = recorded(gateway, engine)
+            session = open_recorded_session(gateway, engine)
             body = {"messages": [HI]}
             again = {"x-stainless-retry-count": "1"}
             _, first, _ = await post(session, "/chat/completions", body)
@@ -196,8 +202,8 @@ def test_official_client_retries_leave_one_turn():
             return await super().generate(prompt_ids, params, session=session)
 
     async def run():
-        async with gate() as (gateway, _):
-            session = recorded(gateway, Failing(lambda question: "Fine."))
+        async with running_gateway() as (gateway, _):
+            session = open_recorded_session(gateway, Failing(lambda question: "Fine."))
             async with openai.AsyncOpenAI(
                 api_key=session.api_key, base_url=session.base_url, max_retries=2
             ) as client:
@@ -212,9 +218,9 @@ def test_official_client_retries_leave_one_turn():
 
 def test_client_disconnect_aborts_generation_and_records_nothing():
     async def run():
-        engine = Slow(lambda question: "x" * 500, 0.01)
-        async with gate() as (gateway, _):
-            session = recorded(gateway, engine, max_new_tokens=1000)
+        engine = TokenwiseEngine(lambda question: "x" * 500, 0.01)
+        async with running_gateway() as (gateway, _):
+            session = open_recorded_session(gateway, engine, max_new_tokens=1000)
             async with openai.AsyncOpenAI(
                 api_key=session.api_key, base_url=session.base_url
             ) as client:
@@ -241,9 +247,9 @@ def test_client_disconnect_aborts_generation_and_records_nothing():
 
 def test_parallel_agents_have_their_own_branches():
     async def run():
-        async with gate() as (gateway, _):
+        async with running_gateway() as (gateway, _):
             engine = RecordingEngine(stop_share=1.0)
-            session = recorded(gateway, engine, max_new_tokens=16)
+            session = open_recorded_session(gateway, engine, max_new_tokens=16)
 
             async def agent(name):
                 messages = [{"role": "system", "content": f"You are {name}."}, HI]
@@ -266,9 +272,9 @@ def test_reward_reaches_every_agent_of_the_episode():  # trap 8
     """A boss asks two helpers at once and gets the reward, also where turns are discounted."""
 
     async def run():
-        async with gate() as (gateway, _):
+        async with running_gateway() as (gateway, _):
             engine = ScriptedEngine(lambda question: "word")
-            session = recorded(gateway, engine)
+            session = open_recorded_session(gateway, engine)
 
             async def ask(*messages):
                 _, answer, _ = await post(session, "/chat/completions", {"messages": messages})
@@ -305,8 +311,8 @@ def test_reward_reaches_every_agent_of_the_episode():  # trap 8
 
 def test_tokens_after_a_stop_string_are_not_trained_on():  # trap 34
     async def run():
-        async with gate() as (gateway, _):
-            session = recorded(gateway, ScriptedEngine(["One STOP two", "Three"]))
+        async with running_gateway() as (gateway, _):
+            session = open_recorded_session(gateway, ScriptedEngine(["One STOP two", "Three"]))
             body = {"messages": [HI], "stop": "STOP"}
             _, first, _ = await post(session, "/chat/completions", body)
             message = first["choices"][0]["message"]
@@ -330,9 +336,11 @@ def test_run_sets_sampling_and_client_seed_is_kept():
                 seen.append(params)
                 return await super().generate(prompt_ids, params, session=session)
 
-        async with gate(Engine(lambda question: "Hello.")) as (gateway, free):
-            session = recorded(gateway, free.recorder.engine, temperature=0.7, max_new_tokens=30)
-            other = recorded(gateway, free.recorder.engine, temperature=0.7, seed=1)
+        async with running_gateway(Engine(lambda question: "Hello.")) as (gateway, free):
+            session = open_recorded_session(
+                gateway, free.recorder.engine, temperature=0.7, max_new_tokens=30
+            )
+            other = open_recorded_session(gateway, free.recorder.engine, temperature=0.7, seed=1)
             body = {"messages": [HI], "temperature": 0.1, "top_p": 0.5, "seed": -5}
             for sender in (session, session, other, free):
                 await post(sender, "/chat/completions", body | {"max_tokens": 50})
@@ -347,8 +355,8 @@ def test_run_sets_sampling_and_client_seed_is_kept():
 
 def test_reward_is_given_to_the_named_answer():
     async def run():
-        async with gate() as (gateway, _):
-            session = recorded(gateway, ScriptedEngine(lambda question: "Hello."))
+        async with running_gateway() as (gateway, _):
+            session = open_recorded_session(gateway, ScriptedEngine(lambda question: "Hello."))
             ids = []
             for text in "abc":
                 body = {"messages": [{"role": "user", "content": text}]}
@@ -374,9 +382,9 @@ def test_reward_is_given_to_the_named_answer():
 
 def test_session_limits_are_reported_truncations():
     async def run():
-        async with gate() as (gateway, _):
+        async with running_gateway() as (gateway, _):
             engine = ScriptedEngine(lambda question: "Hello.", max_context=200)
-            session = recorded(gateway, engine, max_calls=2)
+            session = open_recorded_session(gateway, engine, max_calls=2)
             body = {"messages": [HI]}
             assert (await post(session, "/chat/completions", body))[0] == 200
             long = {"messages": [{"role": "user", "content": "x" * 200}]}

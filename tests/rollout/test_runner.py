@@ -242,24 +242,29 @@ def test_environment_without_a_task_is_a_failure():
         asyncio.run(batches(runner_of(engine, Empty), engine, 1))
 
 
-def test_slow_remote_reset_does_not_block_other_episodes():
-    """While a remote environment's `prepare` waits, other episodes and draws go on."""
-    preparing = {"now": 0, "most": 0}
+def remote_sums(slow_reset=None):
+    """Return `Sums` with a `prepare` that waits, for ever in the reset of that number."""
 
     class RemoteSums(Sums):
-        num_resets = 0
+        num_resets = num_preparing = max_preparing = 0
 
         async def prepare(self, seed, options):
-            preparing["now"] += 1
-            preparing["most"] = max(preparing["most"], preparing["now"])
-            RemoteSums.num_resets += 1
-            # The third task that is drawn never comes.
-            await asyncio.sleep(0.01 if RemoteSums.num_resets != 3 else 3600)
-            preparing["now"] -= 1
+            cls = RemoteSums
+            cls.num_resets += 1
+            cls.num_preparing += 1
+            cls.max_preparing = max(cls.max_preparing, cls.num_preparing)
+            await asyncio.sleep(0.01 if cls.num_resets != slow_reset else 3600)
+            cls.num_preparing -= 1
+
+    return RemoteSums
+
+
+def test_slow_remote_reset_does_not_block_other_episodes():
+    env = remote_sums(slow_reset=3)
 
     async def play():
         engine = ScriptedEngine(["10"])
-        runner = runner_of(engine, RemoteSums, max_staleness=4, max_in_flight=24)
+        runner = runner_of(engine, env, max_staleness=4, max_in_flight=24)
         async with asyncio.timeout(20), runner:
             taken = [await runner.next_batch() for _ in range(4)]
             assert runner.stats().groups_running  # the one that still waits for its task
@@ -270,25 +275,15 @@ def test_slow_remote_reset_does_not_block_other_episodes():
     indices = [int(group.id[1:]) for batch in taken for group in batch]
     assert len(indices) == 12
     assert 2 not in indices
-    assert preparing["most"] > 4
+    assert env.max_preparing > 4
 
-    async def evaluate_remote():
-        RemoteSums.num_resets = 3
-        engine = ScriptedEngine(["10"])
-        return await evaluate(
-            RemoteSums,
-            ChatAgent(),
-            engine,
-            RENDERER,
-            num_tasks=64,
-            max_in_flight=64,
-            max_new_tokens=40,
-        )
 
-    preparing.update(now=0, most=0)
-    report = asyncio.run(evaluate_remote())
+def test_evaluation_resets_remote_environments_concurrently():
+    env, engine = remote_sums(), ScriptedEngine(["10"])
+    settings = {"num_tasks": 64, "max_in_flight": 64, "max_new_tokens": 40}
+    report = asyncio.run(evaluate(env, ChatAgent(), engine, RENDERER, **settings))
     assert report.num_episodes == 64
-    assert preparing["most"] == 64
+    assert env.max_preparing == 64
 
 
 def test_reset_that_never_returns_times_out():

@@ -15,8 +15,8 @@ from tests._support.sglang_suite import (
     TOLERANCE,
     ask,
     engine_over,
-    gap,
-    ours,
+    logprob_gap,
+    trainer_logprobs,
     turns_in_flight,
 )
 
@@ -44,7 +44,7 @@ def test_server_logprobs_equal_the_trainers(in_engine, temperature):
     async def test(engine, decoder):
         generation = await ask(engine, temperature=temperature)
         assert len(generation.token_ids) == len(generation.logprobs) == 32
-        assert gap(decoder, generation, temperature=temperature) < TOLERANCE
+        assert logprob_gap(decoder, generation, temperature=temperature) < TOLERANCE
         assert generation.finish_reason is FinishReason.LENGTH
         assert set(generation.versions) == {0}
 
@@ -64,7 +64,7 @@ def test_stream_pieces_make_the_whole_turn(in_engine):
             finish_reason=pieces[-1].finish_reason,
         )
         assert whole.token_ids == (await ask(engine, 40, temperature=0.0)).token_ids
-        assert gap(decoder, whole) < TOLERANCE
+        assert logprob_gap(decoder, whole) < TOLERANCE
 
     in_engine(test)
 
@@ -72,7 +72,7 @@ def test_stream_pieces_make_the_whole_turn(in_engine):
 def test_server_scores_equal_the_trainers(in_engine):
     async def test(engine, decoder):
         scores = await engine.score(PROMPT)
-        mine = ours(decoder, PROMPT, 1)
+        mine = trainer_logprobs(decoder, PROMPT, 1)
         assert len(scores) == len(PROMPT) - 1
         assert max(abs(a - b) for a, b in zip(scores, mine, strict=True)) < TOLERANCE
 
@@ -83,7 +83,7 @@ def test_greedy_sampling_is_deterministic(in_engine):
     async def test(engine, decoder):
         first, second = await ask(engine, temperature=0.0), await ask(engine, temperature=0.0)
         assert first.token_ids == second.token_ids
-        assert gap(decoder, first) < TOLERANCE
+        assert logprob_gap(decoder, first) < TOLERANCE
 
     in_engine(test)
 
@@ -117,7 +117,7 @@ def test_model_eos_ends_only_turns_with_that_stop_token(in_engine, tmp_path):
             assert generation.finish_reason is FinishReason.LENGTH
             assert len(generation.token_ids) == 12
             assert generation.token_ids[0] == eos
-            assert gap(decoder, generation) < TOLERANCE
+            assert logprob_gap(decoder, generation) < TOLERANCE
         assert engine.stats.num_retries == 0
         ended = await ask(engine, 12, temperature=0.0, stop_token_ids=(eos,))
         assert ended.finish_reason is FinishReason.STOP
@@ -136,7 +136,7 @@ def test_concurrent_turns_have_exact_logprobs(in_engine):
         prompts = [[20 + i, *PROMPT] for i in range(24)]
         generations = await asyncio.gather(*(ask(engine, 16, prompt) for prompt in prompts))
         for prompt, generation in zip(prompts, generations, strict=True):
-            assert gap(decoder, generation, prompt) < TOLERANCE
+            assert logprob_gap(decoder, generation, prompt) < TOLERANCE
 
     in_engine(test)
 
@@ -174,6 +174,6 @@ def test_cancelled_calls_free_the_server(in_engine):
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(end) for end in ends} == {asyncio.CancelledError}
         # The next request is answered normally.
-        assert gap(decoder, await ask(engine)) < TOLERANCE
+        assert logprob_gap(decoder, await ask(engine)) < TOLERANCE
 
     in_engine(test)

@@ -20,7 +20,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.run_display import SilentDisplay
 from areal_gym.runs.train import train
 from tests._support import ending_env
-from tests._support.sglang_suite import PROMPT, ours
+from tests._support.sglang_suite import PROMPT, trainer_logprobs
 
 BATCH, SIZE, STEPS, HIT = 8, 4, 5, 3
 SHORT = 10
@@ -50,7 +50,7 @@ def ending_policy(policies, tmp_path_factory):
     decoder = build_decoder(config, seed=0)
     hidden = []
     with decoder.model.norm.register_forward_hook(lambda _, __, output: hidden.append(output)):
-        ours(decoder, PROMPT, 8)
+        trainer_logprobs(decoder, PROMPT, 8)
     mean = hidden[0].reshape(-1, 64).mean(0)
     with torch.no_grad():
         decoder.lm_head.weight[known["eos_token_id"]] = 3.2 * mean / mean.dot(mean)
@@ -119,40 +119,26 @@ class Outage:
             self.error = error
 
 
-@pytest.mark.slow
-def test_outage_of_the_only_server_does_not_bias_batches(kind, ending_policy, ending, tmp_path):
-    outage = Outage(kind, ending_policy, tmp_path)
-    # Four held-out answers before the first step, sampled and greedy, are not of any batch.
-    outage.die_at = 2 * 4 + (HIT - 1) * BATCH * SIZE + SHORT
-    display = Display()
-    with outage.serving() as url:
-        config = load_config(
-            overrides=[
-                f"engine.model={ending_policy}",
-                f"engine.url={url}",
-                "engine.id=sglang",
-                "engine.max_context=256",
-                "engine.kwargs.health_interval_s=0.2",
-                "env.id=ending",
-                f"rollout.batch_groups={BATCH}",
-                f"rollout.group_size={SIZE}",
-                "rollout.max_in_flight=64",
-                "rollout.max_new_tokens=64",
-                "rollout.max_retries=0",
-                "rollout.outage_patience_s=3000",
-                "eval.num_tasks=4",
-                "trainer.advantage=reinforce",
-                "trainer.lr=1e-9",  # lengths of all steps are of one distribution
-                f"steps={STEPS}",
-            ]
-        )
-        train(config, run_dir=tmp_path / "run", display=display)
-        assert outage.relaunched.is_set()
-    run = RunDir(tmp_path / "run")
-    rows = run.read_metrics()
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    batches = {step: list(run.read_trajectories(step)) for step in range(1, STEPS + 1)}
-    # No group is lost, shrunken or dropped.
+SETTINGS = [
+    "engine.id=sglang",
+    "engine.max_context=256",
+    "engine.kwargs.health_interval_s=0.2",
+    "env.id=ending",
+    f"rollout.batch_groups={BATCH}",
+    f"rollout.group_size={SIZE}",
+    "rollout.max_in_flight=64",
+    "rollout.max_new_tokens=64",
+    "rollout.max_retries=0",
+    "rollout.outage_patience_s=3000",
+    "eval.num_tasks=4",
+    "trainer.advantage=reinforce",
+    "trainer.lr=1e-9",  # lengths of all steps are of one distribution
+    f"steps={STEPS}",
+]
+
+
+def check_groups(rows, batches):
+    """Check that no group is lost, shrunken or dropped."""
     groups = [group for batch in batches.values() for group in {t.group_id: 0 for t in batch}]
     assert groups == [f"g{index:06d}" for index in range(STEPS * BATCH)]
     assert all(len(batch) == BATCH * SIZE for batch in batches.values())
@@ -160,14 +146,33 @@ def test_outage_of_the_only_server_does_not_bias_batches(kind, ending_policy, en
     assert rows[HIT - 1]["incidents/lost_episodes"] > 0
     assert rows[HIT - 1]["incidents/lost_servers"] == 1
     assert not any(row["rollout/shrunken_groups"] for row in rows)
+
+
+def check_hit_batch(values):
+    """Check that the mean of the hit batch is that of the others; return their deviation."""
+    others = [value for step, own in values.items() if step != HIT for value in own]
+    error = stdev(others) * (1 / len(others) + 1 / (BATCH * SIZE)) ** 0.5
+    assert abs(fmean(values[HIT]) - fmean(others)) < 4 * error
+    return stdev(others)
+
+
+@pytest.mark.slow
+def test_outage_of_the_only_server_does_not_bias_batches(kind, ending_policy, ending, tmp_path):
+    outage = Outage(kind, ending_policy, tmp_path)
+    # Four held-out answers before the first step, sampled and greedy, are not of any batch.
+    outage.die_at = 2 * 4 + (HIT - 1) * BATCH * SIZE + SHORT
+    display = Display()
+    with outage.serving() as url:
+        model = [f"engine.model={ending_policy}", f"engine.url={url}"]
+        train(load_config(overrides=[*model, *SETTINGS]), run_dir=tmp_path / "run", display=display)
+        assert outage.relaunched.is_set()
+    run = RunDir(tmp_path / "run")
+    rows = run.read_metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    batches = {step: list(run.read_trajectories(step)) for step in range(1, STEPS + 1)}
+    check_groups(rows, batches)
     assert any(line.startswith("waiting for servers, ") for line in display.lines)
     # All of the hit batch began before the outage or after it: half of a batch would be short.
     lengths = {step: [t.num_policy_tokens for t in batch] for step, batch in batches.items()}
-    others = [n for step, own in lengths.items() if step != HIT for n in own]
-    error = stdev(others) * (1 / len(others) + 1 / (BATCH * SIZE)) ** 0.5
-    assert stdev(others) > 4, "the lengths must differ for this to show anything"
-    assert abs(fmean(lengths[HIT]) - fmean(others)) < 4 * error
-    rewards = {step: [t.reward for t in batch] for step, batch in batches.items()}
-    others = [r for step, own in rewards.items() if step != HIT for r in own]
-    error = stdev(others) * (1 / len(others) + 1 / (BATCH * SIZE)) ** 0.5
-    assert abs(fmean(rewards[HIT]) - fmean(others)) < 4 * error
+    assert check_hit_batch(lengths) > 4, "the lengths must differ for this to show anything"
+    check_hit_batch({step: [t.reward for t in batch] for step, batch in batches.items()})

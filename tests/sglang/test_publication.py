@@ -19,11 +19,11 @@ from tests._support.sglang_suite import (
     PROMPT,
     TOLERANCE,
     ask,
-    busy,
     engine_over,
-    gap,
     is_ascending,
+    logprob_gap,
     turns_in_flight,
+    turns_kept_in_flight,
 )
 
 CHANNELS = [
@@ -76,8 +76,8 @@ def test_server_samples_with_the_published_weights(
                 assert engine.policy_version == version
                 generation = await ask(engine)
                 assert set(generation.versions) == {version}
-                assert gap(decoder, generation) < tolerance
-                assert gap(decoders[1 - version % 2], generation) > 0.1
+                assert logprob_gap(decoder, generation) < tolerance
+                assert logprob_gap(decoders[1 - version % 2], generation) > 0.1
                 assert await engine.servers[0].reported_version() == version
                 seen.append(await checksums(server))
             assert seen[0] == seen[2]
@@ -99,7 +99,7 @@ def test_turns_in_flight_continue_with_new_weights(
         async with engine_over(policies[0], server, interrupt=interrupt) as engine:
             sync = sync_of(engine, id, tmp_path / "weights")
             await sync.publish(decoders[0].state_dict().items(), 0)
-            async with busy(engine) as turns:
+            async with turns_kept_in_flight(engine) as turns:
                 for version in (1, 2):
                     await sync.publish(decoders[version % 2].state_dict().items(), version)
                     # New calls are sampled by the new weights while the others continue.
@@ -128,7 +128,7 @@ def check_each_version(decoders, generation):
             versions=versions[start:end],
             finish_reason=generation.finish_reason,
         )
-        assert gap(decoders[version % 2], part, prompt) < TOLERANCE, version
+        assert logprob_gap(decoders[version % 2], part, prompt) < TOLERANCE, version
 
 
 async def load_from(engine, directory, version):
@@ -157,7 +157,7 @@ def test_refused_publication_keeps_the_old_weights(server, policies, decoders, t
             assert engine.policy_version == 4
             generation = await ask(engine)
             assert set(generation.versions) == {4}
-            assert gap(decoders[1], generation) < TOLERANCE
+            assert logprob_gap(decoders[1], generation) < TOLERANCE
             await sync.aclose()
 
     asyncio.run(play())
@@ -174,11 +174,11 @@ def test_broken_transfer_is_never_sampled_with(server, policies, decoders, tmp_p
             # It holds neither 1 nor 2; before it serves again it gets version 1.
             generation = await ask(engine)
             assert set(generation.versions) == {1}
-            assert gap(decoders[0], generation) < TOLERANCE
+            assert logprob_gap(decoders[0], generation) < TOLERANCE
             await disk.publish(decoders[1].state_dict().items(), 3)
             generation = await ask(engine)
             assert set(generation.versions) == {3}
-            assert gap(decoders[1], generation) < TOLERANCE
+            assert logprob_gap(decoders[1], generation) < TOLERANCE
             await disk.aclose()
 
     asyncio.run(play())
@@ -225,8 +225,8 @@ def test_lora_adapters_are_policy_versions(server, policies, decoders, tmp_path)
                 generation = await ask(engine)
                 assert set(generation.versions) == {version}
                 decoder = merged_decoder(policies[0], adapter, 8.0)
-                assert gap(decoder, generation) < 1e-3
-                assert gap(decoders[0], generation) > 0.05
+                assert logprob_gap(decoder, generation) < 1e-3
+                assert logprob_gap(decoders[0], generation) > 0.05
             assert is_ascending((await running).versions)
             # Only the newest is kept, on the server and on the disk.
             assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-v2"]
@@ -254,7 +254,9 @@ def test_publication_reaches_two_servers(kind, server, policies, decoders, tmp_p
                     )
                 )
                 assert all(set(generation.versions) == {version} for generation in generations)
-                assert all(gap(decoder, generation) < TOLERANCE for generation in generations)
+                assert all(
+                    logprob_gap(decoder, generation) < TOLERANCE for generation in generations
+                )
                 await sync.aclose()
 
     with running_server(kind, policies[0], tmp_path / "other.log") as (url, _):

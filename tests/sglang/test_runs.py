@@ -17,7 +17,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.replay import replay
 from areal_gym.runs.train import train
 from areal_gym.trainer.weight_sync.disk import DiskWeightSync
-from tests._support.sglang_suite import TOLERANCE, ask, engine_over, gap, turns_in_flight
+from tests._support.sglang_suite import TOLERANCE, ask, engine_over, logprob_gap, turns_in_flight
 
 SMALL = [
     "env.id=shaped",
@@ -112,7 +112,7 @@ def test_calls_of_a_killed_server_move_to_another(kind, policies, tmp_path):
             for generation in await asyncio.gather(*turns):
                 # Not a short answer: what was sampled is whole, wherever it was.
                 assert len(generation.token_ids) == 200
-                assert gap(decoder, generation) < TOLERANCE
+                assert logprob_gap(decoder, generation) < TOLERANCE
             assert len(engine.servers) == 2
             sync = DiskWeightSync(engine, directory=tmp_path / "weights")
             await sync.publish(load_checkpoint(policies[1]).state_dict().items(), 1)
@@ -155,7 +155,7 @@ def test_killed_launched_server_is_restarted(kind, policies, tmp_path):
             kill_servers(besides=others)
             for generation in await asyncio.gather(*turns):
                 # The new process starts with version 0; it is given 1 before it serves.
-                assert gap(decoder, generation) < TOLERANCE
+                assert logprob_gap(decoder, generation) < TOLERANCE
                 assert set(generation.versions) == {1}
             assert engine.stats.num_relaunches == 1
             await sync.aclose()

@@ -10,7 +10,7 @@ from areal_gym.engines.base import SamplingParams
 from areal_gym.errors import GrammarError
 from areal_gym.gateway.gateway_server import Gateway
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
-from tests._support.sglang_suite import PROMPT, engine_over, gap
+from tests._support.sglang_suite import PROMPT, engine_over, logprob_gap
 
 openai = pytest.importorskip("openai", reason="pip install 'areal-gym[agents]'")
 
@@ -107,6 +107,6 @@ def test_logprobs_under_a_grammar_differ_from_the_policys(server, kind, policies
                 return
             generation = await engine.generate(PROMPT, params)
             assert generation.logprobs[0] == 0.0  # "{" is all that is allowed
-            assert gap(load_checkpoint(policies[0]), generation) > 1.0
+            assert logprob_gap(load_checkpoint(policies[0]), generation) > 1.0
 
     asyncio.run(play())
