@@ -52,7 +52,7 @@ def test_list_and_show_of_adapter_ids(capsys):
     out = capsys.readouterr().out
     assert "[S]FFF" in out
     assert run(["show", "gymnasium"]) == 0
-    assert "An environment of Gymnasium, in words." in capsys.readouterr().out
+    assert "A Gymnasium environment in words." in capsys.readouterr().out
 
 
 # ---- gymnasium -----------------------------------------------------------------------------------
