@@ -6,8 +6,8 @@
     text, info = env.reset(seed=0)
     text, reward, terminated, truncated, info = env.step("The answer is 4.")
 
-Names are imported on first use: `import areal_gym` itself costs a few milliseconds. It also makes
-the environments known to Gymnasium (`gymnasium.make("areal_gym/tir-v0")`).
+Names are imported on first use: `import areal_gym` costs a few milliseconds. It also registers
+the environments with Gymnasium (`gymnasium.make("areal_gym/tir-v0")`).
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def make(id: str, **kwargs: Any) -> TextEnv:
-    """An environment by its id; `areal-gym list envs` shows them, `areal-gym show ID` one.
+    """Make an environment by its id; `areal-gym list envs` shows all ids, `show ID` one in full.
 
     Example: `env = areal_gym.make("tir", max_turns=4)`.
 
     Raises:
         UnknownIdError: there is no such environment.
-        UsageError: it takes no such argument, or needs a package that is not installed.
+        UsageError: it does not take such an argument, or needs a package that is not installed.
     """
     from areal_gym.plugins import registry
 

@@ -1,8 +1,8 @@
-"""Gymnasium learns our environments as soon as both are imported, in whichever order.
+"""Registers the environments with Gymnasium as soon as both are imported, in either order.
 
-Importing Gymnasium costs a good part of a second, which `areal-gym --help` must not pay; but
+Importing Gymnasium takes a good part of a second, too long for `areal-gym --help`; but
 `import areal_gym, gymnasium; gymnasium.make("areal_gym/tir-v0")` must work. So the registration
-runs at once when Gymnasium is there already, and right after its import otherwise.
+runs at once if Gymnasium is imported already, and right after its import otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _register() -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds Gymnasium where everybody finds it, and remembers to register after its import."""
+    """Finds Gymnasium as usual, and registers the environments after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -52,7 +52,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its true loader: resources and reloads ask it.
+        # The module keeps its true loader: resources and reloads ask for it.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

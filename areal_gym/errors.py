@@ -3,35 +3,35 @@
     GymError
     +-- UsageError (ValueError)             the request cannot be served; exit code 2
     |   +-- UnknownIdError (KeyError)       no such environment, agent, loss, ...
-    |   +-- ConfigError                     a setting is wrong, or two of them fight
+    |   +-- ConfigError                     a setting is wrong, or two settings conflict
     |   +-- DataError                       a data file is missing or has a broken row
     |   +-- RunExistsError (FileExistsError)  the run directory already holds a run
     +-- NothingToDoError                    zero tasks, no runs; exit code 5
     +-- PluginError (RuntimeError)          a plugin is broken; exit code 4
     |   +-- DuplicateIdError                two plugins register the same id
-    +-- InfrastructureError (RuntimeError)  the machine failed us; exit code 3
+    +-- InfrastructureError (RuntimeError)  the machine is at fault; exit code 3
     |   +-- TrainError                      the trainer cannot go on (disk full)
-    |   |   +-- LostRankError               one of its processes died; its checkpoints are as good
-    |   |   +-- NotFiniteError              losses or gradients are no numbers; nothing was applied
-    |   |   +-- DivergedError               the policy gets worse and worse; stopped by `guard`
-    |   +-- FailureBudgetError              too many episodes failed, and where
+    |   |   +-- LostRankError               one of its processes died; checkpoints are intact
+    |   |   +-- NotFiniteError              losses or gradients are not finite; nothing was applied
+    |   |   +-- DivergedError               the policy diverges; stopped by `guard`
+    |   +-- FailureBudgetError              too many episodes failed
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
         +-- EnvError                        the environment itself failed
         |   +-- EnvUnreachableError (ConnectionError)  its server is gone
         +-- AgentError                      the agent's own code failed
         +-- EngineError                     the policy could not be sampled
         |   +-- EngineUnreachableError (ConnectionError)
-        |   +-- GrammarError                the engine cannot keep to what the answer must look like
+        |   +-- GrammarError                the engine cannot enforce the answer's grammar
         +-- SandboxError                    the sandbox failed (not: the snippet in it)
         |   +-- SandboxUnreachableError (ConnectionError)  its engine is gone
-        +-- WorkerError                 the process that played it died
+        +-- WorkerError                 the process that ran it died
         +-- EpisodeTimeoutError (TimeoutError)
 
-    ToolError                               told to the model as the tool's result; not a failure
+    ToolError                               shown to the model as the tool's result; not a failure
     StopTraining                            a callback wants the run to end; not a failure
 
-An error says what was asked, what exists and what to type next: `hints` are the lines that the
-command line prints, indented, under the message.
+An error says what was asked, what exists and what to type next. The command line prints `hints`
+indented under the message.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ __all__ = [
 
 
 class GymError(Exception):
-    """Base of all errors here: `except areal_gym.GymError`."""
+    """The base class of all errors of this package: `except areal_gym.GymError`."""
 
     exit_code: int = 1
 
@@ -99,17 +99,17 @@ def _rebuild(cls: type[GymError], message: str, hints: tuple[str, ...]) -> GymEr
 
 
 class UsageError(GymError, ValueError):
-    """The request itself cannot be served."""
+    """The request cannot be served."""
 
     exit_code = 2
 
 
 class UnknownIdError(UsageError, KeyError):
-    """An id that nobody registered."""
+    """No plugin has registered this id."""
 
 
 class ConfigError(UsageError):
-    """A setting is wrong, or two settings fight."""
+    """A setting is wrong, or two settings conflict."""
 
 
 class DataError(UsageError):
@@ -147,11 +147,11 @@ class TrainError(InfrastructureError):
 
 
 class LostRankError(TrainError):
-    """One of the trainer's processes died; the newest checkpoint is as good as ever."""
+    """One of the trainer's processes died; the newest checkpoint is intact."""
 
 
 class NotFiniteError(TrainError):
-    """Losses, gradients or advantages are not finite; nothing of them was applied."""
+    """Losses, gradients or advantages are not finite; none of them was applied."""
 
 
 class DivergedError(TrainError):
@@ -159,7 +159,7 @@ class DivergedError(TrainError):
 
 
 class FailureBudgetError(InfrastructureError):
-    """Too many episodes failed for the run to be worth anything."""
+    """Too many episodes failed for the run to be meaningful."""
 
 
 class EpisodeError(GymError, RuntimeError):
@@ -168,8 +168,8 @@ class EpisodeError(GymError, RuntimeError):
     exit_code = 3
     boundary: str = "episode"
     is_outage: bool = False
-    """Something that the episode needs is gone, and may come back: it is played again, and that
-    counts as no retry (`rollout.outage_patience_s`)."""
+    """Whether something that the episode needs is gone and may come back. The episode is then
+    repeated without counting as a retry (`rollout.outage_patience_s`)."""
 
 
 class EnvError(EpisodeError):
@@ -185,7 +185,7 @@ class EnvUnreachableError(EnvError, ConnectionError):
 
 
 class RewardError(EnvError):
-    """A reward is no finite number: the group of the episode is not trained on."""
+    """A reward is not finite: the group of the episode is not trained on."""
 
     boundary = "reward"
 
@@ -209,11 +209,11 @@ class EngineUnreachableError(EngineError, ConnectionError):
 
 
 class GrammarError(EngineError):
-    """The engine cannot keep to the grammar that an answer was asked in."""
+    """The engine cannot enforce the grammar that the answer should follow."""
 
 
 class SandboxError(EpisodeError):
-    """The sandbox failed; what the snippet did is no error of ours."""
+    """The sandbox failed; a failing snippet is not an error of the sandbox."""
 
     boundary = "sandbox"
 
@@ -225,28 +225,28 @@ class SandboxUnreachableError(SandboxError, ConnectionError):
 
 
 class WorkerError(EpisodeError):
-    """The process that played the episode died."""
+    """The process that ran the episode died."""
 
     boundary = "worker"
     is_outage = True
 
 
 class EpisodeTimeoutError(EpisodeError, TimeoutError):
-    """The episode outlived its wall-clock limit."""
+    """The episode exceeded its wall-clock limit."""
 
     boundary = "timeout"
 
 
 class ToolError(Exception):
-    """Raised by a tool to tell the model what it did wrong: the tool's result."""
+    """A tool raises it to tell the model what went wrong; it becomes the tool's result."""
 
 
-class StopTraining(Exception):  # no error: an orderly end
-    """Raised by a callback to end the run after the step under way; its text says why."""
+class StopTraining(Exception):  # not an error: an orderly end
+    """A callback raises it to end the run after the current step; its text says why."""
 
 
 def did_you_mean(asked: str, existing: Iterable[str], *, limit: int = 3) -> str | None:
-    """`"did you mean 'a' or 'b'?"`, or None when nothing is close."""
+    """Return `"did you mean 'a' or 'b'?"`, or None when no name is close."""
     close = difflib.get_close_matches(asked, list(existing), n=limit, cutoff=0.6)
     if not close:
         return None
@@ -254,7 +254,7 @@ def did_you_mean(asked: str, existing: Iterable[str], *, limit: int = 3) -> str 
 
 
 def choices(asked: str, available: Iterable[str]) -> list[str]:
-    """Hints for an unknown name: the nearest one, if any is close, and all that are available."""
+    """Return hints for an unknown name: similar names, if any, and all available ones."""
     names = list(available)
     near = did_you_mean(asked, names)
     return [*([near] if near else []), f"available: {', '.join(names) or 'none'}"]

@@ -1,4 +1,4 @@
-"""The contracts of losses and advantage estimators, for the tests of those who write one.
+"""The contracts of losses and advantage estimators, for the tests of plugin authors.
 
     from areal_gym.testing import check_advantage_estimator, check_policy_loss
 
@@ -25,25 +25,25 @@ __all__ = ["check_advantage_estimator", "check_policy_loss"]
 Compares = Literal["siblings", "batch", "nothing"]
 
 _LENGTHS = (3, 1, 5, 2, 4)
-"""Tokens of the sequences of the batch on which losses are tried."""
+"""Lengths of the sequences in the batch on which losses are tested."""
 _GROUPS = ((0.0, 1.0, 3.0), (0.5, 0.5), (2.0, 0.0, 0.0, 1.0))
-"""Rewards of the trajectories on which estimators are tried: ragged, the second group flat."""
+"""Rewards of the groups on which estimators are tested: ragged, the second one constant."""
 
 
 def check_policy_loss(loss: PolicyLoss, **settings: Any) -> None:
-    """What every policy loss keeps, with these `settings` as its keyword arguments.
+    """Check the contract of a policy loss, with `settings` as its keyword arguments.
 
-    - One finite number per token, and the same again when asked again; inputs stay as they are.
+    - It gives one finite number per token, the same when called again, and keeps its inputs.
     - On policy the gradient is REINFORCE's: -A per token, or per sequence in the sum.
     - A sequence's loss and gradient depend on nothing but that sequence: not on packing, order or
       micro-batches.
-    - Numbers and gradients are finite where the log-ratio is 30 either way.
+    - Numbers and gradients are finite for log-ratios of 30 and -30.
     - Tokens with weight 0 have a gradient of exactly 0, whatever their ratio is.
     - Metrics are per token, finite and without gradient.
 
     Raises:
-        AssertionError: it breaks a rule.
-        ConfigError: what the loss itself raises.
+        AssertionError: a rule is broken.
+        ConfigError: the loss itself raises it.
     """
     _check_output(loss, settings)
     _check_on_policy(loss, settings)
@@ -54,19 +54,18 @@ def check_policy_loss(loss: PolicyLoss, **settings: Any) -> None:
 def check_advantage_estimator(
     estimator: AdvantageEstimator, *, compares: Compares = "siblings", **settings: Any
 ) -> None:
-    """What every advantage estimator keeps, with these `settings` as its keyword arguments.
+    """Check the contract of an advantage estimator, with `settings` as its keyword arguments.
 
-    - One finite number per trajectory (or per token), also for ragged groups; inputs stay as they
-      are.
+    - It gives one finite number per trajectory (or per token), also for ragged groups, and does not
+      change its inputs.
     - The order of trajectories and the numbers that name groups do not matter.
-    - The best of a group gets more than the worst.
-    - Where it `compares` siblings, rewards of a group that all change by the same amount change
-      nothing, and a group of equal rewards gets exactly 0; where it compares the batch, the same
-      holds of the batch.
+    - The best trajectory of a group gets more than the worst.
+    - If it `compares` siblings, a constant added to all rewards of a group changes nothing, and a
+      group of equal rewards gets exactly 0; if it compares the batch, the same holds for the batch.
 
     Raises:
-        AssertionError: it breaks a rule.
-        ConfigError: what the estimator itself raises.
+        AssertionError: a rule is broken.
+        ConfigError: the estimator itself raises it.
     """
     from areal_gym.trainer.algorithms.advantages import estimate
 
@@ -77,15 +76,15 @@ def check_advantage_estimator(
     before = [t.clone() for t in _tensors(inputs)]
     plain_T = estimate(estimator, inputs, **settings).advantages_T
     for tensor, copy in zip(_tensors(inputs), before, strict=True):
-        _require((tensor == copy).all(), "its inputs are changed in place")
+        _require((tensor == copy).all(), "it changes its inputs in place")
 
     order = [7, 2, 8, 0, 4, 1, 6, 3, 5]
     starts = _starts(inputs)
     shuffled = _trajectories(_GROUPS, order)
     moved_T = run(_GROUPS, order)
     for place, i in enumerate(order):
-        at, of = _starts(shuffled)[place], starts[i]
-        _same(moved_T[at], plain_T[of], "the order of trajectories, or the groups' ids, matter")
+        moved = moved_T[_starts(shuffled)[place]]
+        _same(moved, plain_T[starts[i]], "the order of trajectories, or the groups' ids, matter")
 
     rewards_G = inputs.rewards_G
     for members in ([0, 1, 2], [5, 6, 7, 8]):
@@ -119,15 +118,15 @@ def _check_output(loss: PolicyLoss, settings: dict[str, Any]) -> None:
     before = [t.clone() for t in _tensors(batch)]
     output = loss(batch, **settings)
     for tensor, copy in zip(_tensors(batch), before, strict=True):
-        _require(torch.equal(tensor, copy), "its inputs are changed in place")
+        _require(torch.equal(tensor, copy), "it changes its inputs in place")
     again = loss(batch, **settings)
     shape = batch.logprobs.shape
     _require(output.loss.shape == shape, f"its loss has shape {tuple(output.loss.shape)}, not [T]")
     _require(output.loss.requires_grad, "its loss carries no gradient")
     _require(output.loss.isfinite().all(), "its loss is not finite")
-    _require(torch.equal(output.loss, again.loss), "asked twice, it gives different losses")
+    _require(torch.equal(output.loss, again.loss), "called twice, it gives different losses")
     for name, values_T in output.metrics.items():
-        _require(values_T.shape == shape, f"its metric {name!r} has another shape than [T]")
+        _require(values_T.shape == shape, f"its metric {name!r} has a shape other than [T]")
         _require(not values_T.requires_grad, f"its metric {name!r} carries a gradient")
         _require(values_T.isfinite().all(), f"its metric {name!r} is not finite")
 
@@ -157,10 +156,10 @@ def _check_alone(loss: PolicyLoss, settings: dict[str, Any]) -> None:
     for order in ([3, 0, 4, 2, 1], [2, 1], [0], [1]):
         taken_T = torch.cat([(batch.sequence_ids == i).nonzero().squeeze(1) for i in order])
         part = _tokens(taken_T, order)
-        found = loss(part, **settings)
+        alone = loss(part, **settings)
         rule = "a sequence's {} depends on what else is in the micro-batch, or on its order"
-        _same(found.loss.detach(), output.loss.detach()[taken_T], rule.format("loss"))
-        _same(_gradient(part, found), gradient_T[taken_T], rule.format("gradient"))
+        _same(alone.loss.detach(), output.loss.detach()[taken_T], rule.format("loss"))
+        _same(_gradient(part, alone), gradient_T[taken_T], rule.format("gradient"))
 
 
 def _check_extremes(loss: PolicyLoss, settings: dict[str, Any]) -> None:
@@ -174,8 +173,8 @@ def _check_extremes(loss: PolicyLoss, settings: dict[str, Any]) -> None:
         _require(_gradient(batch, output).isfinite().all(), f"its gradient is not finite {where}")
         is_masked_T = batch.sequence_ids % 2 == 0
         again = _tokens(log_ratio=log_ratio, dtype=torch.float32)
-        found = loss(again, **settings)
-        gradient_T = _gradient(again, found, weights_T=(~is_masked_T).float())
+        masked = loss(again, **settings)
+        gradient_T = _gradient(again, masked, weights_T=(~is_masked_T).float())
         _require((gradient_T[is_masked_T] == 0).all(), f"masked tokens have a gradient {where}")
 
 
@@ -187,7 +186,7 @@ def _tokens(
     has_one_advantage_each: bool = False,
     dtype: Any = None,
 ) -> LossInputs:
-    """The same tokens every time (float64), or those of some sequences of them."""
+    """Make the same tokens every time (float64), or those of the chosen sequences."""
     import torch
 
     from areal_gym.trainer.algorithms.losses import LossInputs
@@ -232,7 +231,10 @@ def _gradient(batch: LossInputs, output: LossOutput, weights_T: Tensor | None = 
 def _trajectories(
     rewards: tuple[tuple[float, ...], ...], order: list[int] | None = None
 ) -> AdvantageInputs:
-    """One or two turns each, with the whole reward on the last; other orders rename the groups."""
+    """Make trajectories of one or two turns, with the reward on the last turn.
+
+    An `order` also renumbers the groups.
+    """
     import torch
 
     from areal_gym.trainer.algorithms.advantages import AdvantageInputs
@@ -256,7 +258,7 @@ def _trajectories(
 
 
 def _starts(inputs: AdvantageInputs) -> list[slice]:
-    """Where each trajectory's tokens are."""
+    """Return the place of each trajectory's tokens."""
     counts = inputs.trajectory_ids_T.bincount(minlength=len(inputs.rewards_G)).tolist()
     return [slice(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts))]
 
@@ -265,8 +267,8 @@ def _starts(inputs: AdvantageInputs) -> list[slice]:
 
 
 def _tensors(inputs: LossInputs | AdvantageInputs) -> list[Tensor]:
-    found = (getattr(inputs, field.name) for field in dataclasses.fields(inputs))
-    return [tensor for tensor in found if tensor is not None]
+    values = (getattr(inputs, field.name) for field in dataclasses.fields(inputs))
+    return [tensor for tensor in values if tensor is not None]
 
 
 def _require(condition: bool | Tensor, rule: str) -> None:
@@ -274,8 +276,8 @@ def _require(condition: bool | Tensor, rule: str) -> None:
         raise AssertionError(rule)
 
 
-def _same(found: Tensor, expected: Tensor, rule: str) -> None:
+def _same(actual: Tensor, expected: Tensor, rule: str) -> None:
     import torch
 
-    if not torch.allclose(found.double(), expected.double(), rtol=1e-6, atol=1e-6):
-        raise AssertionError(f"{rule}: {found.tolist()} is not {expected.tolist()}")
+    if not torch.allclose(actual.double(), expected.double(), rtol=1e-6, atol=1e-6):
+        raise AssertionError(f"{rule}: {actual.tolist()} is not {expected.tolist()}")

@@ -126,7 +126,7 @@ def leaky(batch):
     [
         (summed, "not \\[T\\]"),
         (constant, "carries no gradient"),
-        (random, "asked twice"),
+        (random, "called twice"),
         (in_place, "changed in place"),
         (live_metric, "metric 'ratio' carries a gradient"),
         (upside_down, "not REINFORCE's"),

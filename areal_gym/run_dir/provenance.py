@@ -1,4 +1,4 @@
-"""What a run is made of: the entries that its settings name."""
+"""The plugin entries that a run's settings name."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from areal_gym.plugins import Entry, Kind, registry
 
 
 def entries_used(config: RunConfig) -> list[Entry]:
-    """Everything that the settings name by an id, in the order of the settings.
+    """Return every plugin entry that the settings name, in the order of the settings.
 
     Raises:
-        UnknownIdError: the settings name what nobody registered.
-        DuplicateIdError: they name what two plugins claim.
+        UnknownIdError: no plugin registers an id that the settings name.
+        DuplicateIdError: two plugins register an id that the settings name.
     """
-    found = registry()
-    loggers = [found.get("loggers", logger.id) for logger in config.loggers]
+    plugins = registry()
+    loggers = [plugins.get("loggers", logger.id) for logger in config.loggers]
     if config.objective in SUPERVISED:
         has_env = config.data.file is None or config.engine.model == "starter"
         return [*(_environments(config) if has_env else []), *loggers]
     sync = config.trainer.weight_sync
     return [
         *_environments(config),
-        found.get("agents", config.agent.id),
-        found.get("engines", config.engine.id),
-        found.get("trainers", config.trainer.id),
-        found.get("advantages", config.trainer.advantage),
-        found.get("losses", config.trainer.loss),
-        *(found.get("filters", f.id) for f in config.rollout.filters),
+        plugins.get("agents", config.agent.id),
+        plugins.get("engines", config.engine.id),
+        plugins.get("trainers", config.trainer.id),
+        plugins.get("advantages", config.trainer.advantage),
+        plugins.get("losses", config.trainer.loss),
+        *(plugins.get("filters", f.id) for f in config.rollout.filters),
         *_named("curricula", config.rollout.curriculum),
         *_named("weight-syncs", None if sync.id == "auto" else sync),
         *loggers,
@@ -35,17 +35,17 @@ def entries_used(config: RunConfig) -> list[Entry]:
 
 
 def require_installed(config: RunConfig) -> None:
-    """Refuse to train with what is not here, before anything has been written or waited for.
+    """Check that needed packages are installed, before anything is written.
 
     Raises:
-        ConfigError: a package is missing that the trainer needs, or anything that settings name.
+        ConfigError: a package is missing that the trainer or another plugin needs.
     """
     for entry in [*entries_used(config), registry().get("trainers", config.trainer.id)]:
         entry.require_installed()
 
 
 def _environments(config: RunConfig) -> list[Entry]:
-    """The environment, and of a mix those that it mixes."""
+    """Return the environment; for a mix, also the environments in it."""
     mixed = config.env.kwargs.get("envs", ()) if config.env.id == "mix" else ()
     ids = [config.env.id, *(given["id"] for given in mixed if "id" in given)]
     return [registry().get("envs", id) for id in dict.fromkeys(ids)]

@@ -4,8 +4,8 @@
      "pid": 4242, "host": "node-3", "boot_id": "...", "process_start": 123456,
      "started_at": "2026-01-02T03:04:05+00:00", "updated_at": "..."}
 
-A process that was killed writes nothing any more, so its file says "running" for ever: whoever
-reads the file finds out whether that process lives, and calls the run "died" when it does not.
+A killed process cannot update its file, which says "running" for ever. Readers therefore check
+whether that process is alive, and report the run as "died" if it is not.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from areal_gym.errors import GymError, TrainError
 from areal_gym.utils.files import read_json, to_json, write_atomic
 
 RunStatus = Literal["running", "finished", "failed", "interrupted", "died", "stopped"]
-"""Of a run. "stopped" is said of older runs, which left no `status.json`."""
+"""The state of a run. "stopped" means an old run, which left no `status.json`."""
 
 _SILENCE_S = 6 * 3600
-"""A run on another machine that has taken no step for so long is taken for dead."""
+"""A run on another machine that has taken no step for so long is considered dead."""
 _ENDED = ("finished", "failed", "interrupted")
 
 
@@ -46,13 +46,13 @@ class StatusRecord:
     host: str = field(default_factory=socket.gethostname)
     boot_id: str = field(default_factory=lambda: _boot_id())
     process_start: int | None = field(default_factory=lambda: _process_start(os.getpid()))
-    """In the kernel's ticks: tells a process from a later one with the same number."""
+    """In the kernel's ticks; distinguishes a process from a later one with the same pid."""
     started_at: str = field(default_factory=lambda: _now())
     updated_at: str = field(default_factory=lambda: _now())
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Self | None:
-        """Returns the record of a file, which anybody may have written; None for nonsense."""
+        """Make a record from an untrusted file; None if the content is not valid."""
         if row.get("state") not in ("running", *_ENDED):
             return None
         numbers = {name: row.get(name) for name in ("step", "steps", "pid", "process_start")}
@@ -73,7 +73,7 @@ class StatusRecord:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process that wrote this runs, as far as can be seen from here."""
+        """Whether the process that wrote this is alive, as far as this machine can tell."""
         if self.boot_id and self.boot_id == _boot_id() and self.host == socket.gethostname():
             return self.process_start == _process_start(self.pid)
         if self.host == socket.gethostname():  # this machine, before it was started again
@@ -90,7 +90,7 @@ class StatusRecord:
         return "died" if self.state == "running" and not self.is_alive else self.state
 
     def advice(self, run: Path) -> list[str]:
-        """Returns what to type next about a run that has not finished."""
+        """Return hints about a run that has not finished."""
         hints = list(self.hints)
         if self.current_state != "running":
             hints.append(f"go on from its newest checkpoint: areal-gym train --resume --out {run}")
@@ -100,7 +100,7 @@ class StatusRecord:
 class StatusFile:
     """Writes one run's `status.json`: at its start, after each step, at its end.
 
-    What cannot be written is left as it was: a full disk is an error of the run, not of its status.
+    If it cannot be written, it stays as it was: a full disk is reported by the run itself.
     """
 
     def __init__(self, file: Path) -> None:
@@ -108,23 +108,23 @@ class StatusFile:
         self._record: StatusRecord | None = None
 
     def read(self) -> StatusRecord | None:
-        """Returns what the file says; None when there is none that can be read."""
+        """Read the file; None when it is missing or cannot be read."""
         try:
             return StatusRecord.from_dict(read_json(self.file))
         except (GymError, OSError):
             return None
 
     def start(self, *, step: int, steps: int) -> None:
-        """The run begins, or goes on after `step`."""
+        """Record that the run begins, or goes on after `step`."""
         self._write(StatusRecord(state="running", step=step, steps=steps))
 
     def took_step(self, step: int) -> None:
-        """The run has taken a step."""
+        """Record that the run has taken a step."""
         if self._record is not None:
             self._write(replace(self._record, step=step))
 
     def end(self, error: BaseException | None) -> None:
-        """The run has ended, by an error or without one."""
+        """Record that the run has ended, by an error or without one."""
         if self._record is None:
             return
         if error is None:
@@ -156,7 +156,7 @@ def _boot_id() -> str:
 
 
 def _process_start(pid: int) -> int | None:
-    """When a process was started; None when there is none, or the system does not tell."""
+    """Return when a process was started; None if there is none, or the system does not tell."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         fields = text.rpartition(")")[2].split()

@@ -1,8 +1,8 @@
-"""A file of trajectories, read without its tokens.
+"""Reading files of trajectories without their tokens.
 
 Nine tenths of a line are token ids and log-probabilities. They come last (`Trajectory.to_dict`), so
-a line is read up to them: 10,000 trajectories are listed in half a second, and any one of them is
-found by its place in the file.
+only the part before them is parsed: 10,000 trajectories are listed in half a second, and each of
+them is then read by its offset in the file.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _SPANS = b', "spans": ['
 _ADVANTAGES = b', "advantages": ['
 
 _PREVIEW = 120
-"""Characters of a trajectory's last words."""
+"""Characters shown of a trajectory's last message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where a trajectory lies, and all of it but its tokens."""
+    """The place of a trajectory in its file, and everything but its tokens."""
 
     offset: int
     num_bytes: int
-    """Of the whole line."""
+    """Length of the whole line."""
     num_head_bytes: int
-    """Of the line up to its tokens."""
+    """Length of the line up to its tokens."""
     summary: Mapping[str, Any]
     """One row of a list; see `TrajectoryFile.COLUMNS`."""
 
 
 class TrajectoryFile:
-    """One of the files in `trajectories/`, indexed as far as somebody has looked.
+    """One of the files in `trajectories/`, indexed as far as it was read.
 
-    Such files appear whole and never grow. Several threads may look.
+    Such files appear whole and never grow. Several threads may read.
 
     Args:
         path: the file.
@@ -77,10 +77,10 @@ class TrajectoryFile:
         self._lock = Lock()
 
     def page(self, start: int = 0, limit: int | None = None) -> Sequence[Head]:
-        """Some trajectories, in order; all from `start` on without a limit.
+        """Return trajectories in order, from `start` on; all of them without a limit.
 
         Raises:
-            DataError: a line is no trajectory.
+            DataError: a line is not a trajectory.
         """
         end = None if limit is None else start + limit
         with self._lock:
@@ -96,11 +96,11 @@ class TrajectoryFile:
             return self._heads[start:end]
 
     def read(self, place: int) -> dict[str, Any]:
-        """The whole trajectory at `place`, as JSON says it.
+        """Read the whole trajectory at `place`, as parsed JSON.
 
         Raises:
             UnknownIdError: the file is shorter.
-            DataError: a line is no trajectory.
+            DataError: a line is not a trajectory.
         """
         head = self._head(place)
         with open_data(self.path) as stream:
@@ -108,29 +108,29 @@ class TrajectoryFile:
             return _parsed(stream.read(head.num_bytes), self.path, place)
 
     def read_head(self, place: int) -> dict[str, Any]:
-        """The same without `spans`."""
+        """Read the trajectory at `place` without `spans`."""
         head = self._head(place)
         with open_data(self.path) as stream:
             stream.seek(head.offset)
             return _parsed(stream.read(head.num_head_bytes) + b"}", self.path, place)
 
     def search(self, text: str) -> list[int]:
-        """Places of the trajectories that hold `text`, in any case, outside of their tokens."""
+        """Return the places of the trajectories that contain `text`, in any case."""
         needle = json.dumps(text, ensure_ascii=False)[1:-1].lower()
-        found = []
+        places = []
         with open_data(self.path) as stream:
             for place, head in enumerate(self.page()):
                 stream.seek(head.offset)
                 raw = stream.read(head.num_head_bytes)
                 if needle in raw.decode("utf-8", "replace").lower():
-                    found.append(place)
-        return found
+                    places.append(place)
+        return places
 
     def _head(self, place: int) -> Head:
-        found = self.page(place, 1) if place >= 0 else ()
-        if not found:
-            raise UnknownIdError(f"{self.path.stem} holds no trajectory {place}")
-        return found[0]
+        heads = self.page(place, 1) if place >= 0 else ()
+        if not heads:
+            raise UnknownIdError(f"{self.path.stem} has no trajectory {place}")
+        return heads[0]
 
     def _index(self) -> Iterator[Head]:
         offset = 0
@@ -142,17 +142,17 @@ class TrajectoryFile:
                         summary = _summary(row, self.step)
                     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                         raise DataError(
-                            f"{self.path}, line {place + 1} is no trajectory: {error!r}"
+                            f"{self.path}, line {place + 1} is not a trajectory: {error!r}"
                         ) from None
                     yield Head(offset, len(line), num_head_bytes, summary)
                 offset += len(line)
 
 
 class TrainedFile:
-    """What training made of the trajectories of a step: one of the files in `trained/`.
+    """The advantages and log-probabilities of a step: one of the files in `trained/`.
 
     Args:
-        path: the file; one that does not exist says nothing of any trajectory.
+        path: the file; it may not exist.
 
     Raises:
         DataError: a line is damaged.
@@ -166,26 +166,26 @@ class TrainedFile:
         self._lock = Lock()
 
     def advantage(self, place: int) -> float | None:
-        """Mean over the tokens of the trajectory at `place`; the first branch stands for all."""
-        self._look_for(place)
+        """Return the mean advantage of the trajectory at `place`, from its first branch."""
+        self._index_up_to(place)
         return self._advantages.get(place)
 
     def read(self, place: int) -> dict[str, list[float]] | None:
-        """`advantages` and `logprobs` of the sampled tokens of one trajectory, in their order."""
-        self._look_for(place)
+        """Read `advantages` and `logprobs` of a trajectory's sampled tokens, in their order."""
+        self._index_up_to(place)
         if place not in self._lines:
             return None
-        found: dict[str, list[float]] = {"advantages": [], "logprobs": []}
+        columns: dict[str, list[float]] = {"advantages": [], "logprobs": []}
         with open_data(self.path) as stream:
             for offset, num_bytes in self._lines[place]:
                 stream.seek(offset)
                 row = _parsed(stream.read(num_bytes), self.path, place)
-                for name, values in found.items():
+                for name, values in columns.items():
                     values += row[name]
-        return found
+        return columns
 
-    def _look_for(self, place: int) -> None:
-        """Go on until a later trajectory begins: they stand in order."""
+    def _index_up_to(self, place: int) -> None:
+        """Index lines until a later trajectory begins; trajectories are in order."""
         with self._lock:
             if place + 1 not in self._advantages:
                 for other in self._rest:
@@ -207,20 +207,20 @@ class TrainedFile:
 
 
 def step_of(path: Path) -> int | None:
-    """The training step that a file of trajectories belongs to; None for an evaluation."""
+    """Return the training step of a file of trajectories; None for an evaluation."""
     number = path.stem.removeprefix("step-")
     return int(number) if number.isdigit() else None
 
 
 def _head_of(line: bytes, path: Path, place: int) -> tuple[int, dict[str, Any]]:
-    """How many bytes come before the tokens, and what they say.
+    """Return the number of bytes before the tokens, and their content.
 
     Raises:
-        DataError: the line is no trajectory.
+        DataError: the line is not a trajectory.
     """
     end = line.rfind(_SPANS)
     if end < 0:
-        raise DataError(f"{path}, line {place + 1} is no trajectory: it has no spans")
+        raise DataError(f"{path}, line {place + 1} is not a trajectory: it has no spans")
     return end, _parsed(line[:end] + b"}", path, place)
 
 
@@ -228,9 +228,9 @@ def _parsed(raw: bytes, path: Path, place: int) -> dict[str, Any]:
     try:
         row: dict[str, Any] = json.loads(raw.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}, line {place + 1} is no JSON: {error}") from None
+        raise DataError(f"{path}, line {place + 1} is not valid JSON: {error}") from None
     if not isinstance(row, dict):
-        raise DataError(f"{path}, line {place + 1} is no JSON object")
+        raise DataError(f"{path}, line {place + 1} is not a JSON object")
     return row
 
 

@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live panel on a terminal, plain lines elsewhere.
+"""The display of a running run: a live panel on a terminal, plain lines elsewhere.
 
-Everything here goes to stderr; stdout is for data.
+Everything goes to stderr; stdout is for data.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 Examples = Callable[[int], Sequence[tuple[str, Mapping[str, Any]]]]
-"""Trajectories of a step, and what each of them is an example of ("best")."""
+"""Returns example trajectories of a step, each with "best" or "worst"."""
 
 _RECENT = 10
-"""Steps that a trend and the time that is left are made of."""
+"""The number of steps behind the trend and the remaining time."""
 
 
 def make_display(
     *, is_plain: bool = False, stream: TextIO | None = None, examples: Examples | None = None
 ) -> PlainDisplay:
-    """The live panel when stderr is a terminal that can show it, else plain lines.
+    """Make the live panel if stderr is a terminal that can show it, else plain lines.
 
     Args:
-        is_plain: plain lines anyway.
-        stream: instead of stderr.
-        examples: asked after each step for trajectories that the panel's terminal shows.
+        is_plain: use plain lines anyway.
+        stream: write here instead of stderr.
+        examples: returns the trajectories to show after each step, on a terminal.
     """
     stream = stream or sys.stderr
     console = Console(file=stream)
@@ -50,7 +50,7 @@ def make_display(
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Values between 0 and 1 (others are scaled) as a row of bars, the newest at the right."""
+    """Return values between 0 and 1 (others are scaled) as a row of bars, the newest last."""
     shown = values[-width:]
     if not shown:
         return ""
@@ -71,17 +71,17 @@ class PlainDisplay:
         self._step_s: deque[float] = deque(maxlen=_RECENT)
 
     def say(self, text: str) -> None:
-        """A line of talk."""
+        """Show a line of text."""
         print(text, file=self._stream, flush=True)
 
     def phase(self, name: str, total: int = 0) -> None:
-        """A new part of the run begins; `total` is its number of units, 0 if unknown."""
+        """Begin a new phase of the run; `total` is its number of units, 0 if unknown."""
         self._phase, self._total = name, total
         self._began_s = self._stepped_s = time.monotonic()
         self._next_report_s = self._began_s + 5.0
 
     def advance(self, done: int, detail: str = "") -> None:
-        """`done` units of the phase are ready."""
+        """Show that `done` units of the phase are done."""
         now_s = time.monotonic()
         if now_s < self._next_report_s and done < self._total:
             return
@@ -89,13 +89,13 @@ class PlainDisplay:
         self.say(f"{self._phase}: {done}/{self._total or '?'} {detail}".rstrip())
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """A training step ended."""
+        """Show a finished training step."""
         self._note_time(metrics)
         self.say(step_line(step, total, metrics, self._left_s(step, total)))
 
     def _note_time(self, metrics: Mapping[str, Any]) -> None:
         now_s = time.monotonic()
-        # A replay's steps wait for nobody, and say nothing of their time.
+        # The steps of a replay do not record their time.
         self._step_s.append(float(metrics.get("time/step_s", now_s - self._stepped_s)))
         self._stepped_s = now_s
 
@@ -103,10 +103,10 @@ class PlainDisplay:
         return sum(self._step_s) / max(1, len(self._step_s)) * (total - step)
 
     def watch(self, stats: Callable[[], str] | None) -> None:
-        """Where episodes wait, asked for while the display refreshes; None to stop asking."""
+        """Show what episodes wait for, from `stats`, at each refresh; None stops that."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 class LiveDisplay(PlainDisplay):
@@ -132,21 +132,20 @@ class LiveDisplay(PlainDisplay):
         self._live.start()
 
     def say(self, text: str) -> None:
-        """A line of talk, above the panel."""
+        """Show a line of text above the panel."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, name: str, total: int = 0) -> None:
-        """A new part of the run begins."""
+        """Begin a new phase of the run."""
         super().phase(name, total)
         self._done, self._detail = 0, ""
 
     def advance(self, done: int, detail: str = "") -> None:
-        """`done` units of the phase are ready."""
+        """Show that `done` units of the phase are done."""
         self._done, self._detail = done, detail
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """A training step ended: the panel shows it; every tenth stays on the screen, as do
-        those in which something went wrong."""
+        """Show a finished step in the panel; every tenth and those with incidents stay."""
         self._last = dict(metrics)
         self._trend.append(_progress(metrics)[1])
         self._note_time(metrics)
@@ -159,11 +158,11 @@ class LiveDisplay(PlainDisplay):
                     self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def watch(self, stats: Callable[[], str] | None) -> None:
-        """Where episodes wait, asked for at each refresh."""
+        """Show what episodes wait for at each refresh."""
         self._stats = stats
 
     def close(self) -> None:
-        """Take the panel off the screen."""
+        """Remove the panel from the screen."""
         self._live.stop()
 
     def _panel(self) -> Panel:
@@ -209,7 +208,7 @@ class LiveDisplay(PlainDisplay):
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min 20 s, 2 h 05 min."""
+    """Format a duration: 12 s, 3 min 20 s, 2 h 05 min."""
     whole = round(seconds)
     if whole < 100:
         return f"{whole} s"
@@ -220,9 +219,9 @@ def duration(seconds: float) -> str:
 
 
 def example_lines(kind: str, step: int, row: Mapping[str, Any]) -> list[Text]:
-    """A trajectory in a few lines, each to be cut where the terminal ends.
+    """Return a trajectory in a few lines, each of which the terminal cuts at its width.
 
-    Nothing that a policy or an environment wrote reaches the terminal as anything but letters.
+    Texts by policies and environments are escaped: they cannot control the terminal.
     """
     parts: dict[str, float] = {}
     for turn in row["turns"]:
@@ -241,7 +240,7 @@ def example_lines(kind: str, step: int, row: Mapping[str, Any]) -> list[Text]:
     lines = [Text(facts, style="bold green" if kind == "best" else "bold red")]
     for place, message in enumerate(messages):
         style = {"assistant": "", "user": "cyan"}.get(message["role"], "yellow")
-        lines.append(Text.assemble((f"  {message['role']}: ", "dim"), (_said(message), style)))
+        lines.append(Text.assemble((f"  {message['role']}: ", "dim"), (_shortened(message), style)))
         if place == 0 and skipped > 0:
             lines.append(Text(f"  ... {skipped} messages ...", style="dim"))
     return lines
@@ -251,8 +250,8 @@ _MOST_MESSAGES = 5
 _MOST_CHARACTERS = 400
 
 
-def _said(message: Mapping[str, Any]) -> str:
-    """Of a long answer its end, which says what came of it; of other texts the beginning."""
+def _shortened(message: Mapping[str, Any]) -> str:
+    """Return the end of a long answer, which has its result, or the beginning of other texts."""
     text = _one_line(str(message.get("content") or ""))
     if message["role"] == "assistant" and len(text) > _MOST_CHARACTERS:
         text = "..." + text[-_MOST_CHARACTERS:]
@@ -267,7 +266,7 @@ def _one_line(text: str) -> str:
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, Any], eta_s: float) -> str:
-    """One training step on one line."""
+    """Return a training step as one line."""
     name, value = _progress(metrics)
     numbers = "  ".join(part for part in (_learning(metrics), _times(metrics)) if part)
     line = (
@@ -279,7 +278,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, Any], eta_s: float) -
 
 
 def _progress(metrics: Mapping[str, Any]) -> tuple[str, float]:
-    """The number by which a person sees whether it learns."""
+    """Return the name and the value of the number that shows whether the policy learns."""
     name = "accuracy" if "reward/mean" not in metrics else "reward"
     return name, metrics.get("reward/mean", metrics.get("train/accuracy", 0.0))
 

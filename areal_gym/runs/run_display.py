@@ -1,4 +1,4 @@
-"""Where a run says what it does."""
+"""The interface between a run and its display."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from typing import Any, Protocol
 
 
 class Display(Protocol):
-    """What a run tells; `areal_gym.runs.live_display` shows it to a person."""
+    """Shows the progress of a run; `areal_gym.runs.live_display` has the ones for people."""
 
     def say(self, text: str) -> None:
-        """A line of talk."""
+        """Show a line of text."""
         ...
 
     def phase(self, name: str, total: int = 0) -> None:
-        """A new part of the run begins; `total` is its number of units, 0 if unknown."""
+        """Begin a new phase of the run; `total` is its number of units, 0 if unknown."""
         ...
 
     def advance(self, done: int, detail: str = "") -> None:
-        """`done` units of the phase are ready."""
+        """Show that `done` units of the phase are done."""
         ...
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """A training step ended."""
+        """Show a finished training step."""
         ...
 
     def watch(self, stats: Callable[[], str] | None) -> None:
-        """Where episodes wait, asked for while the display refreshes; None to stop asking."""
+        """Show what episodes wait for, from `stats`, at each refresh; None stops that."""
         ...
 
 
 class SilentDisplay:
-    """For scripts and tests."""
+    """Shows nothing: for scripts and tests."""
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def phase(self, name: str, total: int = 0) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def advance(self, done: int, detail: str = "") -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def watch(self, stats: Callable[[], str] | None) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Waiting for a coroutine, wherever one is, and being interrupted while one waits."""
+"""Running a coroutine to its end from synchronous code, and interrupting it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _ONE_PRESS_S = 1.0
-"""Programs that start others pass Ctrl-C on, which the terminal has sent already."""
+"""Two signals within this time are one Ctrl-C: parent programs pass on what the terminal sent."""
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also where a loop runs already, as in a notebook: on a thread beside it then.
+    """Run a coroutine like `asyncio.run`; where a loop is running (notebooks), on another thread.
 
-    An interrupt (see `interruptible`) cancels the coroutine and waits for what it does about that.
+    An interrupt (see `interruptible`) cancels the coroutine and waits for its cleanup.
 
     Raises:
         KeyboardInterrupt: it was interrupted.
@@ -71,7 +71,7 @@ def _run_beside(main: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:
             end.set_exception(error)
 
-    # What is printed in there belongs to the cell that we are called from.
+    # Output of the thread belongs to the notebook cell that called.
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(work,), name="areal-gym-run", daemon=True).start()
     return end.result()
@@ -79,11 +79,10 @@ def _run_beside(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """Inside, Ctrl-C and the signals by which systems end programs call `on_interrupt`, once.
+    """Call `on_interrupt` once on Ctrl-C, SIGTERM or SIGHUP inside this context.
 
-    Whoever presses Ctrl-C again, and not in the same moment, waits no longer: KeyboardInterrupt is
-    raised wherever the program is. Signals that somebody else handles or ignores stay theirs, and
-    so do all of them outside of the main thread.
+    A second Ctrl-C, more than a second later, raises KeyboardInterrupt at once. Signals that other
+    code handles or ignores are left alone, and so are all signals outside of the main thread.
     """
     first_s: float | None = None
 

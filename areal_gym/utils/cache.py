@@ -1,4 +1,4 @@
-"""Where things are kept that can be made again: starter policies, search indexes."""
+"""The cache directory of what can be made again: starter policies, search indexes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from areal_gym.errors import TrainError
 
 
 def cache_directory() -> Path:
-    """AREAL_GYM_CACHE, else the user's cache directory. It need not exist yet."""
+    """Return AREAL_GYM_CACHE or the user's cache directory. It may not exist yet."""
     chosen = os.environ.get("AREAL_GYM_CACHE")
     return Path(chosen) if chosen else platformdirs.user_cache_path("areal-gym")
 
 
 @contextmanager
 def readable_cache_errors() -> Iterator[None]:
-    """Turn what a cache that cannot be written raises inside into a TrainError that says so."""
+    """Turn the OSError of a cache that cannot be written into a readable TrainError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Files that crashes and full disks leave readable: whole or not at all, or line by line."""
+"""Files that stay readable after crashes and on full disks: atomic ones, and JSON lines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from typing import Any, BinaryIO
 from areal_gym.errors import DataError, TrainError
 
 MAX_JSON_DEPTH = 300
-"""How deep JSON from outside may be nested; the stack of who walks through it bears 1,000."""
+"""How deep untrusted JSON may be nested; recursive readers can handle 1,000."""
 _MOST_NEIGHBOURS = 1000
-"""Names of a directory that a mistyped one is compared with."""
+"""How many names of a directory a mistyped name is compared with."""
 MOST_BYTES = 2**28
-"""Of a file that is read whole, and of a line of others: more is no record of a run."""
+"""The limit of a file that is read whole, and of a line: no record of a run is larger."""
 MOST_VALUES = 2**18
-"""Of a YAML file; the settings of a run are some hundred."""
+"""The limit of values in a YAML file; a run has some hundred settings."""
 _MOST_MERGED = 16
-"""Aliases of a YAML file with merges: those of merges multiply."""
+"""The limit of aliases in a YAML file with merges, which multiply them."""
 _MOST_YAML = 2**24
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def path_hints(path: Path) -> list[str]:
-    """For an error about a path: the nearest name, else how much of it is not there.
+    """Return hints for an error about a path: a similar name, or which part does not exist.
 
-    Empty where there is something.
+    Empty if the path exists.
     """
     if path.exists():
         return []
@@ -51,12 +51,12 @@ def path_hints(path: Path) -> list[str]:
 
 
 def write_atomic(file: Path, data: str | bytes, *, is_synced: bool = True) -> None:
-    """Make `file` hold `data`, whatever happens meanwhile: the old content, or all of the new.
+    """Replace the content of `file` atomically: it has the old content, or all of the new.
 
     Args:
-        file: is replaced.
+        file: the file to replace.
         data: the new content.
-        is_synced: wait until it is on the disk; without, a power cut may cost it.
+        is_synced: wait until it is on the disk; otherwise a power cut may lose it.
 
     Raises:
         TrainError: the disk is full.
@@ -80,7 +80,7 @@ def write_atomic(file: Path, data: str | bytes, *, is_synced: bool = True) -> No
 
 @contextlib.contextmanager
 def readable_disk_errors(path: Path) -> Iterator[None]:
-    """Turn what a full or read-only disk raises inside into a TrainError that names `path`."""
+    """Turn the OSError of a full or read-only disk into a TrainError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -96,7 +96,7 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
         if error.errno == errno.ENOENT:
             raise TrainError(
                 f"cannot write {path} ({error.strerror})",
-                hints=["has somebody deleted or moved its directory meanwhile?"],
+                hints=["was its directory deleted or moved?"],
             ) from error
         if error.errno in (
             *(errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST),
@@ -110,7 +110,7 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a directory; a link goes, not what it leads to."""
+    """Delete a file or a directory; of a link, only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -118,7 +118,7 @@ def remove(path: Path) -> None:
 
 
 def append_text(file: Path, text: str) -> None:
-    """Add to the end of a file: all of it, or nothing.
+    """Append to a file: all of the text, or nothing.
 
     Raises:
         TrainError: the disk is full.
@@ -128,7 +128,7 @@ def append_text(file: Path, text: str) -> None:
 
 
 def append_bytes(file: Path, raw: bytes) -> None:
-    """`append_text` for bytes."""
+    """Append bytes to a file, like `append_text`."""
     with readable_disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with _open_for_appending(file) as stream:
@@ -144,10 +144,10 @@ def append_bytes(file: Path, raw: bytes) -> None:
 
 
 def open_data(file: Path) -> BinaryIO:
-    """Opens a file for reading, if it is a plain one: a pipe would never end, nor would a device.
+    """Open a plain file for reading; a pipe or a device might never end.
 
     Raises:
-        DataError: it is something else than a file.
+        DataError: it is not a plain file.
         OSError: it cannot be opened.
     """
     stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -158,7 +158,7 @@ def open_data(file: Path) -> BinaryIO:
 
 
 def read_bytes(file: Path, *, most: int = MOST_BYTES) -> bytes:
-    """Returns what a plain file holds.
+    """Return the content of a plain file.
 
     Raises:
         DataError: it is larger than `most` bytes, or is not a plain file.
@@ -172,23 +172,23 @@ def read_bytes(file: Path, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
-        DataError: the file holds something else, or is not a plain file.
+        DataError: the content is not a JSON object, or the file is not a plain file.
         OSError: it cannot be read.
     """
     try:
-        found = json.loads(read_bytes(file).decode("utf-8", "surrogatepass"))
+        content = json.loads(read_bytes(file).decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{file} holds a {type(found).__name__} where an object belongs")
-    return found
+        raise DataError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{file} holds a {type(content).__name__}, not an object")
+    return content
 
 
 def _open_for_appending(file: Path) -> FileIO:
-    """The file, but not one elsewhere that a link leads to; /dev/null and the like may be."""
+    """Open a file, but not through a link; devices such as /dev/null are allowed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     if not file.is_char_device():
         flags |= os.O_NOFOLLOW
@@ -204,24 +204,24 @@ def _open_for_appending(file: Path) -> FileIO:
 
 
 def read_yaml(file: Path) -> Any:
-    """Returns what a YAML file holds: plain values, and no more of them than `MOST_VALUES`.
+    """Return the content of a YAML file: plain values, at most `MOST_VALUES` of them.
 
     Raises:
-        DataError: it is no YAML, is not a plain file, or names the same values again and again.
+        DataError: it is not YAML, not a plain file, or repeats values by aliases too often.
         OSError: it cannot be read.
     """
     import yaml
 
-    # Where libyaml is, a list of many runs takes a tenth of the time.
+    # With libyaml, a list of many runs takes a tenth of the time.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = read_bytes(file, most=_MOST_YAML)
         _require_bounded_yaml(text, loader)
-        found = yaml.load(text, loader)
+        content = yaml.load(text, loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DataError(f"{file} is no YAML: {error}") from None
-    # An alias is one value in memory, but many for whoever goes through them.
-    waiting, number = [found], 0
+        raise DataError(f"{file} is not valid YAML: {error}") from None
+    # An alias is one value in memory, but many values for recursive readers.
+    waiting, number = [content], 0
     while waiting:
         value = waiting.pop()
         number += 1
@@ -231,11 +231,11 @@ def read_yaml(file: Path) -> Any:
             waiting += value.values()
         elif isinstance(value, list | tuple | set):
             waiting += value
-    return found
+    return content
 
 
 def _require_bounded_yaml(text: bytes, loader: Any) -> None:
-    """Raises ValueError for what would crash the loader (nesting) or keep it busy (merges)."""
+    """Raise ValueError for nesting that would crash the loader, or too many merges."""
     import yaml
 
     depth, num_aliases, has_merge = 0, 0, False
@@ -255,15 +255,15 @@ def _require_bounded_yaml(text: bytes, loader: Any) -> None:
 
 
 def read_lines(file: Path, *, skips_torn_end: bool = False) -> Iterator[dict[str, Any]]:
-    """JSON lines, one object each; a last one that a crash has torn is left out.
+    """Yield the objects of a JSON lines file; a torn last line is left out.
 
     Args:
-        file: is read line by line.
-        skips_torn_end: leave out whole lines that are no JSON, too, where no good one follows: a
-            crash of the machine leaves such an end to a file that grows.
+        file: the file, read line by line.
+        skips_torn_end: also leave out whole lines at the end that are not JSON: a crash of the
+            machine can leave such an end.
 
     Raises:
-        DataError: a line is no JSON object, or is longer than `MOST_BYTES`.
+        DataError: a line is not a JSON object, or is longer than `MOST_BYTES`.
     """
     if not file.exists():
         return
@@ -281,27 +281,27 @@ def read_lines(file: Path, *, skips_torn_end: bool = False) -> Iterator[dict[str
             if isinstance(row, dict):
                 yield row
                 continue
-            torn = torn or DataError(f"{file}, line {number} is no JSON: {row}")
+            torn = torn or DataError(f"{file}, line {number} is not valid JSON: {row}")
             if not skips_torn_end:
                 raise torn
 
 
 def _row(line: bytes) -> dict[str, Any] | str:
-    """The object in a line, or what is wrong with it."""
+    """Return the object in a line, or what is wrong with it."""
     try:
         row = json.loads(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
         return str(error)
-    return row if isinstance(row, dict) else "it holds no object"
+    return row if isinstance(row, dict) else "it is not an object"
 
 
 def cut_torn_end(file: Path) -> str | None:
-    """Cuts off what a crash has torn: an unfinished line, and lines at the end that are no JSON.
+    """Cut off an end that a crash has torn: an unfinished line, and lines that are not JSON.
 
     What is cut off is added to FILE.torn, so that nothing is lost.
 
     Returns:
-        What was done, for a person; None when the file was whole.
+        What was done, in words; None when the file was whole.
     """
     if not file.exists():
         return None
@@ -337,18 +337,18 @@ def _sync_directory(path: Path) -> None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON for readers in any language: what is no number is null."""
+    """Return JSON that any language can read: NaN and infinity become null."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False, default=_plain)
     except ValueError:
-        # JSON has no NaN; readers in other languages stumble over Python's.
+        # JSON has no NaN; other languages cannot read Python's.
         return json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=_plain)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    # numpy's scalars; anything else is for people to read.
+    # numpy's scalars; anything else becomes text for people.
     return value.item() if hasattr(value, "item") else str(value)
 
 
@@ -363,7 +363,7 @@ def _finite(value: Any) -> Any:
 
 
 def is_nested_deeper(value: Any, depth: int) -> bool:
-    """Returns whether objects and lists in a value are nested more than `depth` levels deep."""
+    """Return whether objects and lists in a value are nested more than `depth` levels deep."""
     level = [value]
     for _ in range(depth + 1):
         level = [

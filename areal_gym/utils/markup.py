@@ -1,7 +1,7 @@
-"""Objects as HTML, for notebooks and reports. Standard library only.
+"""HTML for notebooks and reports. Standard library only.
 
-What models and environments wrote is hostile until it is shown: nothing of it acts, and what could
-not be seen in it has a name.
+Texts by models and environments are untrusted: they are escaped, and invisible characters are
+shown by their names.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 _MOST_MESSAGES = 16
 _FOLD = 600
 
-# Controls, marks of direction, and what has no width: they would change what a text seems to say.
+# Controls, marks of direction, and characters without width can disguise a text.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
     "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
 
-# Seen on white and on black: notebooks have either.
+# Readable on white and on black: notebooks have either.
 _STYLE = """
 .areal-gym { line-height: 1.45; max-width: 900px; }
 .areal-gym table { border-collapse: collapse; margin: 4px 0; }
@@ -39,28 +39,28 @@ _STYLE = """
 
 
 def visible(text: str) -> str:
-    """The text, with the names of what could not be seen in it."""
+    """Return the text with invisible characters replaced by their names."""
     return _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
 def escaped(value: object) -> str:
-    """The value as a text that HTML shows as it is."""
+    """Return the value as text, escaped for HTML."""
     return escape(visible(str(value)))
 
 
 def short(value: object, limit: int = 80) -> str:
-    """The value as one line of at most `limit` characters."""
+    """Return the value as one line of at most `limit` characters."""
     text = visible(" ".join(str(value)[: 4 * limit].split()))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def counted(number: int, noun: str) -> str:
-    """`"1 turn"`, `"2 turns"`."""
+    """Return a count with its noun: `"1 turn"`, `"2 turns"`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def number(value: object) -> str:
-    """A number for people."""
+    """Format a number for people."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "–" if value is None else str(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -71,30 +71,30 @@ def number(value: object) -> str:
 
 
 def block(title: str, *parts: str) -> str:
-    """An object in a notebook: a heading, if any, and parts that are HTML already."""
+    """Return an object for a notebook: a heading, if any, and parts in HTML."""
     heading = f"<b>{escaped(title)}</b>" if title else ""
     return f'<div class="areal-gym"><style>{_STYLE}</style>{heading}{"".join(parts)}</div>'
 
 
 def pairs(values: Mapping[str, object]) -> str:
-    """A table of names and values."""
+    """Return a table of names and values."""
     rows = (f"<tr><th>{escaped(n)}</th><td>{escaped(v)}</td></tr>" for n, v in values.items())
     return f"<table>{''.join(rows)}</table>" if values else ""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table with a heading; nothing without rows."""
+    """Return a table with a heading; an empty text without rows."""
     names = "".join(f"<th>{escaped(name)}</th>" for name in head)
     lines = [f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows]
     return f"<table><thead><tr>{names}</tr></thead>{''.join(lines)}</table>" if lines else ""
 
 
 def dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Messages in the colours of who wrote them: the policy, the environment, the prompt.
+    """Return messages, colored by their authors: the policy, the environment, the prompt.
 
-    Of long dialogues the middle is left out, and of long messages the end.
+    The middle of long dialogues is left out, and the end of long messages.
     """
-    spoken = [i for i, said in enumerate(messages) if said.get("role") == "assistant"]
+    spoken = [i for i, entry in enumerate(messages) if entry.get("role") == "assistant"]
     num_prompts = spoken[0] if spoken else len(messages)
     shown = list(range(len(messages)))
     if len(shown) > _MOST_MESSAGES:
@@ -109,25 +109,25 @@ def dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def message(said: Mapping[str, Any], *, origin: str | None = None, fold: int) -> str:
-    """One message.
+def message(entry: Mapping[str, Any], *, origin: str | None = None, fold: int) -> str:
+    """Return one message.
 
     Args:
-        said: the message.
-        origin: "prompt", "policy" or "env"; by default what its role says.
-        fold: characters that are seen at first; of those beyond 20 times as many none are.
+        entry: the message.
+        origin: "prompt", "policy" or "env"; by default from its role.
+        fold: characters shown unfolded; beyond 20 times as many, the message is cut.
     """
-    role = str(said.get("role", "?"))
+    role = str(entry.get("role", "?"))
     origin = origin or ("policy" if role == "assistant" else "env")
     kind = role if role in ("assistant", "tool") else "other"
-    thought = said.get("reasoning_content")
+    thought = entry.get("reasoning_content")
     thinking = f"<details><summary>thinking</summary>{_folded(thought, fold)}</details>"
     calls = "".join(
-        f'<div class="call">{_call(c, fold)}</div>' for c in said.get("tool_calls") or ()
+        f'<div class="call">{_call(c, fold)}</div>' for c in entry.get("tool_calls") or ()
     )
     return (
         f'<div class="message {kind} {origin}"><small>{escaped(role)}</small>'
-        f"{thinking if thought else ''}{_folded(said.get('content') or '', fold)}{calls}</div>"
+        f"{thinking if thought else ''}{_folded(entry.get('content') or '', fold)}{calls}</div>"
     )
 
 
@@ -137,8 +137,8 @@ def _call(call: Mapping[str, Any], fold: int) -> str:
     return f"{escaped(function['name'])}({escaped(arguments[:fold])})"
 
 
-def _folded(said: object, fold: int) -> str:
-    text = str(said)
+def _folded(content: object, fold: int) -> str:
+    text = str(content)
     if len(text) <= fold:
         return f"<pre>{escaped(text)}</pre>" if text else ""
     rest = text[fold : 20 * fold]

@@ -1,4 +1,4 @@
-"""How far something is, on terminals and in notebooks; nothing elsewhere."""
+"""Progress bars on terminals and in notebooks; nothing is shown elsewhere."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from areal_gym.utils.markup import block, escaped
 
 _PAUSE_S = 0.25
-"""Between two looks of a panel: browsers have to draw it."""
+"""The time between two updates of a panel, which browsers have to draw."""
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
+    """Return whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell: Any = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None
 
 
 def is_terminal() -> bool:
-    """Whether a person sees what is written to stderr."""
+    """Return whether stderr is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 class Panel:
-    """A place in a notebook's output that is written again and again."""
+    """An output area in a notebook that is updated in place."""
 
     def __init__(self) -> None:
         from IPython.display import HTML, display
@@ -37,7 +37,7 @@ class Panel:
         self._next_s = 0.0
 
     def show(self, html: Callable[[], str], *, is_last: bool = False) -> None:
-        """Show what `html` gives, unless the panel was written a moment ago."""
+        """Show what `html` returns, unless the panel was updated a moment ago."""
         now_s = time.monotonic()
         if is_last or now_s >= self._next_s:
             self._next_s = now_s + _PAUSE_S
@@ -48,15 +48,15 @@ class Panel:
 def progress_bar(
     label: str, total: int, shown: bool | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """A bar while something goes on.
+    """Show a progress bar inside this context.
 
     Args:
-        label: what goes on.
-        total: units, as far as they are known.
+        label: the name of the work.
+        total: the number of units, as far as it is known.
         shown: None shows it on terminals and in notebooks only.
 
     Returns:
-        What is to be called, from any thread, with (units done, units in all).
+        A function to call, from any thread, with (units done, total units).
     """
     if shown is False or not (shown or in_notebook() or is_terminal()):
         yield lambda done, total: None
@@ -85,14 +85,14 @@ def progress_bar(
         columns = (TextColumn("{task.description}", markup=False), BarColumn())
         numbers = (MofNCompleteColumn(), Elapsed(), TextColumn("eta"), Remaining())
         console = Console(stderr=True)
-        # Where nothing can be taken off the screen, only the end of it is written.
+        # If lines cannot be erased from the output, only the final state is written.
         with Progress(*columns, *numbers, console=console, transient=console.is_terminal) as rows:
             row = rows.add_task(label, total=total)
             yield lambda done, total: rows.update(row, completed=done, total=total)
 
 
 def bar(label: str, done: int, total: int, elapsed_s: float) -> str:
-    """A bar in HTML; `total` 0 is unknown."""
+    """Return a progress bar in HTML; a `total` of 0 is unknown."""
     eta = f", eta {elapsed_s / done * (total - done):.0f} s" if 0 < done < total else ""
     size = f'value="{done}" max="{total}"' if total else ""
     return (

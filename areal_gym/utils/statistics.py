@@ -1,4 +1,4 @@
-"""Small statistics that every layer needs. Standard library only."""
+"""Statistics that every layer needs. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Interval(NamedTuple):
 
 
 def mean(values: Iterable[float]) -> float:
-    """Arithmetic mean; NaN of nothing."""
+    """Return the arithmetic mean; NaN if there are no values."""
     items = list(values)
     return math.fsum(items) / len(items) if items else math.nan
 
 
 def merge_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Key by key, the mean over the rows that have the key."""
+    """Return for each key the mean over the rows that have it."""
     keys = sorted({key for row in rows for key in row})
     return {key: mean(row[key] for row in rows if key in row) for key in keys}
 
 
 def wilson_interval(num_successes: float, num_trials: float, *, z: float = 1.96) -> Interval:
-    """95% score interval of a proportion (Wilson 1927): sane at 0, at 1 and for small samples."""
+    """Return the 95% score interval of a proportion (Wilson 1927); valid at 0, 1, small samples."""
     if num_trials == 0:
         return Interval(math.nan, 0.0, 1.0)
     p = num_successes / num_trials
@@ -41,9 +41,9 @@ def wilson_interval(num_successes: float, num_trials: float, *, z: float = 1.96)
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean with its 95% interval (Student's t); without bounds where five values are not there.
+    """Return the mean with its 95% interval (Student's t); no bounds for fewer than five values.
 
-    Of paired measurements, give the differences.
+    For paired measurements, pass the differences.
     """
     num = len(values)
     if num < _FEWEST:
@@ -54,7 +54,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def difference_interval(a: Sequence[float], b: Sequence[float]) -> Interval:
-    """mean(a) - mean(b) of independent samples with its 95% interval (Welch 1947)."""
+    """Return mean(a) - mean(b) of independent samples with its 95% interval (Welch 1947)."""
     centre = mean(a) - mean(b)
     if min(len(a), len(b)) < _FEWEST:
         return Interval(centre, -math.inf, math.inf)
@@ -78,7 +78,7 @@ def _variance(values: Sequence[float]) -> float:
 
 
 def _t_95(freedom: float) -> float:
-    """The 97.5% quantile of Student's t, to 0.01 from 4 degrees of freedom on (Cornish-Fisher)."""
+    """Return the 97.5% quantile of Student's t (Cornish-Fisher, to 0.01 if `freedom` >= 4)."""
     z, n = 1.959964, freedom
     return (
         z
@@ -89,7 +89,7 @@ def _t_95(freedom: float) -> float:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is right) (Chen et al. 2021, eq. 1).
+    """Estimate without bias P(at least one of k samples is right) (Chen et al. 2021, eq. 1).
 
     Raises:
         ValueError: `k` exceeds the number of samples.
@@ -102,7 +102,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_hat_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of pass^k, P(all of k samples are right) (Yao et al. 2024, section 3).
+    """Estimate without bias pass^k, P(all of k samples are right) (Yao et al. 2024, section 3).
 
     Raises:
         ValueError: `k` exceeds the number of samples.
@@ -113,9 +113,9 @@ def pass_hat_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def cpu_s() -> float:
-    """Processor seconds of this process so far, and of its children that have ended."""
+    """Return the CPU seconds of this process so far, and of its children that have ended."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def rss_mb(pid: int | None = None) -> float | None:

@@ -159,7 +159,7 @@ class _Api:
     async def detail(self, request: Request) -> Response:
         file, place = request.path_params["file"], _number(request.path_params["place"])
         if place is None:
-            raise UnknownIdError(f"{file} holds no trajectory {request.path_params['place']!r}")
+            raise UnknownIdError(f"{file} has no trajectory {request.path_params['place']!r}")
         return await _answer(lambda: detail(self._run(request), file, place))
 
     def _run(self, request: Request) -> Run:

@@ -111,7 +111,7 @@ def test_utf_16_files_and_empty_sections_are_read(tmp_path):
 def test_binary_file_is_refused(tmp_path, content):
     file = tmp_path / "recipe.yaml"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"recipe\.yaml is no YAML"):
+    with pytest.raises(ConfigError, match=r"recipe\.yaml is not valid YAML"):
         load_config(file)
 
 

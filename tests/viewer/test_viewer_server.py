@@ -218,7 +218,7 @@ def test_trajectory_list_omits_tokens(tmp_path):
 
 def test_damaged_file_is_named(tmp_path):
     (tmp_path / "step-000001.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"step-000001.*line 1 is no trajectory"):
+    with pytest.raises(DataError, match=r"step-000001.*line 1 is not a trajectory"):
         TrajectoryFile(tmp_path / "step-000001.jsonl").page()
 
 

@@ -50,23 +50,23 @@ def train(
             env="tir", steps=60, rollout={"group_size": 8}, callbacks=[Enough()]
         )
 
-    It works where an event loop is running, too. Ctrl-C, or a notebook's "interrupt", saves what
-    was learned, ends all that was started and raises KeyboardInterrupt; `mode="resume"` with the
-    same `out` goes on.
+    It also works inside a running event loop. Ctrl-C, or a notebook's "interrupt", saves the
+    progress, stops everything that was started and raises KeyboardInterrupt; `mode="resume"` with
+    the same `out` continues.
 
     Args:
         config: settings, as a `RunConfig`, as a mapping, or as the file of a recipe. With
             `mode="resume"`, those of the run unless others are given.
         out: the run's directory; by default `runs/ENV-DATE-TIME`.
-        mode: "new", "resume" (go on with the run in `out`) or "clean" (replace it).
-        from_step: with "resume", the checkpoint to go on from; by default the newest.
-        callbacks: told of steps, evaluations and checkpoints; they may end the run.
+        mode: "new", "resume" (continue the run in `out`) or "clean" (replace it).
+        from_step: with "resume", the checkpoint to continue from; by default the newest.
+        callbacks: receive steps, evaluations and checkpoints; they may stop training.
         progress: a live display; by default on terminals and in notebooks only.
         settings: single settings, on top of `config`: `steps=60`, `trainer={"lr": 1e-4}`;
             `env="tir"` and the like name a plugin.
 
     Raises:
-        GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.
+        GymError: see `areal_gym.errors`; the progress so far is saved where the disk allows.
     """
     place = None if out is None else Path(out)
     if mode not in get_args(RunMode):

@@ -1,4 +1,4 @@
-"""Where `train` shows a person what it does: a terminal, a notebook, or nowhere."""
+"""The display of `areal_gym.train`: on a terminal, in a notebook, or none."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CHARTS = ("Reward", "Loss", "KL", "Entropy", "Time of a step")
 
 
 class NotebookDisplay:
-    """One output of a notebook's cell: how far the run is, its curves, and what it said last.
+    """The output of a notebook cell: progress, charts and the last messages of the run.
 
     Args:
-        show: shows a page of HTML in place of the one before it, or leaves that for a moment; the
-            page is asked for when it is shown. `is_last`: not to be left out.
+        show: replaces the HTML in the cell by what a function returns; it may skip updates, but not
+            one with `is_last`.
     """
 
     def __init__(self, show: Callable[..., None]) -> None:
@@ -36,37 +36,37 @@ class NotebookDisplay:
         self._began_s = time.monotonic()
 
     def say(self, text: str) -> None:
-        """A line of talk; the newest are shown."""
+        """Show a line of text; the newest lines stay."""
         self._lines.append(text)
         self._show(self.page)
 
     def phase(self, name: str, total: int = 0) -> None:
-        """A new part of the run begins."""
+        """Begin a new phase of the run."""
         self._phase, self._done, self._total, self._detail = name, 0, total, ""
         self._began_s = time.monotonic()
         self._show(self.page)
 
     def advance(self, done: int, detail: str = "") -> None:
-        """`done` units of the phase are ready."""
+        """Show that `done` units of the phase are done."""
         self._done, self._detail = done, detail
         self._show(self.page)
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """A training step ended: the curves grow."""
+        """Add a finished training step to the charts."""
         self._rows.append(dict(metrics))
-        if len(self._rows) > _MOST_ROWS:  # drawn again and again
+        if len(self._rows) > _MOST_ROWS:  # the charts are drawn on each update
             self._rows = self._rows[::2]
         self.advance(step)
 
     def watch(self, stats: Callable[[], str] | None) -> None:
-        """Where episodes wait is for terminals."""
+        """Do nothing: only terminals show what episodes wait for."""
 
     def close(self) -> None:
-        """The last look."""
+        """Show the final state."""
         self._show(self.page, is_last=True)
 
     def page(self) -> str:
-        """All of it, as HTML."""
+        """Return the whole output as HTML."""
         charts = {chart.title: draw(chart) for chart in charts_of(self._rows)}
         curves = "".join(charts[title] for title in _CHARTS if title in charts)
         talk = "\n".join(self._lines)
@@ -81,7 +81,7 @@ class NotebookDisplay:
 
 @contextmanager
 def shown_display(progress: bool | None) -> Iterator[Display]:
-    """What fits the place; nothing for False, and for None where nobody looks."""
+    """Yield the display that fits; silent for False, and for None where there is no screen."""
     if progress is False or not (progress or in_notebook() or is_terminal()):
         yield SilentDisplay()
         return

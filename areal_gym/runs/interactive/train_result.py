@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""The result of `areal_gym.train`."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from areal_gym.utils.markup import number
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainingResult:
-    """A run that came to its end."""
+    """A finished run."""
 
     run: RunDir
-    """Its directory: all metrics, all trajectories."""
+    """The run directory: all metrics, all trajectories."""
     summary: Mapping[str, Any]
     """`summary.json`."""
 
     @property
     def stopped(self) -> str | None:
-        """Why a callback ended it early; None when it took all its steps."""
+        """Why a callback ended the run early; None when it took all its steps."""
         reason: str | None = self.summary["stopped"]
         return reason
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Of the last step (docs/metrics.md); empty when it took none."""
+        """Metrics of the last step (docs/metrics.md); empty when there was none."""
         rows = self.run.read_metrics()
         return rows[-1] if rows else {}
 
     @property
     def checkpoint(self) -> Path:
-        """Of the last step, in Hugging Face's layout."""
+        """The checkpoint of the last step, in Hugging Face's format."""
         return self.run.path / str(self.summary["checkpoint"])
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """The best of those that were measured on held-out tasks and are still there."""
+        """The best checkpoint on held-out tasks that still exists."""
         name = self.summary["best_checkpoint"]
         return None if name is None else self.run.path / name
 
     @property
     def policy(self) -> Path:
-        """The best checkpoint, or else the last: what `rollout` and `evaluate` take."""
+        """The best checkpoint, or else the last, for `rollout` and `evaluate`."""
         return self.best_checkpoint or self.checkpoint
 
     def __repr__(self) -> str:
