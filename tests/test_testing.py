@@ -127,7 +127,7 @@ def leaky(batch):
         (summed, "not \\[T\\]"),
         (constant, "carries no gradient"),
         (random, "called twice"),
-        (in_place, "changed in place"),
+        (in_place, "changes its inputs in place"),
         (live_metric, "metric 'ratio' carries a gradient"),
         (upside_down, "not REINFORCE's"),
         (divided, "not REINFORCE's"),
@@ -171,7 +171,7 @@ def greedy(rewards_G, group_ids_G):
         (negative, "no more than the worst"),
         (reinforce, "a constant added to all rewards of the siblings"),
         (eager, "do not give exactly 0"),
-        (greedy, "changed in place"),
+        (greedy, "changes its inputs in place"),
     ],
 )
 def test_contract_detects_broken_estimators(estimator, rule):
