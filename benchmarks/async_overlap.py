@@ -21,7 +21,6 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,15 @@ from areal_gym.envs.base import Response
 from areal_gym.envs.tir import TirEnv
 from areal_gym.rollout.episode_runners import EpisodeSetup
 from areal_gym.rollout.runner import RolloutRunner
-from areal_gym.runs.components import Components, close_learner, make_learner, policy_directory
+from areal_gym.runs.components import Components
+from areal_gym.runs.make_trainer import make_trainer
+from areal_gym.runs.policy_directory import policy_directory
 from areal_gym.runs.run_display import SilentDisplay
 from areal_gym.runs.step_times import StepTimes
-from areal_gym.trainer.loop import train_loop
+from areal_gym.trainer.base import close_trainer
+from areal_gym.trainer.update import TrainerThread, WeightPublisher
 from areal_gym.trainer.weight_sync.in_process import InProcessWeightSync
-from areal_gym.types import Group, Message
+from areal_gym.types import Message
 from areal_gym.utils.garbage import relax_garbage_collection
 
 SIGMA = 0.6
@@ -74,7 +76,7 @@ async def train(
             f"trainer.runs_in={runs_in}",
         ]
     )
-    learner = make_learner(config, policy)
+    learner = make_trainer(config, policy)
     engine = EmbeddedEngine.from_settings(policy, config.engine)
     await engine.start()
     seeds = iter(range(1_000_000))
@@ -91,8 +93,18 @@ async def train(
     causes: list[str] = []
     times = StepTimes(config.rollout.max_in_flight, runner.stats())
     marks = [(time.perf_counter(), time.process_time())]
+    thread, publisher = TrainerThread(), WeightPublisher(InProcessWeightSync(engine), learner)
 
-    async def on_step(step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+    async def take_step(version: int) -> None:
+        begin_s = time.perf_counter()
+        groups = await runner.next_batch()
+        wait_s = time.perf_counter() - begin_s
+        metrics = await thread.call(learner.step, groups, version)
+        trained_s = time.perf_counter()
+        await publisher.publish(version + 1)
+        end_s = time.perf_counter()
+        metrics |= {"time/wait_s": wait_s, "time/publish_s": end_s - trained_s}
+        metrics["time/step_s"] = end_s - begin_s
         measured = times.measure(runner.stats(), metrics)
         causes.append(str(measured["limited_by"]))
         numbers = {name: value for name, value in measured.items() if not isinstance(value, str)}
@@ -100,11 +112,11 @@ async def train(
         marks.append((time.perf_counter(), time.process_time()))
 
     async with runner:
-        await train_loop(
-            runner, learner, InProcessWeightSync(engine), num_steps=steps, on_step=on_step
-        )
+        for version in range(steps):
+            await take_step(version)
+    thread.close()
     await engine.aclose()
-    close_learner(learner)
+    close_trainer(learner)
     kept = rows[WARM_UP:]
     wall_s = (marks[-1][0] - marks[WARM_UP][0]) / len(kept)
     bound_s = statistics.mean(max(r["time/generation_s"], r["time/train_s"]) for r in kept)

@@ -28,6 +28,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.saving import Saver
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
+from areal_gym.trainer.checkpoint import keep_checkpoints
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import FinishReason, Group, Task, TokenSpan, Trajectory, Turn
 from areal_gym.warm_start.starter_policy import Recipe
@@ -105,8 +106,14 @@ async def measure(name: str, num_rounds: int, home: Path) -> dict[str, float | s
     learner = Trainer(decoder, TrainerConfig(lr=1e-5), advantage=grpo, loss=ppo_clip)
     rng = random.Random(0)
     learner.step(batch(rng), 0)
+    run = RunDir(home / name)
     saver = Saver(
-        learner, RunDir(home / name), home, dict, lambda step, state: None, scores=dict, num_kept=2
+        learner,
+        run,
+        home,
+        dict,
+        on_saved=lambda step, state: None,
+        delete_old=lambda: keep_checkpoints(run.checkpoints_dir, 2, {}),
     )
     alone, pauses, beside, written = [], [], [], []
     for number in range(1, num_rounds + 1):

@@ -30,7 +30,8 @@ from areal_gym.config import RunConfig, load_config
 from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.envs.arithmetic import PHRASINGS
 from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.components import Components, policy_directory
+from areal_gym.runs.components import Components
+from areal_gym.runs.policy_directory import policy_directory
 from areal_gym.runs.run_display import SilentDisplay
 from areal_gym.runs.train import train
 

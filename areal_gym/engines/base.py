@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the protocol names tensors, but importing torch is the engi
     import torch
 
 __all__ = [
+    "CountingEngine",
     "Engine",
     "Generation",
     "Grammar",
@@ -21,9 +22,12 @@ __all__ = [
     "InterruptedEngine",
     "LocalEngine",
     "Piece",
+    "RejoinedEngine",
     "RemoteEngine",
     "SamplingParams",
+    "SnapshotEngine",
     "StreamingEngine",
+    "TakeOverEngine",
     "WeightServer",
     "stream_from",
     "stream_in_chunks",
@@ -150,6 +154,43 @@ class InterruptedEngine(Engine, Protocol):
     @property
     def outage_s(self) -> float:
         """Seconds since the last serving server was lost; 0 while one serves."""
+        ...
+
+
+@runtime_checkable
+class RejoinedEngine(Engine, Protocol):
+    """An engine whose servers may come back without the weights that were published."""
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether a server waits for the weights before it takes requests."""
+        ...
+
+
+@runtime_checkable
+class TakeOverEngine(Protocol):
+    """An engine that may start with other weights than the trainer's."""
+
+    take_over: bool
+    """Whether training gives its own weights to the servers before anything is compared."""
+
+
+@runtime_checkable
+class SnapshotEngine(Protocol):
+    """An engine that can be copied as it is now, to be measured while training goes on."""
+
+    async def snapshot(self) -> Engine:
+        """Return the copy, which is not started."""
+        ...
+
+
+@runtime_checkable
+class CountingEngine(Protocol):
+    """An engine that counts its work: a dataclass of numbers, which become `engine/...` metrics."""
+
+    @property
+    def stats(self) -> object:
+        """The counters since the start."""
         ...
 
 

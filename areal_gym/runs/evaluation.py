@@ -1,4 +1,4 @@
-"""Measuring a policy on held-out tasks: by itself, and on a schedule while training goes on."""
+"""Evaluates a policy on held-out tasks: by itself, and on a schedule while training goes on."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
-from areal_gym.config.online_settings import ONLINE, split_address
-from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.engines.base import Engine, SamplingParams, SnapshotEngine
 from areal_gym.errors import ConfigError, UsageError
 from areal_gym.gateway.shared_gateway import gateway_at
 from areal_gym.report.learning_curve import CurvePoint
+from areal_gym.config.online_settings import ONLINE, split_address
+from areal_gym.runs.episodes.policies import opened
+from areal_gym.chat import Renderer
 from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.rollout.evaluate import evaluate as evaluate_policy
 from areal_gym.rollout.evaluate import measure as measure_play
-from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.components import Components, open_engine, policy_directory
-from areal_gym.runs.episodes.policies import opened
-from areal_gym.runs.run_display import Display, SilentDisplay
-from areal_gym.runs.sandboxes import announce_sandboxes
-from areal_gym.types import Trajectory
 from areal_gym.utils.blocking import run_to_end
-
+from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.runs.components import Components
+from areal_gym.runs.open_engine import open_engine
+from areal_gym.runs.policy_directory import policy_directory
+from areal_gym.runs.sandboxes import announce_sandboxes
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.types import Trajectory
 
 def evaluate(
     config: RunConfig,
@@ -66,23 +67,23 @@ def evaluate(
         )
 
     async def measure() -> EvalReport:
-        parts = Components.of(config)
+        components = Components.of(config)
         kept: list[Trajectory] = []
         label = f"evaluate ({'greedy' if greedy else 'sampled'})"
         total = config.eval.num_tasks * (1 if greedy else config.eval.num_samples)
-        await announce_sandboxes(parts, shown.say)
+        await announce_sandboxes(components, shown.say)
         if checkpoint is None and "://" in config.engine.model:
             shown.phase(label, total)
-            report = await _measure_words(config, parts, greedy, kept, shown.advance)
+            report = await _measure_words(config, components, greedy, kept, shown.advance)
         else:
-            policy = checkpoint or policy_directory(config, parts, shown)[0]
+            policy = checkpoint or policy_directory(config, components, shown)[0]
             async with (
                 open_engine(config, policy, display=shown) as (engine, renderer),
                 gateway_at(*split_address(config.gateway)),
             ):
                 shown.phase(label, total)
                 report = await _measure(
-                    config, parts, engine, renderer, greedy=greedy, keep=kept, advance=shown.advance
+                    config, components, engine, renderer, greedy=greedy, keep=kept, advance=shown.advance
                 )
         if out is not None:
             RunDir(out).save_trajectories(kept, name="eval-greedy" if greedy else "eval")
@@ -93,7 +94,7 @@ def evaluate(
 
 async def _measure_words(
     config: RunConfig,
-    parts: Components,
+    components: Components,
     greedy: bool,
     keep: list[Trajectory],
     advance: Callable[..., Any],
@@ -105,7 +106,7 @@ async def _measure_words(
     """
     if config.agent.id != "chat" or set(config.engine.kwargs) - {"model"}:
         raise ConfigError(
-            f"{config.engine.model} is asked in messages, by nobody but the environment",
+            f"{config.engine.model} answers messages of the environment only",
             hints=[
                 "agent.id=chat; engine.kwargs.model=NAME is the model's name there",
                 "agents play where tokens are recorded: --engine sglang --engine.url URL",
@@ -118,7 +119,7 @@ async def _measure_words(
     going = RunningEval(keep, advance)
     async with opened(config.engine.model, params, name, None, 0, timeout_s, config.env.id) as play:
         return await measure_play(
-            parts.make_env,
+            components.make_env,
             play,
             temperature=temperature,
             split=config.eval.split,
@@ -142,20 +143,20 @@ class Evaluations:
     """
 
     config: RunConfig
-    parts: Components
+    components: Components
     engine: Engine
     renderer: Renderer
     directory: RunDir
     display: Display
     log: Callable[[int, Mapping[str, Any]], None]
-    """Told of each evaluation, besides `evaluations.jsonl`."""
+    """Called with step and metrics of each evaluation, besides `evaluations.jsonl`."""
     _task: asyncio.Task[CurvePoint] | None = field(default=None, init=False)
     _step_under_way: int | None = field(default=None, init=False)
 
     @property
     def points(self) -> list[CurvePoint]:
         """All evaluations of the run so far, those before an interruption too."""
-        return [_point(row) for row in self.directory.read_evaluations()]
+        return points_of(self.directory)
 
     def scores(self) -> dict[int, float | None]:
         """Sampled held-out accuracy by step; None for the step that is being measured."""
@@ -172,13 +173,16 @@ class Evaluations:
         is_wanted = step == 0 or (every > 0 and step % every == 0) or not self.points
         return is_wanted and all(point.step != step for point in self.points)
 
-    async def at(self, step: int) -> CurvePoint:
-        """The evaluation of the policy as it is now, at `step`; the recorded one if there is."""
+    async def measure_start(self, step: int) -> None:
+        """Evaluate the policy before anything is trained; a resumed run has that on record."""
+        if self.is_due(step):
+            await self._play(step, self.engine, is_shown=True)
+
+    async def measure_end(self, step: int) -> None:
+        """Evaluate the policy after training, unless that is on record."""
         await self.settle()
-        for point in self.points:
-            if point.step == step:
-                return point
-        return await self._play(step, self.engine, is_shown=True)
+        if self.config.env.id != ONLINE and all(point.step != step for point in self.points):
+            await self._play(step, self.engine, is_shown=True)
 
     async def begin(self, step: int) -> None:
         """Measure the policy as it is now while training goes on.
@@ -186,8 +190,9 @@ class Evaluations:
         Waits for the one before it first: two at once would take the engine from training.
         """
         await self.settle()
-        snapshot = getattr(self.engine, "snapshot", None)
-        engine = self.engine if snapshot is None else await snapshot()
+        engine = self.engine
+        if isinstance(engine, SnapshotEngine):
+            engine = await engine.snapshot()
         self._step_under_way = step
         self._task = asyncio.create_task(self._in_background(step, engine))
 
@@ -226,7 +231,7 @@ class Evaluations:
             reports.append(
                 await _measure(
                     config,
-                    self.parts,
+                    self.components,
                     engine,
                     self.renderer,
                     greedy=greedy,
@@ -267,6 +272,11 @@ class Evaluations:
         return point
 
 
+def points_of(directory: RunDir) -> list[CurvePoint]:
+    """Return the evaluations on record, in their order."""
+    return [_point(row) for row in directory.read_evaluations()]
+
+
 def _point(row: Mapping[str, Any]) -> CurvePoint:
     sampled = row["sampled"]
     return CurvePoint(
@@ -280,7 +290,7 @@ def _point(row: Mapping[str, Any]) -> CurvePoint:
 
 @dataclass(slots=True)
 class RunningEval:
-    """How an evaluation goes: its trajectories are kept, and somebody may be told the reward."""
+    """Keeps the trajectories of an evaluation, and shows its progress."""
 
     keep: list[Trajectory] | None
     advance: Callable[..., Any] | None
@@ -308,7 +318,7 @@ class RunningEval:
 
 async def _measure(
     config: RunConfig,
-    parts: Components,
+    components: Components,
     engine: Engine,
     renderer: Renderer,
     *,
@@ -318,8 +328,8 @@ async def _measure(
 ) -> EvalReport:
     going = RunningEval(keep, advance)
     return await evaluate_policy(
-        parts.make_env,
-        parts.agent,
+        components.make_env,
+        components.agent,
         engine,
         renderer,
         split=config.eval.split,

@@ -28,11 +28,11 @@ _MAX_REJECTED = 1000
 
 
 def load_examples(
-    config: RunConfig, parts: Components | None, renderer: Renderer, display: Display
+    config: RunConfig, components: Components | None, renderer: Renderer, display: Display
 ) -> tuple[list[Example], list[Example]]:
     """Examples to learn from and examples to measure on.
 
-    `parts` may be None where there is a file.
+    `components` may be None where there is a file.
 
     Raises:
         DataError: a file is missing or has a broken line.
@@ -44,8 +44,8 @@ def load_examples(
     if config.data.file is not None:
         raw, source = _from_files(config), config.data.file
     else:
-        assert parts is not None
-        raw, source = _from_env(config, parts.make_env()), f"demonstrators of {config.env.id}"
+        assert components is not None
+        raw, source = _from_env(config, components.make_env()), f"demonstrators of {config.env.id}"
     found: list[list[Example]] = []
     for name, data in zip(("learn from", "measure on"), raw, strict=True):
         encoded = encode(

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_gym.config import RunConfig
 from areal_gym.errors import NotFiniteError, NothingToDoError
 from areal_gym.plugins import registry
-from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.components import (
-    Components,
-    close_learner,
-    make_learner,
-    policy_directory,
-    require_same_start,
-)
 from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.trainer.base import close_trainer
+from areal_gym.runs.components import Components
+from areal_gym.runs.make_trainer import make_trainer
+from areal_gym.runs.policy_directory import policy_directory, require_same_start
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import Group
 
+if TYPE_CHECKING:
+    from areal_gym.trainer.base import GroupTrainer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedReport:
@@ -61,15 +60,15 @@ def replay_refused(
     registry().get("trainers", config.trainer.id).require_installed()
     import torch
 
-    from areal_gym.trainer.checkpoint import checkpoint_of, require_whole, restore_learner
+    from areal_gym.trainer.checkpoint import checkpoint_of, require_whole, restore_trainer
 
     run = RunDir(source)
     found = run.read_refused()
     if found is None:
         raise NothingToDoError(f"{source} has refused no step: there is nothing to take again")
     step, groups = found
-    trainer = config.trainer.model_copy(update={"runs_in": "thread"})
-    config = config.model_copy(update={"trainer": trainer})
+    settings = config.trainer.model_copy(update={"runs_in": "thread"})
+    config = config.model_copy(update={"trainer": settings})
     policy, _ = policy_directory(config, Components.of(config), display or SilentDisplay())
     require_same_start(run, policy)
     before = policy
@@ -77,21 +76,21 @@ def replay_refused(
         _, before = checkpoint_of(run.checkpoints_dir, step - 1)
         require_whole(before)
     torch.set_num_threads(config.trainer.num_threads)
-    learner = make_learner(config, before, initial=policy)
+    trainer = make_trainer(config, before, initial=policy)
     try:
         if before is not policy:
-            restore_learner(learner, before)
-        return _take(learner, step, groups)
+            restore_trainer(trainer, before)
+        return _take(trainer, step, groups)
     finally:
-        close_learner(learner)
+        close_trainer(trainer)
 
 
-def _take(learner: Any, step: int, groups: list[Group]) -> RefusedReport:
-    unscorable = _unscorable(learner, groups)
+def _take(trainer: GroupTrainer, step: int, groups: list[Group]) -> RefusedReport:
+    unscorable = _unscorable(trainer, groups)
     reason: str | None = None
     metrics: dict[str, float] = {}
     try:
-        metrics = learner.step(groups, step - 1)
+        metrics = trainer.step(groups, step - 1)
         if metrics["train/skipped_updates"]:
             reason = "its loss or gradient is not finite"
     except NotFiniteError as error:
@@ -105,11 +104,11 @@ def _take(learner: Any, step: int, groups: list[Group]) -> RefusedReport:
     )
 
 
-def _unscorable(learner: Any, groups: list[Group]) -> tuple[str, ...]:
+def _unscorable(trainer: GroupTrainer, groups: list[Group]) -> tuple[str, ...]:
     from areal_gym.trainer.batch.sequences import sequences_of
 
     ids = [trajectory.id for group in groups for trajectory in group]
     rows = [row for row in sequences_of(groups) if row.num_trainable]
-    scores = zip(rows, learner.score(rows), strict=True)
+    scores = zip(rows, trainer.score(rows), strict=True)
     bad = {row.trajectory_id for row, logprobs in scores if not logprobs.isfinite().all()}
     return tuple(ids[i] for i in sorted(bad))

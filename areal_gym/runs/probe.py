@@ -1,8 +1,8 @@
-"""Do engine and trainer run the same model?
+"""Checks that engine and trainer run the same model.
 
 A few turns are sampled by the engine and scored by the trainer. When they disagree, the ratio of
-every token is wrong, and training goes astray without a word: another model, dtype, temperature or
-an adapter that was never loaded all show here.
+every token is wrong, and training fails silently: another model, dtype or temperature, or an
+adapter that was never loaded, shows here.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.errors import ConfigError, EnvError, EpisodeError
 from areal_gym.recording import derive_seed
-from areal_gym.runs.components import Components, plugin_error
+from areal_gym.runs.components import Components
+from areal_gym.runs.open_engine import plugin_error
 from areal_gym.types import Message
 from areal_gym.utils.markup import counted
 
@@ -28,6 +29,10 @@ _NUM_RESETS = 3
 """A reset that fails is tried so often."""
 _PROBE = 4
 """A stream of seeds of its own; training and evaluation have 0 to 3."""
+
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.base import GroupTrainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +47,36 @@ class LogprobGap:
         return f"{self.mean:.2g} in the mean, {self.max:.2g} at most, over {self.num_tokens} tokens"
 
 
-async def measure_gap(
+async def probe_engine(
     config: RunConfig,
-    parts: Components,
+    components: Components,
     engine: Engine,
     renderer: Renderer,
-    learner: Any,
+    trainer: GroupTrainer,
+    say: Callable[[str], None],
+) -> LogprobGap:
+    """See that engine and trainer are the same model before the first token is trained on.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    gap = await measure_gap(config, components, engine, renderer, trainer, say)
+    require_agreement(gap, config)
+    say(f"engine and trainer agree: log-probabilities differ by {gap}")
+    if line := keep_rounding_from_clips(gap.max, config, trainer):
+        say(f"  {line}")
+    first = await first_messages(components, config.seed, [])
+    for warning in () if first is None else renderer.warnings(*first):
+        say(warning)
+    return gap
+
+
+async def measure_gap(
+    config: RunConfig,
+    components: Components,
+    engine: Engine,
+    renderer: Renderer,
+    trainer: GroupTrainer,
     say: Callable[[str], None] | None = None,
 ) -> LogprobGap:
     """Sample some turns at the run's temperature, score them with the trainer's weights.
@@ -64,7 +93,7 @@ async def measure_gap(
 
     async def sample(index: int) -> TokenSequence | None:
         seed = derive_seed(config.seed, _PROBE, index)
-        first = await first_messages(parts, seed, failures)
+        first = await first_messages(components, seed, failures)
         if first is None:
             return None
         prompt = renderer.first_ids(*first)
@@ -115,12 +144,12 @@ async def measure_gap(
                 "or take an environment, or arguments of it, with shorter prompts",
             ],
         )
-    scores = await asyncio.to_thread(learner.score, rows)
+    scores = await asyncio.to_thread(trainer.score, rows)
     return _gap(rows, [score.tolist() for score in scores])
 
 
 async def first_messages(
-    parts: Components, seed: int, failures: list[EpisodeError]
+    components: Components, seed: int, failures: list[EpisodeError]
 ) -> tuple[Sequence[Message], list[dict[str, Any]]] | None:
     """The first messages and tools of a task of the split "train"; None where there are none.
 
@@ -130,7 +159,7 @@ async def first_messages(
         UsageError: the environment has no such split.
     """
     for attempt in range(_NUM_RESETS):
-        env = parts.make_env()
+        env = components.make_env()
         try:
             _, info = await env.areset(
                 seed=derive_seed(seed, attempt) if attempt else seed, options={"split": "train"}
@@ -158,8 +187,10 @@ _SHARE_OF_CLIP = 0.2
 millions: the largest gap of a run is a few times that of its probe."""
 
 
-def keep_rounding_from_clips(max_gap: float, config: RunConfig, learner: Any) -> str | None:
-    """Lets the learner recompute log-probabilities where the engine's rounding nears the clip.
+def keep_rounding_from_clips(
+    max_gap: float, config: RunConfig, trainer: GroupTrainer
+) -> str | None:
+    """Let the trainer recompute log-probabilities where the engine's rounding nears the clip.
 
     Ratios against the engine's log-probabilities would be clipped although nothing has changed: a
     clip of a token's ratio is 0.2 as a rule, that of GSPO's sequences is 3e-4, and an engine in
@@ -168,7 +199,7 @@ def keep_rounding_from_clips(max_gap: float, config: RunConfig, learner: Any) ->
     Args:
         max_gap: the largest that the probe saw.
         config: the settings; only `trainer.correction.proximal = "auto"` leaves it open.
-        learner: is told.
+        trainer: recomputes them.
 
     Returns:
         A line for people; None where nothing changes.
@@ -176,13 +207,13 @@ def keep_rounding_from_clips(max_gap: float, config: RunConfig, learner: Any) ->
     from areal_gym.plugins import registry
     from areal_gym.trainer.algorithms.token_loss import narrowest_clip
 
-    trainer = config.trainer
-    clip = narrowest_clip(registry().load("losses", trainer.loss), trainer)
-    if trainer.correction.proximal != "auto" or clip is None or max_gap <= _SHARE_OF_CLIP * clip:
+    settings = config.trainer
+    clip = narrowest_clip(registry().load("losses", settings.loss), settings)
+    if settings.correction.proximal != "auto" or clip is None or max_gap <= _SHARE_OF_CLIP * clip:
         return None
-    learner.recompute_proximal()
+    trainer.recompute_proximal()
     return (
-        f"that is more than a fifth of the clip of the loss {trainer.loss!r} ({clip:g}), so ratios "
+        f"that is more than a fifth of the clip of the loss {settings.loss!r} ({clip:g}), so ratios "
         "are taken against log-probabilities that the trainer computes "
         "(trainer.correction.proximal=recorded takes the engine's)"
     )

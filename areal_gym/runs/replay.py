@@ -12,23 +12,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_gym.config import RunConfig
-from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.errors import DataError, NothingToDoError, UsageError
+from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.plugins import registry
-from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.components import (
-    Components,
-    close_learner,
-    make_learner,
-    policy_directory,
-    require_same_start,
-    save_settings,
-)
-from areal_gym.runs.probe import keep_rounding_from_clips
 from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.trainer.base import close_trainer
+from areal_gym.runs.components import Components
+from areal_gym.runs.make_trainer import make_trainer
+from areal_gym.runs.policy_directory import policy_directory, require_same_start
+from areal_gym.runs.preparation import save_settings
+from areal_gym.runs.probe import keep_rounding_from_clips
+from areal_gym.run_dir.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.base import GroupTrainer
 
 _COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
 
@@ -97,19 +97,19 @@ def replay(
             hints=[f"let it train first: areal-gym train --resume --out {source}"],
         )
     # There is nothing to overlap with here.
-    trainer = config.trainer.model_copy(update={"runs_in": "thread"})
-    config = config.model_copy(update={"trainer": trainer})
+    settings = config.trainer.model_copy(update={"runs_in": "thread"})
+    config = config.model_copy(update={"trainer": settings})
     policy, _ = policy_directory(config, Components.of(config), shown)
     require_same_start(run, policy)
     # As training does: the number of threads decides in which order sums are added up.
     torch.set_num_threads(config.trainer.num_threads)
-    learner = make_learner(config, policy)
+    trainer = make_trainer(config, policy)
     gap = run.read_provenance().get("engine_gap", {"max": 0.0})
-    keep_rounding_from_clips(gap["max"], config, learner)  # as the run itself did
+    keep_rounding_from_clips(gap["max"], config, trainer)  # as the run itself did
     try:
-        return _train_again(config, run, recorded, steps, policy, learner, shown, out)
+        return _train_again(config, run, recorded, steps, policy, trainer, shown, out)
     finally:
-        close_learner(learner)
+        close_trainer(trainer)
 
 
 def _train_again(
@@ -118,7 +118,7 @@ def _train_again(
     recorded: Mapping[int, Mapping[str, Any]],
     steps: Sequence[int],
     policy: Path,
-    learner: Any,
+    trainer: GroupTrainer,
     shown: Display,
     out: Path | None,
 ) -> ReplayReport:
@@ -134,13 +134,13 @@ def _train_again(
                 hints=[f"they belong into {run.trajectories_dir}"]
                 + ([f"what comes before: --steps {rows[-1]['step']}"] if rows else []),
             )
-        metrics = learner.step(groups, step - 1)
+        metrics = trainer.step(groups, step - 1)
         rows.append({"step": step, **metrics})
         if first_difference is None and not _agree(metrics, recorded[step]):
             first_difference = step
         shown.step(step, len(steps), metrics)
     if out is not None:
-        _save(config, learner, out, rows, policy)
+        _save(config, trainer, out, rows, policy)
     checkpoint = run.checkpoints_dir / f"step-{steps[-1]:06d}"
     if not checkpoint.is_dir():
         return ReplayReport(
@@ -152,7 +152,7 @@ def _train_again(
     return ReplayReport(
         num_steps=len(steps),
         checkpoint=str(checkpoint),
-        max_difference=_largest_difference(learner, checkpoint),
+        max_difference=_largest_difference(trainer, checkpoint),
         first_difference=first_difference,
     )
 
@@ -165,20 +165,20 @@ def _agree(metrics: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
     return all(same(metrics[key], recorded[key]) for key in _COMPARED if key in recorded)
 
 
-def _largest_difference(learner: Any, checkpoint: Path) -> float:
+def _largest_difference(trainer: GroupTrainer, checkpoint: Path) -> float:
     from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 
     theirs = load_checkpoint(checkpoint).state_dict()
-    return max(float((ours.cpu() - theirs[name]).abs().max()) for name, ours in learner.weights())
+    return max(float((ours.cpu() - theirs[name]).abs().max()) for name, ours in trainer.weights())
 
 
 def _save(
-    config: RunConfig, learner: Any, out: Path, rows: list[dict[str, Any]], policy: Path
+    config: RunConfig, trainer: GroupTrainer, out: Path, rows: list[dict[str, Any]], policy: Path
 ) -> None:
-    from areal_gym.trainer.checkpoint import save_learner
+    from areal_gym.trainer.checkpoint import save_trainer
 
     with RunDir.open(out, "new") as directory:
         save_settings(directory, config)
         for row in rows:
             directory.append_metrics(row)
-        save_learner(learner, directory.checkpoints_dir, rows[-1]["step"], policy)
+        save_trainer(trainer, directory.checkpoints_dir, rows[-1]["step"], policy)

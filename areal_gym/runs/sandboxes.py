@@ -15,13 +15,15 @@ _MEANING = {
 }
 
 
-async def announce_sandboxes(parts: Components, say: Callable[[str], None]) -> list[SandboxReport]:
+async def announce_sandboxes(
+    components: Components, say: Callable[[str], None]
+) -> list[SandboxReport]:
     """Start the environment's sandboxes, say their levels, and return their reports.
 
     Raises:
         SandboxError: one does not start, or protects less than it must.
     """
-    env = parts.make_env()
+    env = components.make_env()
     try:
         reports = await reports_of(env.sandboxes)
     finally:

@@ -1,15 +1,18 @@
-"""When a run's checkpoints are written: on a schedule beside training, and at its end."""
+"""Writes a run's checkpoints: on a schedule beside training, and at its end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_gym.run_dir.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.base import Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,51 +25,45 @@ class _Writing:
 
 
 class Saver:
-    """Writes the learner's checkpoints into a run directory, each step once.
+    """Writes the trainer's checkpoints into a run directory, each step once.
 
-    The training loop waits for `save` only until weights and states are copied; a thread writes the
-    copies, one checkpoint at a time. When the run is being cancelled nobody can wait on the loop
-    any more: `save_now` blocks.
+    The run waits for `save` only until weights and states are copied; a thread writes the copies,
+    one checkpoint at a time. `save_now` blocks: a run that is being cancelled cannot wait on its
+    event loop any more.
 
     Args:
-        learner: what is saved.
+        trainer: what is saved.
         directory: the run's.
-        tokenizer_dir: whose tokenizer belongs to the policy.
-        rollout_state: what the runner needs to go on after this step.
+        tokenizer_dir: the directory whose tokenizer belongs to the policy.
+        rollout_state: returns what rollouts need to go on after this step.
         on_saved: called with step and state, on the event loop's thread, once they are on the disk.
-        scores: how good the policy was, by step (`keep_checkpoints`); called in a thread.
-        num_kept: how many of the newest checkpoints stay, besides the best.
-        protected: steps whose checkpoints stay, too; called in a thread.
+        delete_old: deletes checkpoints that are not to be kept; called in the thread.
         saved_step: the step that is saved already, if any.
     """
 
     def __init__(
         self,
-        learner: Any,
+        trainer: Trainer[Any],
         directory: RunDir,
         tokenizer_dir: Path,
         rollout_state: Callable[[], Mapping[str, Any]],
-        on_saved: Callable[[int, Mapping[str, Any]], None],
         *,
-        scores: Callable[[], Mapping[int, float | None]],
-        num_kept: int,
-        protected: Callable[[], Collection[int]] = tuple,
+        on_saved: Callable[[int, Mapping[str, Any]], None],
+        delete_old: Callable[[], object],
         saved_step: int | None = None,
     ) -> None:
-        self._learner = learner
+        self._trainer = trainer
         self._directory = directory.checkpoints_dir
         self._tokenizer_dir = tokenizer_dir
         self._rollout_state = rollout_state
         self._on_saved = on_saved
-        self._scores = scores
-        self._num_kept = num_kept
-        self._protected = protected
+        self._delete_old = delete_old
         self._saved_step = saved_step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saver")
         self._writing: _Writing | None = None
 
     async def save(self, step: int) -> None:
-        """Begin the checkpoint of `step`; when this returns, the learner may go on.
+        """Begin the checkpoint of `step`; when this returns, the trainer may go on.
 
         Waits for the checkpoint before it.
 
@@ -84,12 +81,12 @@ class Saver:
             loop.call_soon_threadsafe(copied.set)
 
         end = self._thread.submit(self._write, step, state, on_copied)
-        end.add_done_callback(on_copied)  # who fails before it has copied everything
+        end.add_done_callback(on_copied)  # it may fail before everything is copied
         self._writing = _Writing(step=step, rollout_state=state, end=end)
         await copied.wait()
 
     def settle(self) -> None:
-        """Take note of a checkpoint that has been written meanwhile.
+        """Report a checkpoint that has been written meanwhile.
 
         Raises:
             TrainError: it could not be; earlier checkpoints are as they were.
@@ -124,11 +121,9 @@ class Saver:
     def _write(
         self, step: int, state: Mapping[str, Any], on_copied: Callable[[], None] = lambda: None
     ) -> None:
-        from areal_gym.trainer.checkpoint import keep_checkpoints, save_learner
+        from areal_gym.trainer.checkpoint import save_trainer
 
-        save_learner(
-            self._learner, self._directory, step, self._tokenizer_dir, state, on_copied=on_copied
+        save_trainer(
+            self._trainer, self._directory, step, self._tokenizer_dir, state, on_copied=on_copied
         )
-        keep_checkpoints(
-            self._directory, self._num_kept, self._scores(), protected=self._protected()
-        )
+        self._delete_old()

@@ -11,12 +11,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from areal_gym.config import RunConfig
-from areal_gym.config.online_settings import ONLINE, split_address
 from areal_gym.errors import UsageError
 from areal_gym.gateway.shared_gateway import gateway_at, shared_gateway
-from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.components import Components, open_engine, policy_directory
+from areal_gym.config.online_settings import ONLINE, split_address
 from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.runs.components import Components
+from areal_gym.runs.open_engine import open_engine
+from areal_gym.runs.policy_directory import policy_directory
+from areal_gym.run_dir.run_dir import RunDir
 
 CONTROL_KEY, API_KEY = "AREAL_GYM_CONTROL_KEY", "AREAL_GYM_API_KEY"
 """Variables of the environment that hold secrets; without them, secrets are made up."""
@@ -76,14 +78,14 @@ def serve(
     shown = display or SilentDisplay()
 
     async def serve_on() -> None:
-        parts = None
+        components = None
         if checkpoint is None and config.engine.model == "starter":
             if config.env.id == ONLINE:
                 raise UsageError(
                     "which policy?", hints=["--run RUN, --checkpoint DIR or --model DIR"]
                 )
-            parts = Components.of(config)
-        policy = checkpoint or policy_directory(config, parts, shown)[0]
+            components = Components.of(config)
+        policy = checkpoint or policy_directory(config, components, shown)[0]
         key = os.environ.get(CONTROL_KEY)
         async with (
             open_engine(config, policy, display=shown) as (engine, renderer),

@@ -1,50 +1,34 @@
-"""The teacher of objective "distill", and batches that it has looked at."""
+"""The teacher of objective "distill"."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.errors import ConfigError
-from areal_gym.plugins import registry
-from areal_gym.types import Group
 from areal_gym.utils.files import path_hints
+from areal_gym.plugins import registry
 
 if TYPE_CHECKING:
-    from areal_gym.trainer.loop import BatchSource
-    from areal_gym.trainer.objectives.distillation import Teacher
-
-
-class WithTeacher:
-    """A source of batches whose groups carry the teacher's log-probabilities."""
-
-    def __init__(self, source: BatchSource, teacher: Teacher) -> None:
-        self._source = source
-        self._teacher = teacher
-
-    async def next_batch(self) -> Sequence[Group]:
-        """The next groups to train on."""
-        from areal_gym.trainer.objectives.distillation import annotate
-
-        return await annotate(await self._source.next_batch(), self._teacher)
+    from areal_gym.trainer.base import Teacher
 
 
 @asynccontextmanager
 async def open_teacher(config: RunConfig, policy: Path) -> AsyncIterator[Teacher | None]:
-    """The teacher of the settings, ready; None for other objectives.
+    """Load or connect to the teacher of the settings; None for other objectives.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it speaks another vocabulary.
+        ConfigError: there is no such checkpoint, or it has another vocabulary.
         EngineError: its servers do not answer.
     """
     if config.objective != "distill":
         yield None
         return
-    from areal_gym.models.device import pick_device
     from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+    from areal_gym.models.device import pick_device
     from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher
 
     if config.teacher.model is None:
@@ -77,8 +61,8 @@ def _checkpoint_of(directory: Path) -> Path:
 
     if (directory / "config.json").exists():
         return directory
-    found = latest_checkpoint(directory / "checkpoints")
-    if found is None:
+    checkpoint = latest_checkpoint(directory / "checkpoints")
+    if checkpoint is None:
         raise ConfigError(
             f"teacher.model = {str(directory)!r} is neither a checkpoint's directory nor a run's",
             hints=[
@@ -86,7 +70,7 @@ def _checkpoint_of(directory: Path) -> Path:
                 "a checkpoint holds config.json; all runs: areal-gym list runs",
             ],
         )
-    return found[1]
+    return checkpoint[1]
 
 
 def _require_same_tokenizer(teacher: Path, policy: Path) -> None:
@@ -101,6 +85,6 @@ def _require_same_tokenizer(teacher: Path, policy: Path) -> None:
     if vocabularies[0] != vocabularies[1]:
         raise ConfigError(
             f"the teacher {teacher} has another vocabulary than the policy {policy}: its "
-            "log-probabilities would be those of other words",
+            "log-probabilities would belong to other tokens",
             hints=["distill from a model of the same family: engine.model and teacher.model"],
         )

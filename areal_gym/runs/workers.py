@@ -13,12 +13,12 @@ from areal_gym.distributed.rollout_workers import RolloutWorkers, WorkerSetup
 from areal_gym.engines.base import Engine
 from areal_gym.engines.server import EngineServer
 from areal_gym.engines.sglang import SGLangEngine
-from areal_gym.runs.components import Components, open_renderer
-
+from areal_gym.runs.components import Components
+from areal_gym.runs.open_engine import open_renderer
 
 @asynccontextmanager
 async def open_workers(
-    config: RunConfig, parts: Components, policy: Path, engine: Engine, cluster: Cluster | None
+    config: RunConfig, components: Components, policy: Path, engine: Engine, cluster: Cluster | None
 ) -> AsyncIterator[RolloutWorkers | None]:
     """The settings' rollout workers, started; None when episodes are played in this process.
 
@@ -40,8 +40,8 @@ async def open_workers(
             await stack.enter_async_context(server)
             urls = [server.url]
         setup = WorkerSetup(
-            env_factory=parts.make_env,
-            agent=parts.agent,
+            env_factory=components.make_env,
+            agent=components.agent,
             open_engine=partial(
                 SGLangEngine, policy, urls=urls, max_context=engine.max_context, is_guest=True
             ),

@@ -26,8 +26,8 @@ from areal_gym.models.tiny.checkpoint_files import (
     write_checkpoint,
     write_file,
 )
+from areal_gym.trainer.base import Trainer
 from areal_gym.trainer.states import require_whole_states
-from areal_gym.trainer.trainer import Trainer
 from areal_gym.utils.files import read_json
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -35,12 +35,12 @@ _STATES, _FACTS = "trainer", "trainer.json"
 
 
 def checkpoint_name(step: int) -> str:
-    """`"step-000010"`."""
+    """Return the directory name of a step's checkpoint, such as `"step-000010"`."""
     return f"step-{step:06d}"
 
 
-def save_learner(
-    learner: Trainer,
+def save_trainer(
+    trainer: Trainer[Any],
     directory: Path,
     step: int,
     tokenizer_dir: Path,
@@ -51,12 +51,12 @@ def save_learner(
     """Write checkpoint `step` below `directory` and return its path.
 
     Args:
-        learner: what is saved; nobody else may use it before `on_copied` is called.
+        trainer: what is saved; nothing else may use it before `on_copied` is called.
         directory: of the run's checkpoints.
         step: how many were taken.
         tokenizer_dir: a checkpoint whose tokenizer files belong to the policy.
-        rollout_state: (JSON) says which tasks come next; `restore_learner` gives it back.
-        on_copied: called when everything is copied: the learner may go on and change.
+        rollout_state: (JSON) says which tasks come next; `restore_trainer` gives it back.
+        on_copied: called when everything is copied: the trainer may go on.
 
     Raises:
         TrainError: the disk is full or not writable; earlier checkpoints are as they were.
@@ -65,14 +65,14 @@ def save_learner(
     facts = {"step": step, "rollout": dict(rollout_state or {})}
     with fresh_directory(path) as fresh:
         # First the weights: a thread begins to write the states, and Python lets one at a time run.
-        weights = {name: w.detach().to("cpu", copy=True) for name, w in learner.weights()}
-        states = learner.save(fresh / _STATES)
+        weights = {name: w.detach().to("cpu", copy=True) for name, w in trainer.weights()}
+        states = trainer.save(fresh / _STATES)
         try:
             on_copied()
-            write_checkpoint(learner.decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
+            write_checkpoint(trainer.decoder, weights, fresh, tokenizer_dir=tokenizer_dir)
             write_file(fresh / _FACTS, (json.dumps(facts) + "\n").encode())
         finally:
-            wait([states])  # nobody may be writing into what is going to be deleted
+            wait([states])  # nothing may write into what is going to be deleted
         states.result()
     return path
 
@@ -110,8 +110,8 @@ def keep_checkpoints(
     return None if best is None else best.name
 
 
-def require_space(learner: Trainer, directory: Path, num_kept: int) -> None:
-    """Refuse to begin what could not be saved.
+def require_space(trainer: Trainer[Any], directory: Path, num_kept: int) -> None:
+    """Refuse to begin a run whose checkpoints have no room.
 
     Room is needed for the checkpoints that are kept, the best one and the one being written.
 
@@ -119,7 +119,7 @@ def require_space(learner: Trainer, directory: Path, num_kept: int) -> None:
         TrainError: the disk has too little room left.
     """
     missing = max(1, num_kept + 2 - len(_all(directory)))
-    needed = missing * learner.checkpoint_bytes()
+    needed = missing * trainer.checkpoint_bytes()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -133,13 +133,13 @@ def require_space(learner: Trainer, directory: Path, num_kept: int) -> None:
 
 
 def latest_checkpoint(directory: Path) -> tuple[int, Path] | None:
-    """The newest checkpoint's step and path."""
-    found = _all(directory)
-    return (_step(found[-1]), found[-1]) if found else None
+    """Return the newest checkpoint's step and path."""
+    paths = _all(directory)
+    return (_step(paths[-1]), paths[-1]) if paths else None
 
 
 def checkpoint_of(directory: Path, step: int) -> tuple[int, Path]:
-    """The checkpoint of a step.
+    """Return the checkpoint of a step.
 
     Raises:
         UsageError: there is none of that step.
@@ -155,7 +155,7 @@ def checkpoint_of(directory: Path, step: int) -> tuple[int, Path]:
 
 
 def require_whole(path: Path) -> None:
-    """Refuse a checkpoint that nobody can continue from, before anything is made of it.
+    """Refuse a checkpoint that training cannot continue from, before anything is made of it.
 
     Raises:
         ConfigError: a file is missing, cut off or no longer readable, which the message names; or
@@ -171,11 +171,11 @@ def require_whole(path: Path) -> None:
         raise _unusable(path, error) from error
 
 
-def restore_learner(learner: Trainer, path: Path) -> dict[str, Any] | None:
+def restore_trainer(trainer: Trainer[Any], path: Path) -> dict[str, Any] | None:
     """Bring states and counters back; the weights were loaded with the decoder.
 
     Args:
-        learner: with the weights of this checkpoint.
+        trainer: with the weights of this checkpoint.
         path: what `require_whole` has looked at.
 
     Returns:
@@ -185,7 +185,7 @@ def restore_learner(learner: Trainer, path: Path) -> dict[str, Any] | None:
         ConfigError: a file is damaged, or belongs to other settings.
     """
     try:
-        learner.load(path / _STATES)
+        trainer.load(path / _STATES)
     except Exception as error:
         raise _unusable(path, error) from error
     return _read_facts(path) or None
@@ -198,7 +198,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
     except (OSError, DataError, KeyError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     if not isinstance(state, dict):
-        raise ConfigError(f"cannot read {file}: its rollout is no object")
+        raise ConfigError(f"cannot read {file}: its rollout is not an object")
     return state
 
 
@@ -222,5 +222,5 @@ def _all(directory: Path) -> list[Path]:
     """Checkpoints from the oldest to the newest."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step)
+    paths = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(paths, key=_step)

@@ -77,6 +77,26 @@ def _run_beside(main: Coroutine[Any, Any, T]) -> T:
     return end.result()
 
 
+async def unbroken(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which a cancellation does not reach; the next wait raises it.
+
+    That holds for several in a row: a cancellation is put off until the caller waits for something
+    else.
+    """
+    task = asyncio.create_task(work)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            is_cancelled = True
+    current = asyncio.current_task()
+    if is_cancelled and current is not None:
+        current.cancel()
+        current.uncancel()  # the request was counted when it was made
+    return task.result()
+
+
 @contextmanager
 def interruptible(on_interrupt: Callable[[], None]) -> Iterator[None]:
     """Call `on_interrupt` once on Ctrl-C, SIGTERM or SIGHUP inside this context.

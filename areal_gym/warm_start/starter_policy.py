@@ -254,7 +254,7 @@ def _imitate(
         if left is not None:
             scale = recipe.end_scale + (1 - recipe.end_scale) * left / recipe.decay_steps
             left -= 1
-        loss = learner.step([encoder.example(d) for d in shown], scale)["train/loss"]
+        loss = learner.step([encoder.example(d) for d in shown], scale=scale)["train/loss"]
         step += 1
         is_probed = left is None and step >= recipe.min_hold_steps
         if (is_probed and step % recipe.probe_every == 0) or left == 0:

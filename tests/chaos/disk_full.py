@@ -40,7 +40,7 @@ def run(small: bool, directory: Path) -> dict[str, object]:
         (exact, RunDir, "append_metrics", (1, 3)),
         (exact, RunDir, "save_trajectories", (2, 5)),
         (exact, RunDir, "save_trained", (1, 3)),
-        (exact, _checkpoints(), "save_learner", (1, 3)),
+        (exact, _checkpoints(), "save_trainer", (1, 3)),
         (exact, _checkpoints(), "write_file", (1, 9)),
         (config_of(policy, "deterministic=false"), Journal, "_append", (1, 9)),
         (config_of(policy, "deterministic=false"), Journal, "checkpoint", (1, 3)),

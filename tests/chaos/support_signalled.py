@@ -21,7 +21,7 @@ PHASES = {
     "training": ("areal_gym.trainer.trainer", "Trainer", "step"),
     "publication": ("areal_gym.trainer.weight_sync.in_process", "InProcessWeightSync", "publish"),
     "metrics": ("areal_gym.run_dir.run_dir", "RunDir", "append_metrics"),
-    "checkpoint": ("areal_gym.trainer.checkpoint", None, "save_learner"),
+    "checkpoint": ("areal_gym.trainer.checkpoint", None, "save_trainer"),
     "evaluation": ("areal_gym.runs.evaluation", "Evaluations", "at"),
     "end": ("areal_gym.run_dir.run_dir", "RunDir", "save_summary"),
 }

@@ -131,10 +131,10 @@ def test_example_estimator_and_loss_keep_their_contracts():
 
 
 def test_example_trainer_is_built_from_settings(tiny_policy):
-    from areal_gym.runs.components import make_learner
+    from areal_gym.runs.make_trainer import make_trainer
 
     config = RunConfig.model_validate({"trainer": {"id": "patient", "advantage": "half"}})
-    learner = make_learner(config, tiny_policy)
+    learner = make_trainer(config, tiny_policy)
     assert type(learner).__name__ == "Patient"
     assert all(p.dtype == torch.float32 for p in learner.decoder.parameters())
 

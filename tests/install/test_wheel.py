@@ -149,7 +149,7 @@ def test_chat_server_is_evaluated_without_torch(said):
     assert answers == ["Ada has no idea"] * 3
     (refused,) = [line for argv, line in said.items() if "--agent" in argv]
     assert refused["code"] == 2
-    assert "by nobody but the environment" in refused["err"]
+    assert "messages of the environment only" in refused["err"]
 
 
 def test_doctor_says_what_to_install(said):

@@ -13,7 +13,8 @@ from areal_gym.config import load_config
 from areal_gym.engines.embedded import EmbeddedEngine
 from areal_gym.errors import ConfigError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint, save_checkpoint
-from areal_gym.runs.components import Components, make_learner
+from areal_gym.runs.components import Components
+from areal_gym.runs.make_trainer import make_trainer
 from areal_gym.runs.probe import measure_gap, require_agreement
 
 SMALL = ["env.id=countdown", "engine.max_context=256", "rollout.max_new_tokens=16"]
@@ -31,7 +32,7 @@ def gap_between(served, trained, *overrides, served_at=1.0, max_context=256):
             asked = config.model_copy(
                 update={"rollout": config.rollout.model_copy(update={"temperature": served_at})}
             )
-            learner = make_learner(config, trained)
+            learner = make_trainer(config, trained)
             renderer = Renderer.from_checkpoint(trained)
             return await measure_gap(asked, Components.of(config), engine, renderer, learner)
         finally:

@@ -27,9 +27,10 @@ from areal_gym.runs.saving import Saver
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.checkpoint import (
+    keep_checkpoints,
     latest_checkpoint,
     require_whole,
-    restore_learner,
+    restore_trainer,
 )
 from areal_gym.trainer.parallel.rank_group import ALONE
 from areal_gym.trainer.states import StateFiles
@@ -79,9 +80,8 @@ def saver_of(learner, run, policy, told):
         run,
         policy,
         lambda: state,
-        lambda step, saved: told.append(saved),
-        scores=dict,  # no step was measured
-        num_kept=2,
+        on_saved=lambda step, saved: told.append(saved),
+        delete_old=lambda: keep_checkpoints(run.checkpoints_dir, 2, {}),
     )
     try:
         yield saver
@@ -125,7 +125,7 @@ def test_training_continues_while_a_checkpoint_is_written(tiny_policy, tmp_path)
         asyncio.run(save(run))
         path = run.checkpoints_dir / "step-000001"
         saved = learner_on(StateFiles(ALONE), path)
-        assert restore_learner(saved, path) == {"next_group": 2}
+        assert restore_trainer(saved, path) == {"next_group": 2}
         assert same(copies(saved.weights()), weights)
         assert not same(copies(learner.weights()), weights)
         assert same(saved.states(), states)
@@ -173,16 +173,16 @@ def test_kill_during_a_save_keeps_the_previous_checkpoint(tiny_policy, tmp_path)
         import sys
         from pathlib import Path
         sys.path.insert(0, {str(ROOT)!r})
-        from areal_gym.trainer.checkpoint import save_learner
+        from areal_gym.trainer.checkpoint import save_trainer
         from tests.runs.test_saving import SlowDisk, batch, learner_on
         disk, policy, home = SlowDisk(), Path({str(tiny_policy)!r}), Path({str(tmp_path)!r})
         learner = learner_on(disk, policy)
         disk.may_end.set()
-        save_learner(learner, home / "run" / "checkpoints", 1, policy)
+        save_trainer(learner, home / "run" / "checkpoints", 1, policy)
         disk.may_end.clear()
         learner.step(batch(), 0)
         written = lambda: print("copied", flush=True)
-        save_learner(learner, home / "run" / "checkpoints", 2, policy, on_copied=written)
+        save_trainer(learner, home / "run" / "checkpoints", 2, policy, on_copied=written)
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE
@@ -200,4 +200,4 @@ def test_kill_during_a_save_keeps_the_previous_checkpoint(tiny_policy, tmp_path)
     step, path = latest_checkpoint(checkpoints)
     assert step == 1
     require_whole(path)
-    restore_learner(learner_on(StateFiles(ALONE), path), path)
+    restore_trainer(learner_on(StateFiles(ALONE), path), path)

@@ -21,7 +21,7 @@ from areal_gym.trainer.batch.bins import Row
 from areal_gym.trainer.batch.experience import advantage_inputs
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.batch.sequences import sequences_of
-from areal_gym.trainer.checkpoint import restore_learner, save_learner
+from areal_gym.trainer.checkpoint import restore_trainer, save_trainer
 from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, StopReason
@@ -311,9 +311,9 @@ def test_critic_is_saved_and_restored(initial, trunk, tmp_path):
     for seed in range(4):
         whole.step(batch(seed=seed), 0)
         if seed == 1:
-            path = save_learner(whole, tmp_path, 2, tmp_path)
+            path = save_trainer(whole, tmp_path, 2, tmp_path)
     resumed = learner(initial, load_checkpoint(path), **settings)
-    restore_learner(resumed, path)
+    restore_trainer(resumed, path)
     for seed in (2, 3):
         metrics = resumed.step(batch(seed=seed), 0)
     assert torch.equal(flat(resumed), flat(whole))
@@ -325,9 +325,9 @@ def test_critic_is_saved_and_restored(initial, trunk, tmp_path):
 
 
 def test_checkpoint_without_critic_is_refused(initial, tmp_path):
-    path = save_learner(learner(initial), tmp_path, 1, tmp_path)
+    path = save_trainer(learner(initial), tmp_path, 1, tmp_path)
     with pytest.raises(ConfigError, match="holds no critic"):
-        restore_learner(learner(initial, algorithm="ppo"), path)
+        restore_trainer(learner(initial, algorithm="ppo"), path)
 
 
 def test_values_depend_only_on_each_rows_past(initial):

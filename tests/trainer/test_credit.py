@@ -8,7 +8,7 @@ import torch
 from areal_gym.config import TrainerConfig, load_config
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
-from areal_gym.runs.components import make_learner
+from areal_gym.runs.make_trainer import make_trainer
 from areal_gym.trainer.algorithms.losses import LossInputs, LossOutput
 from areal_gym.trainer.algorithms.ratios import sequence_mean
 from areal_gym.trainer.trainer import Trainer
@@ -69,7 +69,7 @@ def test_mismatched_credit_is_refused_before_rollouts(tiny_policy):
         ]
     )
     with pytest.raises(ConfigError, match="one advantage, their mean"):
-        make_learner(config, tiny_policy)
+        make_trainer(config, tiny_policy)
 
 
 def test_gspo_token_credits_the_turn_that_earned_the_reward():

@@ -25,8 +25,8 @@ from areal_gym.trainer.checkpoint import (
     latest_checkpoint,
     require_space,
     require_whole,
-    restore_learner,
-    save_learner,
+    restore_trainer,
+    save_trainer,
 )
 from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.states import prefixed
@@ -482,13 +482,13 @@ def test_training_resumes_bit_for_bit_from_a_checkpoint(tmp_path):
     for seed in range(4):
         whole.step(batch(seed=seed), version=0)
         if seed == 1:
-            save_learner(whole, tmp_path, 2, tmp_path)
+            save_trainer(whole, tmp_path, 2, tmp_path)
     found = latest_checkpoint(tmp_path)
     assert found is not None
     step, path = found
     assert step == 2
     resumed = Trainer(load_checkpoint(path), TrainerConfig(), advantage=grpo, loss=ppo_clip)
-    restore_learner(resumed, path)
+    restore_trainer(resumed, path)
     for seed in (2, 3):
         resumed.step(batch(seed=seed), version=0)
     assert torch.equal(flat_weights(resumed), flat_weights(whole))
@@ -501,7 +501,7 @@ def names_in(directory):
 def test_newest_and_best_checkpoints_are_kept(tmp_path):
     trained = learner()
     for step in (1, 2, 3, 4, 10):
-        save_learner(trained, tmp_path, step, tmp_path)
+        save_trainer(trained, tmp_path, step, tmp_path)
     # Step 2 is being measured, step 7 was not saved.
     scores = {0: 0.1, 1: 0.9, 2: None, 3: 0.5, 7: 1.0}
     assert keep_checkpoints(tmp_path, 1, scores) == "step-000001"
@@ -516,7 +516,7 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path):
 
 def test_unmeasured_checkpoints_are_kept_by_age(tmp_path):
     for step in (1, 2, 10):
-        save_learner(learner(), tmp_path, step, tmp_path)
+        save_trainer(learner(), tmp_path, step, tmp_path)
     assert keep_checkpoints(tmp_path, 2, {0: 0.5}) is None
     assert names_in(tmp_path) == ["step-000002", "step-000010"]
 
@@ -526,7 +526,7 @@ def test_truncated_checkpoint_file_is_named_with_a_hint(file, tmp_path):
     trained = learner()
     trained.step(batch(), version=0)
     for step in (3, 5):
-        path = save_learner(trained, tmp_path, step, tmp_path)
+        path = save_trainer(trained, tmp_path, step, tmp_path)
         require_whole(path)
     whole = (path / file).read_bytes()
     for size in (0, 100, len(whole) - 1):
@@ -540,14 +540,14 @@ def test_truncated_checkpoint_file_is_named_with_a_hint(file, tmp_path):
     "file", ["trainer/.metadata", "trainer/__0_0.distcp", "trainer.json", "config.json"]
 )
 def test_missing_checkpoint_file_is_named(file, tmp_path):
-    path = save_learner(learner(), tmp_path, 1, tmp_path)
+    path = save_trainer(learner(), tmp_path, 1, tmp_path)
     (path / file).unlink()
     with pytest.raises(ConfigError, match=file.rpartition("/")[2].replace(".", r"\.")):
         require_whole(path)
 
 
 def test_checkpoint_of_an_older_version_is_refused(tmp_path):
-    path = save_learner(learner(), tmp_path, 1, tmp_path)
+    path = save_trainer(learner(), tmp_path, 1, tmp_path)
     shutil.rmtree(path / "trainer")
     (path / "trainer.pt").write_bytes(b"old")
     with pytest.raises(ConfigError, match="older version") as caught:
@@ -558,9 +558,9 @@ def test_checkpoint_of_an_older_version_is_refused(tmp_path):
 def test_states_of_another_optimizer_are_refused(tmp_path):
     trained = learner()
     trained.step(batch(), version=0)
-    path = save_learner(trained, tmp_path, 1, tmp_path)
+    path = save_trainer(trained, tmp_path, 1, tmp_path)
     with pytest.raises(ConfigError, match=r"other settings.* unknown"):
-        restore_learner(learner(optimizer="muon"), path)
+        restore_trainer(learner(optimizer="muon"), path)
 
 
 def test_skipped_updates_are_counted_across_a_checkpoint(tmp_path):

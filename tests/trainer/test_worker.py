@@ -21,7 +21,7 @@ from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import gae
 from areal_gym.trainer.batch.sequences import sequences_of
-from areal_gym.trainer.checkpoint import restore_learner, save_learner
+from areal_gym.trainer.checkpoint import restore_trainer, save_trainer
 from areal_gym.trainer.parallel.worker import ProcessTrainer
 from areal_gym.trainer.trainer import Trainer
 from tests._support.paths import ROOT
@@ -88,10 +88,10 @@ def test_worker_holds_critic_and_reference(tiny_policy, tmp_path):
 
 def test_worker_saves_and_restores_checkpoints(worker, tiny_policy, tmp_path):
     worker.step(batch(0), 0)
-    path = save_learner(worker, tmp_path, 1, tiny_policy, {"next_group": 3})
+    path = save_trainer(worker, tmp_path, 1, tiny_policy, {"next_group": 3})
     other = here()
     other.decoder.load_state_dict(worker.decoder.state_dict())
-    assert restore_learner(other, path) == {"next_group": 3}
+    assert restore_trainer(other, path) == {"next_group": 3}
     worker.step(batch(1), 1)
     other.step(batch(1), 1)
     assert equal(weights_of(worker), weights_of(other))
@@ -147,7 +147,7 @@ def test_worker_reports_a_full_disk_and_continues(tiny_policy, tmp_path):
     learner = ProcessTrainer(FullDisk, tiny_decoder(), SETTINGS, advantage=grpo, loss=ppo_clip)
     try:
         with pytest.raises(TrainError, match="step-000001: No space left on device"):
-            save_learner(learner, tmp_path, 1, tiny_policy)
+            save_trainer(learner, tmp_path, 1, tiny_policy)
         assert list(tmp_path.iterdir()) == []
         assert learner.step(batch(0), 0)["train/grad_norm"] > 0
     finally:

@@ -18,6 +18,7 @@ import torch
 
 from areal_gym.errors import EngineError, TrainError
 from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.trainer.base import Teacher
 from areal_gym.trainer.batch.examples import TokenRow, placed_micro_batches
 from areal_gym.trainer.batch.sequences import make_sequences
 from areal_gym.trainer.chunked_logprobs import score_tokens
@@ -25,14 +26,6 @@ from areal_gym.types import Group, TokenSpan, Trajectory
 
 _MAX_IN_FLIGHT = 64
 _MAX_TRIES = 3
-
-
-class Teacher(Protocol):
-    """A frozen policy that says how likely it would have been to say the same."""
-
-    async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
-        """Log-probabilities, at temperature 1, of the marked tokens of each row."""
-        ...
 
 
 class Scorer(Protocol):

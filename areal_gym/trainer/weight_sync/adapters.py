@@ -13,7 +13,8 @@ from torch import Tensor
 
 from areal_gym.engines.base import Engine, WeightServer
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.weight_sync.base import Weights, on_all, require_remote
+from areal_gym.trainer.base import Weights
+from areal_gym.trainer.weight_sync.base import on_all, require_remote
 from areal_gym.utils.files import readable_disk_errors, write_atomic
 
 _LOAD_S = 120.0

@@ -7,48 +7,21 @@ when the engine samples with them; the engine itself checks the version of each 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
 
 from areal_gym.config import LoraConfig, PluginConfig
 from areal_gym.engines.base import Engine, LocalEngine, RemoteEngine, WeightServer
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.plugins import registry
-
-Weights = Iterable[tuple[str, Tensor]]
-"""Hugging Face names and tensors, which must not change before `publish` returns."""
+from areal_gym.trainer.base import AdapterWeightSync, GroupTrainer, Weights, WeightSync
 
 
-class WeightSync(Protocol):
-    """Publishes weights under a version.
-
-    The class is called with the engine, `directory=` (its own directory in the run directory, which
-    need not exist yet) and the settings' `kwargs`.
-    """
-
-    async def publish(self, weights: Weights, version: int) -> None:
-        """Publish weights; return when the engine samples with them.
-
-        Raises:
-            EngineError: no server took them; the servers keep the old ones.
-        """
-        ...
-
-    async def aclose(self) -> None:
-        """Free process groups and files. Idempotent."""
-        ...
-
-
-def weights_for(weight_sync: WeightSync, learner: Any) -> Weights:
-    """Return what the weight sync publishes: the trainer's weights, or its adapter."""
-    if getattr(weight_sync, "takes_adapter", False):
-        adapter: dict[str, Tensor] = learner.adapter()
-        return adapter.items()
-    weights: Weights = learner.weights()
-    return weights
+def weights_for(weight_sync: WeightSync, trainer: GroupTrainer) -> Weights:
+    """Return what this weight sync publishes: the trainer's weights, or its adapter."""
+    if isinstance(weight_sync, AdapterWeightSync) and weight_sync.takes_adapter:
+        return trainer.adapter().items()
+    return trainer.weights()
 
 
 def make_weight_sync(
@@ -70,7 +43,7 @@ def make_weight_sync(
     if id == "auto":
         id = "in-process" if isinstance(engine, LocalEngine) else "disk"
     sync_class = registry().load("weight-syncs", id)
-    if getattr(sync_class, "takes_adapter", False):
+    if isinstance(sync_class, AdapterWeightSync) and sync_class.takes_adapter:
         if lora is None:
             raise ConfigError(
                 f"trainer.weight_sync={id} publishes an adapter, and all weights are trained",

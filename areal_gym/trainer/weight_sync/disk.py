@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from areal_gym.engines.base import Engine
-from areal_gym.trainer.weight_sync.base import Weights, on_all, require_remote
+from areal_gym.trainer.base import Weights
+from areal_gym.trainer.weight_sync.base import on_all, require_remote
 from areal_gym.utils.files import readable_disk_errors
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from areal_gym.engines.base import Engine, LocalEngine
 from areal_gym.errors import ConfigError
-from areal_gym.trainer.weight_sync.base import Weights
+from areal_gym.trainer.base import Weights
 
 
 class InProcessWeightSync:

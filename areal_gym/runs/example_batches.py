@@ -1,0 +1,91 @@
+"""Batches and evaluations of objectives that learn from fixed data: sft, dpo and rm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Self
+
+from areal_gym.runs.preparation import PreparedRun
+from areal_gym.runs.run_context import BatchStream
+from areal_gym.utils.blocking import unbroken
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.base import ExampleTrainer
+    from areal_gym.trainer.batch.examples import Example
+    from areal_gym.trainer.update import TrainerThread
+
+
+class ExampleBatches(BatchStream):
+    """Examples in an order that the seed decides, epoch after epoch."""
+
+    def __init__(self, prepared: PreparedRun) -> None:
+        self._examples, _ = prepared.examples
+        self._batch_size = prepared.config.data.batch_size
+        self._seed = prepared.config.seed
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
+    async def next_batch(self, version: int) -> Sequence[Example]:
+        """Return the examples of step `version + 1`."""
+        from areal_gym.trainer.batch.examples import batch_of_step
+
+        return batch_of_step(self._examples, version + 1, self._batch_size, self._seed)
+
+
+class ExampleEvaluations:
+    """Loss and metrics on held-out examples, in the trainer's thread, between two steps.
+
+    Args:
+        prepared: the run, whose directory keeps the results.
+        trainer: has the policy.
+        thread: the trainer's.
+        on_evaluation: called with step and metrics.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        trainer: ExampleTrainer,
+        thread: TrainerThread,
+        on_evaluation: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        self._prepared = prepared
+        self._trainer = trainer
+        self._thread = thread
+        self._on_evaluation = on_evaluation
+
+    async def measure_start(self, step: int) -> None:
+        """Evaluate the policy before it is trained, unless that is on record."""
+        await self.begin(step)
+
+    async def measure_end(self, step: int) -> None:
+        """Evaluate the policy after training, unless that is on record."""
+        await self.begin(step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the settings want an evaluation at this step."""
+        every = self._prepared.config.eval.every
+        return every > 0 and step % every == 0
+
+    async def begin(self, step: int) -> None:
+        """Evaluate the policy as it is now, unless that is on record.
+
+        A cancellation waits for its end: the trainer does one thing at a time.
+        """
+        directory, (_, examples) = self._prepared.directory, self._prepared.examples
+        if any(row["step"] == step for row in directory.read_evaluations()):
+            return
+        row = await unbroken(self._thread.call(self._trainer.evaluate, examples))
+        directory.append_evaluation({"step": step, "heldout": row})
+        self._on_evaluation(step, {f"eval/{name}": value for name, value in row.items()})
+        values = "  ".join(f"{name} {value:.3f}" for name, value in row.items())
+        self._prepared.display.say(f"held-out at step {step}: {values} ({len(examples)} examples)")
+
+    def scores(self) -> dict[int, float | None]:
+        """Return the negative held-out loss by step."""
+        rows = self._prepared.directory.read_evaluations()
+        return {row["step"]: -row["heldout"]["loss"] for row in rows}

@@ -1,0 +1,124 @@
+"""The trainer that the settings name: in this process, in processes of its own, or on Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_gym.config import RunConfig
+from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.distributed.cluster import Cluster
+from areal_gym.errors import ConfigError
+from areal_gym.plugins import registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal_gym.trainer.base import ExampleTrainer, GroupTrainer
+
+
+def make_trainer(
+    config: RunConfig,
+    policy: Path,
+    *,
+    initial: Path | None = None,
+    cluster: Cluster | None = None,
+) -> GroupTrainer:
+    """Make the trainer of the settings, which trains on groups; end it with `close_trainer`.
+
+    Args:
+        config: the run's settings.
+        policy: the checkpoint whose weights it starts from.
+        initial: the policy that the run began with, when it goes on from a later checkpoint.
+        cluster: where its ranks become Ray actors.
+
+    Raises:
+        ConfigError: the settings do not fit the trainer.
+    """
+    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+    from areal_gym.trainer.algorithms.token_loss import try_loss
+
+    plugins, settings = registry(), config.trainer
+    loss = plugins.load("losses", settings.loss)
+    try_loss(loss, settings)
+    maker = _Maker(config, cluster, plugins.load("trainers", settings.id), load_checkpoint)
+    trainer: GroupTrainer = maker.make(
+        policy,
+        initial or policy,
+        advantage=plugins.load("advantages", settings.advantage),
+        loss=loss,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        reference=(initial or policy).absolute(),
+    )
+    return trainer
+
+
+def make_supervised_trainer(
+    config: RunConfig, policy: Path, *, initial: Path, cluster: Cluster | None
+) -> ExampleTrainer:
+    """Make the trainer of objective sft, dpo or rm; arguments and errors as in `make_trainer`."""
+    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+    from areal_gym.models.tiny.scored_decoder import load_reward_model
+    from areal_gym.trainer.objectives.dpo import Dpo
+    from areal_gym.trainer.objectives.reward_model import BradleyTerry
+    from areal_gym.trainer.objectives.sft import Sft
+    from areal_gym.trainer.objectives.supervised import Objective, Supervised
+
+    load: Callable[..., Any] = load_checkpoint
+    objective: Objective = Sft()
+    if config.objective == "rm":
+        objective, load = BradleyTerry(), load_reward_model
+    elif config.objective == "dpo":
+        objective = Dpo(initial.absolute(), kind=config.dpo.kind, beta=config.dpo.beta)
+    maker = _Maker(config, cluster, Supervised, load)
+    trainer: ExampleTrainer = maker.make(policy, initial, objective=objective)
+    return trainer
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes a trainer where the settings place it."""
+
+    config: RunConfig
+    cluster: Cluster | None
+    trainer_class: Callable[..., Any]
+    load: Callable[..., Any]
+    """Reads a checkpoint directory."""
+
+    def make(self, policy: Path, initial: Path, **arguments: Any) -> Any:
+        from areal_gym.models.device import pick_device
+
+        settings, is_supervised = self.config.trainer, self.config.objective in SUPERVISED
+        device = pick_device(settings.device)
+        source = policy if settings.lora is None else initial  # a checkpoint has the adapter merged
+        if self.cluster is not None and settings.runs_in != "thread":
+            from areal_gym.distributed.ray_ranks import RaySupervised, RayTrainer
+
+            placed = RaySupervised if is_supervised else RayTrainer
+            decoder = self.load(source)
+            return placed(self.cluster, self.trainer_class, decoder, settings, **arguments)
+        overlaps = (
+            not is_supervised and self.config.rollout.max_staleness > 0 and device.type == "cpu"
+        )
+        is_apart = settings.runs_in == "process" or (settings.runs_in == "auto" and overlaps)
+        if is_apart or settings.num_ranks > 1:
+            from areal_gym.trainer.parallel.worker import ProcessSupervised, ProcessTrainer
+
+            _require_devices(device, settings.num_ranks)
+            apart = ProcessSupervised if is_supervised else ProcessTrainer
+            decoder = self.load(source)
+            return apart(self.trainer_class, decoder, settings, device=device.type, **arguments)
+        return self.trainer_class(self.load(source, device=device), settings, **arguments)
+
+
+def _require_devices(device: torch.device, num_ranks: int) -> None:
+    import torch
+
+    if device.type == "cuda" and num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.num_ranks = {num_ranks}, but there are {torch.cuda.device_count()} GPUs",
+            hints=["one rank per GPU; trainer.device=cpu trains on the CPU"],
+        )

@@ -1,0 +1,159 @@
+"""The engine that the settings name, started and closed, and the renderer of its policy."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from areal_gym.chat import Renderer
+from areal_gym.config import EngineConfig, RunConfig
+from areal_gym.distributed.cluster import Cluster
+from areal_gym.engines.base import Engine
+from areal_gym.engines.sglang.server_client import vocab_size_of
+from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
+from areal_gym.plugins import registry
+from areal_gym.runs.arguments import check_types
+from areal_gym.runs.run_display import Display, SilentDisplay
+
+_REPORT_EVERY_S = 10
+
+
+def open_renderer(config: RunConfig, policy: Path) -> Renderer:
+    """Return the renderer of `policy`, as the settings want it.
+
+    Raises:
+        ConfigError: the tokenizer has tokens that the model does not know.
+    """
+    renderer = Renderer.from_checkpoint(
+        policy,
+        template_kwargs=config.rollout.template_kwargs,
+        keeps_thinking=config.rollout.thinking == "keep",
+    )
+    _require_known_tokens(renderer, policy)
+    return renderer
+
+
+def _require_known_tokens(renderer: Renderer, policy: Path) -> None:
+    """Refuse a tokenizer that is larger than the model's vocabulary.
+
+    Control tokens beyond it are let pass unless turns end with them: some models are published
+    with tokens for pictures that their text part does not know.
+    """
+    size = vocab_size_of(policy)
+    num_tokens = getattr(renderer.tokenizer, "num_plain_tokens", 0)
+    needed = max([num_tokens, *(id + 1 for id in renderer.stop_token_ids)])
+    if size is not None and needed > size:
+        raise ConfigError(
+            f"the tokenizer of {policy} has tokens up to {needed - 1:,}, and its model has a "
+            f"vocabulary of {size:,}: it knows 0 to {size - 1:,}",
+            hints=[
+                "they are of different models: save both from the same one",
+                "or resize the model: model.resize_token_embeddings(len(tokenizer))",
+            ],
+        )
+
+
+def _engine_settings(config: RunConfig) -> EngineConfig:
+    """Servers that several processes call must make them wait by themselves."""
+    settings = config.engine
+    if settings.id != "sglang" or not config.cluster.rollout_workers:
+        return settings
+    kwargs = {**settings.kwargs, "interrupt": "retract"}
+    return settings.model_copy(update={"kwargs": kwargs})
+
+
+def _make_engine(engine_class: Any, policy: Path, settings: EngineConfig) -> Engine:
+    """Make the engine of the settings; it is not started.
+
+    Raises:
+        ConfigError: it does not take the arguments.
+        PluginError: its own code fails.
+    """
+    check_types(engine_class, settings.kwargs, key="engine.kwargs", id=settings.id)
+    try:
+        engine: Engine = engine_class.from_settings(policy, settings)
+    except Exception as error:
+        if isinstance(error, TypeError) and re.search(r"\bargument", str(error)):
+            raise ConfigError(
+                f"engine.kwargs do not fit: {error}",
+                hints=[f"its arguments: areal-gym show {settings.id}"],
+            ) from error
+        raise plugin_error(settings.id, "be made", error) from error
+    return engine
+
+
+def plugin_error(id: str, verb: str, error: Exception) -> GymError:
+    """Return what to raise when an engine fails with an error of its own code.
+
+    A GymError stays as it is; any other is wrapped in one that names engine, plugin and cause.
+    """
+    if isinstance(error, GymError):
+        return error
+    entry = registry().get("engines", id)
+    return PluginError(
+        f"the engine {id!r} of plugin {entry.plugin} cannot {verb}: "
+        f"{type(error).__name__}: {error}",
+        hints=[f"its arguments: areal-gym show {id}"],
+    )
+
+
+async def _with_placed_servers(
+    settings: EngineConfig, policy: Path, cluster: Cluster, num_servers: int
+) -> EngineConfig:
+    from areal_gym.distributed.ray_servers import place_servers
+
+    kwargs = dict(settings.kwargs)
+    starting = {
+        name: kwargs.pop(name)
+        for name in ("command", "server_args", "start_timeout_s")
+        if name in kwargs
+    }
+    kwargs["processes"] = await place_servers(cluster, policy.absolute(), num_servers, **starting)
+    return settings.model_copy(update={"kwargs": kwargs})
+
+
+async def _report_start(engine_id: str, display: Display) -> None:
+    elapsed_s = 0
+    while True:
+        await asyncio.sleep(_REPORT_EVERY_S)
+        elapsed_s += _REPORT_EVERY_S
+        display.say(f"engine {engine_id}: starting, {elapsed_s} s so far")
+
+
+@asynccontextmanager
+async def open_engine(
+    config: RunConfig,
+    policy: Path,
+    cluster: Cluster | None = None,
+    display: Display | None = None,
+) -> AsyncIterator[tuple[Engine, Renderer]]:
+    """Start the engine of the settings, with `policy`'s renderer; close it on the way out.
+
+    `display` shows how long the start takes: servers take a minute or more.
+    """
+    renderer = open_renderer(config, policy)
+    settings = _engine_settings(config)
+    if cluster is not None and config.cluster.servers:
+        settings = await _with_placed_servers(settings, policy, cluster, config.cluster.servers)
+    engine_class = registry().load("engines", config.engine.id)
+    if not hasattr(engine_class, "from_settings"):
+        raise UsageError(
+            f"the engine {config.engine.id!r} cannot serve a checkpoint",
+            hints=["engine.id=embedded and engine.id=sglang do"],
+        )
+    engine = _make_engine(engine_class, policy, settings)
+    reporter = asyncio.create_task(_report_start(config.engine.id, display or SilentDisplay()))
+    try:
+        try:
+            await engine.start()
+        except Exception as error:
+            raise plugin_error(settings.id, "start", error) from error
+        finally:
+            reporter.cancel()
+        yield engine, renderer
+    finally:
+        await engine.aclose()

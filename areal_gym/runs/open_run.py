@@ -1,0 +1,175 @@
+"""Starts everything that a run needs, in order, and closes it in the opposite order."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_gym.config import RunConfig
+from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.distributed.cluster import Cluster, open_cluster
+from areal_gym.engines.base import Engine, TakeOverEngine
+from areal_gym.runs.evaluation import Evaluations
+from areal_gym.runs.example_batches import ExampleBatches, ExampleEvaluations
+from areal_gym.runs.make_trainer import make_supervised_trainer, make_trainer
+from areal_gym.runs.open_engine import open_engine
+from areal_gym.runs.preparation import PreparedRun
+from areal_gym.runs.probe import probe_engine
+from areal_gym.runs.rollout_batches import RolloutBatches, RolloutServices
+from areal_gym.runs.run_context import RunContext
+from areal_gym.runs.sandboxes import announce_sandboxes
+from areal_gym.runs.serve_policy import open_gateway
+from areal_gym.runs.teacher import open_teacher
+from areal_gym.runs.workers import open_workers
+from areal_gym.trainer.base import close_trainer
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.base import Trainer, WeightSync
+    from areal_gym.trainer.update import TrainerThread
+
+
+@asynccontextmanager
+async def open_run(prepared: PreparedRun) -> AsyncIterator[RunContext]:
+    """Start trainer and, unless data is fixed, engine, gateway and rollout workers.
+
+    A directory that exists already is changed once all of them have started.
+
+    Raises:
+        GymError: see `areal_gym.errors`.
+    """
+    from areal_gym.trainer.update import TrainerThread
+
+    config = prepared.config
+    async with AsyncExitStack() as stack:
+        stack.callback(prepared.loggers.close)
+        cluster = await stack.enter_async_context(open_cluster(config))
+        thread = TrainerThread(config.trainer.num_threads)
+        if config.objective in SUPERVISED:
+            yield _open_supervised(stack, prepared, cluster, thread)
+        else:
+            yield await _open_rollouts(stack, prepared, cluster, thread)
+
+
+def _open_supervised(
+    stack: AsyncExitStack, prepared: PreparedRun, cluster: Cluster | None, thread: TrainerThread
+) -> RunContext:
+    trainer = make_supervised_trainer(
+        prepared.config, prepared.source, initial=prepared.policy, cluster=cluster
+    )
+    _restore(stack, prepared, trainer, thread)
+    _write_settings(prepared)
+    _announce_start(prepared)
+    return RunContext(
+        prepared=prepared,
+        trainer=trainer,
+        trainer_thread=thread,
+        publisher=None,
+        evaluations=ExampleEvaluations(prepared, trainer, thread, _on_evaluation(prepared)),
+        make_batches=partial(ExampleBatches, prepared),
+        step=prepared.step,
+    )
+
+
+async def _open_rollouts(
+    stack: AsyncExitStack, prepared: PreparedRun, cluster: Cluster | None, thread: TrainerThread
+) -> RunContext:
+    from areal_gym.trainer.update import WeightPublisher
+
+    config, display, components = prepared.config, prepared.display, prepared.components
+    assert components is not None
+    trainer = make_trainer(config, prepared.source, initial=prepared.policy, cluster=cluster)
+    rollout_state = _restore(stack, prepared, trainer, thread)
+    # Adapters are published beside the base weights, which servers keep.
+    served = prepared.policy if config.trainer.weight_sync.id == "lora" else prepared.source
+    engine, renderer = await stack.enter_async_context(
+        open_engine(config, served, cluster, display)
+    )
+    teacher = await stack.enter_async_context(open_teacher(config, prepared.policy))
+    weight_sync = _make_weight_sync(config, engine, prepared.directory.path / "weights")
+    stack.push_async_callback(weight_sync.aclose)
+    publisher = WeightPublisher(weight_sync, trainer, engine, config.rollout.outage_patience_s)
+    if prepared.step or (isinstance(engine, TakeOverEngine) and engine.take_over):
+        await publisher.publish(prepared.step)
+    gap = await probe_engine(config, components, engine, renderer, trainer, display.say)
+    _write_settings(prepared)
+    prepared.directory.add_provenance(engine_gap=asdict(gap))
+    reports = await announce_sandboxes(components, display.say)
+    prepared.directory.add_provenance(sandboxes=[asdict(report) for report in reports])
+    _announce_start(prepared)
+    await stack.enter_async_context(open_gateway(config, prepared.directory, display))
+    episode_runner = await stack.enter_async_context(
+        open_workers(config, components, prepared.policy, engine, cluster)
+    )
+    services = RolloutServices(
+        engine=engine, renderer=renderer, teacher=teacher, episode_runner=episode_runner
+    )
+    evaluations = Evaluations(
+        config,
+        components,
+        engine,
+        renderer,
+        prepared.directory,
+        display,
+        _on_evaluation(prepared),
+    )
+    stack.push_async_callback(evaluations.aclose)
+    step = prepared.step
+    return RunContext(
+        prepared=prepared,
+        trainer=trainer,
+        trainer_thread=thread,
+        publisher=publisher,
+        evaluations=evaluations,
+        make_batches=lambda: RolloutBatches(
+            prepared, services, trainer, publisher, step, rollout_state
+        ),
+        step=step,
+    )
+
+
+def _restore(
+    stack: AsyncExitStack, prepared: PreparedRun, trainer: Trainer[Any], thread: TrainerThread
+) -> dict[str, Any] | None:
+    """Bring the trainer's state back, and return the rollouts'; see that checkpoints have room."""
+    from areal_gym.trainer.checkpoint import require_space, restore_trainer
+
+    stack.callback(close_trainer, trainer)
+    stack.callback(thread.close)
+    state = None
+    if prepared.checkpoint is not None:
+        state = restore_trainer(trainer, prepared.source)
+    directory = prepared.directory.checkpoints_dir
+    require_space(trainer, directory, prepared.config.trainer.keep_checkpoints)
+    return state
+
+
+def _write_settings(prepared: PreparedRun) -> None:
+    """Change a directory that exists already: nothing can be refused any more."""
+    if not prepared.directory.has_begun or prepared.is_resumed:
+        prepared.begin()
+
+
+def _announce_start(prepared: PreparedRun) -> None:
+    prepared.rewind()
+    config, directory = prepared.config, prepared.directory
+    prepared.loggers.open(directory.loggers_dir, config, first_step=prepared.step + 1)
+    prepared.callbacks.tell("on_start", directory)
+
+
+def _on_evaluation(prepared: PreparedRun) -> Callable[[int, Mapping[str, float]], None]:
+    def tell(step: int, metrics: Mapping[str, float]) -> None:
+        prepared.loggers.log(step, metrics)
+        prepared.callbacks.tell("on_evaluation", step, metrics)
+
+    return tell
+
+
+def _make_weight_sync(config: RunConfig, engine: Engine, directory: Path) -> WeightSync:
+    from areal_gym.trainer.weight_sync import make_weight_sync
+
+    settings = config.trainer
+    return make_weight_sync(engine, settings.weight_sync, directory=directory, lora=settings.lora)

@@ -1,0 +1,140 @@
+"""The checkpoint that a run begins with: a directory of the user, or the starter policy."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_gym.config import RunConfig
+from areal_gym.errors import ConfigError
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.components import Components
+from areal_gym.runs.run_display import Display
+from areal_gym.utils.files import path_hints
+
+
+def policy_directory(
+    config: RunConfig, parts: Components | None, display: Display
+) -> tuple[Path, dict[str, Any]]:
+    """Where the initial policy is, and how it came to be (for the starter policy, which alone
+    needs `parts`).
+
+    Raises:
+        ConfigError: `engine.model` is no checkpoint directory; or torch is missing, which makes
+            the starter policy.
+    """
+    if config.engine.model != "starter":
+        directory = Path(config.engine.model)
+        if not (directory / "config.json").exists():
+            raise ConfigError(
+                f"engine.model = {config.engine.model!r} is no checkpoint directory",
+                hints=[
+                    *_model_hints(config.engine.model),
+                    "it must hold config.json, tokenizer.json and, unless served, the weights",
+                    "or let areal-gym build a small policy: engine.model=starter",
+                ],
+            )
+        return directory, {}
+    assert parts is not None
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "the small policy is made with torch, which is not installed",
+            hints=[
+                "install it: pip install 'areal-gym[train]'",
+                "or name a server and what it serves: "
+                "--engine sglang --engine.url URL engine.model=DIR",
+            ],
+        )
+    return _starter(config, parts, display)
+
+
+def _model_hints(model: str) -> list[str]:
+    """What may have been meant: a name on the Hugging Face hub, a run, or a directory near by."""
+    best = Path(model) / "checkpoints" / "best"
+    if best.exists():
+        return [f"it is a run's directory; the best policy of the run: engine.model={best}"]
+    if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        name = model.rpartition("/")[2]
+        return [
+            f"nothing is downloaded here; get it first: hf download {model} --local-dir {name}",
+            f"then: engine.model={name}",
+        ]
+    return path_hints(Path(model))
+
+
+def _starter(config: RunConfig, parts: Components, display: Display) -> tuple[Path, dict[str, Any]]:
+    import torch
+
+    from areal_gym.warm_start.starter_policy import prepare_starter
+
+    # Small products on several threads wait for each other: on a busy machine, many times longer.
+    torch.set_num_threads(config.trainer.num_threads)
+    display.phase("warm start")
+    total = 0
+
+    def progress(done: int, at_most: int, detail: str) -> None:
+        nonlocal total
+        if not total:
+            display.say(
+                "warm start: a small policy is made, which imitates demonstrators: "
+                "some minutes at most, once"
+            )
+        if at_most != total:
+            total = at_most
+            display.phase("warm start", total)
+        display.advance(done, detail)
+
+    key = yaml.safe_dump({"id": config.env.id, "kwargs": dict(parts.env_kwargs)})
+    try:
+        starter = prepare_starter(
+            parts.make_env(), env_key=key, seed=config.seed, on_progress=progress
+        )
+    except KeyboardInterrupt:
+        display.say("warm start: interrupted; nothing of it is kept, and it begins anew next time")
+        raise
+    facts = {**starter.facts, "best_demonstrator": starter.best_demonstrator}
+    if starter.is_cached:
+        display.say(f"warm start: from the cache ({starter.directory})")
+        facts["warm_start_s"] = 0.0
+    else:
+        display.say(
+            f"warm start: {facts['num_steps']} steps of imitation in {facts['warm_start_s']:.0f} s"
+        )
+    shown = ", ".join(
+        f"{name} {d['accuracy']:.2f} (x{d['share']:.2f})"
+        for name, d in facts["demonstrators"].items()
+    )
+    display.say(f"  it imitates demonstrators whose accuracy (and share) is: {shown}")
+    return starter.directory, facts
+
+
+def hash_of_policy(directory: Path) -> str:
+    """16 hex digits of a checkpoint's weights: the same digits, the same policy."""
+    digest = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def require_same_start(run: RunDir, policy: Path) -> None:
+    """Refuse a policy that the run did not start with.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    known = run.read_provenance().get("initial_policy")
+    found = hash_of_policy(policy)
+    if known is not None and known != found:
+        raise ConfigError(
+            f"{run.path} started with the policy {known}, and {policy} is {found}",
+            hints=[
+                "name the directory with the weights that the run started with: engine.model=DIR",
+                "a warm start is made anew when the code or the versions below it change",
+            ],
+        )

@@ -1,0 +1,205 @@
+"""What a run does before its event loop starts, and the first entries in its directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from areal_gym.chat import Renderer
+from areal_gym.config import RunConfig
+from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.config.trust import remember_settings
+from areal_gym.errors import NothingToDoError
+from areal_gym.run_dir.provenance import entries_used
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.callbacks import Callbacks
+from areal_gym.runs.components import Components, make_loggers
+from areal_gym.runs.examples_data import load_examples
+from areal_gym.runs.logger_threads import Loggers
+from areal_gym.runs.policy_directory import hash_of_policy, policy_directory, require_same_start
+from areal_gym.runs.resume import require_resumable
+from areal_gym.runs.run_display import Display
+from areal_gym.utils.statistics import cpu_s
+from areal_gym.version import __version__
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.batch.examples import Example
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRun:
+    """A run before its event loop starts."""
+
+    config: RunConfig
+    directory: RunDir
+    display: Display
+    callbacks: Callbacks
+    loggers: Loggers
+    components: Components | None
+    """None where the settings need no environment."""
+    policy: Path
+    """The checkpoint that the run began with; its tokenizer goes into later ones."""
+    warm_start: dict[str, Any]
+    examples: tuple[list[Example], list[Example]]
+    """To train on and to measure on; empty unless the objective learns from fixed data."""
+    is_resumed: bool
+    checkpoint: tuple[int, Path] | None
+    """Step and path of the checkpoint that the run goes on from."""
+    cpu_before_s: float
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were taken before."""
+        return 0 if self.checkpoint is None else self.checkpoint[0]
+
+    @property
+    def source(self) -> Path:
+        """The checkpoint whose weights the trainer starts from."""
+        return self.policy if self.checkpoint is None else self.checkpoint[1]
+
+    def begin(self) -> None:
+        """Write settings and provenance: the first change to a resumed or replaced directory."""
+        config, directory = self.config, self.directory
+        warnings = require_resumable(directory, config) if self.is_resumed else []
+        directory.begin()
+        for line in (*directory.repairs, *warnings):
+            directory.append_log(line)
+            self.display.say(line)
+        save_settings(directory, config)
+        used = (entry.to_dict() for entry in entries_used(config))
+        directory.save_provenance(used, hash_of_policy(self.policy))
+        directory.save_tokenizer(self.policy)
+        directory.report_start(step=self.step, steps=config.steps)
+
+    def rewind(self) -> None:
+        """Forget what was recorded after the checkpoint; without one, everything."""
+        if self.is_resumed:
+            self.directory.rewind(self.step)
+        if self.checkpoint is not None:
+            self.display.say(f"resumed at step {self.step} from {self.source}")
+
+
+def prepare_run(
+    config: RunConfig,
+    directory: RunDir,
+    display: Display,
+    callbacks: Callbacks,
+    *,
+    is_resumed: bool,
+    from_step: int | None,
+) -> PreparedRun:
+    """Find or make the policy, and load examples; a warm start takes a minute.
+
+    Outside of the event loop, so that an interrupt ends it at once. A new directory is written to
+    from here on; one that exists stays as it is until everything has started.
+
+    Raises:
+        GymError: see `areal_gym.errors`.
+    """
+    cpu_before_s = cpu_s()
+    is_supervised = config.objective in SUPERVISED
+    needs_env = not is_supervised or config.data.file is None or config.engine.model == "starter"
+    components = Components.of(config) if needs_env else None
+    loggers = Loggers(make_loggers(config), display.say)
+    _announce(config, directory, display)
+    if components is not None and not is_supervised:
+        _warn_of_contamination(config, components, display)
+    policy, warm_start = policy_directory(config, components, display)
+    if is_resumed:
+        require_resumable(directory, config)
+        require_same_start(directory, policy)
+    examples: tuple[list[Example], list[Example]] = ([], [])
+    if is_supervised:
+        examples = load_examples(config, components, Renderer.from_checkpoint(policy), display)
+    prepared = PreparedRun(
+        config=config,
+        directory=directory,
+        display=display,
+        callbacks=callbacks,
+        loggers=loggers,
+        components=components,
+        policy=policy,
+        warm_start=warm_start,
+        examples=examples,
+        is_resumed=is_resumed,
+        checkpoint=_checkpoint(directory, is_resumed=is_resumed, from_step=from_step),
+        cpu_before_s=cpu_before_s,
+    )
+    if directory.has_begun and not is_resumed:
+        prepared.begin()
+    return prepared
+
+
+def require_steps_left(config: RunConfig, directory: RunDir) -> None:
+    """Refuse to resume a run that has taken all its steps: its summary would be overwritten.
+
+    Raises:
+        NothingToDoError: no step is left.
+    """
+    num_steps = int((directory.read_summary() or {}).get("num_steps", 0))
+    if 0 < config.steps <= num_steps:
+        raise NothingToDoError(
+            f"{directory.path} has taken all of its {num_steps} steps",
+            hints=[
+                f"go on: --resume --out {directory.path} --steps {2 * num_steps}",
+                f"look: areal-gym view {directory.path}",
+            ],
+        )
+
+
+def save_settings(directory: RunDir, config: RunConfig) -> None:
+    """Write the resolved settings into a run directory, which this user thereby trusts."""
+    directory.save_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    remember_settings(config)
+
+
+def _checkpoint(
+    directory: RunDir, *, is_resumed: bool, from_step: int | None
+) -> tuple[int, Path] | None:
+    """The checkpoint to go on from: that of `from_step`, else the newest."""
+    from areal_gym.trainer.checkpoint import checkpoint_of, latest_checkpoint, require_whole
+
+    folder = directory.checkpoints_dir
+    checkpoint = latest_checkpoint(folder) if is_resumed else None
+    if from_step is not None:
+        checkpoint = checkpoint_of(folder, from_step)
+    if checkpoint is not None:
+        require_whole(checkpoint[1])
+    return checkpoint
+
+
+def _announce(config: RunConfig, directory: RunDir, display: Display) -> None:
+    where = f"run directory: {directory.path}"
+    if config.objective in SUPERVISED:
+        display.say(
+            f"areal-gym {__version__} | objective {config.objective} | model "
+            f"{config.engine.model} | seed {config.seed} | {where}"
+        )
+        return
+    owners = sorted({entry.plugin.source for entry in entries_used(config)})
+    display.say(
+        f"areal-gym {__version__} | env {config.env.id} | agent {config.agent.id} | engine "
+        f"{config.engine.id} ({config.engine.model}) | seed {config.seed}"
+    )
+    display.say(f"  plugins: {', '.join(owners)} | {where}")
+
+
+def _warn_of_contamination(config: RunConfig, components: Components, display: Display) -> None:
+    """Warn where held-out tasks are trained on; generated splits are kept apart by their seeds."""
+    from areal_gym.envs.contamination import find_contamination
+
+    split, env = config.eval.split, components.make_env()
+    if split == "train":
+        display.say("warning: eval.split = train: the tasks of the evaluation are trained on")
+    elif all(env.num_tasks(name) is not None for name in ("train", split)):
+        contamination = find_contamination(env, heldout=split)
+        if contamination.overlaps:
+            display.say(
+                f"warning: {len(contamination.overlaps)} of {contamination.num_heldout:,} questions "
+                f"in split {split!r} are trained on, or similar ones: {contamination.num_same} "
+                f"word for word (areal-gym data check {config.env.id})"
+            )
+    env.close()

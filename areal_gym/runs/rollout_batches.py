@@ -1,0 +1,247 @@
+"""Batches from rollouts, and what is recorded of each: metrics, trajectories, incidents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from areal_gym.chat import Renderer
+from areal_gym.config.online_settings import ONLINE
+from areal_gym.engines.base import CountingEngine, Engine, InterruptedEngine
+from areal_gym.errors import NotFiniteError
+from areal_gym.rollout.batch_metrics import batch_metrics
+from areal_gym.rollout.episode_runners import EpisodeRunner, EpisodeSetup
+from areal_gym.rollout.journal import Journal
+from areal_gym.rollout.runner import GroupSelection, RolloutRunner
+from areal_gym.rollout.stats import RolloutStats
+from areal_gym.runs.components import make_curriculum, make_filters
+from areal_gym.runs.divergence_guard import DivergenceGuard, NewestRewards
+from areal_gym.runs.incidents import IncidentCounter
+from areal_gym.runs.preparation import PreparedRun
+from areal_gym.runs.run_context import BatchStream
+from areal_gym.runs.step_times import StepTimes
+from areal_gym.runs.waiting import ProgressLine, saying_outages
+from areal_gym.sandbox import shared_calls, shared_reports
+from areal_gym.types import Group, StopReason
+from areal_gym.utils.garbage import relax_garbage_collection
+from areal_gym.utils.statistics import rss_mb
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.base import GroupTrainer, Teacher
+    from areal_gym.trainer.update import WeightPublisher
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutServices:
+    """What rollouts sample with."""
+
+    engine: Engine
+    renderer: Renderer
+    teacher: Teacher | None
+    """None unless the objective is distillation."""
+    episode_runner: EpisodeRunner | None
+    """Runs episodes in other processes; None runs them here."""
+
+
+class RolloutBatches(BatchStream):
+    """Runs episodes while it is open, and hands out groups.
+
+    Args:
+        prepared: the run.
+        services: what samples.
+        trainer: has the advantages and log-probabilities of the last step.
+        publisher: brings weights to the engine.
+        step: the number of steps that were taken.
+        state: what a checkpoint knew of the tasks to come; None at the beginning.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        services: RolloutServices,
+        trainer: GroupTrainer,
+        publisher: WeightPublisher,
+        step: int,
+        state: Mapping[str, Any] | None,
+    ) -> None:
+        config, directory = prepared.config, prepared.directory
+        self._prepared = prepared
+        self._services = services
+        self._trainer = trainer
+        self._publisher = publisher
+        self._first_step = step + 1
+        self._open = AsyncExitStack()
+        self._newest = NewestRewards()
+        self._incidents = IncidentCounter()
+        self._guard = DivergenceGuard(config, directory, prepared.display, directory.read_metrics())
+        self._journal = self._open_journal()
+        engine = services.engine
+        if config.env.id == ONLINE and isinstance(engine, InterruptedEngine):
+            engine.fails_lost_turns = False  # the user of an online run waits for the turn
+        self._runner = self._make_runner(state)
+        self._times = StepTimes(config.rollout.max_in_flight, self._runner.stats())
+
+    def _open_journal(self) -> Journal | None:
+        if self._prepared.config.deterministic:
+            # To the last bit, groups depend on what was sampled beside them: they must be played.
+            return None
+        journal = Journal(self._prepared.directory.journal_file)
+        if journal.num_torn:
+            self._prepared.display.say(
+                f"{journal.file.name}: {journal.num_torn} bytes that a crash has torn are cut off, "
+                "and kept beside it"
+            )
+        return journal
+
+    def _make_runner(self, state: Mapping[str, Any] | None) -> RolloutRunner:
+        config, services = self._prepared.config, self._services
+        components = self._prepared.components
+        assert components is not None
+        return RolloutRunner(
+            EpisodeSetup(
+                components.make_env,
+                components.agent,
+                services.engine,
+                services.renderer,
+                env_id=config.env.id,
+                agent_id=config.agent.id,
+            ),
+            config.rollout,
+            seed=config.seed,
+            journal=self._journal,
+            state=state,
+            on_trajectory=self._newest.add,
+            is_deterministic=config.deterministic,
+            episode_runner=services.episode_runner,
+            selection=GroupSelection(
+                curriculum=make_curriculum(config), filters=make_filters(config)
+            ),
+        )
+
+    async def __aenter__(self) -> Self:
+        prepared, runner = self._prepared, self._runner
+        if prepared.config.deterministic:  # what the engine has cached so far came in any order
+            await self._publisher.publish(self._first_step - 1)
+        async with AsyncExitStack() as stack:
+            stack.callback(relax_garbage_collection())
+            stack.callback(prepared.display.watch, None)
+            await stack.enter_async_context(runner)
+            calls = partial(shared_calls, asyncio.get_running_loop())
+            line = ProgressLine(runner.stats, prepared.config.rollout.batch_groups, calls)
+            prepared.display.watch(line)
+            await stack.enter_async_context(saying_outages(runner.stats, prepared.display.say))
+            self._open = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._open.aclose()
+
+    async def next_batch(self, version: int) -> Sequence[Group]:
+        """Return the next groups, with the teacher's log-probabilities where there is one."""
+        return await self._publisher.publish_while(self._next_groups(), version)
+
+    async def _next_groups(self) -> Sequence[Group]:
+        groups = await self._runner.next_batch()
+        if self._services.teacher is None:
+            return groups
+        from areal_gym.trainer.objectives.distillation import annotate
+
+        return await annotate(groups, self._services.teacher)
+
+    def metrics(self, step: int, batch: Sequence[Group], row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the metrics of rollouts, engine, loggers, incidents and guard."""
+        stats = self._runner.stats()
+        more: dict[str, Any] = {
+            "rollout/tokens_per_s": row["rollout/tokens"] / row["time/step_s"],
+            **batch_metrics(batch, step - 1),
+            **self._times.measure(stats, row),
+            **_counters(stats, self._services.engine),
+            **self._prepared.loggers.metrics(),
+            **self._newest.take(),
+            "memory/rss_mb": rss_mb(),
+        }
+        more |= self._incidents.count({**row, **more})
+        return more | self._guard.observe({**row, **more})
+
+    def save(self, step: int, batch: Sequence[Group]) -> Sequence[Group]:
+        """Write down the trajectories, and what the trainer made of their tokens."""
+        directory = self._prepared.directory
+        directory.save_trained(self._trainer.trained_tokens(), step=step)
+        directory.save_trajectories((t for group in batch for t in group), name=step)
+        return batch
+
+    async def after_record(self, step: int) -> None:
+        """By the first step the episodes have used whatever sandboxes they use: note which."""
+        if step == self._first_step:
+            reports = [asdict(report) for report in await shared_reports()]
+            if reports:
+                self._prepared.directory.add_provenance(sandboxes=reports)
+
+    def refuse(self, error: NotFiniteError, step: int, batch: Sequence[Group]) -> NotFiniteError:
+        """Keep the batch, so that the step can be taken again."""
+        directory = self._prepared.directory
+        file = directory.save_refused((t for group in batch for t in group), step)
+        return NotFiniteError(
+            f"step {step}: {error.message}",
+            hints=[
+                f"the batch is in {file}",
+                f"take the step again: areal-gym replay {directory.path} --refused",
+                *error.hints,
+            ],
+        )
+
+    def state(self) -> Mapping[str, Any]:
+        """Return which tasks come next."""
+        return self._runner.state()
+
+    def on_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Let the journal forget what this checkpoint holds."""
+        if self._journal is not None:
+            self._journal.checkpoint(state)
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the guard wants the policy saved now."""
+        return self._guard.wants_checkpoint
+
+    @property
+    def protected_steps(self) -> Collection[int]:
+        """The guard's last good checkpoint."""
+        return self._guard.protected
+
+    def raise_if_diverged(self) -> None:
+        """Ask the guard."""
+        self._guard.raise_if_diverged()
+
+    def close(self) -> None:
+        """Close the journal."""
+        if self._journal is not None:
+            self._journal.close()
+
+
+def _counters(stats: RolloutStats, engine: Engine) -> dict[str, float]:
+    """Counts since the start (of this process, after a resume)."""
+    counts: dict[str, float] = {
+        "rollout/failed_groups": stats.num_groups_failed,
+        "rollout/stale_groups": stats.num_groups_stale,
+        "rollout/acceptance": stats.acceptance_rate,
+        "rollout/retries": stats.num_retries,
+        "rollout/lost_episodes": stats.num_lost,
+        "rollout/replayed_groups": stats.num_replayed_groups,
+        "rollout/groups_ready": stats.groups_ready,
+        "rollout/episodes_queued": stats.episodes_queued,
+        "rollout/oldest_ready_s": stats.oldest_ready_s,
+    }
+    for name, count in stats.num_groups_rejected.items():
+        counts[f"rollout/rejected/{name}"] = count
+    for reason in StopReason:
+        if reason.is_failure:
+            counts[f"rollout/failures/{reason}"] = stats.num_failures.get(reason, 0)
+    if isinstance(engine, CountingEngine) and is_dataclass(engine.stats):
+        for each in fields(engine.stats):
+            counts[f"engine/{each.name}"] = getattr(engine.stats, each.name)
+    return {name: float(value) for name, value in counts.items()}

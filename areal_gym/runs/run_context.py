@@ -1,0 +1,249 @@
+"""A run whose components have all started: what each phase of a step does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from areal_gym.config import RunConfig
+from areal_gym.errors import DivergedError, NotFiniteError, StopTraining
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.preparation import PreparedRun
+from areal_gym.runs.saving import Saver
+from areal_gym.types import Group
+
+if TYPE_CHECKING:
+    from areal_gym.trainer.base import Trainer
+    from areal_gym.trainer.update import TrainerThread, WeightPublisher
+
+
+class BatchStream(ABC):
+    """The run's side of a `BatchSource`: what is recorded, kept and watched beside its batches.
+
+    An async context manager: batches are made inside of it.
+    """
+
+    @abstractmethod
+    async def __aenter__(self) -> BatchStream: ...
+
+    @abstractmethod
+    async def __aexit__(self, *exc_info: object) -> None: ...
+
+    @abstractmethod
+    async def next_batch(self, version: int) -> Sequence[Any]:
+        """Return the next batch to train on, which makes the weights of `version + 1`."""
+
+    def metrics(self, step: int, batch: Sequence[Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is added to the step's row, which has the trainer's metrics."""
+        return {}
+
+    def save(self, step: int, batch: Sequence[Any]) -> Sequence[Group]:
+        """Write down what was trained on; returns its groups, for callbacks."""
+        return ()
+
+    async def after_record(self, step: int) -> None:  # noqa: B027
+        """Do what may take time; nothing of the step is lost when it is cancelled."""
+
+    def refuse(self, error: NotFiniteError, step: int, batch: Sequence[Any]) -> NotFiniteError:
+        """Return what to raise when the trainer could not take the step."""
+        return error
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps, so that a resumed run goes on with the next batch."""
+        return {}
+
+    def on_checkpoint(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """A checkpoint with this state is on the disk."""
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the policy should be saved now, besides the schedule."""
+        return False
+
+    @property
+    def protected_steps(self) -> Collection[int]:
+        """Steps whose checkpoints must stay."""
+        return ()
+
+    def raise_if_diverged(self) -> None:  # noqa: B027
+        """Raise DivergedError when training should not go on."""
+
+    def close(self) -> None:  # noqa: B027
+        """Close files, once the last checkpoint is written."""
+
+
+class RunEvaluations(Protocol):
+    """A run's evaluations: before training, on a schedule, at the end; each step once."""
+
+    async def measure_start(self, step: int) -> None:
+        """Evaluate the policy before anything is trained, unless that is on record."""
+        ...
+
+    async def measure_end(self, step: int) -> None:
+        """Evaluate the policy after training, unless that is on record."""
+        ...
+
+    def is_due(self, step: int) -> bool:
+        """Whether the settings want an evaluation at this step, and none is on record."""
+        ...
+
+    async def begin(self, step: int) -> None:
+        """Evaluate the policy as it is now; returns when training may go on."""
+        ...
+
+    def scores(self) -> Mapping[int, float | None]:
+        """Return how good each evaluated policy is (more is better), None while it is measured."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class RunContext:
+    """A run whose components have all started; `areal_gym.runs.train` drives it."""
+
+    prepared: PreparedRun
+    trainer: Trainer[Any]
+    trainer_thread: TrainerThread
+    publisher: WeightPublisher | None
+    """None for fixed data: no engine samples."""
+    evaluations: RunEvaluations
+    make_batches: Callable[[], BatchStream]
+    """Called when training begins."""
+    step: int
+    """The number of steps that were taken."""
+    train_s: float = 0.0
+    _batches: BatchStream = field(init=False)
+    _saver: Saver = field(init=False)
+    _begin_s: float = field(init=False)
+    _wait_s: float = field(init=False)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's settings."""
+        return self.prepared.config
+
+    @property
+    def directory(self) -> RunDir:
+        """The run's directory."""
+        return self.prepared.directory
+
+    def remaining_steps(self) -> range:
+        """Return the numbers of the steps to take."""
+        return range(self.step + 1, self.config.steps + 1)
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Make batches inside; on the way out, save what was learned, whatever ends it.
+
+        A callback's wish to stop ends it without an error.
+        """
+        display, directory = self.prepared.display, self.directory
+        display.phase("train", self.config.steps)
+        start_s = time.perf_counter()
+        self._batches = self.make_batches()
+        self._saver = self._make_saver()
+        try:
+            self.prepared.callbacks.raise_if_stopped()
+            async with self._batches:
+                yield
+            self._saver.save_now(self.step)
+        except StopTraining as stop:
+            display.say(f"stopped after step {self.step}, as a callback wanted: {stop}")
+            self._saver.save_now(self.step)
+        except (asyncio.CancelledError, Exception) as error:
+            if self.step:
+                self._saver.save_now(self.step)
+                display.say(
+                    f"stopped after step {self.step}; what was learned is in {directory.path}"
+                )
+                if directory.is_intact and not isinstance(error, DivergedError):
+                    display.say(f"go on with: areal-gym train --resume --out {directory.path}")
+            raise
+        finally:
+            self._saver.close()
+            self._batches.close()
+        self.train_s = time.perf_counter() - start_s
+
+    async def next_batch(self) -> Sequence[Any]:
+        """Return the next batch."""
+        self._begin_s = time.perf_counter()
+        batch = await self._batches.next_batch(self.step)
+        self._wait_s = time.perf_counter() - self._begin_s
+        return batch
+
+    async def train_on(self, batch: Sequence[Any], step: int) -> dict[str, float]:
+        """Take the optimizer step, in the trainer's thread, and return its metrics."""
+        try:
+            return await self.trainer_thread.call(self.trainer.step, batch, step - 1)
+        except NotFiniteError as error:
+            raise self._batches.refuse(error, step, batch) from error
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """Bring the new weights to the engine, and return how long that took."""
+        if self.publisher is None:
+            return {}
+        begin_s = time.perf_counter()
+        await self.publisher.publish(version)
+        return {"time/publish_s": time.perf_counter() - begin_s}
+
+    def record(self, step: int, batch: Sequence[Any], metrics: dict[str, float]) -> None:
+        """Write down the step and tell everyone, without waiting for anything."""
+        self.step = step
+        row: dict[str, Any] = {"step": step, **metrics}
+        row["time/step_s"] = time.perf_counter() - self._begin_s
+        if self.publisher is not None:
+            row["time/wait_s"] = self._wait_s
+        row |= self._batches.metrics(step, batch, row)
+        self.directory.append_metrics(row)
+        groups = self._batches.save(step, batch)
+        self.prepared.loggers.log(step, row)
+        self.prepared.display.step(step, self.config.steps, row)
+        self.prepared.callbacks.tell("on_step", step, row, groups)
+
+    async def checkpoint_and_evaluate(self, step: int) -> None:
+        """Do what the schedule wants after a step; its first wait raises a cancellation.
+
+        Raises:
+            StopTraining: a callback wants the run to end.
+            DivergedError: the policy has diverged.
+        """
+        await asyncio.sleep(0)
+        self._saver.settle()
+        every = self.config.trainer.save_every
+        if (every and step % every == 0) or self._batches.wants_checkpoint:
+            await self._saver.save(step)
+        if self.evaluations.is_due(step) and step < self.config.steps:
+            await self.evaluations.begin(step)
+        await self._batches.after_record(step)
+        self.prepared.callbacks.raise_if_stopped()
+        self._batches.raise_if_diverged()
+
+    def keep_checkpoints(self, *, protected: Collection[int] = ()) -> str | None:
+        """Delete the checkpoints that are not to be kept, and return the best one's name."""
+        from areal_gym.trainer.checkpoint import keep_checkpoints
+
+        return keep_checkpoints(
+            self.directory.checkpoints_dir,
+            self.config.trainer.keep_checkpoints,
+            self.evaluations.scores(),
+            protected=protected,
+        )
+
+    def _make_saver(self) -> Saver:
+        def on_saved(step: int, state: Mapping[str, Any]) -> None:
+            self._batches.on_checkpoint(state)
+            self.prepared.callbacks.tell("on_checkpoint", step, self.directory.checkpoint(step))
+
+        return Saver(
+            self.trainer,
+            self.directory,
+            self.prepared.policy,
+            self._batches.state,
+            on_saved=on_saved,
+            delete_old=lambda: self.keep_checkpoints(protected=self._batches.protected_steps),
+            saved_step=self.step or None,
+        )

@@ -1,0 +1,141 @@
+"""The end of a run: summary, learning curve, report, and the lines that a person sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.config.online_settings import ONLINE
+from areal_gym.report import keep_report
+from areal_gym.report.learning_curve import draw_learning_curve
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.evaluation import points_of
+from areal_gym.runs.run_context import RunContext
+from areal_gym.utils.files import write_atomic
+from areal_gym.utils.markup import counted
+from areal_gym.utils.statistics import cpu_s
+from areal_gym.version import __version__
+
+_Rows = list[tuple[str, str, str]]
+
+
+def conclude(run: RunContext, best: str | None) -> dict[str, Any]:
+    """Write summary, curve and report, show them, and return the summary.
+
+    Args:
+        run: after its last step and evaluation.
+        best: the name of the best checkpoint; None when none was evaluated.
+    """
+    prepared, config, directory = run.prepared, run.config, run.directory
+    is_supervised = config.objective in SUPERVISED
+    summary: dict[str, Any] = {
+        "objective": config.objective,
+        "env": config.env.id,
+        **(_heldout_examples(run) if is_supervised else _heldout_tasks(run)),
+        "num_steps": run.step,
+        "stopped": prepared.callbacks.stopped,
+        "first_step": prepared.step + 1,
+        "warm_start_s": prepared.warm_start.get("warm_start_s", 0.0),
+        "train_s": round(run.train_s, 2),
+        "cpu_s": round(cpu_s() - prepared.cpu_before_s, 2),
+        "seed": config.seed,
+        "warm_start": prepared.warm_start,
+        "checkpoint": f"checkpoints/step-{run.step:06d}",
+        "best_checkpoint": None if best is None else f"checkpoints/{best}",
+        "version": __version__,
+    }
+    write_atomic(directory.learning_curve_file, _curve(run, is_supervised=is_supervised))
+    directory.save_summary(summary)
+    _show(run, summary, is_supervised=is_supervised)
+    prepared.callbacks.tell("on_end", summary)
+    return summary
+
+
+def _heldout_tasks(run: RunContext) -> dict[str, Any]:
+    num_tasks = {"num_heldout_tasks": run.config.eval.num_tasks}
+    if run.config.env.id == ONLINE:
+        return num_tasks
+    points = points_of(run.directory)
+    before, after = points[0], next(point for point in points if point.step == run.step)
+    return {
+        "heldout_before": before.sampled,
+        "heldout_after": after.sampled,
+        "heldout_greedy_before": before.greedy,
+        "heldout_greedy_after": after.greedy,
+        "heldout_after_interval": [after.low, after.high],
+        **num_tasks,
+    }
+
+
+def _heldout_examples(run: RunContext) -> dict[str, Any]:
+    rows = run.directory.read_evaluations()
+    before, after = rows[0]["heldout"], rows[-1]["heldout"]
+    return {
+        "heldout_before": before["accuracy"],
+        "heldout_after": after["accuracy"],
+        "heldout_loss_before": before["loss"],
+        "heldout_loss_after": after["loss"],
+        "num_heldout_examples": len(run.prepared.examples[1]),
+    }
+
+
+def _curve(run: RunContext, *, is_supervised: bool) -> bytes:
+    config, directory = run.config, run.directory
+    title = f"{config.env.id}, seed {config.seed}: held-out accuracy"
+    if is_supervised:
+        title = f"{config.objective}, seed {config.seed}"
+    best = None if is_supervised else run.prepared.warm_start.get("best_demonstrator")
+    return draw_learning_curve(
+        directory.read_metrics(),
+        directory.read_evaluations(),
+        title=title,
+        baselines={} if best is None else {"best demonstrator": best},
+    )
+
+
+def _show(run: RunContext, summary: dict[str, Any], *, is_supervised: bool) -> None:
+    directory, say = run.directory, run.prepared.display.say
+    table = _example_table(directory) if is_supervised else _task_table(summary)
+    for left, middle, right in table:
+        say(f"  {left:<20}{middle:>8}{right:>8}".rstrip())
+    num_taken = summary["num_steps"] - summary["first_step"] + 1
+    duration = f"training {summary['train_s']:.0f} s for {counted(num_taken, 'step')}"
+    if not is_supervised:
+        duration = f"warm start {summary['warm_start_s']:.0f} s, {duration}"
+    say(duration)
+    say(f"curve:     {directory.learning_curve_file}")
+    say(f"report:    {keep_report(directory)}")
+    is_reward_model = summary["objective"] == "rm"
+    say(
+        f"{'model: ' if is_reward_model else 'policy:'}    {directory.path / summary['checkpoint']}"
+    )
+    best = summary["best_checkpoint"]
+    if best not in (None, summary["checkpoint"]):
+        say(f"best:      {directory.checkpoints_dir / 'best'} ({best})")
+    if not is_supervised:
+        say(f"look:      areal-gym view {directory.path}")
+    command = f"eval --env {summary['env']} --run {directory.path} -k 4"
+    if summary["env"] == ONLINE:
+        command = f"serve --run {directory.path}"
+    if not is_reward_model:
+        say(f"next:      areal-gym {command}")
+
+
+def _task_table(summary: dict[str, Any]) -> _Rows:
+    rows = []
+    if "heldout_before" in summary:
+        rows.append(("", "before", "after"))
+        for label, key in (("sampled", "heldout"), ("greedy", "heldout_greedy")):
+            before, after = summary[f"{key}_before"], summary[f"{key}_after"]
+            rows.append((f"held-out, {label}", f"{before:.3f}", f"{after:.3f}"))
+    best = summary["warm_start"].get("best_demonstrator")
+    if best is not None:
+        rows.append(("best demonstrator", f"{best:.3f}", ""))
+    return rows
+
+
+def _example_table(directory: RunDir) -> _Rows:
+    rows = directory.read_evaluations()
+    before, after = rows[0]["heldout"], rows[-1]["heldout"]
+    values = [(name, f"{before[name]:.3f}", f"{after[name]:.3f}") for name in before]
+    return [("held-out", "before", "after"), *values]

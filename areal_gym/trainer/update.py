@@ -1,0 +1,118 @@
+"""The two halves of an update: a step of the trainer, and the publication of its weights.
+
+    TrainerThread.call(trainer.step)  --weights-->  WeightPublisher.publish(version + 1)
+      in a thread of its own: rollouts                waits for the engine's next
+      go on meanwhile                                 pause between two tokens
+
+`areal_gym.runs.train` calls one after the other, for synchronous and asynchronous training alike:
+how far rollouts run ahead is decided by their source (`rollout.max_staleness`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from areal_gym.engines.base import Engine, InterruptedEngine, RejoinedEngine
+from areal_gym.errors import EngineError, InfrastructureError
+from areal_gym.trainer.base import GroupTrainer, WeightSync
+from areal_gym.trainer.weight_sync import weights_for
+
+_T = TypeVar("_T")
+_POLL_S = 1.0
+"""How often an engine that has lost its servers is looked at."""
+
+
+class TrainerThread:
+    """Runs a trainer's calls one after the other, beside the event loop.
+
+    Args:
+        num_threads: threads of torch, whose number belongs to the thread that sets it.
+    """
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self._thread = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="areal-gym-trainer",
+            initializer=torch.set_num_threads,
+            initargs=(num_threads,),
+        )
+
+    async def call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Return what `function` returns in the trainer's thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, function, *arguments)
+
+    def close(self) -> None:
+        """End the thread, once the call under way has ended."""
+        self._thread.shutdown()
+
+
+class WeightPublisher:
+    """Publishes a trainer's weights to an engine, which may lose its servers for a while.
+
+    Args:
+        weight_sync: brings weights to the engine.
+        trainer: has the weights.
+        engine: samples with them.
+        outage_patience_s: how long a publication waits for a server to come back.
+    """
+
+    def __init__(
+        self,
+        weight_sync: WeightSync,
+        trainer: GroupTrainer,
+        engine: Engine | None = None,
+        outage_patience_s: float = 0.0,
+    ) -> None:
+        self._weight_sync = weight_sync
+        self._trainer = trainer
+        self._engine = engine
+        self._patience_s = outage_patience_s
+
+    async def publish(self, version: int) -> None:
+        """Publish the weights; when all servers are lost, again when one is back.
+
+        Raises:
+            EngineError: no server took the weights.
+            InfrastructureError: no server came back in time.
+        """
+        clock = asyncio.get_running_loop().time
+        since_s = clock()
+        while True:
+            try:
+                weights = weights_for(self._weight_sync, self._trainer)
+                await self._weight_sync.publish(weights, version)
+                return
+            except EngineError as error:
+                engine = self._engine
+                if not isinstance(engine, InterruptedEngine) or engine.outage_s == 0.0:
+                    raise
+                if (waited_s := clock() - since_s) >= self._patience_s:
+                    raise InfrastructureError(
+                        f"version {version} could not be published: waited {waited_s:.0f} s for "
+                        f"servers (rollout.outage_patience_s = {self._patience_s:g}); "
+                        f"{error.message}",
+                        hints=error.hints,
+                    ) from error
+            await asyncio.sleep(_POLL_S)
+
+    async def publish_while(self, work: Coroutine[Any, Any, _T], version: int) -> _T:
+        """Return the result of `work`; meanwhile, servers that come back get the weights again."""
+        engine = self._engine
+        if not isinstance(engine, RejoinedEngine):
+            return await work
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_POLL_S)
+                if engine.needs_weights and not task.done():
+                    await self.publish(version)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
