@@ -97,5 +97,3 @@ def make_curriculum(config: RunConfig) -> Curriculum | None:
 def _make(kind: Kind, settings: PluginConfig | AgentConfig, key: str) -> Any:
     thing = registry().load(kind, settings.id)
     return make_with(thing, settings.kwargs, key=key, id=settings.id)
-
-

@@ -8,25 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_gym.chat import Renderer
 from areal_gym.config import RunConfig
+from areal_gym.config.online_settings import ONLINE, split_address
 from areal_gym.engines.base import Engine, SamplingParams, SnapshotEngine
 from areal_gym.errors import ConfigError, UsageError
 from areal_gym.gateway.shared_gateway import gateway_at
 from areal_gym.report.learning_curve import CurvePoint
-from areal_gym.config.online_settings import ONLINE, split_address
-from areal_gym.runs.episodes.policies import opened
-from areal_gym.chat import Renderer
 from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.rollout.evaluate import evaluate as evaluate_policy
 from areal_gym.rollout.evaluate import measure as measure_play
-from areal_gym.utils.blocking import run_to_end
-from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import Components
+from areal_gym.runs.episodes.policies import opened
 from areal_gym.runs.open_engine import open_engine
 from areal_gym.runs.policy_directory import policy_directory
+from areal_gym.runs.run_display import Display, SilentDisplay
 from areal_gym.runs.sandboxes import announce_sandboxes
-from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.types import Trajectory
+from areal_gym.utils.blocking import run_to_end
+
 
 def evaluate(
     config: RunConfig,
@@ -83,7 +84,13 @@ def evaluate(
             ):
                 shown.phase(label, total)
                 report = await _measure(
-                    config, components, engine, renderer, greedy=greedy, keep=kept, advance=shown.advance
+                    config,
+                    components,
+                    engine,
+                    renderer,
+                    greedy=greedy,
+                    keep=kept,
+                    advance=shown.advance,
                 )
         if out is not None:
             RunDir(out).save_trajectories(kept, name="eval-greedy" if greedy else "eval")

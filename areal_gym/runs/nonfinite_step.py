@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 from areal_gym.config import RunConfig
 from areal_gym.errors import NotFiniteError, NothingToDoError
 from areal_gym.plugins import registry
-from areal_gym.runs.run_display import Display, SilentDisplay
-from areal_gym.trainer.base import close_trainer
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import Components
 from areal_gym.runs.make_trainer import make_trainer
 from areal_gym.runs.policy_directory import policy_directory, require_same_start
-from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.trainer.base import close_trainer
 from areal_gym.types import Group
 
 if TYPE_CHECKING:
     from areal_gym.trainer.base import GroupTrainer
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedReport:

@@ -13,7 +13,7 @@ from areal_gym.chat import Renderer
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.distributed.cluster import Cluster
 from areal_gym.engines.base import Engine
-from areal_gym.engines.sglang.server_client import vocab_size_of
+from areal_gym.engines.checkpoint_config import vocab_size_of
 from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.runs.arguments import check_types

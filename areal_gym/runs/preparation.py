@@ -198,8 +198,8 @@ def _warn_of_contamination(config: RunConfig, components: Components, display: D
         contamination = find_contamination(env, heldout=split)
         if contamination.overlaps:
             display.say(
-                f"warning: {len(contamination.overlaps)} of {contamination.num_heldout:,} questions "
-                f"in split {split!r} are trained on, or similar ones: {contamination.num_same} "
+                f"warning: {len(contamination.overlaps)} of {contamination.num_heldout:,} "
+                f"questions in split {split!r} are trained on, or similar ones: {contamination.num_same} "
                 f"word for word (areal-gym data check {config.env.id})"
             )
     env.close()

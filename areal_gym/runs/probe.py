@@ -213,8 +213,8 @@ def keep_rounding_from_clips(
         return None
     trainer.recompute_proximal()
     return (
-        f"that is more than a fifth of the clip of the loss {settings.loss!r} ({clip:g}), so ratios "
-        "are taken against log-probabilities that the trainer computes "
+        f"that is more than a fifth of the clip of the loss {settings.loss!r} ({clip:g}), so "
+        "ratios are taken against log-probabilities that the trainer computes "
         "(trainer.correction.proximal=recorded takes the engine's)"
     )
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_gym.config import RunConfig
-from areal_gym.errors import DataError, NothingToDoError, UsageError
 from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.errors import DataError, NothingToDoError, UsageError
 from areal_gym.plugins import registry
-from areal_gym.runs.run_display import Display, SilentDisplay
-from areal_gym.trainer.base import close_trainer
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import Components
 from areal_gym.runs.make_trainer import make_trainer
 from areal_gym.runs.policy_directory import policy_directory, require_same_start
 from areal_gym.runs.preparation import save_settings
 from areal_gym.runs.probe import keep_rounding_from_clips
-from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.trainer.base import close_trainer
 
 if TYPE_CHECKING:
     from areal_gym.trainer.base import GroupTrainer

@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from areal_gym.config import RunConfig
+from areal_gym.config.online_settings import ONLINE, split_address
 from areal_gym.errors import UsageError
 from areal_gym.gateway.shared_gateway import gateway_at, shared_gateway
-from areal_gym.config.online_settings import ONLINE, split_address
-from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import Components
 from areal_gym.runs.open_engine import open_engine
 from areal_gym.runs.policy_directory import policy_directory
-from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.run_display import Display, SilentDisplay
 
 CONTROL_KEY, API_KEY = "AREAL_GYM_CONTROL_KEY", "AREAL_GYM_API_KEY"
 """Variables of the environment that hold secrets; without them, secrets are made up."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from areal_gym.config import EngineConfig, RunConfig
 from areal_gym.errors import ConfigError
-from areal_gym.utils.files import path_hints
 from areal_gym.plugins import registry
+from areal_gym.utils.files import path_hints
 
 if TYPE_CHECKING:
     from areal_gym.trainer.base import Teacher
@@ -27,8 +27,8 @@ async def open_teacher(config: RunConfig, policy: Path) -> AsyncIterator[Teacher
     if config.objective != "distill":
         yield None
         return
-    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
     from areal_gym.models.device import pick_device
+    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
     from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher
 
     if config.teacher.model is None:

@@ -16,6 +16,7 @@ from areal_gym.engines.sglang import SGLangEngine
 from areal_gym.runs.components import Components
 from areal_gym.runs.open_engine import open_renderer
 
+
 @asynccontextmanager
 async def open_workers(
     config: RunConfig, components: Components, policy: Path, engine: Engine, cluster: Cluster | None
