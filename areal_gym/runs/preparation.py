@@ -199,7 +199,7 @@ def _warn_of_contamination(config: RunConfig, components: Components, display: D
         if contamination.overlaps:
             display.say(
                 f"warning: {len(contamination.overlaps)} of {contamination.num_heldout:,} "
-                f"questions in split {split!r} are trained on, or similar ones: {contamination.num_same} "
-                f"word for word (areal-gym data check {config.env.id})"
+                f"questions in split {split!r} are trained on, or similar ones: "
+                f"{contamination.num_same} word for word (areal-gym data check {config.env.id})"
             )
     env.close()

@@ -115,11 +115,14 @@ class Supervised:
         self._num_bad = 0
 
     @readable_memory_errors()
-    def step(self, examples: Sequence[Example], scale: float = 1.0) -> dict[str, float]:
-        """Learn from a batch once and return its metrics, as they were before the update.
+    def step(
+        self, batch: Sequence[Example], version: int = 0, *, scale: float = 1.0
+    ) -> dict[str, float]:
+        """Train on a batch once and return its metrics, as they were before the update.
 
         Args:
-            examples: the batch.
+            batch: the examples.
+            version: of the weights; examples have none to compare it with.
             scale: of the learning rates, besides `warmup_steps`.
 
         Raises:
@@ -130,7 +133,7 @@ class Supervised:
         warmup = max(1, self._config.warmup_steps)
         scale *= min(1.0, (self.num_steps + 1) / warmup)
         metrics = {
-            f"train/{k}": v for k, v in self._measure_examples(examples, learns=True).items()
+            f"train/{k}": v for k, v in self._measure_examples(batch, learns=True).items()
         }
         is_usable = math.isfinite(metrics["train/loss"])
         norm = self._optimizer.step(scale, is_usable=is_usable)
@@ -151,7 +154,7 @@ class Supervised:
             "train/grad_norm": norm,
             "train/lr": self._config.lr * scale,
             "train/skipped_updates": float(is_bad),
-            "train/tokens": float(sum(len(row.token_ids) for rows in examples for row in rows)),
+            "train/tokens": float(sum(len(row.token_ids) for rows in batch for row in rows)),
             "time/train_s": time.perf_counter() - start_s,
         }
 

@@ -232,13 +232,13 @@ class ProcessTrainer(RemoteTrainer):
 class ProcessSupervised(RemoteTrainer):
     """With the interface of `Supervised`."""
 
-    def step(self, examples: Sequence[Example], scale: float = 1.0) -> dict[str, float]:
+    def step(self, batch: Sequence[Example], version: int = 0) -> dict[str, float]:
         """See `Supervised.step`.
 
         Raises:
             TrainError: a worker died, or what `Supervised.step` raises.
         """
-        metrics: dict[str, float] = self._ask("step", examples, scale)
+        metrics: dict[str, float] = self._ask("step", batch, version)
         metrics["memory/trainer_rss_mb"] = self._held_mb()
         return metrics
 
