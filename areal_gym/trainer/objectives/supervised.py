@@ -132,9 +132,7 @@ class Supervised:
         start_s = time.perf_counter()
         warmup = max(1, self._config.warmup_steps)
         scale *= min(1.0, (self.num_steps + 1) / warmup)
-        metrics = {
-            f"train/{k}": v for k, v in self._measure_examples(batch, learns=True).items()
-        }
+        metrics = {f"train/{k}": v for k, v in self._measure_examples(batch, learns=True).items()}
         is_usable = math.isfinite(metrics["train/loss"])
         norm = self._optimizer.step(scale, is_usable=is_usable)
         is_bad = not (is_usable and math.isfinite(norm))
