@@ -22,7 +22,6 @@ LONG_MODULES: dict[str, int] = {
     "models.tiny.decoder": 411,
     "rollout.episode": 476,
     "rollout.runner": 533,
-    "runs.components": 456,
     "runs.speed": 420,
     "sandbox.docker": 489,
     "sandbox.worker.jail": 403,
@@ -40,9 +39,6 @@ LONG_FUNCTIONS: dict[str, int] = {
     "rollout.episode.play_episode": 78,
     "rollout.evaluate.measure": 109,
     "rollout.runner.__init__": 106,
-    "runs.fixed_data._learn": 127,
-    "runs.steps.take_steps": 150,
-    "runs.train.play": 120,
     "trainer.algorithms.corrections.correct": 77,
     "trainer.trainer._update": 78,
 }
