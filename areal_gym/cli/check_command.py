@@ -108,13 +108,13 @@ def check_command(
 
 def _entries(what: str) -> list[Entry]:
     """Return the environment of that id, or the entries of the plugin or distribution."""
-    found = registry()
-    plugins = [p for p in found.manager.plugins if what in (p.name, p.distribution)]
-    if any(entry.id == what for entry in found.entries("envs")) or not plugins:
+    known = registry()
+    plugins = [p for p in known.manager.plugins if what in (p.name, p.distribution)]
+    if any(entry.id == what for entry in known.entries("envs")) or not plugins:
         try:
-            return [found.get("envs", what)]
+            return [known.get("envs", what)]
         except UnknownIdError as error:
-            packages = {name for p in found.manager.plugins for name in (p.name, p.distribution)}
+            packages = {name for p in known.manager.plugins for name in (p.name, p.distribution)}
             if (near := did_you_mean(what, sorted(packages))) is None:
                 raise
             raise UnknownIdError(error.message, hints=[near, *error.hints]) from None
@@ -124,7 +124,7 @@ def _entries(what: str) -> list[Entry]:
         raise PluginError(f"{what} does not load", hints=reasons)
     entries = [
         Entry(*registration)
-        for registration in found.manager.registrations
+        for registration in known.manager.registrations
         if registration.plugin in plugins
     ]
     # An adapter is an environment only with a name after the colon.
@@ -175,8 +175,8 @@ def _print_table(name: str, report: Sequence[RuleResult]) -> None:
     for column in ("rule", "", "requirement", "result"):
         table.add_column(column)
     for result in report:
-        rule, verdict, summary, found = _row(result)
+        rule, verdict, summary, outcome = _row(result)
         style = "green" if result.is_ok else "bold red"
-        cells: list[Any] = [Text(rule), Text(verdict, style=style), Text(summary), Text(found)]
+        cells: list[Any] = [Text(rule), Text(verdict, style=style), Text(summary), Text(outcome)]
         table.add_row(*cells)
     Console().print(table)

@@ -87,8 +87,8 @@ def eval_command(
     threshold = _parse_threshold(fail_under)
     if sum(given is not None for given in (run, checkpoint, flags.get("engine.model"))) > 1:
         raise UsageError("--run, --checkpoint and --model exclude each other")
-    is_chosen = trust or recipe is not None
     run_recipe, checkpoint = policy_files(run, checkpoint)
+    is_chosen = trust or recipe is not None
     recipe = recipe or run_recipe
     require_env(env, recipe, overrides)
     config = resolve(

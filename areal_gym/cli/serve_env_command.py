@@ -7,7 +7,9 @@ import contextlib
 import json
 import os
 import secrets
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +17,10 @@ from areal_gym.cli import complete
 from areal_gym.cli.output import common_options, print_data, talk
 from areal_gym.errors import ConfigError
 from areal_gym.plugins import registry
+
+if TYPE_CHECKING:
+    from areal_gym.envs.server.env_sessions import Sessions
+    from areal_gym.envs.server.http_server import EnvServer
 
 
 @click.command("serve-env")
@@ -81,36 +87,55 @@ def serve_env_command(
     owner_key = os.environ.get(OWNER_VARIABLE) or secrets.token_urlsafe(24)
     sessions = Sessions(make, max_sessions=max_sessions, idle_s=idle_s)
 
-    def on_ready(url: str) -> None:
-        facts = {"env": env, "url": url, "token": token}
-        if mcp is None:
-            facts["owner_key"] = owner_key
-        print_data(json.dumps(facts))
-        if mcp is None:
-            where = url if is_loopback(host) else f"http://THIS_MACHINE:{url.rpartition(':')[2]}"
-            key = "" if token is None else f"{TOKEN_VARIABLE}={token} "
-            talk(f"on the other machine:  {key}areal-gym train --env remote:{where}")
-        talk("Ctrl-C stops the server")
-
-    async def serve() -> None:
-        server = EnvServer(sessions, env, host=host, port=port, token=token, owner_key=owner_key)
-        async with sessions, server:
-            on_ready(server.url)
-            await asyncio.Event().wait()
-
-    async def serve_mcp() -> None:
-        from areal_gym.envs.server.mcp_server import make_mcp_server, serve_http, serve_stdio
-
-        server = make_mcp_server(sessions, env)
-        async with sessions:
-            if mcp == "stdio":
-                await serve_stdio(server)
-            else:
-                await serve_http(server, host=host, port=port, token=token, on_ready=on_ready)
-
     if mcp is not None and find_spec("mcp") is None:
         raise ConfigError(
             "--mcp needs the package mcp", hints=["install it: pip install 'areal-gym[mcp]'"]
         )
+
+    def on_ready(url: str) -> None:
+        facts = {"env": env, "url": url, "token": token}
+        if mcp is not None:
+            print_data(json.dumps(facts))
+        else:
+            print_data(json.dumps({**facts, "owner_key": owner_key}))
+            address = url if is_loopback(host) else f"http://THIS_MACHINE:{url.rpartition(':')[2]}"
+            key = "" if token is None else f"{TOKEN_VARIABLE}={token} "
+            talk(f"on the other machine:  {key}areal-gym train --env remote:{address}")
+        talk("Ctrl-C stops the server")
+
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how the server ends
-        asyncio.run(serve() if mcp is None else serve_mcp())
+        if mcp is not None:
+            asyncio.run(
+                _serve_mcp(mcp, sessions, env, host=host, port=port, token=token, on_ready=on_ready)
+            )
+        else:
+            server = EnvServer(
+                sessions, env, host=host, port=port, token=token, owner_key=owner_key
+            )
+            asyncio.run(_serve(server, sessions, on_ready))
+
+
+async def _serve(server: EnvServer, sessions: Sessions, on_ready: Callable[[str], None]) -> None:
+    async with sessions, server:
+        on_ready(server.url)
+        await asyncio.Event().wait()
+
+
+async def _serve_mcp(
+    transport: str,
+    sessions: Sessions,
+    env: str,
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    on_ready: Callable[[str], None],
+) -> None:
+    from areal_gym.envs.server.mcp_server import make_mcp_server, serve_http, serve_stdio
+
+    server = make_mcp_server(sessions, env)
+    async with sessions:
+        if transport == "stdio":
+            await serve_stdio(server)
+        else:
+            await serve_http(server, host=host, port=port, token=token, on_ready=on_ready)

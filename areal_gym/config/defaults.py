@@ -1,4 +1,4 @@
-"""Defaults that depend on other settings: what objective, algorithm and policy bring with them.
+"""Defaults that depend on other settings: those of objective, algorithm and policy.
 
     own defaults of the settings < STARTER_DEFAULTS < objective, algorithm < file < flags, key=value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ONLINE = "online"
-"""The environment, and the agent, of runs whose episodes are played by programs outside."""
+"""The id of the environment and the agent of online runs, which outside programs play."""
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -23,47 +23,6 @@ def register_envs() -> Iterable[EnvSpec]:
         tags=("math", "single-turn", "generated"),
     )
     yield EnvSpec(
-        id="math",
-        entry_point="areal_gym.envs.math:MathEnv",
-        summary="arithmetic and word problems, or a file of questions",
-        tags=("math", "single-turn", "generated", "jsonl"),
-    )
-    for id, domain, summary in (
-        ("tau2", "mock", "customer service in a library of tools: the built-in domain of tau2"),
-        ("tau2/mock", "mock", "the built-in domain of tau2 by its full name"),
-        ("tau2/retail", "retail", "customer service in a shop, verdicts as in tau2-bench"),
-        ("tau2/airline", "airline", "customer service of an airline, verdicts as in tau2-bench"),
-        ("tau2/telecom", "telecom", "customer service of a carrier, verdicts as in tau2-bench"),
-    ):
-        yield EnvSpec(
-            id=id,
-            entry_point="areal_gym.envs.tau2.tau2_env:Tau2Env",
-            summary=summary,
-            kwargs={"domain": domain},
-            tags=("tools", "multi-turn", "user", "generated" if domain == "mock" else "benchmark"),
-        )
-    yield EnvSpec(
-        id="math/multi-turn",
-        entry_point="areal_gym.envs.math:MathEnv",
-        summary="as math, with feedback and more tries",
-        kwargs={"max_turns": 3},
-        tags=("math", "multi-turn", "generated", "jsonl"),
-    )
-    yield EnvSpec(
-        id="math/gsm8k",
-        entry_point="areal_gym.envs.math:MathEnv",
-        summary="grade-school word problems (GSM8K)",
-        kwargs={"dataset": "gsm8k"},
-        tags=("math", "single-turn", "data"),
-    )
-    yield EnvSpec(
-        id="math/math500",
-        entry_point="areal_gym.envs.math:MathEnv",
-        summary="competition problems (MATH, held out: MATH-500)",
-        kwargs={"dataset": "math500"},
-        tags=("math", "single-turn", "data"),
-    )
-    yield EnvSpec(
         id="mix",
         entry_point="areal_gym.envs.mix:MixedEnv",
         summary="several environments in one run, by weight",
@@ -88,6 +47,8 @@ def register_envs() -> Iterable[EnvSpec]:
         summary="arithmetic with a Python sandbox",
         tags=("math", "tools", "multi-turn", "generated"),
     )
+    yield from _math()
+    yield from _tau2()
     yield from _adapters()
 
 
@@ -104,6 +65,53 @@ def register_retrievers() -> Iterable[RetrieverSpec]:
         entry_point="areal_gym.envs.search.retrievers:HttpRetriever",
         summary="a server with the HTTP API of Search-R1",
     )
+
+
+def _math() -> Iterable[EnvSpec]:
+    yield EnvSpec(
+        id="math",
+        entry_point="areal_gym.envs.math:MathEnv",
+        summary="arithmetic and word problems, or a file of questions",
+        tags=("math", "single-turn", "generated", "jsonl"),
+    )
+    yield EnvSpec(
+        id="math/multi-turn",
+        entry_point="areal_gym.envs.math:MathEnv",
+        summary="as math, with feedback and more tries",
+        kwargs={"max_turns": 3},
+        tags=("math", "multi-turn", "generated", "jsonl"),
+    )
+    yield EnvSpec(
+        id="math/gsm8k",
+        entry_point="areal_gym.envs.math:MathEnv",
+        summary="grade-school word problems (GSM8K)",
+        kwargs={"dataset": "gsm8k"},
+        tags=("math", "single-turn", "data"),
+    )
+    yield EnvSpec(
+        id="math/math500",
+        entry_point="areal_gym.envs.math:MathEnv",
+        summary="competition problems (MATH, held out: MATH-500)",
+        kwargs={"dataset": "math500"},
+        tags=("math", "single-turn", "data"),
+    )
+
+
+def _tau2() -> Iterable[EnvSpec]:
+    for id, domain, summary in (
+        ("tau2", "mock", "customer service in a library of tools: the built-in domain of tau2"),
+        ("tau2/mock", "mock", "the built-in domain of tau2 by its full name"),
+        ("tau2/retail", "retail", "customer service in a shop, verdicts as in tau2-bench"),
+        ("tau2/airline", "airline", "customer service of an airline, verdicts as in tau2-bench"),
+        ("tau2/telecom", "telecom", "customer service of a carrier, verdicts as in tau2-bench"),
+    ):
+        yield EnvSpec(
+            id=id,
+            entry_point="areal_gym.envs.tau2.tau2_env:Tau2Env",
+            summary=summary,
+            kwargs={"domain": domain},
+            tags=("tools", "multi-turn", "user", "generated" if domain == "mock" else "benchmark"),
+        )
 
 
 def _adapters() -> Iterable[EnvSpec]:
