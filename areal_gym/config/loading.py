@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -74,7 +75,8 @@ def parse_override(text: str) -> tuple[str, Any]:
         )
     try:
         value = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
+        json.dumps(value, default=str, skipkeys=True)  # an alias can contain itself
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date of month 13
         raise ConfigError(f"{text!r}: the value is not valid YAML: {error}") from None
     # YAML 1.1 reads 1e-5 (no dot) as text.
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):

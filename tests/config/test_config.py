@@ -62,7 +62,9 @@ def test_override_values_are_yaml(text, value):
     assert parse_override(text)[1] == value
 
 
-@pytest.mark.parametrize("text", ["novalue", "=3", " =3", "a=[1", "a={"])
+@pytest.mark.parametrize(
+    "text", ["novalue", "=3", " =3", "a=[1", "a={", "a=&x {b: *x}", "a=2026-13-01"]
+)
 def test_malformed_override_is_explained(text):
     assert text in explain(text) or "override" in explain(text)
 
