@@ -8,8 +8,7 @@ from typing import Any
 
 
 class TensorBoardLogger:
-    """Writes scalars to `loggers/tensorboard` of the run directory; `tensorboard --logdir runs`
-    shows all.
+    """Writes event files to `loggers/tensorboard`; `tensorboard --logdir runs` shows all.
 
     A resumed run adds a file, which tells TensorBoard to forget the steps that were lost.
     """

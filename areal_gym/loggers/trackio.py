@@ -11,8 +11,7 @@ from typing import Any
 
 
 class TrackioLogger:
-    """Records a run in Trackio's own directory, where its dashboard finds it; a resumed run
-    continues the same one.
+    """Records a run in Trackio's own directory; a resumed run continues the same one.
 
     Args:
         project: where the run appears: `trackio show --project areal-gym`.

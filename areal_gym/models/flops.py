@@ -56,8 +56,7 @@ def forward_flops(
 def training_flops(
     config: DecoderConfig, *, num_tokens: float, num_pairs: float, num_logits: float
 ) -> float:
-    """Return the operations of a forward and a backward pass: each product has two gradients of its
-    size."""
+    """Return the operations of a forward and a backward pass, which doubles each product."""
     return 3.0 * forward_flops(
         config, num_tokens=num_tokens, num_pairs=num_pairs, num_logits=num_logits
     )

@@ -302,8 +302,7 @@ starts."""
 
 
 def _cache_key(recipe: Recipe, env_key: str, seed: int) -> str:
-    """Return a key of the recipe, the environment, the seed, torch, the processor and our
-    sources."""
+    """Return a hash of recipe, environment, seed, torch, processor and source files."""
     package = resources.files("areal_gym")
     files = [
         *(file for folder in _MAKERS for file in _files_in(package.joinpath(folder))),

@@ -23,8 +23,7 @@ SPECIAL_TOKENS = CONTROL_TOKENS + TAG_TOKENS
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Train a tokenizer on `texts`, whole rendered dialogues. The result depends on nothing
-    else."""
+    """Train a tokenizer on `texts`, whole rendered dialogues, and on nothing else."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -291,8 +291,7 @@ def _check_shape(name: str, shape: torch.Size, expected: torch.Size, file: Path)
 
 
 def _is_redundant(name: str, config: DecoderConfig) -> bool:
-    """Return whether a tensor follows from others or the config: a tied head, rotary
-    frequencies."""
+    """Return whether a tensor follows from others: a tied head, rotary frequencies."""
     return name.endswith("rotary_emb.inv_freq") or (
         name == "lm_head.weight" and config.tie_word_embeddings
     )

@@ -31,8 +31,7 @@ from areal_gym.models.tiny.rope import apply_rope, rope_amplitude, rope_frequenc
 
 
 class RMSNorm(nn.Module):
-    """Computes x / rms(x) * weight (Zhang & Sennrich 2019); Gemma's weights are centred: 1 +
-    weight."""
+    """Computes x / rms(x) * weight (Zhang & Sennrich 2019); Gemma's factor is 1 + weight."""
 
     def __init__(self, size: int, config: DecoderConfig) -> None:
         super().__init__()
@@ -282,8 +281,7 @@ class Decoder(nn.Module):
 def build_decoder(
     config: DecoderConfig, *, seed: int, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """Make a decoder with new float32 weights that depend on `seed` only, not on device or global
-    state.
+    """Make a decoder with new float32 weights, which depend on `seed` only.
 
     Normal with `initializer_range`; what writes to the residual stream is scaled down by
     sqrt(2 layers), so that its variance does not grow with depth (Radford et al. 2019).

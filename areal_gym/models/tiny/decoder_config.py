@@ -1,5 +1,4 @@
-"""The shape of a decoder: all that the embedded engine and the trainer need to know about a
-model."""
+"""The shape of a decoder: what the embedded engine and the trainer know about a model."""
 
 from __future__ import annotations
 

@@ -108,8 +108,7 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """Return the given factor, or YaRN's recommendation; `mscale` and `mscale_all_dim` are
-    DeepSeek's refinement."""
+    """Return the given factor, or YaRN's (with `mscale` and `mscale_all_dim` of DeepSeek)."""
     given = rope.get("attention_factor")
     if given is not None:
         return float(given)

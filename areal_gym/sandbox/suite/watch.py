@@ -62,8 +62,7 @@ def _processes(sandbox: Sandbox) -> set[int]:
 
 
 async def leftovers(sandbox: Sandbox) -> list[str]:
-    """Return the processes and directories beyond those of waiting cells, once things have
-    settled."""
+    """Return processes and directories beyond those of waiting cells, after a while."""
     problems: list[str] = []
     for _ in range(600):
         problems = [problem for zygote in _zygotes(sandbox) for problem in _extras(zygote)]

@@ -48,8 +48,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """The inputs of estimators: a whole batch of G trajectories, and their T policy tokens in
-    order.
+    """The inputs of estimators: a batch of G trajectories, and their T policy tokens in order.
 
     Tool outputs and prompts are not among the tokens: nothing is discounted across them.
     """
@@ -268,8 +267,7 @@ def rloo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
 
 
 def lite_ppo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
-    """Compute (r - group mean) / (batch std + 1e-6) (Liu et al. 2025, "Tricks or Traps?", Lite
-    PPO).
+    """Compute (r - group mean) / (batch std + 1e-6) (Liu et al. 2025, Lite PPO).
 
     The deviation is the unbiased one of what is divided, r - group mean over the batch: how hard
     its tasks are does not change it. A group of equal rewards gets exactly 0.
@@ -338,8 +336,7 @@ def _name(estimator: AdvantageEstimator) -> str:
 
 
 def _centred(rewards_G: Tensor, group_ids_G: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return r - group mean [G], the group index of each member [G], and the group sizes
-    [groups]."""
+    """Return r - group mean [G], each member's group index [G], and the group sizes [groups]."""
     require_finite(name, rewards_G=rewards_G)
     rewards_G = rewards_G.to("cpu", torch.float64)
     _, index_G, counts = torch.unique(

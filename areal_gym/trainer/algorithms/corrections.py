@@ -49,7 +49,7 @@ def correct(
 ) -> Correction:
     """Compute importance weights of stale tokens, truncated or masked outside [lower, upper].
 
-    Token truncate is the default; the others of the literature are settings of it:
+    Token truncate is the default; settings give the other variants of the literature:
 
         token truncate     upper=5.0 (Yao et al. 2025, truncated importance sampling)
         token mask         action="mask"
@@ -60,18 +60,18 @@ def correct(
 
     Args:
         proximal_T: log-probabilities of the policy at the start of the step.
-        old_logprobs_T: recorded while sampling.
-        sequence_ids_T: which sequence each token belongs to, 0-based, without gaps.
+        old_logprobs_T: log-probabilities recorded while sampling.
+        sequence_ids_T: the sequence of each token, 0-based, without gaps.
         level: `sequence` gives all tokens of a sequence the geometric mean of their weights, and
-            judges them together.
-        action: what happens outside the bounds: the nearer bound is the weight, or 0 is.
+            one measure.
+        action: outside of the bounds, `truncate` uses the nearer bound as weight, and `mask` 0.
         upper: None switches the bound off.
         lower: None switches the bound off.
-        measure: what the bounds are about: the weight w itself, or for masks a divergence of
+        measure: the bounded value: the weight w itself, or for masks a divergence of
             log w = prox - old. k1 = log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w (unbiased for
             KL(old || prox)), `binary_kl` that of "this token" against "any other".
-        statistic: how tokens make their sequence's measure. Mean of ratios is their geometric
-            mean, and sum their product: it grows with the length.
+        statistic: combines the tokens of a sequence. The mean of ratios is their geometric mean,
+            the sum their product, which grows with the length.
 
     Raises:
         ConfigError: bounds that hold nothing, or settings that contradict each other.
@@ -79,24 +79,15 @@ def correct(
     check_correction(level, action, upper, lower, measure, statistic)
     proximal_T, old_logprobs_T = proximal_T.detach(), old_logprobs_T.detach()
     log_weight_T = proximal_T - old_logprobs_T
-    divergences = {
-        "k1": log_weight_T,
-        "k2": k2(old_logprobs_T, proximal_T),
-        "k3": k3(old_logprobs_T, proximal_T),
-        "binary_kl": binary_kl(old_logprobs_T, proximal_T),
-    }
-    judged_T = log_weight_T if measure == "ratio" else divergences[measure]
+    divergences = _divergences(proximal_T, old_logprobs_T)
+    measured_T = log_weight_T if measure == "ratio" else divergences[measure]
     if level == "sequence":
         log_weight_T = sequence_mean(log_weight_T, sequence_ids_T)
-        judged_T = _over_sequences(judged_T, sequence_ids_T, statistic)
+        measured_T = _over_sequences(measured_T, sequence_ids_T, statistic)
     if measure == "ratio":
-        judged_T = ratio(judged_T)
+        measured_T = ratio(measured_T)
     weights_T = ratio(log_weight_T)
-    is_outside_T = torch.zeros_like(judged_T, dtype=torch.bool)
-    if upper is not None:
-        is_outside_T |= judged_T > upper
-    if lower is not None:
-        is_outside_T |= judged_T < lower
+    is_outside_T = _is_outside(measured_T, lower, upper)
     if action == "mask":
         corrected_T = weights_T.masked_fill(is_outside_T, 0.0)
     elif upper is None and lower is None:
@@ -114,11 +105,28 @@ def correct(
     )
 
 
+def _divergences(proximal_T: Tensor, old_logprobs_T: Tensor) -> dict[str, Tensor]:
+    return {
+        "k1": proximal_T - old_logprobs_T,
+        "k2": k2(old_logprobs_T, proximal_T),
+        "k3": k3(old_logprobs_T, proximal_T),
+        "binary_kl": binary_kl(old_logprobs_T, proximal_T),
+    }
+
+
+def _is_outside(values_T: Tensor, lower: float | None, upper: float | None) -> Tensor:
+    is_outside_T = torch.zeros_like(values_T, dtype=torch.bool)
+    if upper is not None:
+        is_outside_T |= values_T > upper
+    if lower is not None:
+        is_outside_T |= values_T < lower
+    return is_outside_T
+
+
 def second_moment_mask(
     proximal_T: Tensor, old_logprobs_T: Tensor, *, threshold: float = 0.04
 ) -> Tensor:
-    """Compute M2PO's mask: 1 for kept tokens, 0 for those furthest from the old policy (Zheng et
-    al. 2025).
+    """Compute M2PO's mask: 0 for the tokens furthest from the old policy (Zheng et al. 2025).
 
     The tokens with the largest (old - prox)^2 go, until the mean of the rest is within `threshold`.
     It multiplies the loss in place of `correct`'s weights; the divisor stays that of all tokens.
@@ -148,8 +156,7 @@ def interpolate_proximal(
     current_version: int,
     kind: Literal["loglinear", "linear"] = "loglinear",
 ) -> Tensor:
-    """Interpolate proximal log-probabilities between the old and the current policy, without a
-    forward pass.
+    """Interpolate proximal log-probabilities between the old and the current policy.
 
     alpha = (proximal_version - v) / (current_version - v) for a token that version v sampled:
 

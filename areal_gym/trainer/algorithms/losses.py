@@ -67,9 +67,9 @@ def ppo_clip(
     clip_high: float | None = 0.28,
     dual_clip: float | None = None,
 ) -> LossOutput:
-    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - prox) (Schulman et al. 2017,
-    eq. 7).
+    """Compute PPO's clipped loss (Schulman et al. 2017, eq. 7).
 
+    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), with the ratio r = exp(logp - prox).
     Different bounds are DAPO's clip-higher (Yu et al. 2025); None switches a bound off. `dual_clip`
     c > 1 bounds the loss of negative advantages by -c A (Ye et al. 2020, eq. 5).
     """
@@ -95,9 +95,9 @@ def gspo(
     clip_high: float | None = 4e-4,
     level: Literal["sequence", "token"] = "sequence",
 ) -> LossOutput:
-    """Compute ppo_clip with one ratio per sequence, exp(mean_t(logp - prox)) (Zheng et al. 2025,
-    eq. 7).
+    """Compute ppo_clip with one ratio per sequence (Zheng et al. 2025, eq. 7).
 
+    The ratio is exp(mean_t(logp - prox)).
     A sequence has one advantage, the mean of its tokens'. With `seq_mean` it is the paper's
     objective; with `token_mean` long sequences count more.
 
@@ -124,8 +124,7 @@ def gspo(
 def cispo(
     batch: LossInputs, *, clip_low: float | None = None, clip_high: float | None = 4.0
 ) -> LossOutput:
-    """Compute -sg(clip(r, 1 - low, 1 + high)) A logp: no token is dropped (MiniMax-M1 2025, eq.
-    4)."""
+    """Compute -sg(clip(r, 1 - low, 1 + high)) A logp, which drops no token (MiniMax-M1, eq. 4)."""
     ratio_T = ratio(batch.logprobs - batch.proximal).detach()
     weight_T = clip_ratio(ratio_T, clip_low, clip_high)
     return LossOutput(
@@ -141,8 +140,7 @@ def sapo(
     tau_negative: float = 1.05,
     level: Literal["token", "sequence"] = "token",
 ) -> LossOutput:
-    """Compute -A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip (Gao et al. 2025,
-    SAPO).
+    """Compute -A (4 / tau) sigmoid(tau (r - 1)), a soft gate (Gao et al. 2025, SAPO).
 
     tau is `tau_positive` where A > 0, else `tau_negative`; a larger one closes faster. The gate's
     slope at r = 1 is 1, so that on policy the gradient is REINFORCE's. `level="sequence"` gates
@@ -172,8 +170,7 @@ def sapo(
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None = 0.2
 ) -> Tensor:
-    """Compute max((V - R)^2, (clip(V, old +- clip) - R)^2) / 2 per token, which limits jumps of the
-    critic.
+    """Compute max((V - R)^2, (clip(V, old +- clip) - R)^2) / 2 per token.
 
     Schulman et al. 2017 (PPO), in the form of the authors' code; None switches the clip off.
     `old_values_T` are the critic's at the start of the step.
@@ -188,8 +185,7 @@ def value_loss(
 def aggregation_weights(
     kind: Aggregation, lengths: list[int], *, constant_length: int = 1
 ) -> list[float]:
-    """Return the weight of each sequence's tokens in the batch's loss, for all sequences of the
-    batch.
+    """Return the weight of each sequence's tokens, for all sequences of the batch.
 
     Args:
         kind: `token_mean`: every token counts the same; `seq_mean`: every sequence counts the
@@ -207,6 +203,5 @@ def aggregation_weights(
 
 
 def aggregate(loss_T: Tensor, weights_T: Tensor) -> Tensor:
-    """Compute the contribution of these tokens to the batch's loss; contributions add up over
-    micro-batches."""
+    """Compute the part of the batch's loss of these tokens; parts add up over micro-batches."""
     return (loss_T * weights_T).sum()

@@ -54,8 +54,7 @@ def k1(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
 
 
 def k2(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
-    """Compute d^2 / 2: a biased value, but its gradient on p's tokens is exactly that of KL(p ||
-    base).
+    """Compute d^2 / 2, which is biased, but whose gradient on p's tokens is that of KL(p || base).
 
     Schulman 2020; the gradient is d grad(logp).
     """
@@ -63,8 +62,7 @@ def k2(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
 
 
 def k3(logprobs_T: Tensor, base_T: Tensor) -> Tensor:
-    """Compute exp(-d) - 1 + d for d = logp - base: an estimate of KL(p || base) that is never
-    negative.
+    """Compute exp(-d) - 1 + d for d = logp - base, a nonnegative estimate of KL(p || base).
 
     Unbiased on tokens that p sampled (Schulman 2020). As a term of the loss (DeepSeekMath, eq. 4)
     its gradient on p's tokens is that of KL(base || p).

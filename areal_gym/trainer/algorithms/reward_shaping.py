@@ -17,8 +17,7 @@ from areal_gym.trainer.algorithms.ratios import KL_ESTIMATORS, KlKind
 def overlong_penalty(
     lengths_G: Tensor, *, max_length: int, tail: int, factor: float = 1.0
 ) -> Tensor:
-    """Compute min(-(L - (max_length - tail)) / tail * factor, 0), added to the reward (DAPO, eq.
-    13).
+    """Compute min(-(L - (max_length - tail)) / tail * factor, 0), to be added (DAPO, eq. 13).
 
     Args:
         lengths_G: generated tokens of each trajectory: the policy's, not the tools'.

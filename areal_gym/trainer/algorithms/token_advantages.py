@@ -269,8 +269,7 @@ def _among_trajectories(
 
 
 def _turns(trajectory_ids_T: Tensor, turn_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the turn of each token, counted over the batch [T], and the first token of each turn
-    [K]."""
+    """Return each token's turn in the batch [T], and the first token of each turn [K]."""
     pairs = torch.stack([trajectory_ids_T, turn_ids_T])
     _, turn_of_T, counts = torch.unique_consecutive(
         pairs, dim=1, return_inverse=True, return_counts=True

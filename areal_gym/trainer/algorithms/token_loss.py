@@ -1,5 +1,4 @@
-"""The loss of each token: policy loss and KL, weighted by the distance of its policy from the
-current one.
+"""The loss of each token: policy loss and KL, weighted by the policy's distance.
 
     w (policy loss + kl.coefficient * KL(policy || reference))
 
@@ -35,8 +34,7 @@ def proximal_source(
     num_updates: int,
     engine_rounds: bool = False,
 ) -> Proximal:
-    """Return how a step gets the log-probabilities of the policy at its start; "recorded" corrects
-    nothing.
+    """Return the source of the proximal log-probabilities; "recorded" corrects nothing.
 
     Args:
         correction: the settings.
@@ -142,8 +140,7 @@ class TokenLoss:
 
 
 def try_loss(loss: PolicyLoss, config: TrainerConfig) -> None:
-    """Call the loss with one token, so that errors in its settings appear before any episode is
-    played.
+    """Call the loss with one token, so that errors in its settings appear before any episode.
 
     Raises:
         ConfigError: arguments that the policy loss does not take, or does not like.

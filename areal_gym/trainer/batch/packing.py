@@ -175,8 +175,7 @@ def attend_blocks(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute the attention of each rectangle; [N, H, D] in, [N, H, D] out. Gathers have exact
-    gradients."""
+    """Compute the attention of each rectangle; [N, H, D] in, [N, H, D] out; differentiable."""
     num_groups = q_NHD.shape[1] // k_NKD.shape[1]
     outputs = []
     for block in blocks:

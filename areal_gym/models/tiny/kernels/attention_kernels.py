@@ -29,8 +29,7 @@ class _Shape(ctypes.Structure):
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Return whether `attend` supports these: on a CPU, types that fit float32, head sizes of 16
-    n."""
+    """Return whether `attend` supports these: CPU, types within float32, head sizes of 16 n."""
     return reads(_TYPES, tensors)
 
 

@@ -75,8 +75,7 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, u_B: Tensor) -> tuple[Tenso
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
-    """Compute silu(gate) * up (Shazeer 2020), [N, F]. Without gradients both may be halves of one
-    array."""
+    """Compute silu(gate) * up (Shazeer 2020), [N, F]; both may be halves of one array."""
     if not (torch.is_grad_enabled() and gate_NF.requires_grad):
         return _swiglu(gate_NF, up_NF)
     out: Tensor = _Swiglu.apply(gate_NF, up_NF)  # type: ignore[no-untyped-call]

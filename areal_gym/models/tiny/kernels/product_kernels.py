@@ -23,8 +23,7 @@ _ENOUGH = 1 << 24
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Return whether the functions here support these: float32 on a CPU with vectors of 8 or more,
-    I = 16 n.
+    """Return whether the functions support these: float32 on a CPU with vectors of 8, I = 16 n.
 
     What torch casts is left to it.
     """
