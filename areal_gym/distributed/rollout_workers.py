@@ -1,12 +1,12 @@
-"""Episodes in other processes: environments and agents as Ray's actors.
+"""Plays episodes in other processes: environments and agents as Ray actors.
 
-    runner --order--> RolloutWorkers --> the least busy worker: LocalPlayer --> engine with URLs
-           <-----------trajectory, packed--------------------
+    runner --request--> RolloutWorkers --> the least busy worker: LocalEpisodeRunner --> engine
+           <------------trajectory, packed--------------------
 
-What is played, what is too old and what becomes of a group stays with the runner. Nothing is lost
-when a worker dies: its episodes come back as failures (`WORKER_ERROR`), the runner plays them again
-elsewhere, and the worker is started again in its place. A worker that is silent for longer than an
-episode may take is ended, and is then as good as dead.
+The runner still decides which episodes are played and what becomes of groups. Nothing is lost when
+a worker dies: its episodes come back as failures (`WORKER_ERROR`), the runner plays them again
+elsewhere, and the worker is restarted. A worker that is silent for longer than an episode may take
+is killed and restarted, too.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from areal_gym.rollout.group_json import dump_row, pack_trajectory, unpack_traje
 from areal_gym.rollout.stats import Occupancy
 from areal_gym.types import Trajectory
 
-_LOOK_S = 0.5
-"""Between two looks at a worker: is it there, and what do its episodes wait for?"""
+_PROBE_S = 0.5
+"""The pause between two probes of a worker: is it alive, and what do its episodes wait for?"""
 _START_S = 300.0
 """A worker imports what its environment needs, on a machine that may be busy."""
 _END_S = 10.0
 _MAX_FAILED_STARTS = 3
-"""In a row."""
+"""The most failed starts of a worker in a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetup:
-    """What a worker is made of; it travels to its process, so all of it must be picklable."""
+    """The parts of a worker; they travel to its process, so all of them must be picklable."""
 
     env_factory: Callable[[], TextEnv]
     agent: Agent
-    """Each worker has a copy, which plays all episodes there."""
+    """Each worker has a copy, which plays all of its episodes."""
     open_engine: Callable[[], Engine]
-    """Makes an engine over servers that others publish to; started and ended by the worker."""
+    """Makes an engine over servers that the run publishes to; the worker starts and closes it."""
     open_renderer: Callable[[], Renderer]
     rollout: RolloutConfig
     env_id: str | None = None
@@ -60,41 +60,41 @@ class WorkerSetup:
 
 
 class RolloutWorkers:
-    """A player (`areal_gym.rollout.episode_runners`) of several processes. Start it, and close it.
+    """An `EpisodeRunner` of several processes. Start it, and close it.
 
     Args:
-        cluster: has the places of the role "worker".
-        setup: what each of them is made of.
-        num_workers: how many.
+        cluster: places the workers.
+        setup: the parts of each worker.
+        num_workers: the number of workers.
     """
 
     def __init__(self, cluster: Cluster, setup: WorkerSetup, num_workers: int) -> None:
         self.in_flight = Occupancy()
-        """What episodes wait for is as of the last look, half a second ago at most."""
+        """What episodes wait for is as of the last probe, half a second ago at most."""
         self.num_lost = 0
-        """Workers that died, or had to be ended."""
+        """Workers that died, or had to be killed."""
         self._cluster = cluster
         self._setup = setup
         self._shipped: Any = None
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
-        """Those that play."""
-        self._tending: list[asyncio.Task[None]] = []
+        """Workers that are ready to play."""
+        self._supervisors: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._fatal: GymError | None = None
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that play; each on its own machine."""
+        """Process ids of the workers that are ready; each on its own machine."""
         return [worker.pid for worker in self._workers]
 
     async def start(self) -> None:
-        """Start all workers, and return when they play.
+        """Start all workers, and return when they are ready.
 
         Raises:
-            GymError: what a worker's environment, agent or engine raises when it is made.
-            ConfigError: they are no objects that could travel to another process.
-            InfrastructureError: one does not start.
+            GymError: a worker's environment, agent or engine raised it when it was made.
+            ConfigError: one of the parts cannot be pickled.
+            InfrastructureError: a worker does not start.
         """
         import ray
 
@@ -105,20 +105,22 @@ class RolloutWorkers:
                 f"environment or agent cannot be sent to a rollout worker: {error}",
                 hints=["let them open what they need on first use", "cluster.rollout_workers=0"],
             ) from error
-        self._tending = [asyncio.create_task(self._tend(i)) for i in range(self._num_workers)]
+        self._supervisors = [
+            asyncio.create_task(self._supervise(i)) for i in range(self._num_workers)
+        ]
         while len(self._workers) < self._num_workers:
             await self._change()
 
-    async def play(self, order: EpisodeRequest) -> Trajectory:
-        """Let the least busy worker play; see `EpisodeRunner.play`.
+    async def play(self, request: EpisodeRequest) -> Trajectory:
+        """Let the least busy worker play an episode; failures are recorded in the trajectory.
 
         Raises:
-            UsageError: the order is wrong.
+            UsageError: the request is wrong.
             InfrastructureError: no worker can be started any more.
         """
         self.in_flight.episodes += 1
         try:
-            return await self._send(order)
+            return await self._send(request)
         finally:
             self.in_flight.episodes -= 1
 
@@ -126,41 +128,41 @@ class RolloutWorkers:
         """End the workers and what they hold. Idempotent."""
         self._fatal = self._fatal or InfrastructureError("the rollout workers were closed")
         self._changed.set()
-        for task in self._tending:
+        for task in self._supervisors:
             task.cancel()
-        await asyncio.gather(*self._tending, return_exceptions=True)
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
 
-    async def _send(self, order: EpisodeRequest) -> Trajectory:
+    async def _send(self, request: EpisodeRequest) -> Trajectory:
         import ray
 
         while not self._workers:
             await self._change()
         worker = min(self._workers, key=lambda worker: worker.num_playing)
         worker.num_playing += 1
-        playing = worker.actor.play.remote(order)
+        playing = worker.actor.play.remote(request)
         try:
-            answer = await playing
+            reply = await playing
         except asyncio.CancelledError:
             ray.cancel(playing)
             raise
         except ray.exceptions.RayActorError:
             self._retire(worker)
-            return self._lost(order, worker)
+            return self._lost(request, worker)
         finally:
             worker.num_playing -= 1
-        if isinstance(answer, GymError):
-            raise answer
-        return unpack_trajectory(json.loads(answer), order.task)
+        if isinstance(reply, GymError):
+            raise reply
+        return unpack_trajectory(json.loads(reply), request.task)
 
-    def _lost(self, order: EpisodeRequest, worker: _Worker) -> Trajectory:
+    def _lost(self, request: EpisodeRequest, worker: _Worker) -> Trajectory:
         error = WorkerError(f"the rollout worker that played it died (process {worker.pid})")
         return Trajectory(
-            id=order.trajectory_id,
-            group_id=order.group_id,
-            task=order.task,
+            id=request.trajectory_id,
+            group_id=request.group_id,
+            task=request.task,
             env_id=self._setup.env_id or "",
             agent_id=self._setup.agent_id,
-            seed=order.seed,
+            seed=request.seed,
             spans=(),
             turns=(),
             messages=(),
@@ -171,7 +173,7 @@ class RolloutWorkers:
         )
 
     async def _change(self) -> None:
-        """Wait until workers come or go."""
+        """Wait until a worker is ready or lost."""
         if self._fatal is not None:
             raise self._fatal
         self._changed.clear()
@@ -179,16 +181,16 @@ class RolloutWorkers:
         if self._fatal is not None:
             raise self._fatal
 
-    # ---- one worker after the other, in the same place ----------------------------------------
+    # ---- restarting workers, each in its place ------------------------------------------------
 
-    async def _tend(self, index: int) -> None:
+    async def _supervise(self, index: int) -> None:
         import ray
 
         num_failed = 0
         while self._fatal is None:
             worker = _Worker(self._make(index))
             try:
-                await self._live(worker)
+                await self._run_worker(worker)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 self.num_lost += 1
                 num_failed = 0 if worker.has_started else num_failed + 1
@@ -203,14 +205,14 @@ class RolloutWorkers:
             except GymError as error:
                 self._give_up(error)
             except asyncio.CancelledError:
-                await _farewell(worker)
+                await _close_worker(worker)
                 raise
             finally:
                 self._retire(worker)
                 ray.kill(worker.actor)
 
-    async def _live(self, worker: _Worker) -> None:
-        """From its start to its death, which is an error of Ray's."""
+    async def _run_worker(self, worker: _Worker) -> None:
+        """Start a worker and probe it until it dies, which raises an error of Ray."""
         async with asyncio.timeout(_START_S):
             started = await worker.actor.start.remote()
         if isinstance(started, GymError):
@@ -219,21 +221,21 @@ class RolloutWorkers:
         worker.has_started = True
         self._workers.append(worker)
         self._changed.set()
-        # Nobody's loop is blocked for longer than an episode may take.
+        # No worker's loop is blocked for longer than an episode may take.
         patience_s = self._setup.rollout.episode_timeout_s + _END_S
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_PROBE_S)
             async with asyncio.timeout(patience_s):
-                self._saw(worker, *await worker.actor.in_flight.remote())
+                self._count_waiting(worker, *await worker.actor.in_flight.remote())
 
-    def _saw(self, worker: _Worker, engine: int, env: int) -> None:
+    def _count_waiting(self, worker: _Worker, engine: int, env: int) -> None:
         self.in_flight.engine += engine - worker.engine
         self.in_flight.env += env - worker.env
         worker.engine, worker.env = engine, env
 
     def _retire(self, worker: _Worker) -> None:
-        """It gets no more orders."""
-        self._saw(worker, 0, 0)
+        """Give a worker no more requests."""
+        self._count_waiting(worker, 0, 0)
         if worker in self._workers:
             self._workers.remove(worker)
             self._changed.set()
@@ -246,10 +248,10 @@ class RolloutWorkers:
         import ray
 
         return (
-            ray.remote(_Playing)
+            ray.remote(_WorkerActor)
             .options(
                 **self._cluster.options("worker", index),
-                # Beside the episodes: start, looks, and the end.
+                # Beside the episodes: start, probes, and the end.
                 max_concurrency=self._setup.rollout.max_in_flight + 8,
             )
             .remote(self._shipped)
@@ -266,8 +268,8 @@ class _Worker:
     env: int = 0
 
 
-async def _farewell(worker: _Worker) -> None:
-    """Let it end its episodes and what they hold, if it does so soon."""
+async def _close_worker(worker: _Worker) -> None:
+    """Let a worker end its episodes and what they hold, if it does so soon."""
     import ray
 
     try:
@@ -280,17 +282,17 @@ async def _farewell(worker: _Worker) -> None:
 # ---- in the worker ---------------------------------------------------------------------------
 
 
-class _Playing:
-    """One worker: a local player, ordered about from elsewhere."""
+class _WorkerActor:
+    """One worker, in its own process."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._engine: Engine | None = None
-        self._player: LocalEpisodeRunner | None = None
+        self._episode_runner: LocalEpisodeRunner | None = None
         self._episodes: set[asyncio.Task[Trajectory]] = set()
 
     async def start(self) -> int | GymError:
-        """Make everything ready; the process id, or what went wrong."""
+        """Make the parts; return the process id, or the error."""
         import os
 
         setup = self._setup
@@ -298,7 +300,7 @@ class _Playing:
             self._engine = setup.open_engine()
             await self._engine.start()
             envs = EnvPool(setup.env_factory)
-            envs.give_back(envs.take())  # what is wrong with it is found now
+            envs.give_back(envs.take())  # a broken environment fails here
             episodes = EpisodeSetup(
                 setup.env_factory,
                 setup.agent,
@@ -307,15 +309,15 @@ class _Playing:
                 env_id=setup.env_id,
                 agent_id=setup.agent_id,
             )
-            self._player = LocalEpisodeRunner.for_training(episodes, setup.rollout, envs)
+            self._episode_runner = LocalEpisodeRunner.for_training(episodes, setup.rollout, envs)
         except GymError as error:
             return error
         return os.getpid()
 
-    async def play(self, order: EpisodeRequest) -> str | GymError:
-        """A trajectory, packed."""
-        assert self._player is not None
-        episode = asyncio.create_task(self._player.play(order))
+    async def play(self, request: EpisodeRequest) -> str | GymError:
+        """Play one episode; return the packed trajectory, or the error."""
+        assert self._episode_runner is not None
+        episode = asyncio.create_task(self._episode_runner.play(request))
         self._episodes.add(episode)
         try:
             return dump_row(pack_trajectory(await episode))
@@ -325,9 +327,9 @@ class _Playing:
             self._episodes.discard(episode)
 
     async def in_flight(self) -> tuple[int, int]:
-        """How many episodes wait for the engine, and for the environment."""
-        assert self._player is not None
-        return self._player.in_flight.engine, self._player.in_flight.env
+        """Return how many episodes wait for the engine, and for the environment."""
+        assert self._episode_runner is not None
+        return self._episode_runner.in_flight.engine, self._episode_runner.in_flight.env
 
     async def aclose(self) -> None:
         """End the episodes, and the engine's connections."""

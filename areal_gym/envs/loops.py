@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class KeptLoop:
-    """One long-lived loop on a thread, started on first use and again in a forked process.
+    """Runs one long-lived loop on a thread, started on first use and again in a forked process.
 
-    A kept loop keeps sandboxes and sessions alive between calls, and runs whatever loop the
-    caller may have around it.
+    It keeps sandboxes and sessions alive between calls, and works whether or not the caller is
+    inside a loop of its own.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,33 +29,33 @@ class KeptLoop:
         atexit.register(self._end)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine gives; the caller waits for it.
+        """Run a coroutine and return its result; the caller waits for it.
 
-        An interrupted caller (Ctrl-C) cancels it and waits for its end; interrupted again, it
-        waits no longer. Never call this on the loop's own thread.
+        An interrupt (Ctrl-C) cancels the coroutine and waits for its end; a second one does not
+        wait. Never call this on the loop's own thread.
         """
         with self._lock:
             loop = self._loop
             if loop is None:
                 loop = self._loop = asyncio.new_event_loop()
                 threading.Thread(target=loop.run_forever, name=self._name, daemon=True).start()
-        begun: list[asyncio.Task[T]] = []
+        tasks: list[asyncio.Task[T]] = []
         has_ended = threading.Event()
 
         def begin() -> None:
-            begun.append(loop.create_task(coroutine))
-            begun[0].add_done_callback(lambda _: has_ended.set())
+            tasks.append(loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda _: has_ended.set())
 
         loop.call_soon_threadsafe(begin)
         try:
             has_ended.wait()
         except BaseException:
-            loop.call_soon_threadsafe(lambda: begun[0].cancel())
+            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
             has_ended.wait()
-            if not begun[0].cancelled() and begun[0].exception() is not None:
-                return begun[0].result()
+            if not tasks[0].cancelled() and tasks[0].exception() is not None:
+                return tasks[0].result()
             raise
-        return begun[0].result()
+        return tasks[0].result()
 
     def _end(self) -> None:
         """Let asynchronous generators clean up, as `asyncio.run` does: connections are closed."""

@@ -1,4 +1,10 @@
-"""How episodes are played and recorded. See the modules.
+"""Plays many episodes at once, for training and for evaluations.
+
+    runner        the trainer's source of batches
+    groups        the states of groups
+    scheduler     slots; `failures` decides about retries
+    episode       plays one episode
+    evaluate      measures a policy
 
 The package can be called as well: `areal_gym.rollout(policy, env, n)` plays episodes outside of
 training (`areal_gym.runs.episodes`).

@@ -1,4 +1,4 @@
-"""What a batch of groups says about the policy and its environment, as numbers for one step."""
+"""Metrics of one batch of groups: rewards, lengths, stop reasons, staleness."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SUCCESS = 1.0 - 1e-9
 
 
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Means over the trajectories of a batch that is about to be trained on.
+    """Return means over the trajectories of a batch that is about to be trained on.
 
     Args:
         groups: the batch.
-        version: of the weights that will be trained; staleness is counted from it.
+        version: the version of the weights that will be trained; staleness is counted from it.
 
     Returns:
         `reward/...` (named parts, by environment, pass@1 and pass@k for the smallest group's size),
@@ -69,5 +69,5 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     return metrics
 
 
-def _seconds(trajectory: Trajectory, what: str) -> float:
-    return sum(float(getattr(turn, what)) for turn in trajectory.turns)
+def _seconds(trajectory: Trajectory, name: str) -> float:
+    return sum(float(getattr(turn, name)) for turn in trajectory.turns)

@@ -1,4 +1,4 @@
-"""Which task comes next, from how the last ones went.
+"""Curricula choose the next task from the results of earlier ones.
 
 A curriculum chooses among *arms*. An environment offers them in one of two ways:
 
@@ -24,61 +24,63 @@ _TOLERANCE = 1e-9
 class Curriculum(Protocol):
     """Chooses the reset options of groups, and learns from their rewards.
 
-    The choice depends on the generator and on what was observed, and on nothing else: that is what
-    lets an interrupted run go on as if nothing had happened.
+    The choice depends on the generator and on what was observed only, so that an interrupted run
+    continues as if it had not been interrupted.
     """
 
     def prepare(self, env: TextEnv, split: str) -> None:
-        """See what there is to choose from. Called once, before anything else.
+        """Find out what to choose from. Called once, before anything else.
 
         Raises:
-            ConfigError: nothing.
+            ConfigError: there is nothing to choose from.
         """
         ...
 
     def choose(self, rng: random.Random) -> Mapping[str, Any]:
-        """Options for `env.reset`, fit for JSON, besides the split. Changes nothing in here."""
+        """Return options for `env.reset`, fit for JSON, besides the split. Changes no state."""
         ...
 
     def observe(self, options: Mapping[str, Any], rewards_G: Sequence[float]) -> None:
-        """How a group with these options went; rejected groups are observed as well."""
+        """Learn from the rewards of a group with these options; filters do not matter."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What was learned, fit for JSON."""
+        """Return what was learned, fit for JSON."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Know what `state` knew. Called after `prepare`."""
+        """Continue with what `state` returned. Called after `prepare`."""
         ...
 
 
 @dataclass(slots=True)
 class SuccessRateCurriculum:
-    """Prefers tasks that succeed about half the time: the rest teaches little (p (1 - p)).
+    """Prefers tasks that succeed about half the time: the others teach little (p (1 - p)).
 
     An arm is chosen in proportion to 4 p (1 - p), where p is its recent success rate, and never
-    in less than `explore`: rates change while the policy learns. What is unknown counts as
-    one half, so that everything is tried first.
+    in less than `explore`: rates change while the policy learns. An unknown rate counts as one
+    half, so that every arm is tried first.
 
     Raises:
         ConfigError: an argument is out of its range.
     """
 
     success_reward: float = 1.0
-    """What a member must earn at least to have succeeded."""
+    """The reward from which on a member has succeeded."""
     explore: float = 0.1
-    """Least weight of an arm; that of the best is 1."""
+    """The least weight of an arm; the best arm has 1."""
     memory: float = 8.0
-    """About how many groups of an arm are remembered."""
+    """About how many groups of an arm count."""
     _option: str = field(default="", init=False)
     _arms: Sequence[Any] = field(default=(), init=False)
     _outcomes: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
-    """Successes and failures per arm, those of older groups discounted."""
+    """Successes and failures per arm; older groups are discounted."""
 
     def __post_init__(self) -> None:
         if not 0 < self.explore <= 1:
-            raise ConfigError(f"curriculum success-rate: explore = {self.explore:g}, not in 0 to 1")
+            raise ConfigError(
+                f"curriculum success-rate: explore = {self.explore:g} is not between 0 and 1"
+            )
         if self.memory < 1:
             raise ConfigError(f"curriculum success-rate: memory = {self.memory:g} is below 1 group")
 
@@ -121,16 +123,16 @@ class SuccessRateCurriculum:
         self._outcomes[arm] = (kept * right + num_right, kept * wrong + len(rewards_G) - num_right)
 
     def success_rate(self, arm: Any) -> float:
-        """The recent rate of an arm; one half while little is known."""
+        """Return the recent success rate of an arm; one half while little is known."""
         right, wrong = self._outcomes.get(arm, (0.0, 0.0))
         return (right + 1) / (right + wrong + 2)
 
     def state(self) -> dict[str, Any]:
-        """The outcomes of the arms that were tried."""
+        """Return the outcomes of the arms that were tried."""
         return {"outcomes": [[arm, *counts] for arm, counts in self._outcomes.items()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the outcomes over."""
+        """Continue with these outcomes."""
         self._outcomes = {arm: (right, wrong) for arm, right, wrong in state["outcomes"]}
 
     def _weight(self, arm: Any) -> float:

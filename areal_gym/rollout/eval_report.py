@@ -1,4 +1,4 @@
-"""What an evaluation found: pass@1, pass@k, and why episodes ended as they did."""
+"""The report of an evaluation: pass@1, pass@k, and why episodes ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from areal_gym.utils.statistics import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvScore:
-    """How one environment of a mix went."""
+    """The results of one environment of a mix."""
 
     num_tasks: int
     pass_at_1: Interval
@@ -32,12 +32,12 @@ class EnvScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class EvalReport:
-    """What an evaluation found. An episode succeeds when its reward reaches `success_reward`."""
+    """The results of an evaluation. An episode succeeds if its reward reaches `success_reward`."""
 
     env_id: str
     split: str
     policy_versions: tuple[int, ...]
-    """Versions that sampled; more than one when weights were published meanwhile."""
+    """Versions that sampled; more than one if weights were published meanwhile."""
     temperature: float
     num_tasks: int
     """Tasks with at least one scored episode."""
@@ -46,18 +46,18 @@ class EvalReport:
     num_episodes: int
     """Scored episodes."""
     num_failed: int
-    """Episodes that infrastructure failed; excluded from every number but this one."""
+    """Episodes that failed; excluded from every other number."""
     pass_at_k: Mapping[int, Interval]
     """Estimates with 95% intervals over tasks (see `pass_at_k_interval`)."""
     task_versions: tuple[str, ...]
-    """Of the data set, where tasks say so in `task.data["version"]`."""
+    """Versions of the data set, where tasks have `task.data["version"]`."""
     pass_hat_k: Mapping[int, float]
     """pass^k: the chance that all of k episodes of one task succeed, mean over the tasks."""
     reward: float
     reward_parts: Mapping[str, float]
     """Means over the episodes."""
     metrics: Mapping[str, float]
-    """The environment's own measurements, means over the episodes that have them."""
+    """The environment's own metrics, means over the episodes that have them."""
     mean_turns: float
     mean_policy_tokens: float
     stop_reasons: Mapping[str, int]
@@ -66,18 +66,18 @@ class EvalReport:
     """The most common error messages of failed episodes, at most five."""
     wall_s: float
     by_env: Mapping[str, EnvScore] = field(default_factory=dict)
-    """For each environment of a mix, by name; empty when there is one only."""
+    """Results of each environment of a mix, by name; empty without a mix."""
     trajectories: tuple[Trajectory, ...] = field(default=(), repr=False, compare=False)
-    """All episodes, task by task, those that failed at the end; not in `to_dict`."""
+    """All episodes, task by task, failed ones at the end; not in `to_dict`."""
 
     @property
     def failures(self) -> list[Trajectory]:
-        """Episodes that infrastructure failed, and went on failing when they were played again."""
+        """Episodes that failed, and failed again when they were retried."""
         return [t for t in self.trajectories if t.stop_reason.is_failure]
 
     @property
     def num_unasked(self) -> int:
-        """Episodes whose first prompt filled the context, so that the policy was never asked."""
+        """Episodes whose first prompt filled the context: the policy was never asked."""
         return sum(
             not t.turns and t.stop_reason is StopReason.MAX_TOKENS for t in self.trajectories
         )
@@ -116,7 +116,7 @@ class EvalReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain and JSON-ready; `pass@1` and the like are keys of their own."""
+        """Return a JSON-ready dictionary; `pass@1` and the like are keys of their own."""
         row: dict[str, Any] = {
             "env": self.env_id,
             "split": self.split,
@@ -156,7 +156,7 @@ class EvalReport:
         }
 
     def to_text(self) -> str:
-        """A table for people."""
+        """Return a table for people."""
         how = f"temperature {self.temperature:g}" if self.temperature > 0 else "greedy"
         version = f" of version {', '.join(self.task_versions)}" if self.task_versions else ""
         lines = [
@@ -178,7 +178,7 @@ class EvalReport:
         numbers = {"reward": self.reward}
         numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
         numbers["turns"] = self.mean_turns
-        if self.mean_policy_tokens:  # who answers in words says nothing of tokens
+        if self.mean_policy_tokens:  # policies that answer with texts have no tokens
             numbers["tokens sampled"] = self.mean_policy_tokens
         numbers |= self.metrics
         lines += [f"{name:<20}{value:>8.3f}" for name, value in numbers.items()]
@@ -203,10 +203,10 @@ class EvalReport:
 
 
 def pass_at_k_interval(counts: Sequence[tuple[int, int]], k: int, *, num_samples: int) -> Interval:
-    """pass@k with a 95% interval over tasks.
+    """Return pass@k with a 95% interval over tasks.
 
-    Samples of one task are not independent, so the score interval is taken with as many trials as
-    independent ones would be needed for the variance that is seen between tasks.
+    Samples of one task are not independent, so the score interval uses the number of independent
+    trials that would have the variance seen between tasks.
 
     Args:
         counts: for each task, (scored episodes, successes).
@@ -233,14 +233,14 @@ def make_report(
     success_reward: float,
     **facts: Any,
 ) -> EvalReport:
-    """The report of episodes, task by task.
+    """Return the report of episodes.
 
     Args:
         scored: for each task, its scored episodes.
-        failed: episodes that infrastructure failed.
+        failed: episodes that failed.
         num_samples: episodes per task that were asked for.
         success_reward: the reward from which on an episode counts as a success.
-        facts: the fields of the report that episodes do not tell.
+        facts: further fields of the report.
     """
     episodes = [trajectory for siblings in scored for trajectory in siblings]
     counts = _counts(scored, success_reward)
@@ -294,7 +294,7 @@ def _score(
 
 
 def _counts(scored: Sequence[Sequence[Trajectory]], success_reward: float) -> list[tuple[int, int]]:
-    """For each task, scored episodes and successes."""
+    """Return (scored episodes, successes) of each task."""
     return [
         (len(siblings), sum(t.reward >= success_reward - 1e-9 for t in siblings))
         for siblings in scored

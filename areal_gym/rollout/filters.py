@@ -1,8 +1,8 @@
-"""Which finished groups are worth training on.
+"""Filters reject finished groups that are not worth training on.
 
 A group whose members all earned the same has no advantage to learn from: its place in the batch
-would be empty. A filter names such groups; the runner counts them, never trains on them, and starts
-another in their place ("dynamic sampling", DAPO, arXiv 2503.14476).
+would be empty. The runner counts rejected groups, never trains on them, and starts others in
+their place ("dynamic sampling", DAPO, arXiv 2503.14476).
 
 A filter is a class; a run's settings name its keyword arguments::
 
@@ -24,18 +24,18 @@ _TOLERANCE = 1e-9
 
 
 class GroupFilter(Protocol):
-    """Judges groups. Its answer depends on the group alone, so that runs can be repeated."""
+    """Judges groups by their content alone, so that runs can be repeated."""
 
     def reject(self, group: Group) -> str | None:
-        """Why the group is not to be trained on, in a word or two without spaces; None keeps it.
+        """Return why the group is not trained on, in one word; None keeps it.
 
-        The word becomes part of a metric's name: take few different ones.
+        The word becomes part of a metric's name: use few different ones.
         """
         ...
 
 
 def rejection(filters: Mapping[str, GroupFilter], group: Group) -> str | None:
-    """What the first filter that rejects the group says, as "filter/reason"; None: all keep it."""
+    """Return the first filter that rejects the group, as "filter/reason"; None: all keep it."""
     for id, group_filter in filters.items():
         reason = group_filter.reject(group)
         if reason is not None:
@@ -44,7 +44,7 @@ def rejection(filters: Mapping[str, GroupFilter], group: Group) -> str | None:
 
 
 def success_rate(group: Group, success_reward: float = 1.0) -> float:
-    """Share of the members that earned at least `success_reward`."""
+    """Return the share of the members that earned at least `success_reward`."""
     rewards_G = group.rewards_G
     return sum(reward >= success_reward - _TOLERANCE for reward in rewards_G) / len(rewards_G)
 
@@ -53,7 +53,7 @@ class ZeroVarianceFilter:
     """Rejects groups whose members all earned the same."""
 
     def reject(self, group: Group) -> str | None:
-        """ "all-equal" when they did."""
+        """Return "all-equal" if all rewards are the same."""
         rewards_G = group.rewards_G
         return "all-equal" if max(rewards_G) - min(rewards_G) <= _TOLERANCE else None
 
@@ -62,7 +62,7 @@ class ZeroVarianceFilter:
 class SuccessRateFilter:
     """Keeps groups whose share of successes lies between `low` and `high`, bounds excluded.
 
-    The defaults keep what is neither solved by all nor by none.
+    The defaults keep groups that are solved by some members and not by all.
 
     Raises:
         ConfigError: the band is empty, or not inside 0 to 1.
@@ -71,7 +71,7 @@ class SuccessRateFilter:
     low: float = 0.0
     high: float = 1.0
     success_reward: float = 1.0
-    """What a member must earn at least to have succeeded."""
+    """The reward from which on a member has succeeded."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high <= 1:
@@ -82,7 +82,7 @@ class SuccessRateFilter:
             )
 
     def reject(self, group: Group) -> str | None:
-        """ "too-hard" at `low` or below, "too-easy" at `high` or above."""
+        """Return "too-hard" at `low` or below, "too-easy" at `high` or above."""
         rate = success_rate(group, self.success_reward)
         if rate <= self.low:
             return "too-hard"

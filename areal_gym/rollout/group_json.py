@@ -1,9 +1,9 @@
-"""A group as a small JSON object, and back, exactly.
+"""Groups as small JSON objects, and back, exactly.
 
-The run directory's `trajectories/*.jsonl` are for people; this is for the journal, and for what
-comes from other processes: it must cost little beside playing. Token ids (int32) and
+The run directory's `trajectories/*.jsonl` are for people; this format is for the journal, and for
+episodes played in other processes: it must cost little beside playing. Token ids (int32) and
 log-probabilities (float64) are base64 of little-endian arrays: an eighth of the time of writing
-them as digits, and not a bit is lost.
+them as digits, and exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _plain_of, _span_of, _turn_of = attrgetter(*_PLAIN), attrgetter(*_SPAN), attrget
 
 
 def pack_group(group: Group) -> dict[str, Any]:
-    """Fit for JSON once mappings are made plain; `unpack_group` is the reverse."""
+    """Return a group as a JSON object, once mappings are made plain; see `unpack_group`."""
     return {
         "id": group.id,
         "task": group.task.to_dict(),
@@ -40,7 +40,7 @@ def pack_group(group: Group) -> dict[str, Any]:
 
 
 def unpack_group(row: Mapping[str, Any]) -> Group:
-    """The group that was packed."""
+    """Return the group that was packed."""
     return Group(
         id=row["id"],
         task=Task(**row["task"]),
@@ -50,17 +50,17 @@ def unpack_group(row: Mapping[str, Any]) -> Group:
 
 
 def pack_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    """One by itself; what its task is, whoever unpacks it knows."""
+    """Return one trajectory as a JSON object, without its task."""
     return _pack(trajectory, trajectory.task)
 
 
 def unpack_trajectory(row: Mapping[str, Any], task: Task) -> Trajectory:
-    """The trajectory that was packed."""
+    """Return the trajectory that was packed, with its task."""
     return replace(_unpack(row, {"id": task.id, "data": {}}), task=task)
 
 
 def dump_row(row: Mapping[str, Any]) -> str:
-    """As one line of JSON."""
+    """Return an object as one line of JSON."""
     return _ENCODER.encode(row)
 
 
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if hasattr(value, "item"):  # numpy's scalars
         return value.item()
-    raise TypeError(f"{value!r} is no JSON")
+    raise TypeError(f"{value!r} is not valid JSON")
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_plain)

@@ -1,16 +1,16 @@
-"""What became of every group, on the disk, so that a killed run loses none and trains none twice.
+"""The journal keeps the state of every group on disk: a killed run loses none, trains none twice.
 
     issued -> scored -> taken          handed to the trainer; trained once a checkpoint holds it
        |         +----> dropped        too old
        +--------------> dropped        failed, or rejected by a filter
 
-One line per change in `journal.jsonl`, written at once: what a killed process had written is there.
-Only a group that is complete is written whole, so the cost does not grow with turns or history.
+One line per change in `journal.jsonl`, written at once, so that it survives a killed process. Only
+complete groups are written whole, so the cost does not grow with turns or history.
 
-A checkpoint says which groups are done with (`RolloutRunner.state()`). All others are looked up
-here when a run is resumed: complete ones are trained on as they are, also those that a lost update
-had been made of; what was still being played is played again; what was dropped stays dropped. That
-is why `checkpoint`, once it is saved, lets the lines of everything else go.
+A checkpoint says which groups are trained or dropped (`RolloutRunner.state()`). All others are
+looked up here when a run is resumed: complete ones are trained on as they are, even if an update
+that was lost had used them; unfinished ones are played again; dropped ones stay dropped. So
+`checkpoint`, once it is saved, deletes the lines of the groups that are settled.
 
 Lines are not synced to the disk one by one: a power cut may cost the newest, and their groups are
 then played again.
@@ -36,24 +36,24 @@ from areal_gym.utils.files import MOST_BYTES, append_bytes, readable_disk_errors
 
 @dataclass(slots=True)
 class KnownGroup:
-    """What a journal knows of one group."""
+    """The entry of one group."""
 
     options: Mapping[str, Any]
-    """What its task was drawn with."""
+    """The options that its task was drawn with."""
     group: Group | None = None
     """Its trajectories, when it is complete and was not dropped."""
     dropped: str | None = None
     """Why it was dropped."""
     rewards_G: Sequence[float] | None = None
-    """What its members earned, when they are known."""
+    """The rewards of its members, if known."""
 
 
 class Journal:
-    """An append-only file of what becomes of groups. One writer; a context manager.
+    """An append-only file of the states of groups. It has one writer; a context manager.
 
     Args:
         file: `journal.jsonl` of a run directory; made when there is none. A line that a killed
-            process has not written to its end, and whatever comes after it, is cut off and kept in
+            process has not finished, and everything after it, is cut off and kept in
             `journal.jsonl.torn`.
 
     Raises:
@@ -63,7 +63,7 @@ class Journal:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._lines: dict[int, list[tuple[int, int]]] = {}
-        """Where the lines of a group are: (offset, length)."""
+        """The lines of each group: (offset, length)."""
         self._known: dict[int, KnownGroup] = {}
         with readable_disk_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -79,38 +79,38 @@ class Journal:
             os.ftruncate(self._descriptor, self._size)
 
     def take_known(self) -> dict[int, KnownGroup]:
-        """All groups that the file told of when it was opened, by number; the second time, none."""
+        """Return the groups that the file had when it was opened, by number; only once."""
         known, self._known = self._known, {}
         return known
 
-    # ---- what the runner tells ----------------------------------------------------------------
+    # ---- for the runner ----------------------------------------------------------------
 
     def issued(self, index: int, options: Mapping[str, Any]) -> None:
-        """A group is being played from now on."""
+        """Record that a group is being played."""
         self._append([index], {"event": "issued", "group": index, "options": options})
 
     def scored(self, index: int, group: Group) -> None:
-        """A group is complete, and waits to be trained on."""
+        """Record that a group is complete, and waits to be trained on."""
         self._append([index], {"event": "scored", "group": index, "packed": pack_group(group)})
 
     def dropped(self, index: int, reason: str, rewards_G: Sequence[float] | None = None) -> None:
-        """A group will never be trained on."""
+        """Record that a group will never be trained on."""
         row = {"event": "dropped", "group": index, "reason": reason, "rewards": rewards_G}
-        # Nobody will ask for its trajectories any more: of the older lines, the first is enough.
+        # Its trajectories are not needed any more: of the older lines, the first is enough.
         self._lines[index] = self._lines.get(index, [])[:1]
         self._append([index], row)
 
     def taken(self, indices: Iterable[int], step: int) -> None:
-        """Groups were handed to the trainer, for that step."""
+        """Record that groups were handed to the trainer, for this step."""
         taken = list(indices)
         self._append([], {"event": "taken", "step": step, "groups": taken})
 
-    # ---- what the trainer tells ---------------------------------------------------------------
+    # ---- for the trainer --------------------------------------------------------------
 
     def checkpoint(self, state: Mapping[str, Any]) -> None:
-        """A checkpoint that holds this `RolloutRunner.state()` is on the disk.
+        """Forget the groups that a saved checkpoint with this `RolloutRunner.state()` has settled.
 
-        Everything that it is done with is forgotten; the file becomes small again.
+        The file becomes small again.
         """
         unfinished = set(state["unfinished"])
         kept = {
@@ -133,7 +133,7 @@ class Journal:
         self._descriptor, self._lines, self._size = new, lines, size
 
     def close(self) -> None:
-        """Give the file up. Idempotent."""
+        """Close the file. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -170,7 +170,7 @@ class Journal:
     def _copy(
         self, kept: Mapping[int, list[tuple[int, int]]], target: int
     ) -> tuple[dict[int, list[tuple[int, int]]], int]:
-        """Copy those lines to another file; where they are there, and its size."""
+        """Copy lines to another file; return their places there, and its size."""
         copied: dict[int, list[tuple[int, int]]] = {}
         size = 0
         for index in sorted(kept):
@@ -185,7 +185,7 @@ class Journal:
             for line in stream:
                 try:
                     self._learn(json.loads(line) if line.endswith(b"\n") else None, len(line))
-                # A machine that crashed may leave anything; so may whoever made the directory.
+                # A machine that crashed may leave anything; the directory may be untrusted.
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     return
                 self._size += len(line)

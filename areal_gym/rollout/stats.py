@@ -1,4 +1,4 @@
-"""Where a runner stands, and where its episodes' time goes."""
+"""The state of a runner in numbers, and where its episodes' time goes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from areal_gym.recording import InFlight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutStats:
-    """Where the runner stands.
+    """The state of a runner in numbers.
 
-    Counts and seconds are since its start: the difference of two snapshots is what happened
-    between them.
+    Counts and seconds are since its start: subtract two snapshots for what happened in between.
     """
 
     policy_version: int
     elapsed_s: float
     """Wall seconds since the runner was made."""
 
-    # What goes on now.
+    # The current state.
     episodes_in_flight: int
     episodes_queued: int
-    """Members of groups that have started which wait for a free slot."""
+    """Members of running groups that wait for a free slot."""
     waiting_on_engine: int
     waiting_on_env: int
     waiting_on_agent: int
@@ -32,24 +31,24 @@ class RolloutStats:
     groups_ready: int
     """Complete groups that wait for the trainer."""
     oldest_ready_s: float
-    """How long the one of them that was started first has waited; 0 when there is none."""
+    """How long the first started of them has waited; 0 when there is none."""
     room: int
     """Groups that may still start under the staleness limit; 0: rollouts wait for the trainer."""
 
-    # What has come of the groups. A group that was started is running, ready, or one of these.
+    # Groups. A group that was started is running, ready, or one of these.
     num_groups_started: int
     num_groups_accepted: int
-    """Complete, and kept by all filters; those that became too old afterwards included."""
+    """Complete groups that all filters kept, even if they became too old afterwards."""
     num_groups: int
     """Groups handed to the trainer."""
     num_groups_failed: int
-    """Dropped: fewer than `min_group_size` members came through."""
+    """Dropped groups: fewer than `min_group_size` members completed."""
     num_groups_stale: int
-    """Dropped at the trainer's door: too old."""
+    """Dropped groups: too old when a batch was handed out."""
     num_groups_rejected: Mapping[str, int]
-    """Dropped by a filter, by "filter/reason"."""
+    """Groups dropped by a filter, by "filter/reason"."""
     num_groups_restored: int
-    """Taken over, complete, from the journal of the interrupted run."""
+    """Complete groups from the journal of the interrupted run."""
 
     # Episodes.
     num_episodes: int
@@ -60,9 +59,9 @@ class RolloutStats:
     num_replayed_groups: int = 0
     """Groups that were played again, whole, because of failures of the infrastructure."""
     outage_s: float = 0.0
-    """For how long nothing has come through, because servers, workers or sandboxes are gone."""
+    """For how long no episode has completed, because servers, workers or sandboxes are gone."""
     outage_patience_s: float = 0.0
-    """How long that may last."""
+    """How long an outage may last."""
     num_failures: Mapping[str, int]
     """Failed episodes by stop reason."""
     num_tokens: int
@@ -76,16 +75,16 @@ class RolloutStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the groups that came through which the filters kept; 1 before there are any."""
+        """The share of the complete groups that the filters kept; 1 before there are any."""
         num_judged = self.num_groups_accepted + sum(self.num_groups_rejected.values())
         return self.num_groups_accepted / num_judged if num_judged else 1.0
 
 
 class Occupancy(InFlight):
-    """Counts of episodes in flight that know their own integrals over time.
+    """Counts episodes in flight, and integrates the counts over time.
 
-    While a count changes by d at time t, the sum of d * t is kept; the integral up to T is then
-    count * T less that sum. One multiplication per change, and exact.
+    When a count changes by d at time t, d * t is added to a sum; the integral up to T is then
+    count * T less that sum. This is exact, and one multiplication per change.
     """
 
     __slots__ = ("_engine", "_engine_t", "_env", "_env_t", "_episodes", "_episodes_t")
@@ -116,7 +115,7 @@ class Occupancy(InFlight):
 
     @property
     def episodes(self) -> int:
-        """All that are being played."""
+        """Episodes in flight."""
         return self._episodes
 
     @episodes.setter
@@ -125,7 +124,7 @@ class Occupancy(InFlight):
         self._episodes = count
 
     def integrals(self) -> tuple[float, float, float]:
-        """Episode-seconds so far: on the engine, in the environment, in the agent."""
+        """Return episode-seconds so far: on the engine, in the environment, in the agent."""
         now = perf_counter()
         engine_s = self._engine * now - self._engine_t
         env_s = self._env * now - self._env_t

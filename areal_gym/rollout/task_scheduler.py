@@ -1,4 +1,4 @@
-"""Which group starts next: its number, and the options that its task is drawn with."""
+"""Decides which group starts next: its number, and the options that its task is drawn with."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from areal_gym.recording import derive_seed
 from areal_gym.rollout.curriculum import Curriculum
 
 _CURRICULUM = 2
-"""A stream of seeds; the runner has 0 and 1."""
+"""A stream of seeds; the runner uses 0 and 1."""
 
 
 class TaskScheduler:
-    """Counts groups up; those of an interrupted run that were not finished come first.
+    """Numbers groups; unfinished groups of an interrupted run come first.
 
     A curriculum learns from groups in the order in which they were started, whatever the order in
-    which they finish. In a synchronous run, it chooses group i from exactly what groups up to
-    `i - lookback` have shown, and waits for them where it must: at most `lookback` groups are
-    under way, so they are done or about to be. Asynchronous runs do not wait.
+    which they finish. In a synchronous run, it chooses group i from the results of exactly the
+    groups up to `i - lookback`, and waits for them if needed: at most `lookback` groups are
+    running, so they have finished or soon will. Asynchronous runs do not wait.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class TaskScheduler:
         first: int,
         state: Mapping[str, Any],
     ) -> None:
-        """Begin at group `first`, or where `state` says.
+        """Start at group `first`, or where `state` says.
 
         Args:
             seed: of the run.
             curriculum: prepared already.
-            lookback: None does not wait.
+            lookback: see above; None does not wait.
             first: the number of the first group of a run without a state.
             state: what `state` returned; empty for a new run.
         """
@@ -59,7 +59,7 @@ class TaskScheduler:
             }
 
     def next(self) -> tuple[int, Mapping[str, Any]] | None:
-        """The next group's number and options; None: ask again when a group has finished."""
+        """Return the next group's number and options; None: a group has to finish first."""
         index = self._again[0] if self._again else self._next
         options = self._options_of(index)
         if options is None:
@@ -71,7 +71,7 @@ class TaskScheduler:
         return index, options
 
     def finished(self, index: int, rewards_G: Sequence[float] | None) -> None:
-        """A group is over; None: it failed, and there is nothing to learn from it."""
+        """Record the rewards of a finished group; None: it failed, there is nothing to learn."""
         if self._curriculum is None:
             return
         if index >= self._num_observed:
@@ -80,26 +80,26 @@ class TaskScheduler:
             self._observe_up_to(self._next)
 
     def options_of(self, index: int) -> Mapping[str, Any]:
-        """What the task of a group that has started is drawn with."""
+        """Return the options that the task of a started group is drawn with."""
         return self._options.get(index, {})
 
     def forget(self, index: int) -> None:
-        """A group was trained on, or dropped: it will never be started again."""
+        """Forget a group that was trained on or dropped: it will never be started again."""
         self._options.pop(index, None)
 
     def unsettled(self, end: int) -> list[int]:
-        """Groups below `end` of which the state does not say that they are done with, ascending."""
+        """Return the groups below `end` that the state does not call settled, ascending."""
         return sorted({*self._again, *range(self._next, end)})
 
     def resume(
         self, options: Mapping[int, Mapping[str, Any]], again: Sequence[int], end: int
     ) -> None:
-        """Go on after what a journal knows.
+        """Continue after the groups of a journal.
 
         Args:
             options: of groups that were started.
             again: groups that are to be started again, ascending.
-            end: no group from this one on was started.
+            end: the first number that was not used.
         """
         self._next = max(self._next, end)
         self._again = deque(again)
@@ -107,7 +107,7 @@ class TaskScheduler:
             self._options.update(options)
 
     def state(self, unfinished: Iterable[int]) -> dict[str, Any]:
-        """Fit for JSON. `unfinished`: groups that were started, and are not done with."""
+        """Return the state, fit for JSON. `unfinished`: started groups that are not settled."""
         waiting = sorted({*unfinished, *self._again})
         state: dict[str, Any] = {"next_group": self._next, "unfinished": waiting}
         if self._curriculum is not None:
