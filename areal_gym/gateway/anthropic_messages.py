@@ -47,11 +47,11 @@ class AnthropicTool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Whether tools are called."""
+    """Whether the policy must or may call tools."""
 
     type: str
     name: str | None = None
-    """Of the tool that must be called."""
+    """The name of the tool that must be called."""
     disable_parallel_tool_use: bool | None = None
 
 
@@ -102,7 +102,7 @@ class MessagesRequest(BaseModel):
 
 def _schema(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise unsupported("tools", tool.type, "tools of one's own are the only ones here")
+        raise unsupported("tools", tool.type, "only tools of the client are")
     function = {
         "name": tool.name,
         "description": tool.description,
@@ -121,11 +121,11 @@ def _text(content: str | Sequence[Block] | None) -> str:
 
 
 def _messages(turn: AnthropicTurn) -> list[Message]:
-    """What tools gave comes first, each a message of its own; then what was said."""
+    """Return tool outputs first, each as a message of its own, then the text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     messages: list[Message] = []
-    said: list[Block] = []
+    texts: list[Block] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     for block in turn.content:
@@ -143,9 +143,9 @@ def _messages(turn: AnthropicTurn) -> list[Message]:
         elif block.type in ("thinking", "redacted_thinking"):
             thoughts.append(block.thinking or "")
         else:
-            said.append(block)
-    if said or calls or not messages:
-        message: Message = {"role": turn.role, "content": _text(said)}
+            texts.append(block)
+    if texts or calls or not messages:
+        message: Message = {"role": turn.role, "content": _text(texts)}
         if any(thoughts):
             message["reasoning_content"] = "".join(thoughts)
         if calls:
@@ -155,7 +155,7 @@ def _messages(turn: AnthropicTurn) -> list[Message]:
 
 
 class AnthropicMessage:
-    """Answers in Anthropic's shape; see `ReplyFormat`."""
+    """Replies of the messages API; a `ReplyFormat`."""
 
     stream_end = b""
 
@@ -165,7 +165,7 @@ class AnthropicMessage:
         self.is_stream = bool(request.stream)
         self._block = -1
         self._kind = ""
-        """Of the block that is open in a stream."""
+        """The kind of the open block of a stream."""
 
     def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of a reply that is not a stream."""
@@ -180,11 +180,11 @@ class AnthropicMessage:
         return self._body(blocks, completion)
 
     def first_events(self) -> Iterable[dict[str, Any]]:
-        """The message without content."""
+        """Yield the message without content."""
         yield {"type": "message_start", "message": self._body([], None)}
 
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
-        """New text, in a block of its kind."""
+        """Yield new text, in a block of its kind."""
         for kind, text in deltas:
             if kind == "content":
                 yield from self._open("text", {"type": "text", "text": "", "citations": None})
@@ -194,7 +194,7 @@ class AnthropicMessage:
                 yield self._delta({"type": "thinking_delta", "thinking": text})
 
     def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
-        """Calls, and why it ended."""
+        """Yield tool calls and the stop reason."""
         (completion,) = completions
         for call in _calls(completion):
             yield from self._open(call["id"], _use(call, {}))

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: what comes in, and what goes out whole or as a stream."""
+"""`/v1/chat/completions`: requests, and replies whole or as a stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Part(BaseModel):
 
 
 class Called(BaseModel):
-    """Which function, and its arguments as JSON text."""
+    """A function's name, and its arguments as JSON text."""
 
     name: str
     arguments: str = "{}"
@@ -74,7 +74,7 @@ class FunctionTool(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides."""
+    """Further events of a stream."""
 
     include_usage: bool | None = None
 
@@ -110,8 +110,12 @@ class ChatRequest(BaseModel):
         Raises:
             ApiError: it has a field that is not supported.
         """
-        refuse("top_logprobs", self.top_logprobs, "only the sampled tokens' are known")
-        refuse_shaped(self.frequency_penalty, self.presence_penalty, self.logit_bias)
+        refuse(
+            "top_logprobs",
+            self.top_logprobs,
+            "only log-probabilities of the sampled tokens are known",
+        )
+        refuse_penalties(self.frequency_penalty, self.presence_penalty, self.logit_bias)
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         call = called_tools(self.tool_choice, tools)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
@@ -130,8 +134,8 @@ class ChatRequest(BaseModel):
         )
 
 
-def refuse_shaped(frequency: float | None, presence: float | None, bias: object) -> None:
-    """Raise ApiError where a client wants to sample from something else than the policy."""
+def refuse_penalties(frequency: float | None, presence: float | None, bias: object) -> None:
+    """Raise ApiError if a client wants to sample from another distribution than the policy."""
     why = "tokens are sampled from the policy as it is"
     refuse("frequency_penalty", frequency, why)
     refuse("presence_penalty", presence, why)
@@ -139,10 +143,10 @@ def refuse_shaped(frequency: float | None, presence: float | None, bias: object)
 
 
 def may_call(choice: object, parallel: bool | None) -> bool:
-    """Whether calls are read as calls.
+    """Return whether tool calls in the text are parsed.
 
     Raises:
-        ApiError: there is to be one call at most, and the policy decides whether it calls.
+        ApiError: at most one call is wanted, which is up to the policy.
     """
     if parallel is False and choice in (None, "auto", "none"):
         why = "the policy decides how many calls it makes"
@@ -151,10 +155,10 @@ def may_call(choice: object, parallel: bool | None) -> bool:
 
 
 def text_of(content: str | Sequence[Part] | None) -> str:
-    """The text of a message's content.
+    """Return the text of a message's content.
 
     Raises:
-        ApiError: there is something else than text in it.
+        ApiError: it has a part that is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -165,7 +169,7 @@ def text_of(content: str | Sequence[Part] | None) -> str:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call; what is no JSON object is kept as it is, under one name."""
+    """Return the arguments of a call; text that is not a JSON object is kept under one name."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
@@ -174,12 +178,12 @@ def arguments_of(text: str) -> dict[str, Any]:
     return arguments if is_usable else {"arguments": text}
 
 
-def _message(given: ChatMessage) -> Message:
-    role = "system" if given.role == "developer" else given.role
-    message: Message = {"role": role, "content": text_of(given.content)}
-    if given.reasoning_content is not None and role == "assistant":
-        message["reasoning_content"] = given.reasoning_content
-    if given.tool_calls and role == "assistant":
+def _message(item: ChatMessage) -> Message:
+    role = "system" if item.role == "developer" else item.role
+    message: Message = {"role": role, "content": text_of(item.content)}
+    if item.reasoning_content is not None and role == "assistant":
+        message["reasoning_content"] = item.reasoning_content
+    if item.tool_calls and role == "assistant":
         message["tool_calls"] = [
             ToolCall(
                 id=call.id,
@@ -189,24 +193,24 @@ def _message(given: ChatMessage) -> Message:
                     "arguments": arguments_of(call.function.arguments),
                 },
             )
-            for call in given.tool_calls
+            for call in item.tool_calls
         ]
     if role == "tool":
-        message["tool_call_id"] = given.tool_call_id or ""
-        if given.name is not None:
-            message["name"] = given.name
+        message["tool_call_id"] = item.tool_call_id or ""
+        if item.name is not None:
+            message["name"] = item.name
     return message
 
 
-# ---- what goes out -----------------------------------------------------------------------------
+# ---- replies -----------------------------------------------------------------------------------
 
 
 class Chat:
-    """Answers in OpenAI's shape; see `ReplyFormat`.
+    """Replies of chat completions; a `ReplyFormat`.
 
     Args:
-        id: of the completion.
-        request: what was asked.
+        id: the reply's id.
+        request: the request.
         tokenizer: spells tokens for their log-probabilities.
     """
 
@@ -226,7 +230,7 @@ class Chat:
             "choices": [
                 {
                     "index": index,
-                    "message": _said(completion.message),
+                    "message": _reply_message(completion.message),
                     "finish_reason": _finish(completion),
                     "logprobs": self._logprobs(completion),
                 }
@@ -236,17 +240,17 @@ class Chat:
         }
 
     def first_events(self) -> Iterable[dict[str, Any]]:
-        """Each choice's role."""
+        """Yield the role of each choice."""
         for index in range(self.request.n or 1):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
-        """New text of a choice."""
+        """Yield new text of a choice."""
         for kind, text in deltas:
             yield self._chunk(index, {kind: text})
 
     def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
-        """Calls, which are known at the end, and why each choice ended."""
+        """Yield tool calls, which are known at the end, and finish reasons."""
         for index, completion in enumerate(completions):
             for place, call in enumerate(completion.message.get("tool_calls", ())):
                 yield self._chunk(index, {"tool_calls": [{"index": place, **_call(call)}]})
@@ -289,7 +293,7 @@ class Chat:
 
 
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
-    """How many tokens it took."""
+    """Return the numbers of tokens."""
     prompt = completions[0].num_prompt_tokens
     sampled = sum(len(completion.generation.token_ids) for completion in completions)
     return {
@@ -301,7 +305,7 @@ def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def token_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The sampled tokens, spelled, each with its log-probability."""
+    """Return the text and log-probability of each sampled token."""
     generation = completion.generation
     spelled = [tokenizer.decode([token_id]) for token_id in generation.token_ids]
     return [
@@ -310,18 +314,18 @@ def token_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[dict[st
     ]
 
 
-def _said(message: Message) -> dict[str, Any]:
+def _reply_message(message: Message) -> dict[str, Any]:
     calls = message.get("tool_calls")
-    said: dict[str, Any] = {
+    reply: dict[str, Any] = {
         "role": "assistant",
         "content": message["content"] if message["content"] or not calls else None,
         "refusal": None,
     }
     if "reasoning_content" in message:
-        said["reasoning_content"] = message["reasoning_content"]
+        reply["reasoning_content"] = message["reasoning_content"]
     if calls:
-        said["tool_calls"] = [_call(call) for call in calls]
-    return said
+        reply["tool_calls"] = [_call(call) for call in calls]
+    return reply
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`/v1/completions`: a text that the policy goes on with."""
+"""`/v1/completions`: texts that the policy continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_gym.gateway.openai_chat import (
     Stops,
     StreamOptions,
     Text,
-    refuse_shaped,
+    refuse_penalties,
     token_logprobs,
     usage_of,
 )
@@ -51,9 +51,9 @@ class TextCompletionRequest(BaseModel):
         Raises:
             ApiError: it has a field that is not supported.
         """
-        refuse_shaped(self.frequency_penalty, self.presence_penalty, self.logit_bias)
-        refuse("echo", self.echo, "the completion is what was sampled")
-        refuse("suffix", self.suffix, "the policy goes on with a text")
+        refuse_penalties(self.frequency_penalty, self.presence_penalty, self.logit_bias)
+        refuse("echo", self.echo, "the reply has sampled text only")
+        refuse("suffix", self.suffix, "the policy continues a text")
         refuse("best_of", (self.best_of or 1) > (self.n or 1), "ask for n, and choose")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return CompletionRequest(
@@ -68,7 +68,7 @@ class TextCompletionRequest(BaseModel):
 
 
 class TextCompletion:
-    """Answers in OpenAI's shape; see `ReplyFormat`."""
+    """Replies of text completions; a `ReplyFormat`."""
 
     stream_end = b"data: [DONE]\n\n"
 
@@ -88,16 +88,16 @@ class TextCompletion:
         return {**self._head(), "choices": choices, "usage": usage_of(completions)}
 
     def first_events(self) -> Iterable[dict[str, Any]]:
-        """Nothing."""
+        """Return no events."""
         return ()
 
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
-        """New text of a choice."""
+        """Yield new text of a choice."""
         for _, text in deltas:
             yield {**self._head(), "choices": [self._choice(index, text)]}
 
     def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
-        """Why each choice ended."""
+        """Yield finish reasons."""
         for index, completion in enumerate(completions):
             yield {**self._head(), "choices": [self._choice(index, "", completion)]}
         options = self.request.stream_options

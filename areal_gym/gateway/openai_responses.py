@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer API, whose completions are lists of items."""
+"""`/v1/responses`: OpenAI's newer API, whose replies are lists of items."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from areal_gym.types import Message
 
 
 class Item(BaseModel):
-    """A message, a call, what a call gave, or something that is passed over."""
+    """A message, a tool call, the output of a call, or an item that is ignored."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -38,7 +38,7 @@ class Item(BaseModel):
 
 
 class Tool(BaseModel):
-    """A function that the policy may call; other kinds of tools are OpenAI's own."""
+    """A function that the policy may call; other kinds of tools run at OpenAI only."""
 
     type: str
     name: str | None = None
@@ -76,7 +76,11 @@ class ResponseRequest(BaseModel):
         Raises:
             ApiError: it has a field that is not supported.
         """
-        refuse("top_logprobs", self.top_logprobs, "only the sampled tokens' are known")
+        refuse(
+            "top_logprobs",
+            self.top_logprobs,
+            "only log-probabilities of the sampled tokens are known",
+        )
         shape = None if self.text is None else self.text.format
         tools = [_schema(tool) for tool in self.tools or ()]
         call = called_tools(self.tool_choice, tools)
@@ -94,16 +98,16 @@ class ResponseRequest(BaseModel):
         )
 
     def messages(self) -> list[Message]:
-        """The input as messages; items of one completion become one message again.
+        """Return the input as messages; items of one completion become one message.
 
         Raises:
-            ApiError: an item of a kind that means nothing here.
+            ApiError: it has an item of an unknown kind.
         """
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[Message] = []
         is_answering = False
-        """The newest message is the policy's, and may get calls yet."""
+        """Whether the newest message is the policy's, and may still get calls."""
         for item in self.input:
             if item.type == "reasoning":
                 continue
@@ -129,7 +133,7 @@ class ResponseRequest(BaseModel):
             else:
                 raise ApiError(400, f"an input item of type {item.type!r} cannot be read here")
         if not messages:
-            raise ApiError(400, "the input holds no message", param="input")
+            raise ApiError(400, "the input has no message", param="input")
         return messages
 
 
@@ -141,7 +145,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 class Response:
-    """Answers in OpenAI's shape; see `ReplyFormat`."""
+    """Replies of the responses API; a `ReplyFormat`."""
 
     stream_end = b""
 
@@ -152,27 +156,30 @@ class Response:
         self._created = time.time()
         self._number = 0
         self._output: list[dict[str, Any]] = []
-        """Items so far, while a stream goes on."""
+        """The items of a stream so far."""
 
     def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of a reply that is not a stream."""
         (completion,) = completions
         self._output = []
-        thought, said = completion.message.get("reasoning_content"), completion.message["content"]
+        thought, content = (
+            completion.message.get("reasoning_content"),
+            completion.message["content"],
+        )
         if thought:
             self._output.append(self._item("reasoning_content", thought))
-        if said or not (thought or completion.message.get("tool_calls")):
-            self._output.append(self._item("content", said))
+        if content or not (thought or completion.message.get("tool_calls")):
+            self._output.append(self._item("content", content))
         self._output += self._calls(completion)
         return self._body(completion)
 
     def first_events(self) -> Iterable[dict[str, Any]]:
-        """The response is made."""
+        """Yield the empty response."""
         yield self._event("response.created", response=self._body(None))
         yield self._event("response.in_progress", response=self._body(None))
 
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
-        """New text, in an item of its kind."""
+        """Yield new text, in an item of its kind."""
         for kind, text in deltas:
             if not self._output or self._output[-1]["type"] != _ITEM[kind]:
                 yield from self._close()
@@ -183,7 +190,7 @@ class Response:
             yield self._event(f"response.{part['type']}.delta", **self._here(), delta=text, **more)
 
     def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
-        """Calls, and the whole response."""
+        """Yield tool calls, and the whole response."""
         (completion,) = completions
         yield from self._close()
         for item in self._calls(completion):
