@@ -20,7 +20,7 @@ _FENCE_END = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 _LLAMA_CALL = re.compile(r'\{\s*"name"\s*:')
 _MISTRAL_NAME = re.compile(r"([\w.-]{1,128})\s*(?:\[ARGS\])?\s*(?=\{)")
 # Explaining a JSON error counts the lines before it, which adds up to a quadratic cost on a
-# hostile megabyte of broken calls; nobody needs the ninth.
+# hostile megabyte of broken calls; more are not needed.
 _MAX_MALFORMED = 8
 
 
@@ -88,7 +88,7 @@ def require_dialect(dialect: str) -> str:
     if dialect not in DIALECTS:
         raise ConfigError(
             f"no tool dialect {dialect!r}",
-            hints=[did_you_mean(dialect, DIALECTS) or f"there is: {', '.join(DIALECTS)}"],
+            hints=[did_you_mean(dialect, DIALECTS) or f"available: {', '.join(DIALECTS)}"],
         )
     return dialect
 

@@ -18,57 +18,33 @@ The observation is the text of the newest message; the messages ride in `info["m
 
 from __future__ import annotations
 
-import math
-import numbers
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
+from typing import Any, ClassVar, TypeVar, cast, final
 
 import gymnasium
 import numpy as np
-from gymnasium.utils import seeding
 
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, parse_assistant
 from areal_gym.envs.judging import JUDGE_ERRORS, JudgingBoundary, is_caused_by_output
 from areal_gym.envs.loops import KeptLoop
+from areal_gym.envs.responses import (
+    Info,
+    Response,
+    StepResult,
+    finite_reward,
+    require_messages,
+)
 from areal_gym.envs.spaces import TextSpace
+from areal_gym.envs.tasks import given_task
+from areal_gym.envs.tool_calls import ToolResults, run_calls
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import EnvError, EpisodeError, GymError, RewardError, ToolError, UsageError
+from areal_gym.errors import EnvError, EpisodeError, GymError, UsageError
 from areal_gym.types import Message, Task
 from areal_gym.utils.markup import block, dialogue, pairs, short
 
 __all__ = ["Response", "StepResult", "TextEnv", "ToolResults", "run_on_kept_loop"]
 
-Info = dict[str, Any]
 T = TypeVar("T")
-
-
-class StepResult(NamedTuple):
-    """The result of one step; unpacks as Gymnasium's five values."""
-
-    observation: str
-    reward: float
-    terminated: bool
-    truncated: bool
-    info: Info
-
-
-@dataclass(kw_only=True, slots=True)
-class Response:
-    """An environment's answer to one assistant message."""
-
-    messages: Sequence[Message] = ()
-    """The messages that the policy reads next (tool results, a user's reply). Empty at the end."""
-    reward: float = 0.0
-    reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of the reward, for people; they need not add up to it."""
-    is_terminated: bool = False
-    """The task's own end (solved, failed, given up)."""
-    is_truncated: bool = False
-    """A limit of the environment's own; `max_turns` is applied for you."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to add up over the episode (tool calls, tool errors, ...)."""
 
 
 class TextEnv(gymnasium.Env[str, str]):
@@ -106,8 +82,6 @@ class TextEnv(gymnasium.Env[str, str]):
     made_by: Callable[[], TextEnv] | None = None
     """Makes another instance like this one; set by `areal_gym.make`."""
 
-    _generator: np.random.Generator | None = None
-
     def __init__(self, *, render_mode: str | None = None) -> None:
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
@@ -121,18 +95,6 @@ class TextEnv(gymnasium.Env[str, str]):
         self._messages: list[Message] = []
         self._is_over = True
         self._judging_boundary = JudgingBoundary()
-
-    @property
-    def _np_random(self) -> np.random.Generator | None:
-        """Gymnasium's generator, seeded as it seeds, but on first use: few episodes draw, and a
-        generator is a twentieth of a short one's time."""
-        if self._generator is None and self._np_random_seed not in (None, -1):
-            self._generator, _ = seeding.np_random(self._np_random_seed)
-        return self._generator
-
-    @_np_random.setter
-    def _np_random(self, generator: np.random.Generator | None) -> None:
-        self._generator = generator
 
     # ---- what an author writes -------------------------------------------------------------
 
@@ -229,51 +191,7 @@ class TextEnv(gymnasium.Env[str, str]):
         A `ToolError` and a malformed call are told to the model. Anything else propagates, unless
         `judges_all_output`: then the model is told the exception's name.
         """
-        results: list[Message] = []
-        num_errors = 0
-        parse_error = message.get("parse_error")
-        if parse_error is not None:
-            num_errors += 1
-            results.append({"role": "tool", "content": f"error: {parse_error}"})
-        calls = message.get("tool_calls", [])
-        by_name = {tool.name: tool for tool in self.tools} if calls else {}
-        num_allowed = self.max_calls
-        if self.max_tool_calls is not None:
-            num_allowed = min(num_allowed, self.max_tool_calls - self.num_tool_calls)
-        for call in calls[:num_allowed]:
-            self.num_tool_calls += 1
-            name = call["function"]["name"]
-            start_s = time.perf_counter()
-            try:
-                if name not in by_name:
-                    raise ToolError(f"no tool {name!r}; there is: {', '.join(by_name) or 'none'}")
-                content = await by_name[name](call["function"]["arguments"])
-            except ToolError as error:
-                num_errors += 1
-                content = f"error: {error}"
-            except BaseException as error:
-                if not self.judges_all_output or not is_caused_by_output(error):
-                    raise
-                num_errors += 1
-                self._judging_boundary.num_errors += 1
-                content = f"error: {type(error).__name__}"
-            finally:
-                self.tool_s += time.perf_counter() - start_s
-            results.append(
-                {"role": "tool", "name": name, "tool_call_id": call["id"], "content": content}
-            )
-        num_refused = 0
-        if len(calls) > num_allowed:
-            num_refused = len(calls) - num_allowed
-            num_errors += num_refused
-            limit = (
-                f"{num_refused} more calls were not run; at most {self.max_calls} are"
-                if num_allowed == self.max_calls
-                else f"{num_refused} calls were not run; the {self.max_tool_calls} of an episode "
-                "are used up: answer without a tool"
-            )
-            results.append({"role": "tool", "content": f"error: {limit}"})
-        return ToolResults(results, len(calls), num_errors, num_refused)
+        return await run_calls(self, message)
 
     # ---- Gymnasium's contract ------------------------------------------------------------------
 
@@ -326,16 +244,13 @@ class TextEnv(gymnasium.Env[str, str]):
         }
 
     def _begin(self, seed: int | None, options: Mapping[str, Any]) -> None:
-        if isinstance(seed, int) and seed >= 0:
-            self._np_random, self._np_random_seed = None, seed
-        else:
-            super().reset(seed=seed)
+        super().reset(seed=seed)
         given = options.get("task")
         try:
             if given is None:
                 self._task = self.sample_task(self.np_random, options)
             else:
-                self._task = given if isinstance(given, Task) else _given_task(given)
+                self._task = given_task(given)
             self._messages = list(self.first_messages(self._task))
         except GymError:  # raised on purpose: no such split, an empty file, a failed sandbox
             raise
@@ -345,7 +260,7 @@ class TextEnv(gymnasium.Env[str, str]):
             raise EnvError(f"{type(self).__name__}.reset failed: {error!r}") from error
         if not self._messages:
             raise EnvError(f"{type(self).__name__}.first_messages gave no message")
-        _require_messages(self._messages, self, "first_messages")
+        require_messages(self._messages, f"{type(self).__name__}.first_messages")
 
     @final
     def step(self, action: str | Message) -> StepResult:
@@ -367,7 +282,7 @@ class TextEnv(gymnasium.Env[str, str]):
         """Answer an assistant message: a text, or a message whose tool calls are parsed already.
 
         Raises:
-            EnvError: the environment's own code failed, or it gave a reward that is no number.
+            EnvError: the environment's own code failed, or its reward is not a number.
             UsageError: the episode is over, or the action is neither text nor message.
         """
         if self._is_over:
@@ -384,10 +299,11 @@ class TextEnv(gymnasium.Env[str, str]):
         self._judging_boundary.num_errors = 0
         response = await self._guarded_response(message)
         if not isinstance(response, Response):
-            raise EnvError(f"{type(self).__name__}.respond gave {response!r}, which is no Response")
+            name = type(self).__name__
+            raise EnvError(f"{name}.respond gave {response!r}, which is not a Response")
         messages = tuple(response.messages)
-        _require_messages(messages, self, "respond")
-        reward = _number(response.reward, self)
+        require_messages(messages, f"{type(self).__name__}.respond")
+        reward = finite_reward(response.reward, f"{type(self).__name__}.respond")
         is_terminated = response.is_terminated
         is_truncated = not is_terminated and (
             response.is_truncated or self.num_turns >= self.max_turns
@@ -452,51 +368,6 @@ class TextEnv(gymnasium.Env[str, str]):
     def render(self) -> str:
         """Return the dialogue so far as text."""
         return "\n".join(f"[{m['role']}] {m['content']}" for m in self._messages)
-
-
-@dataclass(slots=True)
-class ToolResults:
-    """The result of `call_tools`."""
-
-    messages: list[Message]
-    num_calls: int
-    num_errors: int
-    """Malformed calls, unknown tools, wrong arguments, errors of tools, refused calls."""
-    num_refused: int
-    """Calls beyond a limit, which were not run."""
-
-
-def _given_task(row: Any) -> Task:
-    try:
-        return Task(**row)
-    except TypeError as error:
-        message = f"options['task'] is no task: {error}"
-        raise UsageError(message, hints=["give what Task.to_dict() returns"]) from None
-
-
-def _require_messages(messages: Sequence[Message], env: TextEnv, method: str) -> None:
-    for message in messages:
-        is_mapping = type(message) is dict or isinstance(message, Mapping)
-        is_message = is_mapping and isinstance(message.get("content"), str)
-        if not is_message or message.get("role") not in _ROLES:
-            raise EnvError(
-                f"{type(env).__name__}.{method} gave {short(message)}, "
-                "which is no message: it needs a role "
-                f"({', '.join(_ROLES)}) and a content that is text"
-            )
-
-
-_ROLES = ("system", "user", "assistant", "tool")
-
-
-def _number(reward: object, env: TextEnv) -> float:
-    if type(reward) is float and math.isfinite(reward):
-        return reward
-    # int, bool and numpy scalars are rewards; None, text and NaN are mistakes of the environment.
-    if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
-        return float(reward)
-    name = type(env).__name__
-    raise RewardError(f"{name}.respond gave the reward {reward!r}; a finite number is needed")
 
 
 _loop = KeptLoop("areal-gym-env-loop")

@@ -50,7 +50,7 @@ def read_file(path: Path) -> Iterator[SourceRow]:
         loaded = _load(f"cannot read {path}", (), path=_BY_DATASETS[suffix], data_files=files)
         return _numbered(loaded["train"], str(path), path.name.split(".")[0])
     raise DataError(
-        f"cannot read {path}: no kind of file that is known",
+        f"cannot read {path}: unknown kind of file",
         hints=["known: .jsonl, .jsonl.gz, .json, .parquet, .csv"],
     )
 
@@ -122,7 +122,7 @@ def _decode(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where}: no JSON: {error}") from None
+        raise DataError(f"{where}: not JSON: {error}") from None
     except RecursionError:
         raise DataError(f"{where}: nested too deeply") from None
 
@@ -141,7 +141,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 try:
                     text = line.decode("utf-8-sig" if line_number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    raise DataError(f"{path}, line {line_number}: no UTF-8: {error}") from None
+                    raise DataError(f"{path}, line {line_number}: not UTF-8: {error}") from None
                 if text.strip():
                     yield line_number, text
     except (OSError, EOFError) as error:

@@ -29,6 +29,7 @@ __all__ = [
     "TaskSource",
     "asked_for",
     "choose_task",
+    "given_task",
     "key_of_text",
     "split_of",
 ]
@@ -92,11 +93,26 @@ def asked_for(options: Mapping[str, Any]) -> tuple[str, int | None]:
     return split, int(index)
 
 
+def given_task(task: Any) -> Task:
+    """Return the task of `options["task"]`: a `Task`, or what its `to_dict` returns.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(task, Task):
+        return task
+    try:
+        return Task(**task)
+    except TypeError as error:
+        message = f"options['task'] is not a task: {error}"
+        raise UsageError(message, hints=["give what Task.to_dict() returns"]) from None
+
+
 def _require_split(split: Any) -> None:
     if split not in SPLITS:
         raise UsageError(
             f"no split {split!r}",
-            hints=[did_you_mean(str(split), SPLITS) or f"there is: {', '.join(SPLITS)}"],
+            hints=[did_you_mean(str(split), SPLITS) or f"available: {', '.join(SPLITS)}"],
         )
 
 
@@ -283,7 +299,7 @@ class RowTasks:
             # The hash makes the id follow the content: an edited row is another task.
             id = f"{row.label}-{content_hash(draft.data)[:8]}"
             if draft.split not in (None, *SPLITS):
-                raise DataError(f"{row.where}: split {draft.split!r} is none of {SPLITS}")
+                raise DataError(f"{row.where}: split {draft.split!r} is not one of {SPLITS}")
             drafted.append(_Row(draft.key, id, draft.data, draft.split or split_of(draft.key)))
         return drafted
 

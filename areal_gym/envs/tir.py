@@ -21,7 +21,7 @@ from areal_gym.envs.base import Response, ToolResults
 from areal_gym.envs.calculator import calculate
 from areal_gym.envs.questions import AnswerEnv
 from areal_gym.envs.tasks import Draft, GeneratedTasks
-from areal_gym.envs.tools import Tool
+from areal_gym.envs.tools import Tool, cut_text
 from areal_gym.errors import SandboxError, ToolError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
@@ -228,7 +228,7 @@ class TirEnv(AnswerEnv):
         return metrics
 
     def _calculate(self, expression: str) -> str:
-        return self._cut(calculate(expression))
+        return cut_text(calculate(expression), self._max_output)
 
     async def _run_python(self, code: str) -> str:
         if len(code) > _MAX_CODE:
@@ -242,7 +242,7 @@ class TirEnv(AnswerEnv):
             raise SandboxError(result.stderr or "the sandbox is unavailable")
         if not result.is_ok:
             self._num_failed_runs += 1
-        return self._cut(_observed(result))
+        return cut_text(_observed(result), self._max_output)
 
     async def _interpreter(self) -> Sandbox | Session:
         sandbox = self._sandbox
@@ -256,16 +256,10 @@ class TirEnv(AnswerEnv):
             self._session = await sandbox.session()
         return self._session
 
-    def _cut(self, text: str) -> str:
-        num_left_out = len(text) - self._max_output
-        if num_left_out <= 0:
-            return text
-        return f"{text[: self._max_output]}... ({num_left_out} more characters)"
-
 
 @cache
 def _require_known(sandbox_id: str) -> str:
-    # Found before anything has been waited for, though the sandbox is made with the first call.
+    # Checked at once, although the sandbox is made with the first call.
     return registry().get("sandboxes", sandbox_id).id
 
 

@@ -76,21 +76,14 @@ class Tool:
         """
         if self.function is None:
             raise ToolError(f"{self.name} cannot be called here")
-        properties = self.parameters.get("properties", {})
-        required = self.parameters.get("required", ())
-        for name, value in arguments.items():
-            if name not in properties or not _fits(value, properties[name]):
-                self._explain(arguments)
-        for name in required:
-            if name not in arguments:
-                self._explain(arguments)
+        self._check_arguments(arguments)
         result = self.function(**arguments)
         if isinstance(result, str) or not inspect.isawaitable(result):
             return result
         return await result
 
-    def _explain(self, arguments: Mapping[str, Any]) -> None:
-        """Raise ToolError where the arguments are wrong; an optional one may be null."""
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ToolError if the arguments are wrong; an optional one may be null."""
         properties = self.parameters.get("properties", {})
         required = self.parameters.get("required", ())
         unknown = [str(name) for name in arguments if name not in properties]
@@ -161,7 +154,7 @@ def _on_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[str]]:
     @functools.wraps(function)
     async def call(**arguments: Any) -> str:
         answer: Future[str] = Future()
-        answer.set_running_or_notify_cancel()  # who gives up waiting does not undo the call
+        answer.set_running_or_notify_cancel()  # a caller that stops waiting does not undo the call
 
         def work() -> None:
             try:
@@ -169,7 +162,7 @@ def _on_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[str]]:
             except Exception as error:
                 answer.set_exception(error)
 
-        # No pool's thread: a process waits for those at its end, for ever where one hangs.
+        # A pool would not do: a process waits for its threads at the end, for ever if one hangs.
         threading.Thread(
             target=work, name=f"areal-gym-tool-{function.__name__}", daemon=True
         ).start()
@@ -207,3 +200,10 @@ def _json_schema(annotation: Any) -> dict[str, Any]:
             f"no JSON schema for {annotation!r}; use str, int, float, bool, list or dict"
         )
     return {"type": json_type}
+
+
+def cut_text(text: str, limit: int) -> str:
+    """Return at most `limit` characters of a tool's output, and how many are left out."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}... ({len(text) - limit} more characters)"

@@ -165,7 +165,7 @@ def test_errors_go_to_stderr(call, argv):
         (["eval", "--run", "runs/frist"], 2, "did you mean 'runs/first'?"),
         (["view", "runs/frist"], 5, "did you mean 'runs/first'?"),
         (["replay", "run/first"], 2, "did you mean 'runs'?"),
-        (["check", "remote:http://HOST:PORT"], 2, "is no address of an environment"),
+        (["check", "remote:http://HOST:PORT"], 2, "is not the address of an environment"),
         (["train", "--env", "tir", "lr=1"], 2, "did you mean 'trainer.lr'"),
         (["train", "--env", "tir", "trainer.group_size=1"], 2, "did you mean 'rollout.group_size'"),
         (["train", "--env", "tir", "env.kwargs.levl=1"], 2, "did you mean 'level'?"),

@@ -245,7 +245,7 @@ def test_textarena_keeps_global_random_state():
 
 def test_multiplayer_textarena_games_are_refused():
     require("textarena")
-    with pytest.raises(UsageError, match="no game for one player"):
+    with pytest.raises(UsageError, match="not a game for one player"):
         areal_gym.make("textarena:TicTacToe-v0")
     with pytest.raises(UnknownIdError):
         areal_gym.make("textarena:Tower")
@@ -342,5 +342,5 @@ def test_unreachable_openenv_server_is_an_env_error():
     require("openenv")
     with pytest.raises(EnvError, match="the OpenEnv server at http://127"):
         areal_gym.make("openenv:http://127.0.0.1:1").reset(seed=0)
-    with pytest.raises(UsageError, match="no address of a server"):
+    with pytest.raises(UsageError, match="not the address of a server"):
         areal_gym.make("openenv:nowhere")

@@ -113,7 +113,7 @@ def test_env_usage_errors_are_explained():
         _ = env.task
     with pytest.raises(UsageError, match="reset"):
         env.step("x")
-    with pytest.raises(UsageError, match="no task"):
+    with pytest.raises(UsageError, match="not a task"):
         env.reset(options={"task": {"rows": 1}})
     with pytest.raises(NothingToDoError):
         env.reset(options={"split": "empty"})
@@ -263,17 +263,17 @@ class Careless(TextEnv):
     "message", [{"content": "hi"}, {"role": "user", "content": 3}, {"role": "user"}, "hi", None]
 )
 def test_malformed_messages_are_named(message):
-    with pytest.raises(EnvError, match=r"first_messages gave .*which is no message"):
+    with pytest.raises(EnvError, match=r"first_messages gave .*which is not a message"):
         Careless(first=[message]).reset(seed=0)
     env = Careless(answer=Response(messages=[message]))
     env.reset(seed=0)
-    with pytest.raises(EnvError, match=r"respond gave .*which is no message"):
+    with pytest.raises(EnvError, match=r"respond gave .*which is not a message"):
         env.step("hi")
 
 
 @pytest.mark.parametrize(
     ("answer", "complaint"),
-    [(None, "gave None, which is no Response"), ("exit", r"respond failed: SystemExit\(7\)")],
+    [(None, "gave None, which is not a Response"), ("exit", r"respond failed: SystemExit\(7\)")],
 )
 def test_missing_response_and_exit_are_env_errors(answer, complaint):
     env = Careless(answer=answer)

@@ -170,7 +170,7 @@ def test_wrong_math_arguments_are_refused(tmp_path):
         MathEnv(path=tmp_path, dataset="gsm8k")
     with pytest.raises(UsageError, match="test_path goes with path"):
         MathEnv(test_path=tmp_path)
-    with pytest.raises(DataError, match="no kind of file"):
+    with pytest.raises(DataError, match="unknown kind of file"):
         MathEnv(path=tmp_path / "q.txt")
     with pytest.raises(UsageError, match="at least one turn"):
         MathEnv(max_turns=0)

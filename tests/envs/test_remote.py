@@ -238,7 +238,7 @@ def test_restarted_env_server_has_no_old_sessions():
 
 
 def test_invalid_remote_address_is_refused():
-    with pytest.raises(UsageError, match="no address"):
+    with pytest.raises(UsageError, match="not the address"):
         RemoteEnv("localhost:80")
     with pytest.raises(UsageError) as caught:
         areal_gym.make("remote")
@@ -320,11 +320,11 @@ def test_listening_beyond_loopback_needs_a_token():
         ("/v1/env", None, {"Host": "evil.example"}, 401, "browsers"),
         ("/v1/nothing", None, {}, 404, "Not Found"),
         ("/v1/sessions", b"{", {}, 400, "no JSON"),
-        ("/v1/sessions", b"[]", {}, 400, "no object"),
+        ("/v1/sessions", b"[]", {}, 400, "not an object"),
         ("/v1/sessions", b"[" * 200_000, {}, 400, "no JSON"),
         ("/v1/sessions", b'{"seed": -1}', {}, 400, "a seed is a whole number"),
         ("/v1/sessions", b'{"options": 5}', {}, 400, "options are an object"),
-        ("/v1/sessions", b'{"options": {"task": 5}}', {}, 400, "is no task"),
+        ("/v1/sessions", b'{"options": {"task": 5}}', {}, 400, "is not a task"),
         ("/v1/sessions/x/step", b'{"turn": 1}', {}, 404, "no such session"),
         ("/v1/sessions/x/gold", None, {}, 404, "no such session"),
     ],

@@ -136,13 +136,13 @@ def test_compressed_file_with_other_field_names(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"{", "no JSON"),
+        (b"{", "not JSON"),
         (b"[1]", "a row is an object"),
         (b'{"question": "2?"}', "no field 'answer'"),
         (b'{"question": "", "answer": "2"}', "field 'question' is ''"),
         (b'{"question": "2?", "answer": null}', "field 'answer' is None"),
         (b'{"question": "2?", "answer": true}', "field 'answer' is True"),
-        (b'{"question": "\xff"}', "no UTF-8"),
+        (b'{"question": "\xff"}', "not UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
     ],
 )

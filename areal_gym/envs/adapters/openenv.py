@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_gym.envs.adapters.seeds import SeedTasks
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.tasks import choose_task
+from areal_gym.envs.tasks import choose_task, given_task
 from areal_gym.errors import EnvError, UsageError
 from areal_gym.types import Message, Task
 
@@ -64,7 +64,8 @@ class OpenEnvEnv(TextEnv):
         super().__init__(render_mode=render_mode)
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise UsageError(
-                f"{url!r} is no address of a server", hints=["such as openenv:http://HOST:PORT"]
+                f"{url!r} is not the address of a server",
+                hints=["such as openenv:http://HOST:PORT"],
             )
         self.url = url.rstrip("/")
         self.max_turns = max_turns
@@ -82,13 +83,8 @@ class OpenEnvEnv(TextEnv):
         if given is None:
             rng = self.np_random if seed is None else np.random.default_rng(seed)
             self._next = choose_task(SeedTasks(), rng, options)
-        elif isinstance(given, Task):
-            self._next = given
         else:
-            try:
-                self._next = Task(**given)
-            except TypeError as error:
-                raise UsageError(f"options['task'] is no task: {error}") from None
+            self._next = given_task(given)
         await self.aclose()
         from openenv.core import GenericEnvClient
 

@@ -122,7 +122,7 @@ def _make(game: str, options: dict[str, Any]) -> Any:
             near = did_you_mean(game, ENV_REGISTRY)
             raise UnknownIdError(
                 f"TextArena has no game {game!r}",
-                hints=[*([near] if near else []), f"there is: {', '.join(games)} (with -v0)"],
+                hints=[*([near] if near else []), f"available: {', '.join(games)} (with -v0)"],
             )
         # The raw form tells what is new; the other one repeats the whole game every time.
         raw = f"{game}-raw"
@@ -131,7 +131,7 @@ def _make(game: str, options: dict[str, Any]) -> Any:
             made.reset(num_players=1, seed=0)
         except AssertionError as error:
             raise UsageError(
-                f"{game} is no game for one player: {error}",
+                f"{game} is not a game for one player: {error}",
                 hints=["such as TowerOfHanoi-v0, GuessTheNumber-v0, Sudoku-v0, FrozenLake-v0"],
             ) from None
         except TypeError as error:

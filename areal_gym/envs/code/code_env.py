@@ -26,7 +26,7 @@ from areal_gym.envs.tasks import TaskSource
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxStatus
-from areal_gym.types import Message
+from areal_gym.types import Message, thaw
 
 _MAX_CODE = 32_768
 
@@ -141,9 +141,7 @@ class CodeEnv(QuestionEnv):
         if "checks" in data:
             checks: Sequence[Mapping[str, Any]] = data["checks"]
             return checks
-        return [
-            as_call(data["entry_point"], {**t, "args": _plain(t["args"])}) for t in data["tests"]
-        ]
+        return [as_call(data["entry_point"], {**t, "args": thaw(t["args"])}) for t in data["tests"]]
 
     async def _run(self, code: str, tests: Sequence[Mapping[str, Any]]) -> Outcome:
         if len(code) > _MAX_CODE or _has_surrogates(code):
@@ -189,11 +187,6 @@ class CodeEnv(QuestionEnv):
         from areal_gym.sandbox import shared_sandbox
 
         return shared_sandbox(self._sandbox)
-
-
-def _plain(value: Any) -> Any:
-    """Return frozen lists as lists, whose `repr` is Python."""
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _has_surrogates(text: str) -> bool:

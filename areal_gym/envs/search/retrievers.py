@@ -102,7 +102,7 @@ class HttpRetriever:
         max_kept: int = 10_000,
     ) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"retriever_kwargs.url = {url!r} is no URL of http")
+            raise ConfigError(f"retriever_kwargs.url = {url!r} is not an HTTP URL")
         self.url = url
         self.num_retries = 0
         """Number of repeated requests."""

@@ -18,7 +18,7 @@ from areal_gym.envs.search.generated_world import world
 from areal_gym.envs.search.retrievers import Retriever
 from areal_gym.envs.search.scoring import citation_score, cited_ids, exact_match, f1_score
 from areal_gym.envs.tasks import Draft, RowTasks, key_of_text
-from areal_gym.envs.tools import Tool
+from areal_gym.envs.tools import Tool, cut_text
 from areal_gym.errors import ConfigError, DataError, ToolError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.types import Message
@@ -251,7 +251,7 @@ class SearchEnv(QuestionEnv):
         lines = []
         for passage, _ in hits:
             title = f"{passage.title}: " if passage.title else ""
-            lines.append(f"[{passage.id}] {title}{_cut(passage.text, self._max_snippet)}")
+            lines.append(f"[{passage.id}] {title}{cut_text(passage.text, self._max_snippet)}")
         return "\n".join(lines) or "nothing found"
 
     async def _open(self, id: str) -> str:
@@ -263,18 +263,12 @@ class SearchEnv(QuestionEnv):
         self._num_pages += 1
         self._num_opened += 1
         self._shown.add(passage.id)
-        return _cut(f"{passage.title}\n{passage.text}".strip(), self._max_page)
+        return cut_text(f"{passage.title}\n{passage.text}".strip(), self._max_page)
 
 
 def _clean(text: str) -> str:
     """Return the text as valid UTF-8: half of a surrogate pair matches nothing."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _cut(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    return f"{text[:limit]}... ({len(text) - limit} more characters)"
 
 
 # ---- tasks ---------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def checked(model: type[M], body: Any) -> M:
         UsageError: it is not what the route takes; nothing has happened yet.
     """
     if not isinstance(body, dict):
-        raise UsageError("the body is no object")
+        raise UsageError("the body is not an object")
     try:
         return model.model_validate(body)
     except ValidationError as error:

@@ -71,7 +71,7 @@ class RemoteEnv(TextEnv):
         super().__init__(render_mode=render_mode)
         if not _is_address(url):
             raise UsageError(
-                f"{url!r} is no address of an environment",
+                f"{url!r} is not the address of an environment",
                 hints=["as the server prints it: remote:http://HOST:PORT"],
             )
         self.url = url.rstrip("/")
@@ -113,7 +113,7 @@ class RemoteEnv(TextEnv):
     def num_tasks(self, split: str) -> int | None:
         """Return the server's number of tasks."""
         if split not in SPLITS:
-            raise UsageError(f"no split {split!r}", hints=[f"there is: {', '.join(SPLITS)}"])
+            raise UsageError(f"no split {split!r}", hints=[f"available: {', '.join(SPLITS)}"])
         number: int | None = self._card["num_tasks"][split]
         return number
 

@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
         return value.to_dict()
     if hasattr(value, "item"):
         return value.item()
-    raise UsageError(f"{value!r} cannot be sent to another process: it is no JSON")
+    raise UsageError(f"{value!r} cannot be sent to another process: it is not JSON")
 
 
 def describe(env: TextEnv, env_id: str) -> dict[str, Any]:

@@ -8,11 +8,12 @@ money is left on it, and the day after "2024-05-09" is "2024-05-10" but after "2
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from areal_gym.envs.tau2.benchmark_calculator import calculate
-from areal_gym.envs.tau2.database import Record, Tables, copy_record
+from areal_gym.envs.tau2.database import Record, Tables
 from areal_gym.envs.tau2.domain_state import DatabaseWorld
 from areal_gym.envs.tau2.values import as_choice, as_float, as_int, as_text
 
@@ -224,7 +225,7 @@ class AirlineWorld(DatabaseWorld):
             number, date = _leg(row)
             kept = next(
                 (
-                    copy_record(old)
+                    copy.deepcopy(old)
                     for old in reservation["flights"]
                     if (old["flight_number"], old["date"], cabin)
                     == (number, date, reservation["cabin"])

@@ -8,6 +8,7 @@ was written, not as much as there is.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -15,15 +16,6 @@ from functools import cached_property
 from typing import Any
 
 Record = dict[str, Any]
-
-
-def copy_record(value: Any) -> Any:
-    """Return a deep copy of JSON-like data, several times faster than `copy.deepcopy`."""
-    if isinstance(value, dict):
-        return {key: copy_record(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [copy_record(item) for item in value]
-    return value
 
 
 def sorted_text(value: Any) -> str:
@@ -88,7 +80,7 @@ class Database:
         """Return the episode's own copy of the record for writing."""
         own = self._own.get((table, key))
         if own is None:
-            own = self._own[table, key] = copy_record(self.base.tables[table][key])
+            own = self._own[table, key] = copy.deepcopy(self.base.tables[table][key])
         return own
 
     def add(self, table: str, key: str, record: Record) -> None:

@@ -6,11 +6,12 @@ network.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from areal_gym.envs.tau2.database import Record, copy_record, sorted_text
+from areal_gym.envs.tau2.database import Record, sorted_text
 
 _SIGNALS = {"2G": "poor", "3G": "fair", "4G": "good", "5G": "excellent"}
 _SPEEDS = {"2G": (0.1, 0.4), "3G": (1.0, 5.0), "4G": (10.0, 100.0), "5G": (50.0, 500.0)}
@@ -63,7 +64,7 @@ class Handset:
             "device": {
                 "wifi_ssid": None,
                 "vpn_details": None,
-                **copy_record(dict(device)),
+                **copy.deepcopy(dict(device)),
                 "active_apn_settings": {**APN_DEFAULTS, **device["active_apn_settings"]},
             },
             "surroundings": {

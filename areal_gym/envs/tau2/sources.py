@@ -73,7 +73,7 @@ class _Benchmark:
         case = self._domain.cases.get(str(task.data.get("task_id")))
         if case is None or task.data.get("version") != self._domain.version:
             raise DataError(
-                f"task {task.id!r} is none of tau2/{self._domain.name} {self._domain.version}",
+                f"task {task.id!r} is not one of tau2/{self._domain.name} {self._domain.version}",
                 hints=["the data here is of another version than the task"],
             )
         return self._domain, case
@@ -97,7 +97,7 @@ class _Benchmark:
         if split not in splits:
             raise UsageError(
                 f"tau2/{self._domain.name} has no split {split!r}",
-                hints=[did_you_mean(split, splits) or f"there is: {', '.join(splits)}"],
+                hints=[did_you_mean(split, splits) or f"available: {', '.join(splits)}"],
             )
         return splits[split]
 
@@ -142,7 +142,7 @@ def source_of(domain: str, data_dir: str | None = None, tool_texts: str | None =
         return _Library()
     if domain not in DOMAINS:
         known = ("mock", *DOMAINS)
-        near = did_you_mean(domain, known) or f"there is: {', '.join(known)}"
+        near = did_you_mean(domain, known) or f"available: {', '.join(known)}"
         raise UsageError(f"no tau2 domain {domain!r}", hints=[near])
     data = find_data(data_dir)
     return _shared_benchmark(domain, data, find_tool_texts(tool_texts, data))

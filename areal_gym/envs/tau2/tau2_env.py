@@ -114,12 +114,12 @@ class Tau2Env(TextEnv):
         if solo and domain not in _SOLO_DOMAINS:
             raise UsageError(
                 f"tau2/{domain} has no solo mode",
-                hints=[f"there is one for: {', '.join(_SOLO_DOMAINS)}"],
+                hints=[f"available for: {', '.join(_SOLO_DOMAINS)}"],
             )
         if policy not in POLICIES:
             raise UsageError(
                 f"no policy {policy!r}",
-                hints=[did_you_mean(policy, POLICIES) or f"there is: {', '.join(POLICIES)}"],
+                hints=[did_you_mean(policy, POLICIES) or f"available: {', '.join(POLICIES)}"],
             )
         self._has_own_texts = self._source.tools is load_tools(domain)
         self.metadata = {  # type: ignore[misc]
@@ -132,7 +132,7 @@ class Tau2Env(TextEnv):
         self._user = None if solo else _user_factory(user, user_model, domain)
         self._judge = _judge(judge, judge_model)
         self.suspends = not (user == "rule" and judge is None)
-        # What somebody else's user raises may be its own fault.
+        # A user-supplied user may raise for reasons of its own.
         self.judges_all_output = user == "rule"
         self._reads_action_strings = action_strings
         self._limits = {"max_steps": max_steps, "max_errors": max_errors}

@@ -6,9 +6,10 @@ call the two see each other: what the line is, what is allowed, what was paid.
 
 from __future__ import annotations
 
+import copy
 import datetime
 
-from areal_gym.envs.tau2.database import Database, Record, Tables, copy_record
+from areal_gym.envs.tau2.database import Database, Record, Tables
 from areal_gym.envs.tau2.domain_state import Requestor, World
 from areal_gym.envs.tau2.phone import Phone
 from areal_gym.envs.tau2.telecom_tables import TelecomTables
@@ -33,7 +34,7 @@ class TelecomWorld(World):
 
     def __init__(self, tables: TelecomTables) -> None:
         self.carrier = Carrier(tables.carrier)
-        self.phone = Phone(copy_record(tables.phone))
+        self.phone = Phone(copy.deepcopy(tables.phone))
 
     def side(self, requestor: Requestor) -> object:
         """Return the carrier for the assistant, the phone for the user."""

@@ -124,7 +124,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise DataError(f"{where}: no JSON: {error}") from None
+                    raise DataError(f"{where}: not JSON: {error}") from None
                 yield where, _Row(where, row)
     except (OSError, EOFError) as error:
         raise DataError(f"cannot read {file}: {error}") from None

@@ -107,7 +107,7 @@ def test_index_of_another_corpus_is_refused(open_index, tmp_path):
         ('{"id": "a", "text": "b"}\n{"id": "a", "text": "c"}', "line 2: a second passage"),
         ('{"id": "a", "text": "b"}\n{"id": "a"}', "line 2: no field 'text'"),
         ('{"id": "a", "text": "b", "title": 3}', "field 'title' is 3"),
-        ("{", "line 1: no JSON"),
+        ("{", "line 1: not JSON"),
         ("", "has no passages"),
     ],
 )
@@ -229,7 +229,7 @@ def test_unreachable_retriever_is_an_env_error():
     env.reset(seed=0)
     with pytest.raises(EnvError, match="failed 2 times"):
         env.step(env.gold_action())
-    with pytest.raises(ConfigError, match="no URL of http"):
+    with pytest.raises(ConfigError, match="is not an HTTP URL"):
         areal_gym.make("search", retriever="http", retriever_kwargs={"url": "host:80"})
     with pytest.raises(ConfigError, match="retriever_kwargs do not fit 'http'"):
         areal_gym.make("search", retriever="http", retriever_kwargs={"uri": "x"})

@@ -252,7 +252,7 @@ def test_changed_task_files_use_their_hash_as_version(tmp_path):
     assert info["task_id"] == f"airline@{env.version}/2"
     assert env.version.startswith("sha256-")
     theirs = areal_gym.make("tau2/airline", data_dir=str(DATA))
-    with pytest.raises(DataError, match="is none of tau2/airline"):
+    with pytest.raises(DataError, match="is not one of tau2/airline"):
         theirs.reset(options={"task": info["task"]})
 
 

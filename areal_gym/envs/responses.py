@@ -1,0 +1,71 @@
+"""The records that an environment's step consists of, and their validation."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from areal_gym.errors import EnvError, RewardError
+from areal_gym.types import Message
+from areal_gym.utils.markup import short
+
+Info = dict[str, Any]
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class StepResult(NamedTuple):
+    """The result of one step; unpacks as Gymnasium's five values."""
+
+    observation: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Info
+
+
+@dataclass(kw_only=True, slots=True)
+class Response:
+    """An environment's answer to one assistant message."""
+
+    messages: Sequence[Message] = ()
+    """The messages that the policy reads next (tool results, a user's reply). Empty at the end."""
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, for people; they need not add up to it."""
+    is_terminated: bool = False
+    """The task's own end (solved, failed, given up)."""
+    is_truncated: bool = False
+    """A limit of the environment's own; `max_turns` is applied for you."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to add up over the episode (tool calls, tool errors, ...)."""
+
+
+def require_messages(messages: Sequence[Message], source: str) -> None:
+    """Check that every message has a role and a text; `source` is the method that gave them.
+
+    Raises:
+        EnvError: a message is invalid.
+    """
+    for message in messages:
+        is_message = isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        if not is_message or message.get("role") not in _ROLES:
+            raise EnvError(
+                f"{source} gave {short(message)}, which is not a message: it needs a role "
+                f"({', '.join(_ROLES)}) and a content that is text"
+            )
+
+
+def finite_reward(reward: object, source: str) -> float:
+    """Return the reward as a float: int, bool and numpy scalars are rewards, too.
+
+    Raises:
+        RewardError: it is None, a text or not finite, which is a mistake of the environment.
+    """
+    if isinstance(reward, numbers.Real | np.number | np.bool_) and math.isfinite(float(reward)):
+        return float(reward)
+    raise RewardError(f"{source} gave the reward {reward!r}; a finite number is needed")
