@@ -299,8 +299,9 @@ class TextEnv(gymnasium.Env[str, str]):
         self._judging_boundary.num_errors = 0
         response = await self._guarded_response(message)
         if not isinstance(response, Response):
-            name = type(self).__name__
-            raise EnvError(f"{name}.respond gave {response!r}, which is not a Response")
+            raise EnvError(
+                f"{type(self).__name__}.respond gave {response!r}, which is not a Response"
+            )
         messages = tuple(response.messages)
         require_messages(messages, f"{type(self).__name__}.respond")
         reward = finite_reward(response.reward, f"{type(self).__name__}.respond")
