@@ -47,7 +47,7 @@ IMAGE = "areal-gym-sandbox:tests"
 
 @pytest.fixture(scope="session")
 def docker_client(tmp_path_factory):
-    """A client of the engine that runs, or of one that is started for these tests."""
+    """A client of the running Docker engine, or of one started for these tests."""
     pytest.importorskip("docker")
     pid_file = tmp_path_factory.mktemp("engine") / "pid"
     try:

@@ -1,4 +1,4 @@
-"""No snippet changes the metadata of a file of the host, at any level, and none is uid 0."""
+"""Snippets cannot change metadata of host files at any level, and never run as uid 0."""
 
 import asyncio
 import contextlib
@@ -251,7 +251,7 @@ def test_snippet_may_change_metadata_of_its_own_files(runner, sandbox):
         "shutil.copy2('a', 'b')\nos.stat('b').st_mtime, oct(os.stat('b').st_mode)"
     )
     if runner.run(sandbox.report()).level != "isolated":
-        pytest.skip("files of its own are told from others by namespaces")
+        pytest.skip("only namespaces tell a snippet's own files from others")
     assert runner.run(sandbox.run(code, limits=LIMITS)).value == "(5.0, '0o100600')"
 
 

@@ -32,18 +32,18 @@ REAL_FLAGS = [
 
 
 def real_command():
-    """How the real server is started; None where it is not installed."""
+    """Return the command of the real server, or None if it is not installed."""
     venv = os.environ.get("AREAL_GYM_SGLANG_VENV")
     return None if not venv else [f"{venv}/bin/python", str(HERE / "serve_cpu.py")]
 
 
 def version_of(kind):
-    """Of the SGLang that is tested, as numbers; the newest where it is the fake."""
+    """Return the version of the tested SGLang as numbers; the fake has the newest."""
     if kind == "fake":
         return (0, 5, 23)
     packages = Path(os.environ["AREAL_GYM_SGLANG_VENV"]).glob("lib/python*/site-packages")
-    (found,) = next(packages).glob("sglang-*.dist-info")
-    return tuple(int(part) for part in re.findall(r"\d+", found.name)[:3])
+    (metadata,) = next(packages).glob("sglang-*.dist-info")
+    return tuple(int(part) for part in re.findall(r"\d+", metadata.name)[:3])
 
 
 def require_retract(kind):
@@ -116,7 +116,7 @@ def policies(tmp_path_factory):
 
 @contextlib.contextmanager
 def running_server(kind, policy, log, *flags, port=None):
-    """A server in a process of its own, at a port that is free; gives its URL and process."""
+    """Run a server in its own process on a free port; yield its URL and process."""
     command, arguments = command_of(kind)
     if port is None:
         with socket.socket() as probe:

@@ -49,14 +49,14 @@ class Absent(types.ModuleType):
         full = f"{self.__name__}.{name}"
         if name.endswith("_cpu"):
 
-            def found(*args, **kwargs):
+            def replacement(*args, **kwargs):
                 raise NotImplementedError(f"{full} has no build for CPUs without AMX")
 
         else:
             # A class may be subclassed or looked for with isinstance; anything else is a package.
-            found = type(name, (), {}) if name[:1].isupper() else Absent(full)
-        setattr(self, name, found)
-        return found
+            replacement = type(name, (), {}) if name[:1].isupper() else Absent(full)
+        setattr(self, name, replacement)
+        return replacement
 
 
 class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -75,7 +75,7 @@ class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def replace_what_is_absent():
+def replace_absent_packages():
     if importlib.util.find_spec("torchvision") is None:
         # transformers must have decided that there is none before the replacement appears.
         from transformers.utils import import_utils
@@ -109,7 +109,7 @@ def with_defaults(argv):
     return argv
 
 
-replace_what_is_absent()
+replace_absent_packages()
 if "--enable-lora" in sys.argv:
     allocate_without_pinning()
 

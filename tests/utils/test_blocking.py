@@ -14,7 +14,7 @@ from areal_gym.utils.blocking import interruptible, run_to_end
 
 @pytest.fixture(autouse=True)
 def as_in_a_terminal():
-    """Who starts the tests may have these signals ignored, as `nohup` and `&` do."""
+    """Reset signals that the caller of the tests ignores, as `nohup` and `&` do."""
     usual = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
@@ -43,7 +43,7 @@ def in_a_notebook(make):
 
 @pytest.mark.parametrize("place", [here, in_a_notebook])
 class TestRunToEnd:
-    def test_it_gives_what_the_coroutine_gives(self, place):
+    def test_run_blocking_returns_the_coroutines_result(self, place):
         async def work():
             await asyncio.sleep(0)
             return 7
@@ -56,9 +56,7 @@ class TestRunToEnd:
             place(fail)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    def test_an_interrupt_cancels_and_waits_and_a_second_one_at_once_is_the_same(
-        self, place, number
-    ):
+    def test_interrupt_cancels_and_repeated_interrupt_is_ignored(self, place, number):
         saved = []
 
         async def work():
@@ -76,7 +74,7 @@ class TestRunToEnd:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
-    def test_what_saving_fails_with_is_not_lost(self, place):
+    def test_error_while_saving_is_raised(self, place):
         async def work():
             os.kill(os.getpid(), signal.SIGINT)
             try:
@@ -114,10 +112,10 @@ def test_foreign_signal_handlers_are_kept():
 
     def elsewhere():
         with interruptible(lambda: None):
-            found.append(signal.getsignal(signal.SIGINT))
+            handlers.append(signal.getsignal(signal.SIGINT))
 
-    found = []
+    handlers = []
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert found == [signal.default_int_handler]
+    assert handlers == [signal.default_int_handler]
