@@ -1,4 +1,4 @@
-"""A learner whose ranks are Ray's actors: on this machine, or on others.
+"""A trainer whose ranks are Ray's actors: on this machine, or on others.
 
     RayTrainer --groups, in the object store--> a rank for each place: Serving
                <--metrics; the first rank's whole weights, through the object store--
@@ -42,20 +42,20 @@ class _Placed(RemoteTrainer):
 
     Args:
         cluster: has the places of the role "rank".
-        learner_class: what is registered as the trainer; made in each rank.
+        trainer_class: what is registered as the trainer; made in each rank.
         decoder: the policy, on the CPU; it gets the new weights after each step.
         config: the trainer's settings; `num_ranks` says how many ranks there are.
-        arguments: further arguments of `learner_class`.
+        arguments: further arguments of `trainer_class`.
 
     Raises:
-        GymError: what `learner_class` raised.
+        GymError: what `trainer_class` raised.
         LostRankError: a rank did not start.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        learner_class: Callable[..., Any],
+        trainer_class: Callable[..., Any],
         decoder: Decoder,
         config: TrainerConfig,
         **arguments: Any,
@@ -74,7 +74,7 @@ class _Placed(RemoteTrainer):
             (meeting,) = self._answers([self._ranks[0].meeting.remote()])
             weights = ray.put(_arrays(decoder))
             shape = (type(decoder), decoder.config)
-            making = (learner_class, shape, config, cluster.device, meeting, arguments)
+            making = (trainer_class, shape, config, cluster.device, meeting, arguments)
             self._answers([rank.begin.remote(making, weights) for rank in self._ranks])
         except BaseException:
             self.close()
@@ -204,10 +204,10 @@ class _Rank:
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     def begin(self, making: tuple[Any, ...], arrays: dict[str, Any]) -> GymError | None:
-        """Meet the others and make the learner; what was wrong with it, if anything was."""
+        """Meet the others and make the trainer; what was wrong with it, if anything was."""
         import torch
 
-        learner_class, shape, config, device, meeting, arguments = making
+        trainer_class, shape, config, device, meeting, arguments = making
         torch.set_num_threads(config.num_threads)
         try:
             kind, decoder_config = shape
@@ -216,7 +216,7 @@ class _Rank:
             self._serving = Serving(
                 self._rank,
                 self._written.put,
-                learner_class,
+                trainer_class,
                 self._whole,
                 config,
                 device,
@@ -228,7 +228,7 @@ class _Rank:
         return None
 
     def do(self, what: str, arguments: tuple[Any, ...]) -> Any:
-        """The learner's answer, or what it raised."""
+        """The trainer's answer, or what it raised."""
         assert self._serving is not None
         try:
             return self._serving.do(what, *arguments)

@@ -1,4 +1,4 @@
-"""Code of one's own in a run: told of what happens, in order, and able to end it."""
+"""User callbacks: receive run events in order and may stop training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_gym.types import Group
 
 
 class Callback:
-    """What a run calls; override what you want to know.
+    """The base class of user callbacks; override the events that you need.
 
     The run waits for each call, so be quick; what must not keep it waiting, or outlive a failure
     of its own, is a logger (`areal_gym.loggers.base`). Raise `StopTraining` to end the run in an

@@ -1,4 +1,4 @@
-"""What went wrong during a step, as metrics and in a few words on the step line.
+"""Counts what went wrong during a step: metrics, and a few words on the step line.
 
 One table says which incidents there are. A new one is one more row: its metric, its words, and
 the metrics of the step's row that count it.

@@ -1,4 +1,4 @@
-"""A rank of the trainer may die with its machine; the run goes on from its newest checkpoint."""
+"""Restarts a run from its newest checkpoint when a rank of the trainer has died."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def restart_on_lost_rank(
-    play: Callable[[bool, int | None], _T],
+    attempt: Callable[[bool, int | None], _T],
     config: RunConfig,
     directory: RunDir,
     display: Display,
@@ -22,7 +22,7 @@ def restart_on_lost_rank(
     is_resumed: bool,
     from_step: int | None,
 ) -> _T:
-    """What `play(is_resumed, from_step)` returns, which is called again when a rank has died.
+    """Return what `attempt(is_resumed, from_step)` returns; call it again when a rank has died.
 
     It then goes on from the newest checkpoint: a death costs the steps since that.
 
@@ -31,13 +31,17 @@ def restart_on_lost_rank(
     """
     from areal_gym.trainer.checkpoint import latest_checkpoint
 
-    went_on_from: int | None = None
+    restarted_from: int | None = None
     while True:
         try:
-            return play(is_resumed, from_step)
+            return attempt(is_resumed, from_step)
         except LostRankError as error:
-            found = latest_checkpoint(directory.checkpoints_dir)
-            if config.cluster.address is None or found is None or found[0] == went_on_from:
+            checkpoint = latest_checkpoint(directory.checkpoints_dir)
+            if (
+                config.cluster.address is None
+                or checkpoint is None
+                or checkpoint[0] == restarted_from
+            ):
                 raise
-            went_on_from, is_resumed, from_step = found[0], True, None
-            display.say(f"{error}: going on from the checkpoint of step {went_on_from}")
+            restarted_from, is_resumed, from_step = checkpoint[0], True, None
+            display.say(f"{error}: going on from the checkpoint of step {restarted_from}")

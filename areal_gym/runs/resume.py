@@ -1,4 +1,4 @@
-"""What a resumed run may change: which settings silently, which loudly, and which never."""
+"""Compares the settings of a resumed run: which may change silently, with a warning, or never."""
 
 from __future__ import annotations
 

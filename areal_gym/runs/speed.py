@@ -374,7 +374,7 @@ def _step(env: str) -> Iterator[Figure]:
 
     async def measure() -> float:
         decoder = build_decoder(shape("2M"), seed=0)
-        learner = registry().load("trainers", "single")(
+        trainer = registry().load("trainers", "single")(
             decoder,
             TrainerConfig(lr=1e-5),
             advantage=registry().load("advantages", "grpo"),
@@ -387,8 +387,8 @@ def _step(env: str) -> Iterator[Figure]:
         while len(found) < 2 or time.perf_counter() < end_s:
             began_s = time.process_time()
             groups = await play_groups(engine, lambda rng: [64], rng)
-            learner.step(groups, len(found))
-            await engine.publish(learner.weights(), len(found) + 1)
+            trainer.step(groups, len(found))
+            await engine.publish(trainer.weights(), len(found) + 1)
             found.append(time.process_time() - began_s)
         await engine.aclose()
         return min(found[1:])

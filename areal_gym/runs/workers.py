@@ -1,4 +1,4 @@
-"""Rollout workers of a run, and how they reach its policy."""
+"""Starts the rollout workers of a run and connects them to its policy."""
 
 from __future__ import annotations
 

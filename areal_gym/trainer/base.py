@@ -5,7 +5,7 @@
        Teacher (objective "distill" only) adds its log-probabilities to the batch
 
 A trainer written for areal-gym needs what `GroupTrainer` lists; a subclass of
-`areal_gym.trainer.trainer.PolicyTrainer` has it all.
+`areal_gym.trainer.trainer.Trainer` has it all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The optimizer of a learner: AdamW, or Muon on the matrices and AdamW on the rest.
+"""The optimizer of a trainer: AdamW, or Muon on the matrices and AdamW on the rest.
 
 Master weights and all states are float32: in bfloat16, updates of usual learning rates vanish.
 """

@@ -1,4 +1,4 @@
-"""A learner's states on the disk: `torch.distributed.checkpoint`, each rank with its own part.
+"""A trainer's states on the disk: `torch.distributed.checkpoint`, each rank with its own part.
 
     __0_0.distcp, __1_0.distcp, ...    what each rank holds of the tensors
     .metadata                          names and shapes, and where each piece lies; written last;

@@ -5,7 +5,7 @@
 Alone, or as one of several ranks: each is given the whole batch, and passes its share of the rows
 through its part of the model.
 
-The learner knows no algorithm: advantage estimator and policy loss are handed in, and what else an
+The trainer knows no algorithm: advantage estimator and policy loss are handed in, and what else an
 algorithm is made of are settings (`areal_gym.config.algorithm_settings`).
 """
 

@@ -236,7 +236,7 @@ def _imitate(
         muon_lr=recipe.muon_lr,
         warmup_steps=recipe.warmup_steps,
     )
-    learner = Supervised(decoder, settings, objective=Sft())
+    trainer = Supervised(decoder, settings, objective=Sft())
     probe_rng = random.Random(5)
     probes = [
         encoder.example(perfect_demonstration(encoder.env, probe_rng), skips_first=True)
@@ -254,12 +254,12 @@ def _imitate(
         if left is not None:
             scale = recipe.end_scale + (1 - recipe.end_scale) * left / recipe.decay_steps
             left -= 1
-        loss = learner.step([encoder.example(d) for d in shown], scale=scale)["train/loss"]
+        loss = trainer.step([encoder.example(d) for d in shown], scale=scale)["train/loss"]
         step += 1
         is_probed = left is None and step >= recipe.min_hold_steps
         if (is_probed and step % recipe.probe_every == 0) or left == 0:
             # Share of the probes in which every marked token is the likeliest one.
-            skill = learner.evaluate(probes)["exact"]
+            skill = trainer.evaluate(probes)["exact"]
         if left is None and (
             (is_probed and skill >= recipe.skill_gate) or step >= recipe.max_hold_steps
         ):

@@ -1,6 +1,6 @@
 """On-policy distillation: a teacher gives its log-probabilities for what the student has sampled.
 
-    rollouts --groups--> annotate (teacher) --groups--> learner, with the advantage `distill`
+    rollouts --groups--> annotate (teacher) --groups--> trainer, with the advantage `distill`
 
 They are written into the trajectories, so that a record holds all that training took in: a run is
 replayed without its teacher.

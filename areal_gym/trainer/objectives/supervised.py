@@ -1,4 +1,4 @@
-"""A learner for objectives on fixed data: examples in, updated weights out.
+"""A trainer for objectives on fixed data: examples in, updated weights out.
 
     examples -> [micro-batch -> objective -> backward] -> update
 

@@ -1,4 +1,4 @@
-"""A learner in processes of its own: one, or several ranks.
+"""A trainer in processes of its own: one, or several ranks.
 
     rollouts, engine            this process: `ProcessTrainer`        a worker for each rank
         groups ------------------> step(groups, version) --pipes-------> Trainer.step
@@ -56,24 +56,24 @@ _END_S = 10.0
 
 
 class RemoteTrainer:
-    """A learner that works in other processes: what all learners have in common.
+    """A trainer that works in other processes: what all trainers have in common.
 
     Args:
-        learner_class: what is registered as the trainer; made in each worker.
+        trainer_class: what is registered as the trainer; made in each worker.
         decoder: the policy, on the CPU; its weights move into shared memory, and change with each
             step.
         config: the trainer's settings; `num_ranks` says how many workers there are.
         device: "cpu", or "cuda": worker i takes GPU i.
-        arguments: further arguments of `learner_class`, which must be importable by name.
+        arguments: further arguments of `trainer_class`, which must be importable by name.
 
     Raises:
-        GymError: what `learner_class` raised.
+        GymError: what `trainer_class` raised.
         TrainError: a worker did not start.
     """
 
     def __init__(
         self,
-        learner_class: Callable[..., Any],
+        trainer_class: Callable[..., Any],
         decoder: Decoder,
         config: TrainerConfig,
         *,
@@ -91,7 +91,7 @@ class RemoteTrainer:
             _share(decoder, file)
             self._workers += [_Worker() for _ in range(config.num_ranks)]
             shape = (type(decoder), decoder.config)
-            self._ask("begin", learner_class, shape, config, device, self._home.name, arguments)
+            self._ask("begin", trainer_class, shape, config, device, self._home.name, arguments)
             file.unlink()  # mapped by all of them
         except BaseException:
             self.close()
@@ -299,13 +299,13 @@ def main() -> None:
         try:
             if worker is None:
                 rank = pickle.load(message)
-                _, (learner_class, shape, config, device, home, further) = pickle.load(message)
+                _, (trainer_class, shape, config, device, home, further) = pickle.load(message)
                 torch.set_num_threads(config.num_threads)
                 kind, decoder_config = shape
                 whole = kind(decoder_config)
                 _map(whole, Path(home) / "weights")
                 meeting = f"file://{home}/ranks"
-                worker = Serving(rank, tell, learner_class, whole, config, device, meeting, further)
+                worker = Serving(rank, tell, trainer_class, whole, config, device, meeting, further)
             else:
                 what, arguments = pickle.load(message)
                 answer = worker.do(what, *arguments)
@@ -320,25 +320,25 @@ def main() -> None:
 
 
 class Serving:
-    """A learner that is one of the ranks.
+    """A trainer that is one of the ranks.
 
     Args:
         rank: which one.
         tell: called in a thread when a checkpoint is on the disk (None), or could not be written;
             by the first rank only.
-        learner_class: makes it.
+        trainer_class: makes it.
         whole: the whole weights, on the CPU; those of the first rank are kept up to date.
         config: the trainer's settings.
         device: "cpu" or "cuda"; a process that sees several GPUs takes the one of its rank.
         meeting: URL by which the ranks find each other (`torch.distributed`'s `init_method`).
-        arguments: further ones of `learner_class`.
+        arguments: further ones of `trainer_class`.
     """
 
     def __init__(
         self,
         rank: int,
         tell: Callable[[BaseException | None], None],
-        learner_class: Callable[..., Any],
+        trainer_class: Callable[..., Any],
         whole: Decoder,
         config: TrainerConfig,
         device: str,
@@ -364,22 +364,22 @@ class Serving:
             decoder.load_state_dict(whole.state_dict())
         self._is_writer = rank == 0
         self._tell_of_checkpoint = tell
-        self._learner = learner_class(decoder, config, **arguments)
+        self._trainer = trainer_class(decoder, config, **arguments)
 
     def do(self, what: str, *arguments: Any) -> Any:
-        """Call the learner's method; after a step, the whole weights are new."""
+        """Call the trainer's method; after a step, the whole weights are new."""
         if what == "score":
-            return [score.tolist() for score in self._learner.score(*arguments)]
-        answer = getattr(self._learner, what)(*arguments)
+            return [score.tolist() for score in self._trainer.score(*arguments)]
+        answer = getattr(self._trainer, what)(*arguments)
         if what == "adapter":
             return {name: tensor.tolist() for name, tensor in answer.items()}
         if what == "save":
             if self._is_writer:
                 answer.add_done_callback(self._tell)
             return None
-        if what in ("step", "load") and self._learner.decoder is not self._whole:
+        if what in ("step", "load") and self._trainer.decoder is not self._whole:
             shared = self._whole.state_dict()
-            for name, tensor in self._learner.weights():
+            for name, tensor in self._trainer.weights():
                 if self._is_writer:
                     shared[name].copy_(tensor)
         return answer
@@ -392,7 +392,7 @@ class Serving:
 
 
 def readable(error: BaseException) -> GymError:
-    """What a learner raised, for whoever asked it."""
+    """What a trainer raised, for whoever asked it."""
     if isinstance(error, GymError):
         return error
     told = out_of_memory(error)
@@ -423,7 +423,7 @@ def _map(decoder: Decoder, file: Path) -> None:
 
 
 def _slim(group: Group) -> Group:
-    """The group without what no learner reads: texts and task rows."""
+    """The group without what no trainer reads: texts and task rows."""
     task = Task(id=group.task.id, data={}, split=group.task.split)
     return replace(
         group,
