@@ -233,7 +233,7 @@ def test_unknown_baseline_is_refused_with_a_suggestion():
 
 
 def test_gae_without_critic_is_refused():
-    with pytest.raises(ConfigError, match="needs values_T, and the trainer has no critic"):
+    with pytest.raises(ConfigError, match="needs values_T, but the trainer has no critic"):
         estimate(gae, two_turns())
 
 

@@ -66,7 +66,7 @@ def test_distillation_advantage_by_hand():
 
 def test_missing_teacher_is_refused():
     inputs = AdvantageInputs.from_turns([[1.0]], [[2]], [0], old_logprobs_T=torch.zeros(2))
-    with pytest.raises(ConfigError, match="needs teacher_logprobs_T, and the batch has no teacher"):
+    with pytest.raises(ConfigError, match="needs teacher_logprobs_T, but the batch has no teacher"):
         estimate(distill, inputs)
 
 
