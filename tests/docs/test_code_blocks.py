@@ -1,13 +1,13 @@
-"""What README and docs tell people to type is typed, page by page and in the page's order.
+"""README and docs are followed page by page: tests type every command and compare the output.
 
-    page -> blocks     documented.py
-            meant      stand_ins.py   what stands for what, what is made small, what is not run
-            typed      typed.py       commands, servers, Ctrl-C
-            in a place place.py       files, runs, servers elsewhere
-            as shown?  reader.py
+Python, commands, YAML, TOML and JSON are run, or read by the program. `tables.NOT_RUN` lists
+what is only parsed, with reasons.
 
-Python, commands, YAML, TOML and JSON are run, or read by the program; what is shown as output is
-compared with the output. Nothing is left out but `stand_ins.NOT_RUN`, with the reason for each.
+    blocks.py    finds the code of a page
+    tables.py    what stands for placeholders, what is made small, what is not run
+    place.py     the reader's directory and servers
+    commands.py  commands, servers, Ctrl-C
+    reader.py    does what a block says
 """
 
 import ast
@@ -18,60 +18,58 @@ import re
 import shutil
 import sys
 import webbrowser
-from collections import Counter
 
 import click
 import pytest
 
 from areal_gym.errors import GymError
-from areal_gym.runs import speed as bench
-from tests._support.pages import stand_ins
-from tests._support.pages.documented import PAGES, ROOT, Block, blocks_of
-from tests._support.pages.place import TAU2, Names, Neighbours, write_files
-from tests._support.pages.reader import Reader, reason_not_to_run
-from tests._support.pages.stand_ins import FURNISHING, MEANT, MEANT_IN_PYTHON, WARM_START
-from tests._support.pages.typed import SERVERS, call
+from areal_gym.runs import speed
+from areal_gym.warm_start import starter_policy
+from tests._support.pages import tables
+from tests._support.pages.blocks import PAGES, Block, blocks_of
+from tests._support.pages.commands import SERVERS, call
+from tests._support.pages.place import TAU2, BackgroundServers, Names, write_files
+from tests._support.pages.reader import Reader
+from tests._support.paths import ROOT
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 
 
-def settle(directory, patch):
-    """Sit down in a directory; what takes a minute takes a second there."""
-    from areal_gym.warm_start import starter_policy as warm_start
-
+def enter(directory, patch):
+    """Make a directory the current one, and slow parts quick."""
     patch.chdir(directory)
     patch.syspath_prepend(directory)
     patch.setenv("AREAL_GYM_CACHE", str(directory.parent / "cache"))
     patch.setenv("AREAL_GYM_DATA", str(directory / "data"))
     patch.setenv("TAU2_DATA_DIR", str(TAU2))
     patch.setenv("OPENAI_API_KEY", "none")
-    patch.setattr(warm_start, "Recipe", functools.partial(warm_start.Recipe, **WARM_START))
-    patch.setattr(bench, "_SOME_S", 0.0)
+    recipe = functools.partial(starter_policy.Recipe, **tables.WARM_START)
+    patch.setattr(starter_policy, "Recipe", recipe)
+    patch.setattr(speed, "_SOME_S", 0.0)
     patch.setattr(webbrowser, "open", lambda url: True)
 
 
 @pytest.fixture(scope="session")
-def furnished(tmp_path_factory):
-    """A directory to begin with: files, and runs."""
+def home(tmp_path_factory):
+    """A directory with the files and runs that pages take for granted."""
     home = tmp_path_factory.mktemp("docs")
     (home / "place").mkdir()
     write_files(home / "place")
     with pytest.MonkeyPatch.context() as patch:
-        settle(home / "place", patch)
-        for words, code in FURNISHING:
+        enter(home / "place", patch)
+        for words, code in tables.RUNS:
             done = call(["areal-gym", "train", *words])
             assert done.code == code, done.err
     return home
 
 
 @pytest.fixture
-def reader(furnished, tmp_path, monkeypatch):
-    """Somebody in a copy of that directory."""
-    shutil.copytree(furnished / "place", tmp_path / "place", symlinks=True)
-    (tmp_path / "cache").symlink_to(furnished / "cache")
-    settle(tmp_path / "place", monkeypatch)
-    with Neighbours() as neighbours:
-        yield Reader(tmp_path / "place", Names(tmp_path / "place", neighbours))
+def reader(home, tmp_path, monkeypatch):
+    place = shutil.copytree(home / "place", tmp_path / "place", symlinks=True)
+    (tmp_path / "cache").symlink_to(home / "cache")
+    enter(place, monkeypatch)
+    with BackgroundServers() as servers:
+        yield Reader(place, Names(place, servers))
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
@@ -94,10 +92,9 @@ def test_page(page, reader, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_block_is_overlooked(page):
+def test_every_fenced_block_is_found(page):
     fences = re.findall(r"^ *(?:```|~~~)", page.read_text(), re.M)
-    kinds = Counter(block.is_fenced for block in BLOCKS[page])
-    assert len(fences) == 2 * kinds[True]
+    assert len(fences) == 2 * sum(block.kind == "fenced" for block in BLOCKS[page])
 
 
 @pytest.mark.parametrize(
@@ -105,7 +102,7 @@ def test_no_block_is_overlooked(page):
     [
         ("shell", "areal-gym lisst"),
         ("shell", "areal-gym train --env tir trainer.lrr=1 --dry-run"),
-        ("shell", "nobody-has-this-program"),
+        ("shell", "no-such-program"),
         ("shell", "make tea"),
         ("shell", "pip install 'areal-gym[tea]'"),
         ("shell", "areal-gym play textarena:Hanoi-v0 --tea"),
@@ -117,43 +114,35 @@ def test_no_block_is_overlooked(page):
         ("", "tea"),
     ],
 )
-def test_a_wrong_block_is_noticed(language, text, reader):
+def test_wrong_block_is_detected(language, text, reader):
     reader.type("areal-gym list envs")
     with pytest.raises((AssertionError, click.UsageError, GymError)):
         reader.follow(Block(ROOT / "README.md", 1, language, text))
 
 
-def test_no_row_of_the_tables_is_left_over():
-    texts = [block for blocks in BLOCKS.values() for block in blocks]
-    commands = {
-        re.sub(r"\s+# .*", "", command)
-        for block in texts
-        if block.language == "shell"
-        for command in block.commands
-    }
-    used, meant = set(), {"areal-gym train -c recipe.yaml"}
-    for rows, written in (
-        (MEANT, commands),
-        (MEANT_IN_PYTHON, {block.text for block in texts if block.language == "python"}),
-    ):
-        for text in written:
+def test_every_table_row_is_used():
+    blocks = [block for page in BLOCKS.values() for block in page]
+    commands = {command for b in blocks if b.language == "shell" for command in b.commands}
+    python = {block.text for block in blocks if block.language == "python"}
+    used, typed = set(), {"areal-gym train -c recipe.yaml"}
+    for rows, texts in ((tables.SUBSTITUTIONS, commands), (tables.PYTHON_SUBSTITUTIONS, python)):
+        for text in texts:
             for row in rows:
                 if re.search(row[0], text):
                     used.add(row)
                     text = re.sub(*row, text)
-            meant.add(text)
-    everything = {*commands, *meant, *(block.text.lstrip() for block in texts)}
-    for row in (*stand_ins.SCALED, *stand_ins.EXITS, *stand_ins.NOT_RUN, *SERVERS):
-        if any(re.search(row[0], text) for text in everything):
-            used.add(row)
-    tables = MEANT, MEANT_IN_PYTHON, stand_ins.SCALED, stand_ins.EXITS, stand_ins.NOT_RUN, SERVERS
-    assert [row[0] for table in tables for row in table if row not in used] == []
-    named = re.findall(r"tests/[\w/]+(?:\.py)?", str(stand_ins.NOT_RUN))
-    assert [test for test in named if not (ROOT / test).exists()] == []
+            typed.add(text)
+    texts = {*commands, *typed, *(block.text.lstrip() for block in blocks)}
+    others = (*tables.EXTRA_ARGUMENTS, *tables.EXIT_CODES, *tables.NOT_RUN, *SERVERS)
+    used.update(row for row in others if any(re.search(row[0], text) for text in texts))
+    rows = (*tables.SUBSTITUTIONS, *tables.PYTHON_SUBSTITUTIONS, *others)
+    assert [row[0] for row in rows if row not in used] == []
+    files = re.findall(r"tests/[\w/]+(?:\.py)?", str(tables.NOT_RUN))
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def test_notebook(tiny_policy, tmp_path, monkeypatch):
-    """Cell by cell in a running loop, as in a kernel; what ends a cell can be shown."""
+    """The notebook's cells run in a running loop, and the last value of each has HTML."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL", str(tiny_policy))
     monkeypatch.setenv("STEPS", "1")
@@ -172,25 +161,3 @@ def test_notebook(tiny_policy, tmp_path, monkeypatch):
                 assert shown._repr_html_().startswith('<div class="areal-gym">')
 
     asyncio.run(kernel())
-
-
-def overview():
-    """What there is, and what of it is not run: PYTHONPATH=.:tests python THIS_FILE"""
-    found = [
-        (block.language or "drawing", text.strip())
-        for blocks in BLOCKS.values()
-        for block in blocks
-        for text in (block.commands if block.language == "shell" else [block.text])
-    ]
-    print(*Counter(language for language, _ in found).items(), sep="\n")
-    reasons = {}
-    for _, text in found:
-        if reason := reason_not_to_run(text):
-            reasons.setdefault(reason, {})[text.splitlines()[0]] = None
-    print(f"\n{sum(map(len, reasons.values()))} different ones are not run:")
-    for reason, texts in reasons.items():
-        print(f"- {reason}", *texts, sep="\n    ")
-
-
-if __name__ == "__main__":
-    overview()

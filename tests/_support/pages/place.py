@@ -1,6 +1,4 @@
-"""Where somebody sits that follows a page: a directory, what is in it, and who can be reached."""
-
-from __future__ import annotations
+"""The reader's directory: its files, its runs, and the servers that can be reached from it."""
 
 import asyncio
 import importlib
@@ -8,53 +6,48 @@ import json
 import re
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
-from tests._support.pages.documented import ROOT
-from tests._support.pages.stand_ins import MEANT
+import areal_gym
+from areal_gym.envs.server.env_sessions import Sessions
+from areal_gym.envs.server.http_server import EnvServer
+from areal_gym.envs.tau2.benchmark_data import manifest
+from tests._support.pages.tables import SUBSTITUTIONS
+from tests._support.paths import ROOT, SHARED
 from tests._support.web_app import served
 
-Rows = Sequence[tuple[str, str]]
-SHARED = ROOT.parent / "shared"
 TAU2 = SHARED / "data" / "tau2"
 
 
-class Neighbours:
-    """Servers on a thread beside; all end with the block."""
+class BackgroundServers:
+    """Async context managers on the loop of another thread; all are closed at the end."""
 
-    def __init__(self) -> None:
+    def __enter__(self):
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()
         self._thread = threading.Thread(target=self._loop.run_forever)
-
-    def __enter__(self) -> Neighbours:
         self._thread.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *exc_info):
         self._wait(self._stack.aclose())
         self._wait(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def start(self, server: Any) -> Any:
-        """What the context manager gives."""
+    def start(self, server):
         return self._wait(self._stack.enter_async_context(server))
 
-    def _wait(self, coroutine: Any) -> Any:
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result(60)
+    def _wait(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
 
 @asynccontextmanager
-async def sglang(policy: Path) -> AsyncIterator[str]:
+async def sglang(policy):
     """The stand-in for SGLang, with a policy."""
     from areal_gym.engines.embedded import EmbeddedEngine
     from areal_gym.engines.sglang import FakeSGLangServer
@@ -65,55 +58,40 @@ async def sglang(policy: Path) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def env() -> AsyncIterator[str]:
-    """What `areal-gym serve-env math` serves."""
-    import areal_gym
-    from areal_gym.envs.server.env_sessions import Sessions
-    from areal_gym.envs.server.http_server import EnvServer
-
+async def math_env():
+    """The server that `areal-gym serve-env math` starts."""
     sessions = Sessions(lambda: areal_gym.make("math"))
     async with sessions, EnvServer(sessions, "math") as server:
         yield server.url
 
 
-@asynccontextmanager
-async def files(directory: Path, prefix: str) -> AsyncIterator[str]:
-    """A server of a directory's files, or of nothing where it is not."""
+def files(directory, prefix):
+    """A server of a directory's files, or of nothing where the directory is missing."""
     app = web.Application()
     if directory.is_dir():
         app.router.add_static(prefix, directory)
-    async with served(app) as url:
-        yield url
+    return served(app)
 
 
-@asynccontextmanager
-async def website(path: str, answer: Any) -> AsyncIterator[str]:
-    """A server that answers each JSON that is posted to one path."""
+def website(path, answer):
+    """A server that answers each JSON value that is posted to one path."""
 
-    async def handle(request: web.Request) -> web.Response:
+    async def handle(request):
         return web.json_response(answer(await request.json()))
 
     app = web.Application()
     app.router.add_post(path, handle)
-    async with served(app) as url:
-        yield url
+    return served(app)
 
 
-def _published_at() -> str:
-    """Where a server has the benchmark's data."""
-    from areal_gym.envs.tau2.benchmark_data import manifest
-
-    return "/{repository}/{commit}/data".format(**manifest())
-
-
-def chat(body: dict[str, Any]) -> dict[str, Any]:
-    """A model that knows nothing, behind OpenAI's API."""
+def chat(body):
+    """Answer as a model that knows nothing, in OpenAI's format."""
     message = {"role": "assistant", "content": f"{body['model']} has no idea"}
     return {"choices": [{"message": message}]}
 
 
-def retrieve(body: dict[str, Any]) -> dict[str, Any]:
-    """A retriever, as Search-R1 asks it."""
+def retrieve(body):
+    """Answer as a retriever, in Search-R1's format."""
     document = {"id": "1", "contents": '"Ada"\nAda lives in Ghent.'}
     return {"result": [[{"document": document, "score": 1.0}] for _ in body["queries"]]}
 
@@ -153,8 +131,8 @@ HARMLESS = {
 }
 
 
-def write_files(directory: Path) -> None:
-    """Files that the docs name as the reader's."""
+def write_files(directory):
+    """Write the files that the docs name as the reader's."""
     from datasets import Dataset
 
     for name, rows in {
@@ -180,28 +158,21 @@ def write_files(directory: Path) -> None:
         "def score(answer, gold):\n    return float(answer == gold)\n"
     )
     (directory / "fixtures").mkdir()
-    few = "probes-airline.jsonl.gz"
-    (directory / "fixtures" / few).symlink_to(SHARED / "golden" / "tau2" / few)
-    (directory / "examples").symlink_to(ROOT / "examples")
-    (directory / "benchmarks").symlink_to(ROOT / "benchmarks")
-    (directory / "tests").symlink_to(ROOT / "tests")
+    fixture = "probes-airline.jsonl.gz"
+    (directory / "fixtures" / fixture).symlink_to(SHARED / "golden" / "tau2" / fixture)
+    for name in ("examples", "benchmarks", "tests"):
+        (directory / name).symlink_to(ROOT / name)
 
 
-def install(facts: dict[str, Any], at: Path) -> None:
-    """What an editable install leaves in a directory of the path: the package's entry points.
-
-    Args:
-        facts: of its pyproject.toml, or as much of it as the docs show.
-        at: the directory.
-    """
-    name = facts.get("project", {}).get("name", "what-the-page-shows")
-    info = at / f"{name.replace('-', '_')}-1.0.dist-info"
+def install(facts, directory):
+    """Leave what an editable install of a pyproject.toml leaves in a directory: entry points."""
+    name = facts.get("project", {}).get("name", "package-of-the-page")
+    info = directory / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    groups = facts["project"]["entry-points"]
     lines = [
         f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items())
-        for group, entries in groups.items()
+        for group, entries in facts["project"]["entry-points"].items()
     ]
     (info / "entry_points.txt").write_text("\n".join(lines))
     importlib.invalidate_caches()
@@ -210,10 +181,10 @@ def install(facts: dict[str, Any], at: Path) -> None:
 # ---- names --------------------------------------------------------------------------------------
 
 
-class Names(dict[str, str]):
-    """What the names in braces of `stand_ins.MEANT` are; servers start when they are named."""
+class Names(dict):
+    """Values of the names in braces in `tables`; servers start when they are named."""
 
-    def __init__(self, directory: Path, neighbours: Neighbours) -> None:
+    def __init__(self, directory, servers):
         super().__init__(
             run="runs/ended",
             refused="runs/refused",
@@ -223,25 +194,25 @@ class Names(dict[str, str]):
             tau2=str(TAU2),
             fake=f"{sys.executable} -m areal_gym.engines.sglang.fake",
         )
-        self._neighbours = neighbours
+        self._servers = servers
 
-    def __missing__(self, name: str) -> str:
+    def __missing__(self, name):
         starts = {
             "sglang": lambda: sglang(Path(self["policy"])),
-            "env": env,
+            "env": math_env,
             "chat": lambda: website("/v1/chat/completions", chat),
-            "published": lambda: files(TAU2, _published_at()),
+            "published": lambda: files(TAU2, "/{repository}/{commit}/data".format(**manifest())),
             "retriever": lambda: website("/retrieve", retrieve),
         }
-        return self._neighbours.start(starts[name]())
+        return self._servers.start(starts[name]())
 
-    def meant_by(self, text: str, rows: Rows = MEANT) -> str:
-        """What somebody types who knows what is meant."""
-        for written, typed in rows:
-            if re.search(written, text):
-                text = re.sub(written, self.named(typed), text)
+    def substitute(self, text, rows=SUBSTITUTIONS):
+        """Replace placeholders by what is typed."""
+        for pattern, replacement in rows:
+            if re.search(pattern, text):
+                text = re.sub(pattern, self.fill(replacement), text)
         return text
 
-    def named(self, text: str) -> str:
-        """With what the names in braces are."""
+    def fill(self, text):
+        """Replace the names in braces."""
         return re.sub(r"\{(\w+)\}", lambda name: self[name[1]], text)

@@ -1,4 +1,4 @@
-"""Somebody who does what a page says, block by block, and looks whether it goes as it is shown."""
+"""Does what a page says, block by block, and compares the results with those shown."""
 
 import ast
 import asyncio
@@ -19,43 +19,44 @@ from areal_gym.cli.output import Options
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.batch.dialogue_files import read_file
-from tests._support.pages.documented import ROOT
-from tests._support.pages.place import TAU2, install
-from tests._support.pages.stand_ins import (
-    EXITS,
-    MEANT_IN_PYTHON,
-    NOT_RUN,
-    ONCE,
-    SCALED,
-    WITHOUT_SHARED,
+from tests._support.pages import tables
+from tests._support.pages.commands import (
+    SERVERS,
+    Outcome,
+    call,
+    is_alike,
+    serve,
+    shell,
+    talk_to_mcp,
 )
-from tests._support.pages.typed import SERVERS, Said, call, is_alike, shell, talk_to_mcp
+from tests._support.pages.place import TAU2, install
+from tests._support.paths import ROOT
 
-ONES_OWN = {"answer": "4", "gold": "4", "my_loss": ppo_clip, "my_estimator": grpo}
-"""What Python in the docs takes for given."""
+GIVEN_NAMES = {"answer": "4", "gold": "4", "my_loss": ppo_clip, "my_estimator": grpo}
+"""Names that Python in the docs uses without defining them."""
 
 TOP_LEVEL_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 typed_once = set()
 
 
 class Reader:
-    """Does what a page says, block by block."""
+    """A reader who follows one page in one directory."""
 
     def __init__(self, directory, names):
         self.directory = directory
         self.names = names
-        self.namespace = {"__name__": "__main__", **ONES_OWN}
-        self.said = None
+        self.namespace = {"__name__": "__main__", **GIVEN_NAMES}
+        self.outcome = None
         self.done = set()
 
     def write_files(self, blocks):
-        """Python that begins with the name of a file is that file, before anything is typed."""
+        """Write Python blocks that begin with a file's name to that file."""
         for block in blocks:
-            if named := re.match(r"# (\w+)/(\w+\.py)\n", block.text):
-                package = self.directory / named[1]
+            if header := re.match(r"# (\w+)/(\w+\.py)\n", block.text):
+                package = self.directory / header[1]
                 package.mkdir(exist_ok=True)
                 (package / "__init__.py").touch()
-                with (package / named[2]).open("a") as file:
+                with (package / header[2]).open("a") as file:
                     file.write(block.text)
         importlib.invalidate_caches()
 
@@ -68,95 +69,93 @@ class Reader:
             case "python":
                 self.execute(block)
             case "agent":
-                within_an_episode(block.text.strip())
+                run_in_an_agent(block.text.strip())
             case "toml":
                 install(tomllib.loads(block.text), self.directory)
             case "yaml":
                 (self.directory / "recipe.yaml").write_text(block.text)
                 self.type("areal-gym train -c recipe.yaml")
-            case "json" if block.is_named:
-                self.compare_json(block.text)
+            case "json" if block.kind == "inline":
+                printed = json.loads(self.outcome.out.splitlines()[0])
+                assert printed.keys() == json.loads(block.text).keys()
             case "json":
-                self.learn_from(block.text.split("\n"))
+                self.read_examples(block.text.split("\n"))
             case "text" if block.lead == "*Theirs:*":
                 ast.parse(block.text)
-            case "text":
+            case "text" if not reason_not_to_run(block.text):
                 self.compare(block.text)
             case "tree":
                 self.compare_tree(block.text)
             case _:
-                assert reason_not_to_run(block.text), f"nobody knows what to do with {block}"
+                assert reason_not_to_run(block.text), f"no rule for {block}"
 
     # ---- commands -------------------------------------------------------------------------------
 
     def type(self, command, following=None):
-        command = re.sub(r"\s+# .*", "", command)
         if command in self.done:
             return
         self.done.add(command)
-        meant = self.names.meant_by(command)
+        typed = self.names.substitute(command)
         if reason_not_to_run(command):
-            return read(meant)
-        if re.match(ONCE, meant) and meant in typed_once:
+            return parse(typed)
+        if re.match(tables.ONCE, typed) and typed in typed_once:
             return
-        typed_once.add(meant)
-        words = shlex.split(meant, comments=True)
-        for pattern, besides in SCALED:
-            if re.search(pattern, meant):
-                words += [self.names.named(word) for word in besides]
-        typed = "/quit\n"
+        typed_once.add(typed)
+        words = shlex.split(typed, comments=True)
+        for pattern, arguments in tables.EXTRA_ARGUMENTS:
+            if re.search(pattern, typed):
+                words += [self.names.fill(word) for word in arguments]
+        stdin = "/quit\n"
         if following is not None and following.language == "text":
-            typed = "".join(re.findall(r"^> (.*\n)", following.text, re.M)) or typed
-        codes = next((codes for pattern, codes in EXITS if re.search(pattern, meant)), (0,))
-        self.said = self.run(words, meant, typed)
-        assert self.said.code in codes, f"{command}\n{shlex.join(words)}\n{self.said}"
+            stdin = "".join(re.findall(r"^> (.*\n)", following.text, re.M)) or stdin
+        allowed = (codes for pattern, codes in tables.EXIT_CODES if re.search(pattern, typed))
+        self.outcome = self.run(words, typed, stdin)
+        message = f"{command}\n{shlex.join(words)}\n{self.outcome}"
+        assert self.outcome.code in next(allowed, (0,)), message
 
-    def run(self, words, meant, typed):
-        for pattern, start, ask, answer in SERVERS:
-            if re.search(pattern, meant) and "--help" not in words:
-                said, answered = start(words, ask)
-                assert answer in answered
-                return said
+    def run(self, words, typed, stdin):
+        for pattern, ask, expected in SERVERS:
+            if re.search(pattern, typed) and "--help" not in words:
+                outcome, answer = serve(words, ask)
+                assert expected in answer
+                return outcome
         match words:
             case ["areal-gym", *_] if "stdio" in words:
-                return talk_to_mcp(meant)
+                return talk_to_mcp(typed)
             case ["areal-gym", *_] if "|" not in words:
-                return call(words, typed)
+                return call(words, stdin)
             case [*_, ">", page] if page.startswith("docs/"):
-                said = shell(meant.rpartition(">")[0])
-                assert said.out == (ROOT / page).read_text()
-                return said
-            case ["cd", place]:
-                os.chdir(place)
-                return Said(0, "")
-            case ["pip", "install", "-e", place, *_]:
-                self.install(Path(place).resolve())
-                return Said(0, "")
-        return shell(meant)
+                outcome = shell(typed.rpartition(">")[0])
+                assert outcome.out == (ROOT / page).read_text()
+                return outcome
+            case ["cd", directory]:
+                os.chdir(directory)
+                return Outcome(0, "")
+            case ["pip", "install", "-e", project, *_]:
+                self.install(Path(project).resolve())
+                return Outcome(0, "")
+        return shell(typed)
 
     def install(self, project):
-        """A package of one's own, so that it is found where it is."""
+        """Make a package of the page importable where it lies."""
         facts = tomllib.loads((project / "pyproject.toml").read_text())
         install(facts, self.directory)
         package = facts["project"]["name"].replace("-", "_")
         (self.directory / package).symlink_to(project / package)
 
-    # ---- what is shown --------------------------------------------------------------------------
+    # ---- output ---------------------------------------------------------------------------------
 
     def compare(self, shown):
-        """Each line of it was said, in this order."""
-        said = iter((self.said.out + self.said.err).splitlines())
+        """Each shown line was printed, in this order."""
+        printed = iter((self.outcome.out + self.outcome.err).splitlines())
         is_dialogue = "\n> " in shown
         for line in shown.splitlines():
             if not line.startswith("> "):
-                alike = line.__eq__ if is_dialogue else functools.partial(is_alike, line)
-                assert any(map(alike, said)), f"not said: {line}\n{self.said}"
-
-    def compare_json(self, shown):
-        assert json.loads(self.said.out.splitlines()[0]).keys() == json.loads(shown).keys()
+                matches = line.__eq__ if is_dialogue else functools.partial(is_alike, line)
+                assert any(map(matches, printed)), f"not printed: {line}\n{self.outcome}"
 
     def compare_tree(self, shown):
-        """What the drawing of a directory names is in the run's."""
+        """Each file of the drawing is in the run's checkpoint."""
         (checkpoint,) = self.directory.glob("runs/ended/checkpoints/step-*")
         for name in re.findall(r"config\.json|model\.\w+|tokenizer|trainer/|trainer\.json", shown):
             assert list(checkpoint.glob(f"{name.rstrip('/')}*")), name
@@ -164,7 +163,7 @@ class Reader:
 
     # ---- data and Python ------------------------------------------------------------------------
 
-    def learn_from(self, lines):
+    def read_examples(self, lines):
         for line in filter(str.strip, lines):
             file = self.directory / "rows.jsonl"
             file.write_text(line.strip() + "\n")
@@ -172,18 +171,18 @@ class Reader:
             assert row.messages
 
     def execute(self, block):
-        """One namespace for a page; tests that it defines are run."""
-        code = self.names.meant_by(block.text, MEANT_IN_PYTHON)
+        """Run Python in the page's namespace, then the tests that it defines."""
+        code = self.names.substitute(block.text, tables.PYTHON_SUBSTITUTIONS)
         compiled = compile(code, str(block), "exec", flags=TOP_LEVEL_AWAIT)
-        awaited = eval(compiled, self.namespace)
-        if awaited is not None:
-            asyncio.run(awaited)
+        awaitable = eval(compiled, self.namespace)
+        if awaitable is not None:
+            asyncio.run(awaitable)
         for name in [name for name in self.namespace if name.startswith("test_")]:
             self.namespace.pop(name)()
 
 
-def within_an_episode(code):
-    """Run a line of an agent that has asked once, and asks again."""
+def run_in_an_agent(code):
+    """Run a line of an agent that has asked the policy once, and asks again."""
     from areal_gym.engines.scripted import ScriptedEngine, byte_renderer
     from areal_gym.rollout.episode import play_episode
 
@@ -196,25 +195,25 @@ def within_an_episode(code):
 
     env, engine = areal_gym.make("math"), ScriptedEngine(["one", "two"])
     ids = {"trajectory_id": "t", "group_id": "g", "seed": 0}
-    played = asyncio.run(play_episode(env, Agent(), engine, byte_renderer(), **ids))
-    assert len(played.turns) == 2
+    trajectory = asyncio.run(play_episode(env, Agent(), engine, byte_renderer(), **ids))
+    assert len(trajectory.turns) == 2
 
 
-# ---- what is not run ----------------------------------------------------------------------------
+# ---- commands that are not run ------------------------------------------------------------------
 
 
 def reason_not_to_run(text):
-    reasons = NOT_RUN if TAU2.is_dir() else (*NOT_RUN, WITHOUT_SHARED)
-    return next((reason for pattern, reason in reasons if re.search(pattern, text.lstrip())), None)
+    rows = tables.NOT_RUN if TAU2.is_dir() else (*tables.NOT_RUN, tables.WITHOUT_SHARED)
+    return next((reason for pattern, reason in rows if re.search(pattern, text.lstrip())), None)
 
 
-def read(meant):
-    """What cannot be run here can be read: names, options, settings, targets, extras."""
-    words = shlex.split(meant, comments=True)
+def parse(typed):
+    """Check the names, options, settings, targets and extras of a command."""
+    words = shlex.split(typed, comments=True)
     match words:
-        case ["areal-gym", "train", *_]:
-            said = call([*words, "--dry-run"])
-            assert said.code == 0, said.err
+        case ["areal-gym", *_] if "train" in words or "--help" in words:
+            outcome = call(words if "--help" in words else [*words, "--dry-run"])
+            assert outcome.code == 0, outcome.err
         case ["areal-gym", name, *rest]:
             context = app.make_context("areal-gym", [], resilient_parsing=True, obj=Options())
             command = app.get_command(context, name)
@@ -222,14 +221,14 @@ def read(meant):
                 command, rest = command.commands[rest[0]], rest[1:]
             command.make_context(name, list(rest))
         case ["make", *targets]:
-            done = shell(f"make --dry-run -C {ROOT} {' '.join(targets)}")
-            assert done.code == 0, done.err
-        case ["pip", "install", *wanted]:
+            outcome = shell(f"make --dry-run -C {ROOT} {' '.join(targets)}")
+            assert outcome.code == 0, outcome.err
+        case ["pip", "install", *requirements]:
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-            named = re.findall(r"(?:areal-gym|\.)\[([\w,-]+)\]", " ".join(wanted))
-            assert {*",".join(named).split(",")} <= {*project["optional-dependencies"], ""}
+            extras = re.findall(r"(?:areal-gym|\.)\[([\w,-]+)\]", " ".join(requirements))
+            assert {*",".join(extras).split(",")} <= {*project["optional-dependencies"], ""}
         case ["python", "-m", module, *_]:
             assert shell(f"python -m {module} --help").code == 0
         case ["python", script, *options]:
-            written = (ROOT / script).read_text()
-            assert all(option in written for option in options if option.startswith("--"))
+            source = (ROOT / script).read_text()
+            assert all(option in source for option in options if option.startswith("--"))

@@ -1,13 +1,11 @@
-"""What the tests put in the place of what the docs say, what they do not run, and why.
+"""What tests type in place of the docs' placeholders, what they do not run, and why.
 
 Patterns are regular expressions; names in braces are those of `place.Names`.
-`test_code_blocks.py` sees to it that no row is left over.
+`test_code_blocks.py` finds rows that nothing uses.
 """
 
-from __future__ import annotations
-
-MEANT = (
-    # Said shorter than it is typed.
+SUBSTITUTIONS = (
+    # Abbreviations.
     (r"^areal-gym ((?:data )?[\w-]+) \[OPTIONS\].*", r"areal-gym \1 --help"),
     (r"^areal-gym (train|eval|serve|serve-env|check|replay)$", r"areal-gym \1 --help"),
     (r"^areal-gym serve-env --mcp$", "areal-gym serve-env --help"),
@@ -23,7 +21,7 @@ MEANT = (
     (r" \.\.\. env", " --engine sglang --engine.url {sglang} engine.model={policy} env"),
     (r"sandbox.suite \[FILE\]", "sandbox.suite {snippets}"),
     (r" \[--[^]]*\]", ""),
-    # Names for something of one's own.
+    # Placeholders.
     (r"\bnew KIND NAME", "new loss mine"),
     (r"\bnew (\w+) NAME", r"new \1 mine"),
     (r"\b(?:NAME|ENV|ID)\b", "math"),
@@ -35,7 +33,7 @@ MEANT = (
     (r"--fixtures DIR", "--fixtures {fixtures}"),
     (r"data_dir=DIR", "data_dir={tau2}"),
     (r"\bDIR\b", "{policy}"),
-    # Servers: those that the tests have started, and any port.
+    # Servers of the tests, on any port.
     (r"remote:http://HOST:PORT", "remote:{env}"),
     (r"--model http://HOST:PORT", "--model {chat}"),
     (r"user=http://HOST:PORT", "user={chat}"),
@@ -49,21 +47,19 @@ MEANT = (
     (r"(sglang\.fake) (--model-path)", r"\1 --port 0 \2"),
     (r"\| jq$", "| python -m json.tool"),
 )
-"""(what is written, what is typed): each in turn."""
+"""(text of the docs, text that is typed), applied in this order."""
 
-MEANT_IN_PYTHON = (
+PYTHON_SUBSTITUTIONS = (
     (r"path/to/policy", "{policy}"),
     (r"step-000\d00", "step-000001"),
 )
-"""The same for Python."""
-
 SMALL = (
     *("steps=1", "rollout.group_size=2", "rollout.batch_groups=2", "rollout.max_in_flight=4"),
     *("rollout.max_new_tokens=16", "engine.num_slots=8", "eval.num_tasks=2"),
 )
-SCALED = (
+EXTRA_ARGUMENTS = (
     (r"^areal-gym train (?!--resume)(?!.*(--dry-run|--help))", SMALL),
-    # Filters need a policy that is right now and then: to say 2.
+    # Filters need a policy that is sometimes right: it says 2.
     (
         r"^areal-gym train .*(filters=.*(zero|rate)|=dapo)",
         ("engine.model={policy}", "env.kwargs.path=twos.jsonl", "rollout.group_size=4"),
@@ -76,18 +72,18 @@ SCALED = (
     (r"^areal-gym bench", ("rollout",)),
     (r"^areal-gym check (?!.*(--fixtures|--help))", ("--tasks", "1", "--concurrent", "8")),
 )
-"""(which commands, what they are given besides): small numbers, nothing else."""
+"""(pattern of commands, arguments that make them small)"""
 
 WARM_START = {
     **{"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
     **{"ffn_size": 64, "num_tokenizer_texts": 60, "batch_size": 4, "num_probes": 2},
     **{"warmup_steps": 1, "min_hold_steps": 5, "max_hold_steps": 5, "decay_steps": 5},
 }
-"""Of `areal_gym.warm_start.starter_policy.Recipe`: a policy that has seen 10 batches of 4."""
+"""Arguments of `areal_gym.warm_start.starter_policy.Recipe`: 10 batches of 4."""
 
-FURNISHING = (
+RUNS = (
     (("--env", "tir", *SMALL, "--out", "runs/ended"), 0),
-    # A policy that says 2, or 3.
+    # A policy that says 2 or 3.
     (
         (
             *("--objective", "sft", "data.file=dialogues.jsonl", "data.batch_size=8"),
@@ -96,7 +92,7 @@ FURNISHING = (
         ),
         0,
     ),
-    # A step that is refused, for its loss is not finite.
+    # A step whose loss is not finite.
     (
         (
             *("--env", "tir", *SMALL, "steps=9", "--out", "runs/refused"),
@@ -105,28 +101,29 @@ FURNISHING = (
         3,
     ),
 )
-"""(words of `areal-gym train`, how it ends): the runs that are there before a page is followed."""
+"""(arguments of `areal-gym train`, exit code): runs that exist before a page is followed."""
 
 ONCE = r"^areal-gym check "
-"""What takes seconds, and says the same wherever it is typed."""
+"""Commands that take seconds and print the same on every page."""
 
-EXITS = (
+EXIT_CODES = (
     (r"^areal-gym doctor", (0, 1)),  # something may be missing here
     (r"--refused", (1,)),  # "refused again"
     (r"--env online", (130,)),  # ended by Ctrl-C
 )
-"""(which commands, how they may end): 0 for all others."""
+"""(pattern of commands, allowed exit codes): 0 for all others."""
 
 WITHOUT_SHARED = (
     r"tau2/(airline|retail)|--fixtures|data pull",
     "the data of tau2-bench, in ../shared",
 )
-"""What is not run where ../shared is not."""
+"""The row of NOT_RUN where ../shared is missing."""
 
 NOT_RUN = (
     (r"^make ", "installs from a registry: make --dry-run"),
     (r"^pip install (?!-e)", "asks a registry: its extras are ours"),
     (r"^source ", "makes this very environment the shell's"),
+    (r"^python -m build", "asks a registry: tests/install/test_wheel.py builds the wheel"),
     (r"^ray start", "several machines"),
     (r"^python benchmarks/", "measures for minutes"),
     (r"^python -m tests\.chaos", "takes minutes: tests/chaos/test_chaos.py runs small ones"),
@@ -141,5 +138,6 @@ NOT_RUN = (
     (r"textarena:", "TextArena is not installed: tests/envs/test_adapters.py"),
     (r"openenv:", "OpenEnv is not installed: tests/envs/test_adapters.py"),
     (r"^(?:rewards|tasks) ->|^this process +Ray|^first prompt \|", "a drawing"),
+    (r"^areal-gym train, eval, view", "a drawing"),
 )
-"""(what, why): the words of such commands are read, and `train` is a dry run."""
+"""(pattern, reason): such commands are only parsed, and `train` is a dry run."""
