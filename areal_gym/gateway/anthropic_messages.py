@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from areal_gym.gateway.completions import Completion, CompletionRequest
 from areal_gym.gateway.error_replies import ApiError
 from areal_gym.gateway.openai_chat import MaxTokens, Stops, Text, may_call
 from areal_gym.gateway.output_constraints import called_tools, unsupported
-from areal_gym.gateway.session import Completion, CompletionRequest
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message, ToolCall
 

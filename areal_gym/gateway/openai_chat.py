@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal_gym.chat import Tokenizer
+from areal_gym.gateway.completions import Completion, CompletionRequest
 from areal_gym.gateway.error_replies import ApiError
 from areal_gym.gateway.output_constraints import called_tools, constraint_of, refuse
-from areal_gym.gateway.session import Completion, CompletionRequest
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message, ToolCall
 from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper

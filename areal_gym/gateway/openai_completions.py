@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from areal_gym.chat import Tokenizer
+from areal_gym.gateway.completions import Completion, CompletionRequest
 from areal_gym.gateway.openai_chat import (
     MaxTokens,
     Seed,
@@ -20,7 +21,6 @@ from areal_gym.gateway.openai_chat import (
     usage_of,
 )
 from areal_gym.gateway.output_constraints import refuse
-from areal_gym.gateway.session import Completion, CompletionRequest
 from areal_gym.gateway.text_stream import Delta
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from areal_gym.gateway.completions import Completion, CompletionRequest
 from areal_gym.gateway.error_replies import ApiError
 from areal_gym.gateway.openai_chat import (
     MaxTokens,
@@ -20,7 +21,6 @@ from areal_gym.gateway.openai_chat import (
     text_of,
 )
 from areal_gym.gateway.output_constraints import called_tools, constraint_of, refuse, unsupported
-from areal_gym.gateway.session import Completion, CompletionRequest
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from areal_gym.gateway.completions import Completion
 from areal_gym.gateway.error_replies import as_api_error
 from areal_gym.gateway.http_messages import json_response, server_sent_event
-from areal_gym.gateway.session import Completion
 from areal_gym.gateway.text_stream import Delta, deltas_of
 
 

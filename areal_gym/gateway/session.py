@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from areal_gym.engines.base import Generation, SamplingParams
+from areal_gym.engines.base import SamplingParams
 from areal_gym.errors import AgentError, EngineError
+from areal_gym.gateway.completions import Completion, CompletionRequest
 from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.output_constraints import OutputConstraint
 from areal_gym.gateway.text_stream import Delta, TextStream
 from areal_gym.recording import ContextFullError, Conversations, Recorder, TurnDraft, derive_seed
 from areal_gym.types import Message, StopReason
@@ -23,45 +23,6 @@ _MASK = 2**64 - 1
 
 OnText = Callable[[int, list[Delta]], None]
 """Called with new text of a choice, and the choice's index."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompletionRequest:
-    """One call, whichever API it came through."""
-
-    messages: Sequence[Message] = ()
-    prompt: str | None = None
-    """In place of messages: a text to continue, without any chat template."""
-    tools: Sequence[dict[str, Any]] = ()
-    has_calls: bool = True
-    """Whether tool calls in the text are parsed; only where there are tools."""
-    n: int = 1
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stops: Sequence[str] = ()
-    constraint: OutputConstraint | None = None
-    """How the completion must look."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """One choice."""
-
-    message: Message
-    generation: Generation
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    """Tokens of the prompt that were sent or sampled before."""
-    stop: str | None = None
-    """The stop string that ended it."""
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a limit of tokens cut it."""
-        return self.generation.finish_reason == "length"
 
 
 class EpisodeHandle(Protocol):
@@ -318,18 +279,17 @@ class Session:
             limit = min(limit, request.max_new_tokens)
         if self.options.is_training:
             return replace(own, max_new_tokens=limit)
-        engine, renderer, constraint = (
-            self.recorder.engine,
-            self.recorder.renderer,
-            request.constraint,
-        )
+        grammar = None
+        if request.constraint is not None:
+            engine, renderer = self.recorder.engine, self.recorder.renderer
+            grammar = request.constraint.grammar(engine, renderer, dialect)
         return replace(
             own,
             max_new_tokens=limit,
             temperature=own.temperature if request.temperature is None else request.temperature,
             top_p=own.top_p if request.top_p is None else request.top_p,
             top_k=own.top_k if request.top_k is None else request.top_k,
-            grammar=None if constraint is None else constraint.grammar(engine, renderer, dialect),
+            grammar=grammar,
         )
 
     def history(self, reply_id: str | None) -> list[Message]:

@@ -11,16 +11,11 @@ from aiohttp import web
 
 from areal_gym.chat import Renderer
 from areal_gym.engines.base import Engine, SamplingParams
+from areal_gym.gateway.completions import Completion, CompletionRequest
 from areal_gym.gateway.error_replies import ApiError
 from areal_gym.gateway.http_messages import key_of
 from areal_gym.gateway.reply_formats import ReplyFormat, TextQueue, send_stream, send_whole
-from areal_gym.gateway.session import (
-    Completion,
-    CompletionRequest,
-    EpisodeHandle,
-    Session,
-    SessionOptions,
-)
+from areal_gym.gateway.session import EpisodeHandle, Session, SessionOptions
 from areal_gym.gateway.session_queue import SessionQueue
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.recording import InFlight, Recorder

@@ -10,10 +10,9 @@ and sampled. Where history is rewritten, by the agent or by the chat template, a
 with a prompt of its own (see `areal_gym.chat.Dialogue`); the old one is kept and trained on.
 
 Limits. A turn that `max_new_tokens` cuts is still handed to the environment, which grades what
-was written as it grades anything; but the episode ends there, with `MAX_TOKENS`: the policy has
-not ended its turn, and an end written in its name would put it where it never chose to go. When
-the context has no room for another turn, the episode ends with `MAX_TOKENS` too. Both are
-truncations: kept and trained on. A failure is recorded at the boundary where it happened.
+was written as it grades anything; but the episode ends there, with `MAX_TOKENS`: the policy did not
+end its turn itself. When the context has no room for another turn, the episode ends with
+`MAX_TOKENS` too. Both are truncations: kept and trained on. A failure is recorded at the boundary where it happened.
 """
 
 from __future__ import annotations
@@ -158,11 +157,11 @@ def _is_failure(error: BaseException) -> bool:
 def _timeout_error(timeout_s: float | None, engine: Engine, num_outages: int) -> EpisodeError:
     """Return the failure of an episode whose time is up: its own, or an outage of the engine."""
     message = f"the episode took more than {timeout_s:g} s"
-    if not isinstance(engine, InterruptedEngine):
-        return EpisodeTimeoutError(message)
-    if engine.outage_s == 0 and engine.num_outages == num_outages:
-        return EpisodeTimeoutError(message)
-    return EngineUnreachableError(f"{message}, and no server was there for part of it")
+    if isinstance(engine, InterruptedEngine) and (
+        engine.outage_s > 0 or engine.num_outages != num_outages
+    ):
+        return EngineUnreachableError(f"{message}, and no server was there for part of it")
+    return EpisodeTimeoutError(message)
 
 
 class _EpisodeOver(Exception):
