@@ -9,10 +9,10 @@ always given the whole of it, so a training row made of the spans is exactly wha
 and sampled. Where history is rewritten, by the agent or by the chat template, a new branch begins
 with a prompt of its own (see `areal_gym.chat.Dialogue`); the old one is kept and trained on.
 
-Limits. A turn that `max_new_tokens` cuts is still handed to the environment, which grades what
-was written as it grades anything; but the episode ends there, with `MAX_TOKENS`: the policy did not
-end its turn itself. When the context has no room for another turn, the episode ends with
-`MAX_TOKENS` too. Both are truncations: kept and trained on. A failure is recorded at the boundary where it happened.
+Limits. A turn that `max_new_tokens` cuts is still handed to the environment, which grades what was
+written; but the episode ends there, with `MAX_TOKENS`: the policy did not end its turn itself. The
+episode also ends with `MAX_TOKENS` when the context has no room for another turn. Both truncations
+are kept and trained on. A failure is recorded at the boundary where it happened.
 """
 
 from __future__ import annotations
