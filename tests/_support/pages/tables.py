@@ -24,6 +24,7 @@ SUBSTITUTIONS = (
     # Placeholders.
     (r"\bnew KIND NAME", "new loss mine"),
     (r"\bnew (\w+) NAME", r"new \1 mine"),
+    (r"^areal-gym COMMAND", "areal-gym list"),
     (r"\b(?:NAME|ENV|ID)\b", "math"),
     (r"loss=my_loss", "loss=ppo_clip"),
     (r"\bAGENT\b", "chat"),
