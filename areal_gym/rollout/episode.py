@@ -85,9 +85,8 @@ async def play_episode(
     Raises:
         UsageError: the request itself is wrong (no such split, roles that the template refuses).
     """
-    recorder = Recorder(
-        engine, renderer, params or SamplingParams(), seed=seed, in_flight=in_flight
-    )
+    params = params or SamplingParams()
+    recorder = Recorder(engine, renderer, params, seed=seed, in_flight=in_flight)
     episode = _RecordedEpisode(env, recorder, group_id)
     recorder.in_flight.episodes += 1
     try:
