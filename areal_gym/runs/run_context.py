@@ -132,7 +132,12 @@ class RunContext:
         return self.prepared.directory
 
     def remaining_steps(self) -> range:
-        """Return the numbers of the steps to take."""
+        """Return the numbers of the steps to take.
+
+        Raises:
+            StopTraining: a callback has ended the run before its first step.
+        """
+        self.prepared.callbacks.raise_if_stopped()
         return range(self.step + 1, self.config.steps + 1)
 
     @asynccontextmanager
@@ -147,7 +152,6 @@ class RunContext:
         self._batches = self.make_batches()
         self._saver = self._make_saver()
         try:
-            self.prepared.callbacks.raise_if_stopped()
             async with self._batches:
                 yield
             self._saver.save_now(self.step)
