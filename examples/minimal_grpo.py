@@ -64,7 +64,7 @@ def generate(
     logprobs: list[list[float]] = [[] for _ in rows]
     for _ in range(NUM_DIGITS):
         batch = pack([Row(token_ids=row) for row in rows])
-        hidden = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
+        hidden = decoder(batch)
         last = torch.tensor([index[-1] for index in batch.row_index])
         scores = (hidden[last] @ decoder.lm_head_weight.T).log_softmax(-1)
         if temperature == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from areal_gym.models.policy_model import ModelShape, Shape
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 
 _PEAKS = {
@@ -31,7 +32,7 @@ _PEAKS = {
 
 
 def forward_flops(
-    config: DecoderConfig, *, num_tokens: float, num_pairs: float, num_logits: float
+    config: Shape, *, num_tokens: float, num_pairs: float, num_logits: float
 ) -> float:
     """Return the operations of a forward pass.
 
@@ -43,6 +44,16 @@ def forward_flops(
         num_logits: tokens whose next token is predicted. The last layer is for them, but for its
             queries, keys and values.
     """
+    if isinstance(config, ModelShape):
+        num_embedding = config.vocab_size * config.hidden_size
+        # Embeddings multiply nothing, and the output projection is for predicted tokens only.
+        in_layers = max(0, config.num_active_parameters - 2 * num_embedding)
+        return (
+            2.0 * in_layers * num_tokens
+            + 4.0 * config.attention_width * num_pairs
+            + 2.0 * num_embedding * num_logits
+        )
+    assert isinstance(config, DecoderConfig)
     hidden, head = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     into_attention = hidden * (queries + 2 * keys)
@@ -54,7 +65,7 @@ def forward_flops(
 
 
 def training_flops(
-    config: DecoderConfig, *, num_tokens: float, num_pairs: float, num_logits: float
+    config: Shape, *, num_tokens: float, num_pairs: float, num_logits: float
 ) -> float:
     """Return the operations of a forward and a backward pass, which doubles each product."""
     return 3.0 * forward_flops(

@@ -20,7 +20,7 @@ from areal_gym.types import Group
 if TYPE_CHECKING:  # whoever only runs a trainer need not import torch
     from torch import Tensor
 
-    from areal_gym.models.tiny.decoder import Decoder
+    from areal_gym.models.policy_model import PolicyModel
     from areal_gym.trainer.batch.examples import Example, TokenRow
     from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 
@@ -43,7 +43,7 @@ class Trainer(Protocol[_Trained]):
     """Takes optimizer steps on one policy."""
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> PolicyModel:
         """The model that is trained; checkpoints take their config from it."""
         ...
 

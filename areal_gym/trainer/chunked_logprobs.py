@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.batch.packing import PackedBatch
 
 _CHUNK_LOGITS = 2**22
@@ -44,7 +44,7 @@ def places_before(batch: PackedBatch, masks: list[tuple[bool, ...]]) -> tuple[li
 
 
 def score_tokens(
-    decoder: Decoder,
+    decoder: PolicyModel,
     batch: PackedBatch,
     masks: list[tuple[bool, ...]],
     temperature: float = 1.0,
@@ -56,8 +56,8 @@ def score_tokens(
     device = batch.token_ids_N.device
     target_ids_T = batch.token_ids_N[torch.tensor(targets, dtype=torch.long, device=device)]
     sources_T = torch.tensor(sources, dtype=torch.long, device=device)
-    hidden_TC = decoder(batch.token_ids_N, batch.positions_N, batch.attend, sources_T)
-    size = max(1, _CHUNK_LOGITS // decoder.config.vocab_size)
+    hidden_TC = decoder(batch, sources_T)
+    size = max(1, _CHUNK_LOGITS // decoder.shape.vocab_size)
     if len(targets) <= size:
         scores = _score_chunk(decoder, hidden_TC, target_ids_T, temperature, has_entropy_gradient)
         return TokenScores(*scores, hidden_TC)
@@ -81,7 +81,7 @@ def score_tokens(
 
 
 def _score_chunk(
-    decoder: Decoder,
+    decoder: PolicyModel,
     hidden_TC: Tensor,
     target_ids_T: Tensor,
     temperature: float,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areal_gym.config import TrainerConfig
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.trainer.batch.packing import PackedBatch
 from areal_gym.trainer.chunked_logprobs import places_before
@@ -30,15 +31,16 @@ class Critic(nn.Module):
         ranks: who else trains it.
     """
 
-    def __init__(self, decoder: Decoder, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, decoder: PolicyModel, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.trunk: Decoder | None = None
+        self.trunk: PolicyModel | None = None
         if config.critic.trunk == "own":
             self.trunk = copy.deepcopy(decoder)
-            self.trunk.lm_head = None  # it predicts no tokens
+            if isinstance(self.trunk, Decoder):
+                self.trunk.lm_head = None  # it predicts no tokens
             prepare_decoder(self.trunk, config, ranks)
         device = next(decoder.parameters()).device
-        self.head = nn.Linear(decoder.config.hidden_size, 1, device=device)
+        self.head = nn.Linear(decoder.shape.hidden_size, 1, device=device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         shard_head(self.head, config, ranks)
@@ -50,12 +52,14 @@ class Critic(nn.Module):
         values_T1: Tensor = self.head(hidden_TC)
         return values_T1.squeeze(1).float()
 
-    def before(self, decoder: Decoder, batch: PackedBatch, masks: list[tuple[bool, ...]]) -> Tensor:
+    def before(
+        self, decoder: PolicyModel, batch: PackedBatch, masks: list[tuple[bool, ...]]
+    ) -> Tensor:
         """[T]: what it predicts before the tokens that `masks` marks."""
         return self._at(decoder, batch, places_before(batch, masks)[0])
 
     def before_and_after(
-        self, decoder: Decoder, batch: PackedBatch, masks: list[tuple[bool, ...]]
+        self, decoder: PolicyModel, batch: PackedBatch, masks: list[tuple[bool, ...]]
     ) -> tuple[Tensor, Tensor]:
         """[T] as `before`, and [B]: what it predicts after the last token of each row."""
         sources, _ = places_before(batch, masks)
@@ -76,7 +80,7 @@ class Critic(nn.Module):
         """See `Optimizer.allocate`."""
         self._optimizer.allocate(below("optimizer", saved))
 
-    def _at(self, decoder: Decoder, batch: PackedBatch, places: list[int]) -> Tensor:
+    def _at(self, decoder: PolicyModel, batch: PackedBatch, places: list[int]) -> Tensor:
         trunk = decoder if self.trunk is None else self.trunk
         places_T = torch.tensor(places, device=batch.token_ids_N.device)
-        return self.of(trunk(batch.token_ids_N, batch.positions_N, batch.attend, places_T))
+        return self.of(trunk(batch, places_T))

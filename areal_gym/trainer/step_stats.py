@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from areal_gym.models.flops import peak_flops, training_flops
-from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.models.policy_model import Shape
 from areal_gym.trainer.batch.packing import PackedBatch
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
@@ -24,7 +24,7 @@ class StepStats:
         dtype: what it is computed in: "bfloat16" or "float32".
     """
 
-    def __init__(self, shape: DecoderConfig, device: torch.device, dtype: str) -> None:
+    def __init__(self, shape: Shape, device: torch.device, dtype: str) -> None:
         self._shape, self._device, self._dtype = shape, device, dtype
         self._counts: Counter[str] = Counter()
         if device.type == "cuda":

@@ -27,8 +27,8 @@ from torch import Tensor
 from areal_gym.config import TrainerConfig
 from areal_gym.config.algorithm_settings import RewardConfig
 from areal_gym.errors import ConfigError, NotFiniteError, TrainError
-from areal_gym.models.tiny.checkpoint_files import load_checkpoint
-from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.backend import load_model
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.algorithms.advantages import (
     AdvantageEstimator,
     check_settings,
@@ -67,7 +67,7 @@ from areal_gym.trainer.critic import Critic
 from areal_gym.trainer.lora import adapter_weights, add_adapter, is_adapter, merged_weights
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.out_of_memory import readable_memory_errors
-from areal_gym.trainer.parallel.fsdp import drop_gathered, full_weights, prepare_decoder
+from areal_gym.trainer.parallel.fsdp import drop_gathered, full, prepare_decoder
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
 from areal_gym.trainer.step_stats import StepStats
@@ -119,7 +119,7 @@ class Trainer:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: PolicyModel,
         config: TrainerConfig,
         *,
         advantage: AdvantageEstimator,
@@ -208,7 +208,7 @@ class Trainer:
             totals=Totals(),
             by_lag=MeansByLag(version),
             gap_by_lag=MeansByLag(version),
-            work=StepStats(self.decoder.config, self._device, self.config.dtype),
+            work=StepStats(self.decoder.shape, self._device, self.config.dtype),
             logprobs={},
         )
         norms = [
@@ -266,7 +266,7 @@ class Trainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors, an adapter merged; copy them before the next step."""
         if self.config.lora is None:
-            yield from full_weights(self.decoder)
+            yield from self.decoder.published(full)
         else:
             yield from merged_weights(self.decoder, self.config.lora)
 
@@ -327,13 +327,13 @@ class Trainer:
 
     # ---- before the first update --------------------------------------------------------------
 
-    def _frozen(self, directory: Path | None) -> Decoder:
+    def _frozen(self, directory: Path | None) -> PolicyModel:
         if directory is None:
             raise ConfigError(
                 f"trainer.kl.coefficient = {self.config.kl.coefficient} needs a reference policy",
                 hints=["Trainer(..., reference=DIRECTORY)", "or trainer.kl.coefficient=0"],
             )
-        decoder = load_checkpoint(directory, device=self._device).requires_grad_(False)
+        decoder = load_model(directory, device=self._device).requires_grad_(False)
         prepare_decoder(decoder, self.config, self._ranks)
         return decoder
 
@@ -392,7 +392,7 @@ class Trainer:
         is_first = bool(self._past_mean.isnan())
         self._past_mean.copy_(mean if is_first else self._past_mean.lerp(mean, _NEWEST))
 
-    def _score(self, rows: list[TokenSequence], decoder: Decoder) -> list[Tensor]:
+    def _score(self, rows: list[TokenSequence], decoder: PolicyModel) -> list[Tensor]:
         def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
             masks = [row.loss_mask for row in packed]
             scores = score_tokens(decoder, batch, masks, self._temperature)
@@ -549,7 +549,11 @@ class Trainer:
         """
         mine = self._ranks.share(members, [len(rows[i]) for i in members])
         packed = [
-            Row(token_ids=rows[i].token_ids, num_shared=rows[i].num_prompt_tokens) for i in mine
+            Row(
+                token_ids=rows[i].token_ids,
+                num_shared=rows[i].num_prompt_tokens if self.decoder.can_share_prompts else 0,
+            )
+            for i in mine
         ]
         parts = split_by_tokens(packed, self.config.tokens_per_microbatch) if mine else []
         num_spare = self._ranks.largest(len(parts)) - len(parts)

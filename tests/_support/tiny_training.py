@@ -92,7 +92,7 @@ def honest_logprobs(decoder: Decoder, groups: list[Group]) -> list[Group]:
     def rescored(t: Trajectory) -> Trajectory:
         ids = torch.tensor(t.token_ids)
         with torch.no_grad():
-            hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+            hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
             scores = (hidden @ decoder.lm_head_weight.T).log_softmax(-1)
         spans, at = [], 0
         for span in t.spans:

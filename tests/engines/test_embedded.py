@@ -44,7 +44,9 @@ def decoder(seed: int = 0, attention: str = "C") -> Decoder:
 
 def logprobs(model: Decoder, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        hidden = model(torch.tensor(ids), torch.arange(len(ids)), causal_attend([len(ids)]))
+        hidden = model.hidden_states(
+            torch.tensor(ids), torch.arange(len(ids)), causal_attend([len(ids)])
+        )
         return (hidden @ model.lm_head_weight.T).log_softmax(-1)
 
 

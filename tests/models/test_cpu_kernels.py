@@ -355,7 +355,7 @@ def test_decoder_computes_the_same_without_kernels(fresh_library, monkeypatch):
 
     def gradients():
         batch = pack(rows)
-        hidden = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
+        hidden = decoder(batch)
         is_in_rectangles = "rectangles" in vars(batch)
         return is_in_rectangles, torch.autograd.grad(
             hidden.square().sum(),

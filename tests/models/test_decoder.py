@@ -25,7 +25,7 @@ def theirs(request):
 
 def our_logprobs(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
         return decoder.logits(hidden).log_softmax(-1)
 
 

@@ -40,7 +40,7 @@ def ids_of(length: int, seed: int = 0) -> torch.Tensor:
 
 def our_logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
         return decoder.logits(hidden)
 
 
@@ -59,7 +59,7 @@ def test_logits_of_packed_rows_with_shared_prompts(theirs, ours):
     ]
     batch = pack(rows)
     with torch.no_grad():
-        found_NV = ours.logits(ours(batch.token_ids_N, batch.positions_N, batch.attend))
+        found_NV = ours.logits(ours(batch))
     for row, index in zip(rows, batch.row_index, strict=True):
         expected = their_logits(theirs, torch.tensor(row.token_ids))
         torch.testing.assert_close(found_NV[index], expected, **CLOSE)
@@ -68,7 +68,7 @@ def test_logits_of_packed_rows_with_shared_prompts(theirs, ours):
 def test_gradients_equal_transformers(theirs, ours):
     ids = ids_of(LENGTH)
     batch = pack([Row(token_ids=ids.tolist())])
-    logits = ours.logits(ours(batch.token_ids_N, batch.positions_N, batch.attend))
+    logits = ours.logits(ours(batch))
     torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()
     expected = theirs(ids[None]).logits[0]
     torch.nn.functional.cross_entropy(expected[:-1], ids[1:]).backward()

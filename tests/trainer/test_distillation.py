@@ -24,7 +24,7 @@ def scores_of(decoder, token_ids):
     """Log-probabilities of all tokens but the first, as an engine scores."""
     ids = torch.tensor(token_ids)
     with torch.no_grad():
-        hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
         scores = (hidden @ decoder.lm_head_weight.T).log_softmax(-1)
     return scores[torch.arange(len(ids) - 1), ids[1:]].tolist()
 
@@ -119,7 +119,9 @@ def divergence(student, teacher, groups):
             with torch.no_grad():
                 ours, theirs = (
                     (
-                        decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+                        decoder.hidden_states(
+                            ids, torch.arange(len(ids)), causal_attend([len(ids)])
+                        )
                         @ decoder.lm_head_weight.T
                     ).log_softmax(-1)
                     for decoder in (student, teacher)
@@ -138,7 +140,7 @@ def sample_all(student, groups, generator, num_tokens=5):
         lengths = [len(row) for row in ids]
         positions = torch.cat([torch.arange(length) for length in lengths])
         with torch.no_grad():
-            hidden = student(
+            hidden = student.hidden_states(
                 torch.tensor([i for row in ids for i in row]), positions, causal_attend(lengths)
             )
             last = hidden[torch.tensor(lengths).cumsum(0) - 1]

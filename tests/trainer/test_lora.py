@@ -55,7 +55,7 @@ def moved(seed=0):
 def logits(decoder):
     ids = torch.arange(2, 30)
     with torch.no_grad():
-        hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
         return hidden @ decoder.lm_head_weight.T
 
 

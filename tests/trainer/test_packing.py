@@ -242,9 +242,9 @@ def test_gpu_varlen_kernel_equals_masked_blocks(window):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_bfloat16_decoder_uses_the_varlen_kernel():
     decoder, batch = tiny_decoder().cuda(), pack(some_rows(1), "cuda")
-    exact = decoder(batch.token_ids_N, batch.positions_N, batch.attend)
+    exact = decoder(batch)
     again = pack(some_rows(1), "cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        found = decoder(again.token_ids_N, again.positions_N, again.attend)
+        found = decoder(again)
     assert again.num_query_slots == len(again.token_ids_N)
     assert float((found.float() - exact).norm() / exact.norm()) < 5e-2

@@ -68,7 +68,7 @@ def case(request, tmp_path):
 def logprobs_of(decoder, one):
     """Log-probabilities of the marked tokens of a row, without packing."""
     ids = torch.tensor(one.token_ids)
-    hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+    hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
     scores = (hidden @ decoder.lm_head_weight.T).log_softmax(-1)
     places = [t for t, is_marked in enumerate(one.mask) if is_marked]
     return torch.stack([scores[t - 1, ids[t]] for t in places])
@@ -76,7 +76,7 @@ def logprobs_of(decoder, one):
 
 def reward_of(model, one):
     ids = torch.tensor(one.token_ids)
-    hidden = model(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+    hidden = model.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
     return (hidden[-1] @ model.score.weight[0]).float()
 
 
@@ -165,7 +165,7 @@ def test_unmarked_tokens_have_no_gradient():
         torch.testing.assert_close(grad, grads_b[name], rtol=0, atol=1e-7)
     # And a token is not asked for where the mask says nothing: the head's rows of tokens.
     ids = torch.tensor(rows[0].token_ids)
-    hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+    hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
     logits = (hidden @ decoder.lm_head_weight.T).detach().requires_grad_()
     chosen = logits.log_softmax(-1)[torch.arange(3, 8), ids[4:9]]
     (-chosen.mean()).backward()
@@ -230,7 +230,7 @@ def test_sft_accuracy_by_hand():
     right = []
     for (one,) in examples:
         ids = torch.tensor(one.token_ids)
-        hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
         likeliest = (hidden @ decoder.lm_head_weight.T).argmax(-1)
         places = [t for t, is_marked in enumerate(one.mask) if is_marked]
         right.append([bool(likeliest[t - 1] == ids[t]) for t in places])

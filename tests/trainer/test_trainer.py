@@ -181,10 +181,10 @@ def test_packed_rows_compute_the_same_as_single_rows(shapes):
         rows.append(Row(token_ids=shared + random_ids(rng, length, length), num_shared=len(shared)))
     decoder = tiny_decoder()
     packed = pack(rows)
-    hidden = decoder(packed.token_ids_N, packed.positions_N, packed.attend)
+    hidden = decoder(packed)
     for row, index in zip(rows, packed.row_index, strict=True):
         ids = torch.tensor(row.token_ids)
-        alone = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        alone = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
         torch.testing.assert_close(hidden[torch.tensor(index)], alone, atol=1e-5, rtol=1e-5)
 
 
@@ -230,7 +230,7 @@ def test_hidden_states_of_chosen_tokens_equal_a_full_forward(recompute):
     decoder.recomputes_layers = recompute
     inputs = torch.arange(9), torch.arange(9), causal_attend([9])
     weights = torch.randn(4, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    found = decoder(*inputs, wanted), decoder(*inputs)[wanted]
+    found = decoder.hidden_states(*inputs, wanted), decoder.hidden_states(*inputs)[wanted]
     torch.testing.assert_close(*found)
     parameters = list(decoder.parameters())
     ours, theirs = (torch.autograd.grad((part * weights).sum(), parameters) for part in found)

@@ -257,7 +257,7 @@ class FakeWeights:
         decoder.load_state_dict(self._base())
         ids = torch.tensor(token_ids)
         with torch.no_grad():
-            hidden = decoder(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+            hidden = decoder.hidden_states(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
             logprobs = decoder.logits(hidden).log_softmax(-1)
         scores: list[float] = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
         return scores

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_gym.errors import ConfigError, DataError, TrainError
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.models.tiny.decoder_config import DecoderConfig
-from areal_gym.models.tiny.hf_config import config_from_hf, config_to_hf
+from areal_gym.models.tiny.hf_config import config_from_hf
 from areal_gym.utils.files import read_json
 
 TOKENIZER_FILES = (
@@ -175,7 +176,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(
-    decoder: Decoder,
+    decoder: PolicyModel,
     weights: Mapping[str, Tensor],
     directory: Path,
     *,
@@ -192,7 +193,7 @@ def write_checkpoint(
     Raises:
         OSError, SafetensorError: the disk is full or cannot be written.
     """
-    config = config_to_hf(decoder.config) | decoder.hf_changes()
+    config = decoder.hf_config()
     config["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     write_file(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     if tokenizer_dir is not None:

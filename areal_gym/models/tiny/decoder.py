@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from areal_gym.models.policy_model import FlatBatch, PolicyModel
 from areal_gym.models.tiny.attend import Attend, softcapped
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.families import Activation
+from areal_gym.models.tiny.hf_config import config_to_hf
 from areal_gym.models.tiny.kernels import pointwise_kernels as pointwise
 from areal_gym.models.tiny.kernels import product_kernels as products
 from areal_gym.models.tiny.rms_norm import rms_norm
@@ -182,7 +184,7 @@ class _Body(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config)
 
 
-class Decoder(nn.Module):
+class Decoder(PolicyModel):
     """The policy network. `build_decoder` draws new weights, `load_checkpoint` reads them.
 
     `state_dict()` has the names of a Hugging Face checkpoint; with tied embeddings there is no
@@ -205,9 +207,6 @@ class Decoder(nn.Module):
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.to(dtype)
         self.to_empty(device=device)
-        self.recomputes_layers = False
-        """Whether the backward pass recomputes a layer's inner values instead of keeping them: a
-        third more work for a fraction of the memory."""
         # No buffers: `decoder.bfloat16()` would round the frequencies.
         self._inv_freq = rope_frequencies(
             config.head_dim, config.rope_theta, config.rope_scaling, device
@@ -228,7 +227,30 @@ class Decoder(nn.Module):
         """The differences of its checkpoint's `config.json` from that of a policy."""
         return {}
 
-    def forward(
+    @property
+    def shape(self) -> DecoderConfig:
+        """The sizes of the model."""
+        return self.config
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self.model.layers
+
+    def published(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the checkpoint's names and tensors; `whole` gathers those that are sharded."""
+        for name, tensor in self.state_dict().items():
+            yield name, whole(tensor.detach())
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the content of the checkpoint's `config.json`."""
+        return config_to_hf(self.config) | self.hf_changes()
+
+    def forward(self, batch: FlatBatch, wanted_M: Tensor | None = None) -> Tensor:
+        """Return hidden states of a flat batch, [N, C], or [M, C]; see `hidden_states`."""
+        return self.hidden_states(batch.token_ids_N, batch.positions_N, batch.attend, wanted_M)
+
+    def hidden_states(
         self,
         token_ids_N: Tensor,
         positions_N: Tensor,

@@ -115,4 +115,4 @@ def _rewards(decoder: Decoder, batch: PackedBatch) -> torch.Tensor:
         raise TypeError(f"a reward model is needed, not a {type(decoder).__name__}")
     device = batch.token_ids_N.device
     last_B = torch.tensor([index[-1] for index in batch.row_index], device=device)
-    return decoder.rewards(decoder(batch.token_ids_N, batch.positions_N, batch.attend, last_B))
+    return decoder.rewards(decoder(batch, last_B))

@@ -33,7 +33,7 @@ from areal_gym.trainer.batch.packing import PackedBatch
 from areal_gym.trainer.lora import add_adapter, merged_weights
 from areal_gym.trainer.optimizer import Optimizer
 from areal_gym.trainer.out_of_memory import readable_memory_errors
-from areal_gym.trainer.parallel.fsdp import drop_gathered, full_weights, prepare_decoder
+from areal_gym.trainer.parallel.fsdp import drop_gathered, full, prepare_decoder
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
 
@@ -164,7 +164,7 @@ class Supervised:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors, an adapter merged; copy them before the next step."""
         if self._config.lora is None:
-            yield from full_weights(self.decoder)
+            yield from self.decoder.published(full)
         else:
             yield from merged_weights(self.decoder, self._config.lora)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_gym.config import TrainerConfig
 from areal_gym.errors import ConfigError
-from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.parallel.rank_group import Ranks
 
 
@@ -42,7 +41,7 @@ def _require_compiler() -> None:
         )
 
 
-def prepare_decoder(decoder: Decoder, config: TrainerConfig, ranks: Ranks) -> None:
+def prepare_decoder(decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -> None:
     """Apply the settings to a decoder's layers, and shard its weights.
 
     The weights outside of layers (embeddings, the last norm, the output projection) are gathered
@@ -56,12 +55,13 @@ def prepare_decoder(decoder: Decoder, config: TrainerConfig, ranks: Ranks) -> No
     if config.compile:
         if next(decoder.parameters()).device.type == "cpu":
             _require_compiler()
-        for layer in decoder.model.layers:
-            cast(nn.Module, layer.mlp).compile(dynamic=True)
+        for layer in decoder.layers:
+            if isinstance(mlp := getattr(layer, "mlp", None), nn.Module):
+                mlp.compile(dynamic=True)
     if ranks.size == 1:
         return
     options = _fsdp_options(decoder, config, ranks)
-    for layer in decoder.model.layers:
+    for layer in decoder.layers:
         fully_shard(layer, **options)
     fully_shard(decoder, reshard_after_forward=False, **options)
 
@@ -85,12 +85,6 @@ def drop_gathered(*modules: object) -> None:
 def full(tensor: Tensor) -> Tensor:
     """Return a whole weight; every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole weights one by one; every rank must iterate over all of them."""
-    for name, tensor in module.state_dict().items():
-        yield name, full(tensor.detach())
 
 
 def _fsdp_options(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:

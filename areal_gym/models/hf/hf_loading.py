@@ -1,0 +1,172 @@
+"""Reads Hugging Face checkpoints into `HFPolicy`; errors say why one cannot be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+from transformers.utils import logging
+
+from areal_gym.errors import ConfigError, did_you_mean
+from areal_gym.models.hf.hf_policy import HFPolicy
+from areal_gym.models.hf.token_mixing import NAME
+from areal_gym.utils.files import read_json
+
+_DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout")
+
+
+def load_policy(
+    directory: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> HFPolicy:
+    """Read the checkpoint in `directory`; weights are converted to `dtype`.
+
+    Raises:
+        ConfigError: the architecture is unknown or needs code of its own, the weights are
+            quantised, or a file or a weight is missing.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    require_all_shards(directory)
+    try:
+        with without_progress_bars():
+            network, report = network_class(config).from_pretrained(
+                directory,
+                config=config,
+                attn_implementation=NAME,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"{directory} cannot be read by transformers {transformers_version}: {error}"
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} weights of its architecture, such as {missing[0]}",
+            hints=["download the checkpoint again"],
+        )
+    return HFPolicy(network.to(device))
+
+
+def build_policy(config: PretrainedConfig, *, seed: int) -> HFPolicy:
+    """Return a policy with fresh float32 weights that depend on `seed` only."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network: PreTrainedModel = network_class(config).from_config(
+            config, attn_implementation=NAME, dtype=torch.float32
+        )
+    return HFPolicy(network)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars of its own into the display of a run."""
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def network_class(config: PretrainedConfig) -> Any:
+    """Return the auto class that makes networks of this config: of text, or of text and images."""
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """Return the config of a checkpoint that can be trained, without dropout.
+
+    Raises:
+        ConfigError: says what stands in the way.
+    """
+    facts = read_json(directory / "config.json")
+    if not isinstance(facts, dict) or "model_type" not in facts:
+        raise ConfigError(
+            f"{directory / 'config.json'} names no model_type, so that its architecture is unknown"
+        )
+    model_type = str(facts["model_type"])
+    if model_type not in CONFIG_MAPPING_NAMES:
+        if "auto_map" in facts:
+            raise ConfigError(
+                f"{directory} brings code of its own for its architecture ({model_type}), which is "
+                "not run",
+                hints=["use a checkpoint of an architecture that transformers has itself"],
+            )
+        near = did_you_mean(model_type, CONFIG_MAPPING_NAMES)
+        raise ConfigError(
+            f"transformers {transformers_version} does not know the architecture {model_type!r} of "
+            f"{directory}{': ' + near if near else ''}",
+            hints=["a newer version may: pip install --upgrade transformers"],
+        )
+    if not {model_type} & {
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }:
+        raise ConfigError(
+            f"{directory} is a {model_type} model, which does not write text token by token"
+        )
+    config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"the weights in {directory} are quantised ({method}); training needs whole ones",
+            hints=["use the checkpoint in bfloat16 of the same model"],
+        )
+    for part in (config, config.get_text_config()):
+        for name in _DROPOUTS:
+            if getattr(part, name, 0):
+                setattr(part, name, 0.0)
+    return config
+
+
+def require_all_shards(directory: Path) -> None:
+    """Refuse a checkpoint whose index names files that are not there.
+
+    Raises:
+        ConfigError: names them; or there are no weights at all.
+    """
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        if not any(directory.glob("*.safetensors")):
+            raise ConfigError(
+                f"{directory} holds no weights in safetensors",
+                hints=["weights in other formats are not read: they may run code"],
+            )
+        return
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{index} is not an index of weights: {error!r}") from error
+    missing = sorted(name for name in names if not (directory / name).is_file())
+    if missing:
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} of {len(names)} files of weights: "
+            f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+            hints=["download the checkpoint again"],
+        )

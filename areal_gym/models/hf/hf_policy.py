@@ -1,0 +1,207 @@
+"""A causal language model of transformers, as the trainer sees it.
+
+    flat batch --model's own forward, no logits--> hidden states [N, C]
+    hidden states of a chunk --model's own forward over a stub body--> logits [chunk, V]
+
+The second line is why no family has to be known here: what an architecture does around its output
+projection (caps, scales, biases) is done by its own code, a chunk at a time, so that logits of a
+whole batch never exist.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from areal_gym.models.hf.packed_mixing import PackedMixing
+from areal_gym.models.hf.token_mixing import (
+    TokenMixing,
+    current_mixing,
+    let_mixing_decide,
+    mixing_with,
+    recurrent_parts,
+)
+from areal_gym.models.policy_model import FlatBatch, ModelShape, PolicyModel
+
+
+class HFPolicy(PolicyModel):
+    """A `PolicyModel` around a network that was made with `attn_implementation="areal_packed"`.
+
+    The network stays in evaluation mode: a policy that drops units by chance would not be the one
+    that sampled.
+
+    Args:
+        network: a causal language model; `hf_loading.load_policy` reads one.
+    """
+
+    def __init__(self, network: PreTrainedModel) -> None:
+        super().__init__()
+        self.network = network.eval()
+        self._shape = shape_of(network)
+        recurrent = recurrent_parts(self.layers)
+        for part in recurrent:
+            let_mixing_decide(part)
+        self.can_share_prompts = not recurrent
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        return self._shape
+
+    @property
+    def body(self) -> nn.Module:
+        """All of the network but the output projection."""
+        body: nn.Module = getattr(self.network, _body_name(self.network))
+        return body
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers of the language model."""
+        inner: Any = self.body
+        while not hasattr(inner, "layers"):
+            inner = inner.language_model
+        layers: nn.ModuleList = inner.layers
+        return layers
+
+    def forward(self, batch: FlatBatch, wanted_M: Tensor | None = None) -> Tensor:
+        """Return the hidden states after the last norm, [N, C], or [M, C] at `wanted_M`."""
+        hidden_NC = self.hidden_states(batch.token_ids_N, batch.positions_N, PackedMixing(batch))
+        return hidden_NC if wanted_M is None else hidden_NC.index_select(0, wanted_M)
+
+    def hidden_states(
+        self, token_ids_N: Tensor, positions_N: Tensor, mixing: TokenMixing
+    ) -> Tensor:
+        """Return the hidden states of tokens that see each other as `mixing` says, [N, C]."""
+        for layer in self.layers:
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.gradient_checkpointing = self.recomputes_layers
+                layer.training = self.recomputes_layers  # transformers asks for both
+                layer._gradient_checkpointing_func = _recompute
+        hidden: list[Tensor] = []
+        hook = self.body.register_forward_hook(
+            lambda module, inputs, output: hidden.append(output.last_hidden_state[0])
+        )
+        try:
+            with mixing_with(mixing):
+                # Through the root, where FSDP2 gathers, and without any logits.
+                out = self.network(
+                    input_ids=token_ids_N[None],
+                    position_ids=positions_N[None],
+                    use_cache=False,
+                    logits_to_keep=token_ids_N.new_zeros(0),
+                )
+        finally:
+            hook.remove()
+        hidden_NC: Tensor = hidden[0] + 0 * out.logits.sum()
+        return hidden_NC
+
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """Return [N, V], by the architecture's own forward over a body that gives `hidden_NC`."""
+        shell = _shell_of(self.network)
+        shell._modules[_body_name(self.network)] = _GivenBody(hidden_NC[None])
+        ids = torch.zeros(1, 1, dtype=torch.long, device=hidden_NC.device)
+        logits: Tensor = shell.forward(input_ids=ids, use_cache=False).logits[0]
+        return logits
+
+    def published(
+        self, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `save_pretrained` would write: its names and values, one tensor at a time."""
+        tied = set(getattr(self.network, "all_tied_weights_keys", None) or ())
+        for name, tensor in self.network.state_dict().items():
+            if name not in tied:
+                yield from revert_weight_conversion(
+                    self.network, {name: whole(tensor.detach())}
+                ).items()
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the content of the checkpoint's `config.json`."""
+        config: dict[str, Any] = self.network.config.to_dict()
+        config["architectures"] = [_own_class(self.network).__name__]
+        return config
+
+
+def shape_of(network: PreTrainedModel) -> ModelShape:
+    """Return the sizes of a network from its config and its parameters."""
+    config = network.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    num_parameters = sum(p.numel() for p in network.parameters())
+    num_expert, num_experts = 0, 1
+    for name, parameter in network.named_parameters():
+        if ".experts." in name:
+            num_expert += parameter.numel()
+            if parameter.ndim == 3:
+                num_experts = parameter.shape[0]
+    num_chosen = getattr(config, "num_experts_per_tok", None) or num_experts
+    num_idle = num_expert * (num_experts - num_chosen) // num_experts
+    return ModelShape(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        attention_width=config.num_attention_heads
+        * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        num_parameters=num_parameters,
+        num_active_parameters=num_parameters - num_idle,
+    )
+
+
+class _BodyOutput(BaseModelOutputWithPast):  # type: ignore[misc]
+    """Hidden states, and None for whatever else a model's forward asks its body for."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _GivenBody(nn.Module):
+    """Stands where the body is and gives hidden states that were computed before."""
+
+    def __init__(self, hidden_1NC: Tensor) -> None:
+        super().__init__()
+        self.hidden_1NC = hidden_1NC
+
+    def forward(self, *args: Any, **kwargs: Any) -> _BodyOutput:
+        """Return the given hidden states."""
+        return _BodyOutput(last_hidden_state=self.hidden_1NC)
+
+
+def _shell_of(network: PreTrainedModel) -> PreTrainedModel:
+    """Return a second object with the network's parameters, whose parts can be replaced."""
+    shell: PreTrainedModel = object.__new__(_own_class(network))
+    shell.__dict__.update(network.__dict__)
+    shell.__dict__["_modules"] = copy.copy(network._modules)
+    return shell
+
+
+def _own_class(network: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the network's class, without what FSDP2 puts in front of it."""
+    return next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
+
+
+def _body_name(network: PreTrainedModel) -> str:
+    """Return the attribute that is the body; llama4's prefix names no part of it."""
+    prefix = str(network.base_model_prefix)
+    return prefix if prefix in network._modules else "model"
+
+
+def _recompute(function: Callable[..., Any], *args: Any) -> Any:
+    """Checkpoint a layer; when it is computed again tokens see each other as before."""
+    mixing = current_mixing()
+
+    def forward(*inputs: Any) -> Any:
+        with mixing_with(mixing):
+            return function(*inputs)
+
+    return checkpoint(partial(forward), *args, use_reentrant=False)

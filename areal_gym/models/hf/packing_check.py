@@ -1,0 +1,75 @@
+"""Refuses models in which packed sequences would leak into each other.
+
+The check asks the model itself: a few short sequences are forwarded packed and one by one. It costs
+two forward passes of about a hundred tokens, and finds every layer kind that nobody has taught us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from areal_gym.errors import ConfigError
+from areal_gym.models.hf.hf_policy import HFPolicy
+from areal_gym.models.policy_model import FlatBatch
+
+Pack = Callable[[Sequence[Sequence[int]], int], FlatBatch]
+"""Lays sequences on a flat axis: (token ids, how many leading tokens of each may be shared)."""
+
+_NUM_SHARED, _LENGTHS = 9, (21, 14, 33)
+_NOISE = 1e-3
+"""Nats that two orders of float32 sums may differ by."""
+
+
+@torch.no_grad()
+def packing_gap(policy: HFPolicy, pack: Pack) -> float:
+    """Return the largest difference, in nats, between packed and separate log-probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    highest = min(policy.shape.vocab_size, 30_000)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(0, highest, (count,), generator=generator).tolist()
+
+    prompt = draw(_NUM_SHARED)
+    rows = [[*prompt, *draw(length - _NUM_SHARED)] for length in _LENGTHS]
+    num_shared = _NUM_SHARED if policy.can_share_prompts else 0
+    packed = pack(rows, num_shared)
+    together = list(_logprobs(policy, packed, rows, num_shared))
+    alone = [next(_logprobs(policy, pack([row], 0), [row], 0)) for row in rows]
+    return max(float((a - b).abs().max()) for a, b in zip(together, alone, strict=True))
+
+
+def require_exact_packing(policy: HFPolicy, pack: Pack) -> None:
+    """Refuse a model whose packed sequences see each other.
+
+    Raises:
+        ConfigError: names the architecture and what to do.
+    """
+    gap = packing_gap(policy, pack)
+    if gap > _NOISE:
+        config = policy.network.config
+        name = (getattr(config, "architectures", None) or [type(policy.network).__name__])[0]
+        raise ConfigError(
+            f"{name} cannot be trained: log-probabilities of packed sequences differ by {gap:.3g} "
+            "nats from those of the same sequences one by one, so that one sequence sees another",
+            hints=["train a checkpoint of an architecture in docs/models.md's table"],
+        )
+
+
+def _logprobs(
+    policy: HFPolicy, batch: FlatBatch, rows: Sequence[Sequence[int]], num_shared: int
+) -> Iterator[Tensor]:
+    """Yield each row's log-probabilities of its tokens but the first, [T - 1]."""
+    hidden_NC = policy(batch)
+    logprobs_NV = policy.logits(hidden_NC).float().log_softmax(-1)
+    start = num_shared
+    for row in rows:
+        own = range(start, start + len(row) - num_shared)
+        places = [*range(num_shared), *own]
+        start = own.stop
+        index = torch.tensor(places[:-1], device=logprobs_NV.device)
+        targets = torch.tensor(row[1:], device=logprobs_NV.device)
+        scores: Tensor = logprobs_NV[index, targets]
+        yield scores

@@ -1,0 +1,112 @@
+"""Models by their name on the Hugging Face hub: found in its cache, else downloaded into it.
+
+Only data is fetched: configs, tokenizers, templates and safetensors. Weights in other formats, and
+code, stay where they are.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from areal_gym.errors import ConfigError
+
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
+
+
+def is_hub_name(model: str) -> bool:
+    """Return whether `model` reads as OWNER/NAME or OWNER/NAME@REVISION, and is not a path here."""
+    return _NAME.fullmatch(model) is not None and not Path(model).exists()
+
+
+def model_from_hub(model: str, say: Callable[[str], None]) -> Path:
+    """Return the directory of a model's files, after downloading what the cache lacks.
+
+    Args:
+        model: OWNER/NAME, or OWNER/NAME@REVISION.
+        say: called with a line before something is downloaded.
+
+    Raises:
+        ConfigError: the hub has no such model, does not give it to us, or cannot be reached.
+    """
+    name, _, revision = model.partition("@")
+    if find_spec("huggingface_hub") is None:
+        raise ConfigError(
+            f"engine.model = {model!r} is a name on the Hugging Face hub, and huggingface_hub is "
+            "not installed",
+            hints=["pip install 'areal-gym[train]'", *_by_hand(name)],
+        )
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        info = HfApi().model_info(name, revision=revision or None, files_metadata=True)
+        files = {
+            file.rfilename: file.size or 0
+            for file in info.siblings or ()
+            if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in _WANTED)
+        }
+        cached = _snapshot(name, info.sha)
+        if cached is not None and all((cached / file).is_file() for file in files):
+            return cached
+        say(
+            f"{model}: downloading {sum(files.values()) / 1e9:.2f} GB from the Hugging Face hub "
+            "into its cache; an interrupted download goes on where it stopped"
+        )
+        return Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=list(_WANTED))
+        )
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"the hub gives {name} only to those who have accepted its terms",
+            hints=[f"accept them on its page ({name} on the hub), then: hf auth login"],
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{name} has no revision {revision!r} on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"engine.model = {model!r} is neither a directory here nor a model on the Hugging Face "
+            "hub that we may see",
+            hints=["is the name spelled right?", "a private model needs: hf auth login"],
+        ) from error
+    except Exception as error:  # network errors are those of whichever package the client uses
+        # Without the hub, what an earlier run has downloaded will do.
+        kept = _snapshot(name, revision or None)
+        if kept is None:
+            raise ConfigError(
+                f"{model} is not in the cache, and the Hugging Face hub cannot be reached: {error}",
+                hints=_by_hand(name),
+            ) from error
+        say(f"{model}: from the cache; the hub cannot be reached")
+        return kept
+
+
+def _snapshot(name: str, revision: str | None) -> Path | None:
+    """Return the cached files of a revision; None if there are none, or not all."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(_WANTED), local_files_only=True
+            )
+        )
+    except (LocalEntryNotFoundError, OSError):
+        return None
+
+
+def _by_hand(name: str) -> list[str]:
+    directory = name.rpartition("/")[2]
+    return [
+        f"where there is a network: hf download {name} --local-dir {directory}",
+        f"then: engine.model={directory}",
+    ]

@@ -1,0 +1,149 @@
+"""The seam between the trainer and models: what a policy network offers, whatever its family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes of a model that memory plans, packers and metrics need."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    windows: tuple[int | None, ...]
+    """Per layer, how many tokens a token sees, itself included; None: all before it."""
+    attention_width: int
+    """Query heads times their dimension."""
+    num_parameters: int
+    num_active_parameters: int
+    """Those that one token passes; fewer than all in a mixture of experts."""
+
+
+class Shape(Protocol):
+    """What the trainer asks of a model's sizes; a `DecoderConfig` has it, too."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of hidden states."""
+        ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer, how many tokens a token sees, itself included; None: all before it."""
+        ...
+
+
+class AttentionBlock(Protocol):
+    """One rectangle of a batch's attention: `B` rows, `Q` queries, `K` keys."""
+
+    @property
+    def query_index_BQ(self) -> Tensor:
+        """Flat positions of the queries."""
+        ...
+
+    @property
+    def key_index_BK(self) -> Tensor:
+        """Flat positions of the keys."""
+        ...
+
+    @property
+    def query_position_BQ(self) -> Tensor:
+        """Where in its sequence each query stands."""
+        ...
+
+    @property
+    def key_position_BK(self) -> Tensor:
+        """Where in its sequence each key stands."""
+        ...
+
+    def mask(self, window: int | None) -> Tensor:
+        """Return [B, 1, Q, K]: 0 where a query may look, -inf elsewhere."""
+        ...
+
+
+class FlatBatch(Protocol):
+    """Sequences side by side on one axis of `N` tokens; siblings may share their prompt."""
+
+    @property
+    def token_ids_N(self) -> Tensor:
+        """The tokens."""
+        ...
+
+    @property
+    def positions_N(self) -> Tensor:
+        """Where in its sequence each token stands."""
+        ...
+
+    @property
+    def segments(self) -> Sequence[tuple[range, range]]:
+        """Flat positions of a prompt (or none), and of the tokens that continue it."""
+        ...
+
+    @property
+    def rectangles(self) -> tuple[Sequence[AttentionBlock], Tensor]:
+        """Blocks, and where each flat token's output lies in their concatenated outputs."""
+        ...
+
+    def attend(
+        self,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        /,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Softmax attention of every token to those that it may see, scale 1/sqrt(D)."""
+        ...
+
+
+class PolicyModel(nn.Module, ABC):
+    """A network that gives every token of a flat batch a hidden state, and logits for some."""
+
+    can_share_prompts: bool = True
+    """Whether a group's prompt may be forwarded once; recurrent layers cannot do that."""
+    recomputes_layers: bool = False
+    """Whether the backward pass computes a layer's inner values again instead of keeping them: a
+    third more work for a fraction of the memory."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> Shape:
+        """The sizes of the model."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, which are compiled and sharded one by one."""
+
+    @abstractmethod
+    def forward(self, batch: FlatBatch, wanted_M: Tensor | None = None) -> Tensor:
+        """Return the hidden states after the last norm, [N, C], or [M, C] at `wanted_M`."""
+
+    @abstractmethod
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """Return [N, V]: the scores of the next token; callers hand in chunks."""
+
+    @abstractmethod
+    def published(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the checkpoint's own names and tensors, one at a time.
+
+        `whole` gathers a tensor from the ranks that share it.
+        """
+
+    @abstractmethod
+    def hf_config(self) -> dict[str, Any]:
+        """Return the content of the checkpoint's `config.json`."""
