@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from areal_gym.trainer.base import ExampleTrainer, GroupTrainer
+    from areal_gym.trainer.batch.packing import PackedBatch
 
 
 def make_trainer(
@@ -37,13 +38,13 @@ def make_trainer(
     Raises:
         ConfigError: the settings do not fit the trainer.
     """
-    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+    from areal_gym.models.backend import load_model
     from areal_gym.trainer.algorithms.token_loss import try_loss
 
     plugins, settings = registry(), config.trainer
     loss = plugins.load("losses", settings.loss)
     try_loss(loss, settings)
-    maker = _Maker(config, cluster, plugins.load("trainers", settings.id), load_checkpoint)
+    maker = _Maker(config, cluster, plugins.load("trainers", settings.id), load_model)
     trainer: GroupTrainer = maker.make(
         policy,
         initial or policy,
@@ -60,14 +61,14 @@ def make_supervised_trainer(
     config: RunConfig, policy: Path, *, initial: Path, cluster: Cluster | None
 ) -> ExampleTrainer:
     """Make the trainer of objective sft, dpo or rm; arguments and errors as in `make_trainer`."""
-    from areal_gym.models.tiny.checkpoint_files import load_checkpoint
+    from areal_gym.models.backend import load_model
     from areal_gym.models.tiny.scored_decoder import load_reward_model
     from areal_gym.trainer.objectives.dpo import Dpo
     from areal_gym.trainer.objectives.reward_model import BradleyTerry
     from areal_gym.trainer.objectives.sft import Sft
     from areal_gym.trainer.objectives.supervised import Objective, Supervised
 
-    load: Callable[..., Any] = load_checkpoint
+    load: Callable[..., Any] = load_model
     objective: Objective = Sft()
     if config.objective == "rm":
         objective, load = BradleyTerry(), load_reward_model
@@ -89,11 +90,19 @@ class _Maker:
     """Reads a checkpoint directory."""
 
     def make(self, policy: Path, initial: Path, **arguments: Any) -> Any:
+        from areal_gym.models.backend import is_for_transformers
         from areal_gym.models.device import pick_device
 
         settings, is_supervised = self.config.trainer, self.config.objective in SUPERVISED
         device = pick_device(settings.device)
         source = policy if settings.lora is None else initial  # a checkpoint has the adapter merged
+        if is_for_transformers(source):
+            from areal_gym.models.hf.packing_check import require_exact_packing
+
+            self._require_one_process(source)
+            model = self.load(source, device=device)
+            require_exact_packing(model, _pack)
+            return self.trainer_class(model, settings, **arguments)
         if self.cluster is not None and settings.runs_in != "thread":
             from areal_gym.distributed.ray_ranks import RaySupervised, RayTrainer
 
@@ -112,6 +121,38 @@ class _Maker:
             decoder = self.load(source)
             return apart(self.trainer_class, decoder, settings, device=device.type, **arguments)
         return self.trainer_class(self.load(source, device=device), settings, **arguments)
+
+    def _require_one_process(self, source: Path) -> None:
+        """Refuse what models of transformers cannot do yet.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+        settings = self.config.trainer
+        wanted = {
+            "trainer.num_ranks above 1": settings.num_ranks > 1,
+            "trainer.runs_in=process": settings.runs_in == "process",
+            "trainer.lora": settings.lora is not None,
+            "cluster.address": self.cluster is not None and settings.runs_in != "thread",
+        }
+        for name, is_wanted in wanted.items():
+            if is_wanted:
+                raise ConfigError(
+                    f"{name} is not supported for {source}, whose architecture transformers runs: "
+                    "it is trained in one process, all of its weights",
+                    hints=[
+                        "leave the setting out",
+                        "architectures without this limit: docs/models.md",
+                    ],
+                )
+
+
+def _pack(rows: Sequence[Sequence[int]], num_shared: int) -> PackedBatch:
+    """Lay short sequences on a flat axis, to see whether they leak into each other."""
+    from areal_gym.trainer.batch.bins import Row
+    from areal_gym.trainer.batch.packing import pack
+
+    return pack([Row(token_ids=row, num_shared=num_shared) for row in rows])
 
 
 def _require_devices(device: torch.device, num_ranks: int) -> None:

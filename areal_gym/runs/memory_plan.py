@@ -135,9 +135,12 @@ def describe_memory(config: RunConfig) -> list[str]:
         return ["memory: is told where torch is installed"]
     if not (Path(config.engine.model) / "config.json").is_file():
         return [f"memory: is told once there is {config.engine.model}/config.json"]
+    from areal_gym.models.backend import is_for_transformers
     from areal_gym.models.tiny.checkpoint_files import read_config
     from areal_gym.models.tiny.hf_config import config_from_hf
 
+    if is_for_transformers(Path(config.engine.model)):
+        return [f"memory: not estimated for the architecture of {config.engine.model}"]
     found = memory_of(config, config_from_hf(read_config(Path(config.engine.model))))
     tokens = config.rollout.max_in_flight * config.engine.max_context
     parts = [

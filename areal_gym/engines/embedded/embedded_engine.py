@@ -24,6 +24,7 @@ from areal_gym.engines.embedded.network import CachedDecoder
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.models.backend import is_for_transformers
 from areal_gym.models.device import pick_device
 from areal_gym.models.tiny.checkpoint_files import read_checkpoint
 from areal_gym.models.tiny.decoder import Decoder
@@ -96,11 +97,15 @@ class EmbeddedEngine:
         Raises:
             ConfigError: there is no checkpoint, or this engine cannot sample it.
         """
-        config, weights = read_checkpoint(directory)
+        if is_for_transformers(Path(directory)):
+            scheduler = _transformers_scheduler(
+                Path(directory), num_slots, max_context, dtype, device
+            )
+        else:
+            config, weights = read_checkpoint(directory)
+            scheduler = _scheduler(config, weights, num_slots, max_context, dtype, device)
         engine = cls.__new__(cls)
-        engine._initialize(
-            _scheduler(config, weights, num_slots, max_context, dtype, device), num_threads
-        )
+        engine._initialize(scheduler, num_threads)
         return engine
 
     @classmethod
@@ -376,18 +381,37 @@ def _scheduler(
     dtype: str,
     device: str,
 ) -> Scheduler:
-    if dtype not in _DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}; available: {', '.join(_DTYPES)}")
     network = CachedDecoder(
         config,
         num_rows=num_slots,
         max_context=min(max_context, config.max_positions),
-        dtype=_DTYPES[dtype],
+        dtype=_dtype(dtype),
         device=pick_device(device),
     )
     scheduler = Scheduler(network, num_slots)
     scheduler.load(weights, version=0)
     return scheduler
+
+
+def _transformers_scheduler(
+    directory: Path, num_slots: int, max_context: int, dtype: str, device: str
+) -> Scheduler:
+    """Make the scheduler of a checkpoint that the tiny decoder does not know."""
+    from areal_gym.engines.embedded.hf_network import CachedHFPolicy
+    from areal_gym.models.hf.hf_loading import load_policy
+
+    policy = load_policy(directory, device=pick_device(device), dtype=_dtype(dtype))
+    longest = getattr(policy.network.config.get_text_config(), "max_position_embeddings", None)
+    network = CachedHFPolicy(
+        policy, num_rows=num_slots, max_context=min(max_context, longest or max_context)
+    )
+    return Scheduler(network, num_slots)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ConfigError(f"unknown dtype {name!r}; available: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def _settle(future: asyncio.Future[_T], result: _T, error: EngineError | None) -> None:

@@ -49,6 +49,9 @@ class CachedDecoder:
         device: torch.device,
     ) -> None:
         self.config = config
+        self.can_cut = True
+        """Whether the beginning of what a row caches can be used alone, here or in another row."""
+        self._num_rows = num_rows
         self.device = device
         self.dtype = dtype
         # CPUs multiply small bfloat16 batches slower than float32 ones; rotation needs float32.
@@ -76,6 +79,18 @@ class CachedDecoder:
         angles = torch.arange(self._num_positions, dtype=torch.float32)[:, None] * inv_freq
         amplitudes = torch.full_like(angles, rope_amplitude(scaling))
         return torch.polar(amplitudes, angles)[:, None].to(self.device)
+
+    def copy(self) -> CachedDecoder:
+        """Return another network with a copy of the weights and an empty cache."""
+        other = CachedDecoder(
+            self.config,
+            num_rows=self._num_rows,
+            max_context=self.scratch,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        other.weights.load_from(self.weights)
+        return other
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first cached tokens of `source` to `target`."""

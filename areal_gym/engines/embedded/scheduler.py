@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from areal_gym.engines.embedded.cache_attention import Family, Prompt
-from areal_gym.engines.embedded.network import CachedDecoder
+from areal_gym.engines.embedded.cached_network import CachedNetwork
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.sampling import filter_logits, sample
 from areal_gym.errors import EngineError
@@ -65,7 +65,7 @@ class _Row:
 class Scheduler:
     """Continuous batching over the rows of a `CachedDecoder`."""
 
-    def __init__(self, network: CachedDecoder, num_rows: int) -> None:
+    def __init__(self, network: CachedNetwork, num_rows: int) -> None:
         self.network = network
         self.stats = EngineStats()
         self.version = 0
@@ -125,16 +125,7 @@ class Scheduler:
 
     def copy(self) -> Scheduler:
         """Return an idle scheduler with a copy of the weights and the same version."""
-        network = self.network
-        other = CachedDecoder(
-            network.config,
-            num_rows=len(self._rows),
-            max_context=network.scratch,
-            dtype=network.dtype,
-            device=network.device,
-        )
-        other.weights.load_from(network.weights)
-        scheduler = Scheduler(other, len(self._rows))
+        scheduler = Scheduler(self.network.copy(), len(self._rows))
         scheduler.version = self.version
         return scheduler
 
@@ -221,6 +212,8 @@ class Scheduler:
             num_cached = _common_prefix(row.tokens, prompt)
             # The last token is computed even if it is cached: its logits are needed.
             num_cached = min(num_cached, len(prompt) - 1)
+            if num_cached < len(row.tokens) and not self.network.can_cut:
+                num_cached = 0  # recurrent states are those of all cached tokens
             row.tokens = row.tokens[:num_cached]
             row.num_shared = min(row.num_shared, num_cached)
             self.stats.reused += num_cached
@@ -241,7 +234,7 @@ class Scheduler:
         if source is not row:
             self._forget(row)
             row.forget()
-            if source is not None:
+            if source is not None and self.network.can_cut:
                 self._copy(source, row, _common_prefix(source.tokens, prompt))
         row.session = request.session
         self._by_session[request.session] = row

@@ -1,0 +1,228 @@
+"""Any causal language model of transformers, as the embedded engine runs it.
+
+The scheduler hands in the same steps as to `CachedDecoder`: rows that decode, one token each, and
+prompts that enter, all on one flat token axis. Keys and values lie in caches of ours, one row for
+each sequence; recurrent layers keep transformers' own states, one for each row.
+
+It is for small models and for trying any architecture without a server: layers run in transformers'
+own code, and attention in torch's products with masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from areal_gym.engines.embedded.cache_attention import Family, Prompt
+from areal_gym.errors import EngineError
+from areal_gym.models.hf.hf_loading import without_progress_bars
+from areal_gym.models.hf.hf_policy import HFPolicy
+from areal_gym.models.hf.token_mixing import NAME, ScoreRules, masked_attention
+
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+"""What recurrent layers call the argument that holds their states."""
+
+
+class CachedHFPolicy:
+    """Weights, caches and recurrent states of one policy; used from one thread."""
+
+    def __init__(self, policy: HFPolicy, *, num_rows: int, max_context: int) -> None:
+        self.policy = policy
+        self.num_rows = num_rows
+        self.scratch = max_context
+        """A position that no sequence has: rows that do not take part write there."""
+        self.can_cut = policy.can_share_prompts
+        """Whether the beginning of what a row caches can be used alone, here or in another row."""
+        first = next(policy.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._states: list[DynamicCache | None] = [None] * num_rows
+
+    @property
+    def weights(self) -> Self:
+        """What takes new weights: this object itself."""
+        return self
+
+    def copy(self) -> CachedHFPolicy:
+        """Return another network with a copy of the weights and an empty cache."""
+        network = self.policy.network
+        twin = type(network)(network.config).to(device=self.device, dtype=self.dtype)
+        twin.load_state_dict(network.state_dict())
+        return CachedHFPolicy(HFPolicy(twin), num_rows=self.num_rows, max_context=self.scratch)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy a full set of weights, by the checkpoint's names; all or nothing.
+
+        Raises:
+            EngineError: a name is missing or unknown, or a shape is another.
+        """
+        network = self.policy.network
+        try:
+            with without_progress_bars():
+                read, report = type(network).from_pretrained(
+                    None,
+                    config=network.config,
+                    state_dict=dict(weights),
+                    attn_implementation=NAME,
+                    dtype=self.dtype,
+                    output_loading_info=True,
+                )
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"the published weights are of another model: {error}") from error
+        missing, unknown = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+        if missing or unknown:
+            raise EngineError(
+                f"the published weights are of another model: {len(missing)} tensors are missing "
+                f"{missing[:3]}, {len(unknown)} are unknown {unknown[:3]}"
+            )
+        network.load_state_dict(read.state_dict())
+
+    def copy_row(self, source: int, target: int, num_tokens: int) -> None:
+        """Give `target` the first cached tokens of `source`; only where rows can be cut."""
+        assert self.can_cut
+        for cache in (*self._keys.values(), *self._values.values()):
+            cache[target, :num_tokens] = cache[source, :num_tokens]
+
+    def swap_rows(self, a: int, b: int, num_tokens: int) -> None:
+        """Exchange the first cached tokens, and the states, of two rows."""
+        for cache in (*self._keys.values(), *self._values.values()):
+            kept = cache[a, :num_tokens].clone()
+            cache[a, :num_tokens] = cache[b, :num_tokens]
+            cache[b, :num_tokens] = kept
+        self._states[a], self._states[b] = self._states[b], self._states[a]
+
+    def clear(self) -> None:
+        """Drop all caches: what a broken model left in them would poison later sequences."""
+        self._keys.clear()
+        self._values.clear()
+        self._states = [None] * self.num_rows
+
+    def forward(
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        rows_N: Tensor,
+        *,
+        num_decoding: int,
+        num_keys: int,
+        prompts: Sequence[Prompt],
+        families: Sequence[Family],
+    ) -> Tensor:
+        """Compute one step; arguments and result as those of `CachedDecoder.forward`."""
+        step = _CachedStep(self, positions_N, rows_N, num_decoding, num_keys, prompts)
+        hidden_NC = self.policy.hidden_states(token_ids_N, positions_N, step)
+        lengths = torch.tensor([prompt.stop - prompt.start for prompt in prompts])
+        last = torch.cat((torch.arange(num_decoding), num_decoding - 1 + lengths.cumsum(0)))
+        return self.policy.logits(hidden_NC[last.to(self.device, torch.long)]).float()
+
+    def cache_of(self, layer: int, k_NKD: Tensor, v_NKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of one layer, [rows, positions, K, D] and [..., E]."""
+        if layer not in self._keys:
+            shape = (self.num_rows, self.scratch + 1)
+            # Zeros, not empty: a masked NaN is still a NaN.
+            self._keys[layer] = k_NKD.new_zeros(*shape, *k_NKD.shape[1:])
+            self._values[layer] = v_NKE.new_zeros(*shape, *v_NKE.shape[1:])
+        return self._keys[layer], self._values[layer]
+
+    def state_of(self, row: int, *, is_new: bool) -> DynamicCache:
+        """Return the recurrent states of a row; fresh ones where its sequence begins."""
+        state = self._states[row]
+        if is_new or state is None:
+            state = self._states[row] = DynamicCache(
+                config=self.policy.network.config.get_text_config()
+            )
+        return state
+
+
+class _CachedStep:
+    """The `TokenMixing` of one step: every token sees what its row caches, and itself."""
+
+    def __init__(
+        self,
+        network: CachedHFPolicy,
+        positions_N: Tensor,
+        rows_N: Tensor,
+        num_decoding: int,
+        num_keys: int,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        self._network = network
+        self._positions_N, self._rows_N = positions_N, rows_N
+        self._num_decoding, self._num_keys = num_decoding, num_keys
+        self._prompts = prompts
+        decoding = positions_N[:num_decoding].tolist()
+        spans = [
+            (row, slice(row, row + 1), False)
+            for row, position in enumerate(decoding)
+            if position != network.scratch
+        ]
+        start = num_decoding
+        for prompt in prompts:
+            stop = start + prompt.stop - prompt.start
+            spans.append((prompt.row, slice(start, stop), prompt.start == 0))
+            start = stop
+        self._spans = spans
+        """Of each sequence: its row, its tokens, and whether it begins here."""
+        self._begun: dict[int, DynamicCache] = {}
+
+    def attend(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, rules: ScoreRules
+    ) -> Tensor:
+        """Put keys and values into the cache; return [N, H, E]."""
+        keys, values = self._network.cache_of(layer, k_NKD, v_NKE)
+        keys[self._rows_N, self._positions_N] = k_NKD
+        values[self._rows_N, self._positions_N] = v_NKE
+        outputs = []
+        if count := self._num_decoding:
+            rows, past = slice(0, count), slice(0, self._num_keys)
+            position_B1 = self._positions_N[:count, None]
+            outputs.append(
+                _attend(
+                    q_NHD[:count, None], keys[rows, past], values[rows, past], position_B1, rules
+                )
+            )
+        start = count
+        for prompt in self._prompts:
+            stop = start + prompt.stop - prompt.start
+            rows, past = slice(prompt.row, prompt.row + 1), slice(0, prompt.stop)
+            position_1Q = self._positions_N[None, start:stop]
+            outputs.append(
+                _attend(
+                    q_NHD[None, start:stop],
+                    keys[rows, past],
+                    values[rows, past],
+                    position_1Q,
+                    rules,
+                )
+            )
+            start = stop
+        return torch.cat([out.flatten(0, 1) for out in outputs])
+
+    def recur(
+        self, forward: Callable[..., Tensor], hidden_1NC: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Return [1, N, C], each sequence with the states of its row."""
+        name = next(name for name in _CACHE_ARGUMENTS if name in kwargs)
+        out_1NC = torch.zeros_like(hidden_1NC)
+        for row, tokens, is_new in self._spans:
+            # The states of all layers are one object: made once in a step.
+            if row not in self._begun:
+                self._begun[row] = self._network.state_of(row, is_new=is_new)
+            out_1NC[:, tokens] = forward(hidden_1NC[:, tokens], **kwargs | {name: self._begun[row]})
+        return out_1NC
+
+
+def _attend(
+    q_BQHD: Tensor, k_BPKD: Tensor, v_BPKE: Tensor, position_BQ: Tensor, rules: ScoreRules
+) -> Tensor:
+    """Attend to cached keys at positions 0, 1, 2, ...; [B, Q, H, E]."""
+    age_BQP = position_BQ[:, :, None] - torch.arange(k_BPKD.shape[1], device=k_BPKD.device)
+    mask_BQP = torch.zeros(age_BQP.shape, device=k_BPKD.device).masked_fill_(
+        age_BQP < 0, -torch.inf
+    )
+    return masked_attention(q_BQHD, k_BPKD, v_BPKE, mask_BQP[:, None], age_BQP, position_BQ, rules)

@@ -1,0 +1,92 @@
+"""Runs of architectures that the tiny decoder does not know: engine, trainer and checkpoints."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from areal_gym.config import load_config
+from areal_gym.errors import ConfigError
+from areal_gym.models.hf.hf_loading import build_policy, load_policy
+from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.evaluation import evaluate
+from areal_gym.runs.train import train
+from tests._support.tiny_architectures import tiny_config
+
+SMALL = (
+    *("steps=2", "eval.num_tasks=4", "eval.every=0", "rollout.batch_groups=2"),
+    *("rollout.group_size=4", "rollout.max_new_tokens=12", "rollout.max_staleness=0"),
+    *("trainer.save_every=1", "trainer.keep_checkpoints=2", "engine.num_slots=8"),
+    # All rewards are the same at first; the entropy of a length bonus would not be.
+    *("rollout.filters=[]", "trainer.advantage=reinforce", "trainer.lr=0.01"),
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, tiny_policy):
+    """Make a checkpoint of an architecture with the tiny policy's tokenizer and template."""
+
+    def make(name):
+        facts = json.loads((tiny_policy / "config.json").read_text())
+        sizes = {key: facts[key] for key in ("vocab_size", "eos_token_id")}
+        directory = tmp_path / name
+        build_policy(tiny_config(name, **sizes), seed=0).network.save_pretrained(directory)
+        for file in (*tiny_policy.glob("tokenizer*"), *tiny_policy.glob("*.jinja")):
+            shutil.copy(file, directory)
+        return directory
+
+    return make
+
+
+def run_settings(directory, *overrides):
+    return load_config(overrides=("env.id=math", f"engine.model={directory}", *SMALL, *overrides))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_text", "gpt_oss"])
+def test_an_architecture_of_transformers_is_trained_resumed_and_evaluated(
+    name, checkpoint, tmp_path
+):
+    directory, run = checkpoint(name), tmp_path / "run"
+    train(run_settings(directory), run_dir=run)
+    gap = RunDir(run).read_provenance()["engine_gap"]
+    assert gap["max"] < 1e-3
+    rows = RunDir(run).read_metrics()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["train/grad_norm"] >= 0 for row in rows)
+    train(run_settings(directory, "steps=3"), run_dir=run, mode="resume")
+    assert [row["step"] for row in RunDir(run).read_metrics()] == [1, 2, 3]
+    newest = run / "checkpoints" / "step-000003"
+    facts = json.loads((newest / "config.json").read_text())
+    assert facts["model_type"] == json.loads((directory / "config.json").read_text())["model_type"]
+    report = evaluate(run_settings(directory), checkpoint=newest)
+    assert report.num_tasks == 4
+
+
+def test_a_checkpoint_of_a_run_is_read_by_transformers_alone(checkpoint, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    directory, run = checkpoint("qwen3_moe"), tmp_path / "run"
+    train(run_settings(directory, "steps=1"), run_dir=run)
+    newest = run / "checkpoints" / "step-000001"
+    ours = dict(load_policy(newest).published())
+    theirs = AutoModelForCausalLM.from_pretrained(newest, dtype=torch.float32)
+    assert type(theirs).__name__ == "Qwen3MoeForCausalLM"
+    embedding = theirs.get_input_embeddings().weight
+    assert torch.equal(embedding, ours["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("override", "setting"),
+    [
+        ("trainer.num_ranks=2", "trainer.num_ranks above 1"),
+        ("trainer.runs_in=process", "trainer.runs_in=process"),
+        ("trainer.lora={}", "trainer.lora"),
+    ],
+)
+def test_settings_that_these_models_do_not_support_are_named(
+    override, setting, checkpoint, tmp_path
+):
+    config = run_settings(checkpoint("mixtral"), override)
+    with pytest.raises(ConfigError, match=f"{setting} is not supported for .*mixtral"):
+        train(config, run_dir=tmp_path / "run")
