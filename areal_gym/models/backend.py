@@ -1,4 +1,4 @@
-"""Which code runs a checkpoint: the tiny decoder, or transformers."""
+"""Chooses the code that runs a checkpoint: the tiny decoder, or transformers."""
 
 from __future__ import annotations
 

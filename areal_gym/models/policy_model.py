@@ -27,11 +27,11 @@ class ModelShape:
 
 
 class Shape(Protocol):
-    """What the trainer asks of a model's sizes; a `DecoderConfig` has it, too."""
+    """The sizes that the trainer reads of a model; a `DecoderConfig` has them, too."""
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         ...
 
     @property
@@ -60,12 +60,12 @@ class AttentionBlock(Protocol):
 
     @property
     def query_position_BQ(self) -> Tensor:
-        """Where in its sequence each query stands."""
+        """The position of each query in its sequence."""
         ...
 
     @property
     def key_position_BK(self) -> Tensor:
-        """Where in its sequence each key stands."""
+        """The position of each key in its sequence."""
         ...
 
     def mask(self, window: int | None) -> Tensor:
@@ -83,7 +83,7 @@ class FlatBatch(Protocol):
 
     @property
     def positions_N(self) -> Tensor:
-        """Where in its sequence each token stands."""
+        """The position of each token in its sequence."""
         ...
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import yaml
 
 from areal_gym.config import RunConfig
 from areal_gym.errors import ConfigError
+from areal_gym.models.hub import is_hub_name, model_from_hub
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import Components
 from areal_gym.runs.run_display import Display
@@ -25,11 +25,13 @@ def policy_directory(
     needs `parts`).
 
     Raises:
-        ConfigError: `engine.model` is no checkpoint directory; or torch is missing, which makes
-            the starter policy.
+        ConfigError: `engine.model` is neither a checkpoint directory nor a model on the hub; or
+            torch is missing, which makes the starter policy.
     """
     if config.engine.model != "starter":
         directory = Path(config.engine.model)
+        if is_hub_name(config.engine.model):
+            directory = model_from_hub(config.engine.model, display.say)
         if not (directory / "config.json").exists():
             raise ConfigError(
                 f"engine.model = {config.engine.model!r} is no checkpoint directory",
@@ -54,16 +56,10 @@ def policy_directory(
 
 
 def _model_hints(model: str) -> list[str]:
-    """What may have been meant: a name on the Hugging Face hub, a run, or a directory near by."""
+    """Return what may have been meant: a run, or a directory near by."""
     best = Path(model) / "checkpoints" / "best"
     if best.exists():
         return [f"it is a run's directory; the best policy of the run: engine.model={best}"]
-    if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        name = model.rpartition("/")[2]
-        return [
-            f"nothing is downloaded here; get it first: hf download {model} --local-dir {name}",
-            f"then: engine.model={name}",
-        ]
     return path_hints(Path(model))
 
 

@@ -159,11 +159,7 @@ class Trainer:
         self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
 
     def recompute_proximal(self) -> None:
-        """Takes ratios against this trainer's own log-probabilities from now on.
-
-        Called when the engine's differ by so much that a clip would see it; it holds where
-        `trainer.correction.proximal` is "auto".
-        """
+        """Take ratios against this trainer's own log-probabilities, where "auto" leaves the choice."""
         self._engine_rounds = True
 
     @readable_memory_errors()
@@ -548,11 +544,9 @@ class Trainer:
         left passes a row that does not count.
         """
         mine = self._ranks.share(members, [len(rows[i]) for i in members])
+        share = self.decoder.can_share_prompts
         packed = [
-            Row(
-                token_ids=rows[i].token_ids,
-                num_shared=rows[i].num_prompt_tokens if self.decoder.can_share_prompts else 0,
-            )
+            Row(token_ids=rows[i].token_ids, num_shared=share * rows[i].num_prompt_tokens)
             for i in mine
         ]
         parts = split_by_tokens(packed, self.config.tokens_per_microbatch) if mine else []

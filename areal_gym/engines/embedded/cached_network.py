@@ -1,4 +1,4 @@
-"""What the embedded engine's scheduler needs of a network: steps over rows of a cache."""
+"""The contract between the embedded engine's scheduler and networks: steps over cache rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CachedNetwork(Protocol):
 
     @property
     def weights(self) -> NetworkWeights:
-        """What takes new weights."""
+        """The object that takes new weights."""
         ...
 
     def copy(self) -> Self:

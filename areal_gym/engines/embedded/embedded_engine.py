@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -20,17 +20,14 @@ from torch import Tensor
 
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, Piece, SamplingParams
-from areal_gym.engines.embedded.network import CachedDecoder
+from areal_gym.engines.embedded.make_scheduler import decoder_scheduler, transformers_scheduler
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.models.backend import is_for_transformers
-from areal_gym.models.device import pick_device
 from areal_gym.models.tiny.checkpoint_files import read_checkpoint
 from areal_gym.models.tiny.decoder import Decoder
-from areal_gym.models.tiny.decoder_config import DecoderConfig
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _anonymous = itertools.count()
 _T = TypeVar("_T")
 
@@ -62,7 +59,9 @@ class EmbeddedEngine:
         num_threads: int = 1,
     ) -> None:
         weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
-        scheduler = _scheduler(decoder.config, weights, num_slots, max_context, dtype, device)
+        scheduler = decoder_scheduler(
+            decoder.config, weights, num_slots, max_context, dtype, device
+        )
         self._initialize(scheduler, num_threads)
 
     def _initialize(self, scheduler: Scheduler, num_threads: int) -> None:
@@ -98,12 +97,12 @@ class EmbeddedEngine:
             ConfigError: there is no checkpoint, or this engine cannot sample it.
         """
         if is_for_transformers(Path(directory)):
-            scheduler = _transformers_scheduler(
+            scheduler = transformers_scheduler(
                 Path(directory), num_slots, max_context, dtype, device
             )
         else:
             config, weights = read_checkpoint(directory)
-            scheduler = _scheduler(config, weights, num_slots, max_context, dtype, device)
+            scheduler = decoder_scheduler(config, weights, num_slots, max_context, dtype, device)
         engine = cls.__new__(cls)
         engine._initialize(scheduler, num_threads)
         return engine
@@ -371,47 +370,6 @@ class EmbeddedEngine:
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
-
-
-def _scheduler(
-    config: DecoderConfig,
-    weights: Mapping[str, Tensor],
-    num_slots: int,
-    max_context: int,
-    dtype: str,
-    device: str,
-) -> Scheduler:
-    network = CachedDecoder(
-        config,
-        num_rows=num_slots,
-        max_context=min(max_context, config.max_positions),
-        dtype=_dtype(dtype),
-        device=pick_device(device),
-    )
-    scheduler = Scheduler(network, num_slots)
-    scheduler.load(weights, version=0)
-    return scheduler
-
-
-def _transformers_scheduler(
-    directory: Path, num_slots: int, max_context: int, dtype: str, device: str
-) -> Scheduler:
-    """Make the scheduler of a checkpoint that the tiny decoder does not know."""
-    from areal_gym.engines.embedded.hf_network import CachedHFPolicy
-    from areal_gym.models.hf.hf_loading import load_policy
-
-    policy = load_policy(directory, device=pick_device(device), dtype=_dtype(dtype))
-    longest = getattr(policy.network.config.get_text_config(), "max_position_embeddings", None)
-    network = CachedHFPolicy(
-        policy, num_rows=num_slots, max_context=min(max_context, longest or max_context)
-    )
-    return Scheduler(network, num_slots)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ConfigError(f"unknown dtype {name!r}; available: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def _settle(future: asyncio.Future[_T], result: _T, error: EngineError | None) -> None:

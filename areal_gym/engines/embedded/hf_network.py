@@ -45,7 +45,7 @@ class CachedHFPolicy:
 
     @property
     def weights(self) -> Self:
-        """What takes new weights: this object itself."""
+        """The object that takes new weights: this one."""
         return self
 
     def copy(self) -> CachedHFPolicy:

@@ -1,7 +1,7 @@
 """Refuses models in which packed sequences would leak into each other.
 
 The check asks the model itself: a few short sequences are forwarded packed and one by one. It costs
-two forward passes of about a hundred tokens, and finds every layer kind that nobody has taught us.
+two forward passes of about a hundred tokens, and finds layers of kinds that are new to us.
 """
 
 from __future__ import annotations

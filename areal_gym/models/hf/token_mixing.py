@@ -1,4 +1,4 @@
-"""How tokens see each other in transformers' models: ours, registered there as "areal_packed".
+"""Attention and recurrence of transformers' models, registered there as "areal_packed".
 
     model.forward -> each layer -> packed_attention(q, k, v)  -> TokenMixing.attend
                                    a recurrent layer's forward -> TokenMixing.recur
@@ -36,7 +36,7 @@ RECURRENT = ("linear_attn", "conv", "mamba", "short_conv", "mixer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRules:
-    """How a layer makes attention weights of queries and keys."""
+    """The rules by which a layer turns queries and keys into attention weights."""
 
     scale: float
     """What products are multiplied by."""
@@ -51,7 +51,7 @@ class ScoreRules:
 
 
 class TokenMixing(Protocol):
-    """Who sees whom in one forward pass over a flat axis of `N` tokens."""
+    """Decides which tokens see each other in one forward pass over a flat axis of `N` tokens."""
 
     def attend(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, rules: ScoreRules
