@@ -159,7 +159,7 @@ class Trainer:
         self._past_mean = torch.tensor(math.nan, dtype=torch.float64)
 
     def recompute_proximal(self) -> None:
-        """Take ratios against this trainer's own log-probabilities, where "auto" leaves the choice."""
+        """Take ratios against the trainer's own log-probabilities where the setting is "auto"."""
         self._engine_rounds = True
 
     @readable_memory_errors()
