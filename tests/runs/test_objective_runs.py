@@ -341,7 +341,7 @@ def test_objective_runs_from_the_command_line(tiny_policy, tmp_path):
     settings = [f"engine.model={tiny_policy}", f"data.file={file}", "engine.max_context=256"]
     dry = cli("train", "--objective", "dpo", "--dry-run", *settings)
     assert dry.returncode == 0, dry.stderr
-    assert "say what was preferred" in dry.stdout
+    assert "prefer the chosen to the rejected dialogue" in dry.stdout
     assert "objective: dpo" in dry.stdout
     done = cli(
         *("train", "--objective", "dpo", "--out", "run", "--steps", "2", *settings), cwd=tmp_path

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from test_untrusted_runs import SMALL, tree_of
 
 from areal_gym.cli.app import run as command_line
 from areal_gym.config import load_config
@@ -32,6 +31,7 @@ from areal_gym.runs.resume import NEVER, SILENT, changed_settings, require_resum
 from areal_gym.runs.run_display import SilentDisplay
 from areal_gym.runs.train import train
 from areal_gym.trainer.parallel.worker import memory_directory
+from tests.run_dir.test_untrusted_runs import SMALL, tree_of
 
 
 class Heard(SilentDisplay):
