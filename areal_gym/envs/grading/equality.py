@@ -10,19 +10,15 @@ from typing import Any
 
 from areal_gym.envs.grading.answer_cleaning import tidy
 from areal_gym.envs.grading.extraction import final_answer
-from areal_gym.envs.grading.numbers import (
-    NAME,
-    Number,
-    numbers_agree,
-    parse_tidy_number,
-    without_unit,
-)
-from areal_gym.envs.grading.parts import (
-    UNORDERED,
-    Parts,
-    has_list_words,
-    read_collection,
-    read_matrix,
+from areal_gym.envs.grading.numbers import Number, numbers_agree, parse_tidy_number
+from areal_gym.envs.grading.parts import UNORDERED, Parts, read_collection, read_matrix
+from areal_gym.envs.grading.readings import (
+    CHOICE,
+    assigned_name,
+    bare,
+    is_choice,
+    name_and_value,
+    readings,
 )
 from areal_gym.envs.grading.times import are_same_times, read_time
 from areal_gym.envs.judging import JudgingBoundary
@@ -140,14 +136,14 @@ def _are_same(a: str, b: str, compare: _Compare) -> bool:
     numbers = parse_tidy_number(a), parse_tidy_number(b)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers_agree(numbers[0], numbers[1])
-    if _bare(a) == _bare(b) or _is_choice(a, b) or _is_choice(b, a):
+    if bare(a) == bare(b) or is_choice(a, b) or is_choice(b, a):
         return True
     times = read_time(a), read_time(b)
     if times[0] is not None and times[1] is not None:
         return are_same_times(times[0], times[1])
     if max(len(a), len(b)) > _MAX_SYMBOLIC:
         return False
-    for left, right in _readings(a, b):
+    for left, right in readings(a, b):
         if (left, right) != (a, b):
             if _are_same(left, right, compare):
                 return True
@@ -183,133 +179,7 @@ def _are_same_things(
     return compare(a, b)
 
 
-# ---- one thing ----------------------------------------------------------------------------------
-
-_CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*[).]?|([A-Za-z])\s*[).:]")
-_OPTION = re.compile(r"(?:option|choice|answer) (?=\(?[A-Z]\)?$)", re.IGNORECASE)
-_CHOICE_AND_TEXT = re.compile(r"\(?([A-J])[).:]\s+((?!and\b|or\b)\S.*)")
 _BASED = re.compile(r"\(?([0-9A-F]+)\)?_\s*\{?\s*(\d+)\s*\}?")
-_RATIO = re.compile(r"(\d+) to (\d+)")
-_SEVERAL_UNITS = re.compile(r"[\d.]+ ?[a-z]+(?:,? (?:and )?[\d.]+ ?[a-z]+)+")
-_BETWEEN_UNITS = re.compile(r",? and |, ")
-_TIGHT = re.compile(r"\s+|\\(?=[ ])")
-
-
-def _bare(text: str) -> str:
-    """Return the text for comparison letter by letter: choices lose their parentheses, words their
-    case."""
-    choice = _CHOICE.fullmatch(_OPTION.sub("", text))
-    if choice:
-        return (choice[1] or choice[2]).upper()
-    if _SEVERAL_UNITS.fullmatch(text):
-        text = _BETWEEN_UNITS.sub(" ", text)
-    text = _RATIO.sub(r"\1:\2", text)
-    text = re.sub(r"\{([A-Za-z0-9])\}", r"\1", _TIGHT.sub("", text))
-    return text.casefold() if "\\" not in text else text
-
-
-def _is_choice(text: str, letter: str) -> bool:
-    """Return whether the text is that choice: "(B) 12" is the choice "B"."""
-    single, full = _CHOICE.fullmatch(letter), _CHOICE_AND_TEXT.fullmatch(text)
-    return (
-        single is not None
-        and full is not None
-        and (single[1] or single[2]) == full[1]
-        and letter.strip("().: ").isupper()
-    )
-
-
-# "k = 1/2", "f(x) = 2x", "x \in [1, 2]": the name is not part of the answer
-_RATIO_OF = r"[a-z](?:\s*:\s*[a-z])+"
-_SEGMENT = r"[A-Z]{1,4}(?:_\{?\w+\}?)?"
-_MEASURE = rf"\|{_SEGMENT}\||{_SEGMENT}\s*[:/]\s*{_SEGMENT}|\\frac\{{{_SEGMENT}\}}\{{{_SEGMENT}\}}"
-_NAME = rf"(?:{_MEASURE}|{_RATIO_OF}|{NAME}|\([A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\))"
-_NAMED = re.compile(rf"\s*({_NAME})\s*(?:=|\\in(?![a-zA-Z])|\\approx)\s*")
-_NO_LETTERS = r"(?:[-+*/().,\d\s{}^%]|\\(?:frac|sqrt|times|cdot|div|pi)(?![a-zA-Z]))+"
-_COMPUTED = re.compile(rf"{_NO_LETTERS}=({_NO_LETTERS})")
-_APPROXIMATELY = re.compile(r"\\approx(?![a-zA-Z])|\\simeq|\\sim(?![a-zA-Z])")
-
-
-def _readings(a: str, b: str) -> list[tuple[str, str]]:
-    """Return the pairs of readings, likeliest first: a value without its name or unit, ..."""
-    values = _value(_without_letter(a, b)), _value(_without_letter(b, a))
-    values = _spelled_out(values[0], values[1]), _spelled_out(values[1], values[0])
-    has_equation = len(_sides(values[0])) > 1, len(_sides(values[1])) > 1
-    names = _assigned(values[0]), _assigned(values[1])
-    if all(has_equation) and not all(names):
-        return [values]
-    unnamed = _unnamed(values[0]), _unnamed(values[1])
-    if all(has_equation) and names[0] != names[1]:
-        return [unnamed, values]  # y = 2x + 3 is f(x) = 2x + 3, and x = 2y is y = x/2
-    return [unnamed]
-
-
-def _without_letter(text: str, other: str) -> str:
-    """Return "(B) 12" as 12 where no letters are expected."""
-    full = _CHOICE_AND_TEXT.fullmatch(text)
-    return full[2] if full and not _CHOICE_AND_TEXT.fullmatch(other) else text
-
-
-_POINT = re.compile(r"\(([A-Za-z](?:\s*,\s*[A-Za-z])+)\)\s*=\s*\(([^()]*)\)")
-
-
-def _spelled_out(text: str, other: str) -> str:
-    """Return "(a, b) = (2, 3)" as "a = 2, b = 3" if the other answer is written like that."""
-    point = _POINT.fullmatch(text)
-    if point is None or other.count("=") < 2:
-        return text
-    names, values = point[1].split(","), point[2].split(",")
-    if len(names) != len(values):
-        return text
-    pairs = zip(names, values, strict=True)
-    return ", ".join(f"{name.strip()} = {value.strip()}" for name, value in pairs)
-
-
-def _value(text: str) -> str:
-    """Drop a trailing "≈ 0.71", the steps of "x = 2 + 3 = 5", and a unit."""
-    exact = _APPROXIMATELY.split(text)[0].strip()
-    if exact and "=" not in text and _assigned(text) is None:
-        text = exact
-    sides = _sides(text) if text.count("=") > 1 else ()
-    if len(sides) > 2 and "," not in text and not has_list_words(text):
-        text = sides[-1].strip()
-    elif computed := _COMPUTED.fullmatch(text):  # 1/2 + 11/18 = 10/9
-        text = computed[1].strip()
-    return without_unit(text)
-
-
-def _sides(text: str) -> list[str]:
-    """Cut at equals signs, but not at those of `\\sum_{k=0}`."""
-    depth, start, sides = 0, 0, []
-    for position, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if character == "=" and depth == 0:
-            sides.append(text[start:position])
-            start = position + 1
-    return [*sides, text[start:]]
-
-
-def _assigned(text: str) -> str | None:
-    """Return the name that the text gives a value to."""
-    return _name_and_value(text)[0]
-
-
-def _unnamed(text: str) -> str:
-    """Return the value without its name."""
-    return _name_and_value(text)[1]
-
-
-def _name_and_value(text: str) -> tuple[str | None, str]:
-    if "," not in text or text.count("=") < 2:
-        named = _NAMED.match(text)
-        value = text[named.end() :].strip() if named else ""
-        is_whole = named is not None and named[1].count("{") == named[1].count("}")
-        if named and is_whole and value and len(_sides(value)) == 1:
-            return named[1], value
-    return None, text
-
-
-# ---- several things --------------------------------------------------------------------------
 
 
 _ALTERNATIVES = re.compile(r";|\bor\b")
@@ -321,7 +191,7 @@ def _points(text: str) -> str | None:
     alternatives = [group.split(",") for group in _ALTERNATIVES.split(text)]
     if len(alternatives) < 2 or len(alternatives[0]) < 2:  # nearly always
         return None
-    groups = [[_name_and_value(item) for item in items] for items in alternatives]
+    groups = [[name_and_value(item) for item in items] for items in alternatives]
     names = {tuple(name for name, _ in group) for group in groups}
     if len(names) > 1 or None in names.pop():
         return None
@@ -341,7 +211,7 @@ _CHOICES = re.compile(r"[A-J]{2,10}")
 
 def _letters(text: str, other: Parts | None) -> Parts | None:
     """Return "ABD" as A, B, D if the other answer is a list of choices."""
-    is_asked = other is not None and all(_CHOICE.fullmatch(item) for item in other.items)
+    is_asked = other is not None and all(CHOICE.fullmatch(item) for item in other.items)
     return Parts("", list(text)) if is_asked and _CHOICES.fullmatch(text) else None
 
 
@@ -366,7 +236,7 @@ def _are_same_parts(a: Parts, b: Parts, compare: _Compare) -> bool:
         return False
     if not kinds <= UNORDERED:
         return all(_are_same(x, y, compare) for x, y in zip(a.items, b.items, strict=True))
-    names = [[_assigned(item) for item in parts.items] for parts in (a, b)]
+    names = [[assigned_name(item) for item in parts.items] for parts in (a, b)]
     if all(all(item_names) for item_names in names):  # x = 1, y = 2 is not x = 2, y = 1
         return _match(a.items, b.items, partial(_are_same_named, compare=compare))
     return _match(a.items, b.items, partial(_are_same, compare=compare))
@@ -379,17 +249,17 @@ def _as_set(parts: Parts) -> Parts:
     )
     if not is_set:
         return parts
-    return parts._replace(items=list({_bare(item): item for item in parts.items}.values()))
+    return parts._replace(items=list({bare(item): item for item in parts.items}.values()))
 
 
 def _are_same_named(a: str, b: str, compare: _Compare) -> bool:
-    return _assigned(a) == _assigned(b) and _are_same(a, b, compare)
+    return assigned_name(a) == assigned_name(b) and _are_same(a, b, compare)
 
 
 def _match(left: list[str], right: list[str], is_same: Callable[[str, str], bool]) -> bool:
     """Return whether each item has a partner. Spelling is compared before anything is computed."""
     remaining = list(right)
-    for compare in (lambda a, b: _bare(a) == _bare(b), is_same):
+    for compare in (lambda a, b: bare(a) == bare(b), is_same):
         unmatched = []
         for item in left:
             partner = next((other for other in remaining if compare(item, other)), None)
@@ -401,7 +271,7 @@ def _match(left: list[str], right: list[str], is_same: Callable[[str, str], bool
     return not left
 
 
-# ---- what algebra is not asked -------------------------------------------------------------------
+# ---- answers that algebra cannot compare ---------------------------------------------------------
 
 # Repeating "37*48+12" is no answer to it, and "41 ... 42" is two.
 _UNFINISHED = re.compile(
