@@ -197,12 +197,9 @@ def test_killed_worker_loses_and_repeats_no_group(ray_here):
         async with workers_of(config) as (workers, server):
             killed, survivor = workers.pids
             async with RolloutRunner(
-                Where,
-                ChatAgent(),
-                server.engine,
-                byte_renderer(),
+                EpisodeSetup(Where, ChatAgent(), server.engine, byte_renderer()),
                 config.rollout,
-                player=workers,
+                episode_runner=workers,
                 on_trajectory=trajectories.append,
             ) as runner:
                 groups = await groups_with_a_killed_worker(runner, server.engine, wanted, killed)
