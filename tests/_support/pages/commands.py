@@ -96,15 +96,28 @@ def serve(words, ask):
 
     Args:
         words: the command.
-        ask: gets the server's standard output as a stream, and returns the server's answer.
+        ask: gets the server's standard output, line by line, and returns the server's answer.
     """
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
     with process, process.stdout as out:
+        printed = _KeptLines(out)
         try:
-            answer = ask(out)
+            answer = ask(printed)
         finally:
             process.send_signal(signal.SIGINT)
-        return Outcome(process.wait(TIMEOUT_S), ""), answer
+        return Outcome(process.wait(TIMEOUT_S), "".join(printed.lines)), answer
+
+
+class _KeptLines:
+    """Lines of a stream, which stay after they were read: pages show them."""
+
+    def __init__(self, stream):
+        self._stream = stream
+        self.lines = []
+
+    def readline(self):
+        self.lines.append(self._stream.readline())
+        return self.lines[-1]
 
 
 def get(url, key="", body=None):
