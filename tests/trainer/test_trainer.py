@@ -309,7 +309,7 @@ def test_tiny_learning_rate_changes_the_weights():
 @pytest.mark.slow
 def test_compile_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and '.+' is not"):
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, but '.+' is not"):
         learner(compile=True)
 
 
