@@ -1,19 +1,25 @@
-"""Settings of Python's garbage collector for runs with many small objects."""
+"""A slower pace for Python's garbage collector, in runs with many small objects."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
-_THRESHOLD = (100_000, 5, 5)
-"""New objects before a collection; every fifth covers older objects, every 25th all of them."""
+_MAX_TIME_SHARE = 0.002
+"""Share of the time that collections may take; 0.01 alone would be the p99 of a loop's lag."""
+_FEWEST, _MOST = 10_000, 2_000_000
+"""Bounds of the number of new objects between two collections."""
 
 
 def relax_garbage_collection() -> Callable[[], None]:
-    """Collect reference cycles rarely, and never among the objects that exist now.
+    """Collect reference cycles at most for 0.2% of the time, and never among existing objects.
 
     Episodes leave no cycles behind, but consist of many small objects while they last. Python's
-    threshold of 700 new objects would cost a fifth of an episode's time with 1,024 in flight.
+    own settings take a fifth of an episode's time with 1,024 in flight. A fixed threshold does not
+    help: with 3,000 in flight, 10,000 new objects between collections gave a lag of the event loop
+    of 48 ms (p99), 100,000 gave 240 ms, and this pace gives 7 ms (`benchmarks/scale.py`).
 
     Returns:
         A function that restores the settings.
@@ -21,10 +27,48 @@ def relax_garbage_collection() -> Callable[[], None]:
     threshold = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_THRESHOLD)
+    pace = _Pace()
+    gc.callbacks.append(pace)
 
     def undo() -> None:
+        gc.callbacks.remove(pace)
         gc.set_threshold(*threshold)
         gc.unfreeze()
 
     return undo
+
+
+def next_threshold(threshold: int, collection_s: float, interval_s: float) -> int:
+    """Return how many new objects there may be before the next collection.
+
+    Args:
+        threshold: how many there were before the last one.
+        collection_s: how long that took.
+        interval_s: the time since the end of the one before it.
+    """
+    if collection_s > _MAX_TIME_SHARE * interval_s:
+        return min(_MOST, 8 * threshold)
+    return max(_FEWEST, threshold // 2)
+
+
+class _Pace:
+    """Measures each collection and sets the threshold of the next."""
+
+    def __init__(self) -> None:
+        self._begin_s = self._end_s = time.perf_counter()
+        self._set_threshold(_FEWEST)
+
+    def __call__(self, phase: str, info: Mapping[str, Any]) -> None:
+        now_s = time.perf_counter()
+        if phase == "start":
+            self._begin_s = now_s
+            return
+        self._set_threshold(
+            next_threshold(self._threshold, now_s - self._begin_s, now_s - self._end_s)
+        )
+        self._end_s = now_s
+
+    def _set_threshold(self, threshold: int) -> None:
+        self._threshold = threshold
+        # Every other collection covers older objects: cycles may have lived for an episode.
+        gc.set_threshold(threshold, 1, 1)

@@ -3,16 +3,16 @@ import weakref
 
 import pytest
 
-from areal_gym.utils.garbage import relax_garbage_collection
+from areal_gym.utils.garbage import next_threshold, relax_garbage_collection
 
 
 @pytest.fixture
 def undo():
-    before = gc.get_threshold(), gc.get_freeze_count()
+    before = gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)
     undo = relax_garbage_collection()
     yield undo
     undo()
-    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    assert (gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)) == before
 
 
 class Node:
@@ -38,3 +38,13 @@ def test_objects_without_cycles_cause_no_collection(undo):
     for _ in range(100):
         assert len([[] for _ in range(5_000)]) == 5_000
     assert sum(generation["collections"] for generation in gc.get_stats()) == before
+
+
+def test_expensive_collections_become_rarer_and_cheap_ones_more_frequent():
+    assert next_threshold(10_000, collection_s=0.001, interval_s=0.1) == 80_000
+    assert next_threshold(80_000, collection_s=0.001, interval_s=10) == 40_000
+
+
+def test_threshold_stays_within_its_bounds():
+    assert next_threshold(1_000_000, collection_s=1, interval_s=1) == 2_000_000
+    assert next_threshold(10_000, collection_s=0, interval_s=1) == 10_000
