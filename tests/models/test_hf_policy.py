@@ -244,6 +244,15 @@ def test_a_missing_file_of_weights_is_named(tmp_path):
         load_policy(tmp_path)
 
 
+def test_an_index_that_leads_out_of_the_checkpoint_is_refused(checkpoint, tmp_path):
+    (checkpoint / "model.safetensors").rename(checkpoint.parent / "outside.safetensors")
+    weights = {"model.norm.weight": "../outside.safetensors"}
+    index = {"metadata": {}, "weight_map": weights}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"names '\.\./outside\.safetensors'"):
+        load_policy(checkpoint)
+
+
 def test_a_missing_weight_is_named(checkpoint):
     from safetensors.torch import save_file
 

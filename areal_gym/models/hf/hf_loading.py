@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,8 @@ from transformers.utils import logging
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.models.hf.token_mixing import NAME
-from areal_gym.utils.files import read_json
+from areal_gym.models.tiny.checkpoint_files import read_config as read_config_json
+from areal_gym.models.tiny.checkpoint_files import weight_files
 
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout")
 
@@ -104,8 +104,8 @@ def read_config(directory: Path) -> PretrainedConfig:
     Raises:
         ConfigError: says what stands in the way.
     """
-    facts = read_json(directory / "config.json")
-    if not isinstance(facts, dict) or "model_type" not in facts:
+    facts = read_config_json(directory)
+    if "model_type" not in facts:
         raise ConfigError(
             f"{directory / 'config.json'} names no model_type, so that its architecture is unknown"
         )
@@ -149,24 +149,18 @@ def require_all_shards(directory: Path) -> None:
     """Refuse a checkpoint whose index names files that are not there.
 
     Raises:
-        ConfigError: names them; or there are no weights at all.
+        ConfigError: names them; or there are no weights, or files outside of the checkpoint.
     """
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        if not any(directory.glob("*.safetensors")):
-            raise ConfigError(
-                f"{directory} holds no weights in safetensors",
-                hints=["weights in other formats are not read: they may run code"],
-            )
-        return
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{index} is not an index of weights: {error!r}") from error
-    missing = sorted(name for name in names if not (directory / name).is_file())
+    if not any(directory.glob("*.safetensors*")):
+        raise ConfigError(
+            f"{directory} holds no weights in safetensors",
+            hints=["weights in other formats are not read: they may run code"],
+        )
+    files = weight_files(directory)
+    missing = sorted(file.name for file in files if not file.is_file())
     if missing:
         raise ConfigError(
-            f"{directory} lacks {len(missing)} of {len(names)} files of weights: "
+            f"{directory} lacks {len(missing)} of {len(files)} files of weights: "
             f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
             hints=["download the checkpoint again"],
         )

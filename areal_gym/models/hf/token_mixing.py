@@ -179,11 +179,7 @@ def recurrent_parts(layers: nn.ModuleList) -> list[nn.Module]:
 
 def let_mixing_decide(part: nn.Module) -> None:
     """Let the current `TokenMixing` call a recurrent part's forward, sequence by sequence."""
-    kind = type(part)
-    part.__class__ = _MIXED.setdefault(kind, _mixed_class(kind))
-
-
-_MIXED: dict[type[nn.Module], type[nn.Module]] = {}
+    part.__class__ = _mixed_class(type(part))
 
 
 def _mixed_class(kind: type[nn.Module]) -> type[nn.Module]:

@@ -106,7 +106,7 @@ def read_weights(
     shapes = {name: p.shape for name, p in decoder.named_parameters() if name not in without}
     weights: dict[str, Tensor] = {}
     unknown: list[str] = []
-    for file in _weight_files(path):
+    for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
@@ -138,7 +138,7 @@ def require_whole_weights(path: Path) -> None:
         ConfigError: one is missing or damaged; the message names it.
     """
     read_config(path)
-    for file in _weight_files(path):
+    for file in weight_files(path):
         try:
             with safe_open(file, framework="pt"):
                 pass
@@ -253,7 +253,12 @@ def write_file(file: Path, content: bytes) -> None:
         os.fsync(handle.fileno())
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """Return a checkpoint's files of weights, all inside of it; they need not exist.
+
+    Raises:
+        ConfigError: there are no weights in safetensors, or the index is damaged.
+    """
     if (path / _SINGLE).is_file():
         return [path / _SINGLE]
     if (path / _INDEX).is_file():
