@@ -69,7 +69,7 @@ class GymGroup(Group):
         return names + [e.id for e in registry().entries("commands") if e.id not in names]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command; None if there is no command of that name."""
+        """Import and return the command; None if the name is unknown."""
         for section in COMMANDS.values():
             if cmd_name in section:
                 module = section[cmd_name][0]

@@ -24,7 +24,7 @@ from areal_gym.models.hf.hf_policy import HFPolicy
 from areal_gym.models.hf.token_mixing import NAME, ScoreRules, masked_attention
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
-"""What recurrent layers call the argument that holds their states."""
+"""Names of the argument by which recurrent layers get their states."""
 
 
 class CachedHFPolicy:
@@ -167,7 +167,7 @@ class _CachedStep:
             spans.append((prompt.row, slice(start, stop), prompt.start == 0))
             start = stop
         self._spans = spans
-        """Of each sequence: its row, its tokens, and whether it begins here."""
+        """For each sequence: its cache row, its tokens, and whether it begins in this step."""
         self._begun: dict[int, DynamicCache] = {}
 
     def attend(
