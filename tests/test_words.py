@@ -26,7 +26,6 @@ FRAGMENTS_LEFT: dict[str, int] = {
     "config": 4,
     "envs": 1,
     "errors": 1,
-    "gateway": 4,
     "rollout": 4,
     "run_dir": 3,
     "runs": 23,

@@ -8,19 +8,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from areal_gym.gateway.completions import Completion, CompletionRequest
-from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.openai_chat import MaxTokens, Stops, Text, may_call
-from areal_gym.gateway.output_constraints import called_tools, unsupported
+from areal_gym.gateway.completions import (
+    Completion,
+    CompletionRequest,
+    MaxTokens,
+    Part,
+    PolicyRequest,
+    Stops,
+    Text,
+    function_tool,
+    text_of,
+    tool_call,
+)
+from areal_gym.gateway.output_constraints import called_tools, may_call, unsupported
+from areal_gym.gateway.reply_formats import ReplyFormat
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message, ToolCall
 
 
-class Block(BaseModel):
+class Block(Part):
     """A piece of a message."""
 
-    type: str
-    text: str | None = None
     thinking: str | None = None
     id: str = ""
     name: str = ""
@@ -36,6 +44,33 @@ class AnthropicTurn(BaseModel):
     role: Literal["user", "assistant", "system"]
     content: Text | list[Block]
 
+    def to_messages(self) -> list[Message]:
+        """Return tool outputs first, each as a message of its own, then the text."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        messages: list[Message] = []
+        texts: list[Block] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        for block in self.content:
+            if block.type == "tool_result" and self.role == "user":
+                content, call_id = text_of(block.content), block.tool_use_id
+                messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+            elif block.type == "tool_use" and self.role == "assistant":
+                calls.append(tool_call(block.id, block.name, block.input or {}))
+            elif block.type in ("thinking", "redacted_thinking"):
+                thoughts.append(block.thinking or "")
+            else:
+                texts.append(block)
+        if texts or calls or not messages:
+            message: Message = {"role": self.role, "content": text_of(texts)}
+            if any(thoughts):
+                message["reasoning_content"] = "".join(thoughts)
+            if calls:
+                message["tool_calls"] = calls
+            messages.append(message)
+        return messages
+
 
 class AnthropicTool(BaseModel):
     """A tool that the policy may call."""
@@ -44,6 +79,12 @@ class AnthropicTool(BaseModel):
     description: str | None = None
     input_schema: dict[str, Any] = Field(default_factory=dict)
     type: str | None = None
+
+    def to_function(self) -> dict[str, Any]:
+        """Return the tool as OpenAI writes it."""
+        if self.type not in (None, "custom"):
+            raise unsupported("tools", self.type, "only tools of the client are")
+        return function_tool(self.name, self.description, self.input_schema)
 
 
 class ToolChoice(BaseModel):
@@ -55,20 +96,16 @@ class ToolChoice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class MessagesRequest(BaseModel):
-    """The body of a request. Other fields are ignored."""
+class MessagesRequest(PolicyRequest):
+    """The body of a request."""
 
     messages: Annotated[list[AnthropicTurn], Field(min_length=1, max_length=100_000)]
     max_tokens: MaxTokens
-    model: str = "policy"
     system: Text | list[Block] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     stop_sequences: Stops | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
-    stream: bool | None = None
 
     def to_request(self) -> CompletionRequest:
         """Return the request as a completion request.
@@ -78,12 +115,12 @@ class MessagesRequest(BaseModel):
         """
         messages: list[Message] = []
         if self.system:
-            messages.append({"role": "system", "content": _text(self.system)})
+            messages.append({"role": "system", "content": text_of(self.system)})
         for turn in self.messages:
-            messages += _messages(turn)
+            messages += turn.to_messages()
         choice = self.tool_choice
         is_single = choice is not None and choice.disable_parallel_tool_use
-        tools = [_schema(tool) for tool in self.tools or ()]
+        tools = [tool.to_function() for tool in self.tools or ()]
         kind: object = choice and choice.type
         if choice is not None and kind == "tool":
             kind = {"type": "tool", "name": choice.name}
@@ -100,69 +137,11 @@ class MessagesRequest(BaseModel):
         )
 
 
-def _schema(tool: AnthropicTool) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise unsupported("tools", tool.type, "only tools of the client are")
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-    }
-    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
-
-
-def _text(content: str | Sequence[Block] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for block in content:
-        if block.type != "text" or block.text is None:
-            raise ApiError(400, f"a block of type {block.type!r}; text is read, nothing else")
-    return "".join(block.text or "" for block in content)
-
-
-def _messages(turn: AnthropicTurn) -> list[Message]:
-    """Return tool outputs first, each as a message of its own, then the text."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    messages: list[Message] = []
-    texts: list[Block] = []
-    thoughts: list[str] = []
-    calls: list[ToolCall] = []
-    for block in turn.content:
-        if block.type == "tool_result" and turn.role == "user":
-            messages.append(
-                {
-                    "role": "tool",
-                    "content": _text(block.content),
-                    "tool_call_id": block.tool_use_id,
-                }
-            )
-        elif block.type == "tool_use" and turn.role == "assistant":
-            function = {"name": block.name, "arguments": block.input or {}}
-            calls.append(ToolCall(id=block.id, type="function", function=function))  # type: ignore[typeddict-item]
-        elif block.type in ("thinking", "redacted_thinking"):
-            thoughts.append(block.thinking or "")
-        else:
-            texts.append(block)
-    if texts or calls or not messages:
-        message: Message = {"role": turn.role, "content": _text(texts)}
-        if any(thoughts):
-            message["reasoning_content"] = "".join(thoughts)
-        if calls:
-            message["tool_calls"] = calls
-        messages.append(message)
-    return messages
-
-
-class AnthropicMessage:
-    """Replies of the messages API; a `ReplyFormat`."""
-
-    stream_end = b""
+class AnthropicMessage(ReplyFormat):
+    """Replies of the messages API."""
 
     def __init__(self, id: str, request: MessagesRequest) -> None:
-        self.id = id
-        self.request = request
-        self.is_stream = bool(request.stream)
+        super().__init__(id, request)
         self._block = -1
         self._kind = ""
         """The kind of the open block of a stream."""
@@ -176,7 +155,7 @@ class AnthropicMessage:
             blocks.append(_thinking(message["reasoning_content"]))
         if message["content"]:
             blocks.append({"type": "text", "text": message["content"], "citations": None})
-        blocks += [_use(call, call["function"]["arguments"]) for call in _calls(completion)]
+        blocks += [_use(call, call["function"]["arguments"]) for call in completion.calls]
         return self._body(blocks, completion)
 
     def first_events(self) -> Iterable[dict[str, Any]]:
@@ -196,7 +175,7 @@ class AnthropicMessage:
     def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Yield tool calls and the stop reason."""
         (completion,) = completions
-        for call in _calls(completion):
+        for call in completion.calls:
             yield from self._open(call["id"], _use(call, {}))
             text = json.dumps(call["function"]["arguments"])
             yield self._delta({"type": "input_json_delta", "partial_json": text})
@@ -238,10 +217,6 @@ def _thinking(text: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _calls(completion: Completion) -> Sequence[ToolCall]:
-    return completion.message.get("tool_calls", ())
-
-
 def _use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
     name = call["function"]["name"]
     return {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
@@ -252,7 +227,7 @@ def _stop_reason(completion: Completion) -> str:
         return "stop_sequence"
     if completion.is_cut:
         return "max_tokens"
-    return "tool_use" if _calls(completion) else "end_turn"
+    return "tool_use" if completion.calls else "end_turn"
 
 
 def _usage(completion: Completion | None) -> dict[str, Any]:

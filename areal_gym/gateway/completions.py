@@ -1,14 +1,24 @@
-"""Requests for completions and their results, whichever API they came through."""
+"""Requests for completions and their results, and what the bodies of all APIs have in common."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from areal_gym.engines.base import Generation
+from areal_gym.gateway.http_messages import ApiError
 from areal_gym.gateway.output_constraints import OutputConstraint
-from areal_gym.types import Message
+from areal_gym.types import Message, ToolCall
+from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper
+
+Text = Annotated[str, Field(max_length=8_000_000)]
+MaxTokens = Annotated[int, Field(ge=1, le=2**31)]
+Shape = Annotated[dict[str, Any], Field(max_length=64)]
+Stops = Annotated[list[str], Field(max_length=16)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,3 +58,57 @@ class Completion:
     def is_cut(self) -> bool:
         """Whether a limit of tokens cut it."""
         return self.generation.finish_reason == "length"
+
+    @property
+    def calls(self) -> Sequence[ToolCall]:
+        """The tool calls of the message."""
+        return self.message.get("tool_calls", ())
+
+
+class PolicyRequest(BaseModel):
+    """The fields that the bodies of all APIs share. Unknown fields are ignored."""
+
+    model: str = "policy"
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+
+
+class Part(BaseModel):
+    """A piece of a message."""
+
+    type: str
+    text: str | None = None
+
+
+def text_of(content: str | Sequence[Part] | None) -> str:
+    """Return the text of a message's content.
+
+    Raises:
+        ApiError: it has a part that is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.text is None:
+            raise ApiError(400, f"a content part of type {part.type!r}; text is read, nothing else")
+    return "".join(part.text or "" for part in content)
+
+
+def function_tool(name: str, description: str | None, parameters: object) -> dict[str, Any]:
+    """Return a tool in OpenAI's shape, without the fields that are None."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+
+
+def tool_call(id: str, name: str, arguments: str | dict[str, Any]) -> ToolCall:
+    """Return a call of a message; arguments that are not a JSON object are kept under one name."""
+    if isinstance(arguments, str):
+        text = arguments
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError):
+            parsed = None
+        is_usable = isinstance(parsed, dict) and not is_nested_deeper(parsed, MAX_JSON_DEPTH)
+        arguments = parsed if is_usable else {"arguments": text}
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

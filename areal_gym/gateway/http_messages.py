@@ -1,16 +1,111 @@
-"""Requests and replies of the gateway as HTTP: secrets, bodies, JSON, errors."""
+"""Requests and replies of the gateway as HTTP: secrets, bodies, JSON, and errors of both APIs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from areal_gym.gateway.error_replies import ApiError, as_api_error
-from areal_gym.utils.http_servers.aiohttp_site import RequestBodyError
+from areal_gym.errors import AgentError, EngineError, EpisodeError, GrammarError, UsageError
+from areal_gym.recording import ContextFullError
+from areal_gym.utils.http_servers.aiohttp_site import Handler, RequestBodyError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """A reply with another status than 200.
+
+    Args:
+        status: the HTTP status.
+        message: for people.
+        code: for programs, one of OpenAI's.
+        param: the field of the request that is at fault.
+        retry_after_s: when to retry.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return `{"error": {...}}`."""
+        type = _TYPES.get(self.status, "api_error")
+        error = {"message": self.message, "type": type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def to_anthropic(self) -> dict[str, Any]:
+        """Return `{"type": "error", "error": {...}}`."""
+        type = _TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": type, "message": self.message}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return the reply to a failed call."""
+    match error:
+        case ApiError():
+            return error
+        case ContextFullError():
+            return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+        case GrammarError():
+            return ApiError(400, f"the engine refuses: {error}", code="unsupported_value")
+        case EngineError():
+            return ApiError(503, f"the policy could not be sampled: {error}", code="engine_error")
+        case RequestBodyError():
+            return ApiError(error.status, error.message)
+        case UsageError() | AgentError():
+            return ApiError(400, str(error))
+        case EpisodeError():
+            return ApiError(503, f"the episode has failed: {error}", code="episode_error")
+        case _:
+            return ApiError(500, f"a bug in the gateway: {error!r}", code="internal_error")
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Reply to failed requests in the shape that the client's library expects."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        status = error.status if error.status in (404, 405) else 400
+        failed = ApiError(status, f"{request.method} {request.path}: {error.reason}")
+    except ConnectionError:
+        raise  # the client has gone
+    except Exception as error:
+        failed = as_api_error(error)
+    is_anthropic = request.path.startswith("/v1/messages")
+    response = json_response(
+        failed.to_anthropic() if is_anthropic else failed.to_openai(), status=failed.status
+    )
+    if failed.retry_after_s is not None:
+        response.headers["Retry-After"] = str(failed.retry_after_s)
+    return response
 
 
 def key_of(request: web.Request) -> str:
@@ -45,7 +140,7 @@ def parse_body(model: type[BaseModel], body: bytes) -> Any:
         ) from None
 
 
-def json_response(content: dict[str, Any], *, status: int = 200) -> web.Response:
+def json_response(content: Mapping[str, Any], *, status: int = 200) -> web.Response:
     """Return a JSON reply, in ASCII: a sampled text may hold what UTF-8 cannot."""
     return web.Response(
         status=status, body=json.dumps(content).encode(), content_type="application/json"
@@ -56,28 +151,3 @@ def server_sent_event(event: dict[str, Any]) -> bytes:
     """Encode one event of a stream; an event with a `type` is named by it."""
     name = f"event: {event['type']}\n" if "type" in event else ""
     return f"{name}data: {json.dumps(event)}\n\n".encode()
-
-
-@web.middleware
-async def error_middleware(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Reply to failed requests in the shape that the client's library expects."""
-    try:
-        return await handler(request)
-    except RequestBodyError as error:
-        failed = ApiError(error.status, error.message)
-    except web.HTTPException as error:
-        status = error.status if error.status in (404, 405) else 400
-        failed = ApiError(status, f"{request.method} {request.path}: {error.reason}")
-    except ConnectionError:
-        raise  # the client has gone
-    except Exception as error:
-        failed = as_api_error(error)
-    is_anthropic = request.path.startswith("/v1/messages")
-    response = json_response(
-        failed.to_anthropic() if is_anthropic else failed.to_openai(), status=failed.status
-    )
-    if failed.retry_after_s is not None:
-        response.headers["Retry-After"] = str(failed.retry_after_s)
-    return response

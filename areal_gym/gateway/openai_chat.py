@@ -1,34 +1,31 @@
-"""`/v1/chat/completions`: requests, and replies whole or as a stream."""
+"""`/v1/chat/completions` and `/v1/completions`: requests, and replies whole or as a stream."""
 
 from __future__ import annotations
 
 import json
-import time
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from areal_gym.chat import Tokenizer
-from areal_gym.gateway.completions import Completion, CompletionRequest
-from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.output_constraints import called_tools, constraint_of, refuse
+from areal_gym.gateway.completions import (
+    Completion,
+    CompletionRequest,
+    MaxTokens,
+    Part,
+    PolicyRequest,
+    Shape,
+    Stops,
+    Text,
+    text_of,
+    tool_call,
+)
+from areal_gym.gateway.output_constraints import called_tools, constraint_of, may_call, refuse
+from areal_gym.gateway.reply_formats import ReplyFormat
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message, ToolCall
-from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper
-
-Text = Annotated[str, Field(max_length=8_000_000)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-MaxTokens = Annotated[int, Field(ge=1, le=2**31)]
-Shape = Annotated[dict[str, Any], Field(max_length=64)]
-Stops = Annotated[list[str], Field(max_length=16)]
-
-
-class Part(BaseModel):
-    """A piece of a message."""
-
-    type: str
-    text: str | None = None
 
 
 class Called(BaseModel):
@@ -56,6 +53,23 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
     name: str | None = None
 
+    def to_message(self) -> Message:
+        """Return the message as the policy's chat template takes it."""
+        role = "system" if self.role == "developer" else self.role
+        message: Message = {"role": role, "content": text_of(self.content)}
+        if self.reasoning_content is not None and role == "assistant":
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls and role == "assistant":
+            message["tool_calls"] = [
+                tool_call(call.id, call.function.name, call.function.arguments)
+                for call in self.tool_calls
+            ]
+        if role == "tool":
+            message["tool_call_id"] = self.tool_call_id or ""
+            if self.name is not None:
+                message["name"] = self.name
+        return message
+
 
 class Function(BaseModel):
     """A function that the policy may call."""
@@ -79,30 +93,49 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class ChatRequest(BaseModel):
-    """The body of a request. Other fields are ignored."""
+class CompletionFields(PolicyRequest):
+    """The fields that both routes share."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=100_000)]
-    model: str = "policy"
-    tools: list[FunctionTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    seed: Seed | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | Stops | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: Shape | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the arguments of `CompletionRequest` that say how to sample.
+
+        Raises:
+            ApiError: the client wants another distribution than the policy's.
+        """
+        for field in ("frequency_penalty", "presence_penalty", "logit_bias"):
+            refuse(field, getattr(self, field), "tokens are sampled from the policy as it is")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return {
+            "n": self.n or 1,
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "stops": [stop for stop in stops if stop],
+        }
+
+
+class ChatRequest(CompletionFields):
+    """The body of a request for a chat completion."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=100_000)]
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: MaxTokens | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: Shape | None = None
 
     def to_request(self) -> CompletionRequest:
         """Return the request as a completion request.
@@ -110,190 +143,164 @@ class ChatRequest(BaseModel):
         Raises:
             ApiError: it has a field that is not supported.
         """
-        refuse(
-            "top_logprobs",
-            self.top_logprobs,
-            "only log-probabilities of the sampled tokens are known",
-        )
-        refuse_penalties(self.frequency_penalty, self.presence_penalty, self.logit_bias)
+        refuse("top_logprobs", self.top_logprobs, "only sampled tokens have log-probabilities here")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         call = called_tools(self.tool_choice, tools)
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        sampling = self.sampling()
+        if self.max_completion_tokens is not None:
+            sampling["max_new_tokens"] = self.max_completion_tokens
         return CompletionRequest(
-            messages=[_message(message) for message in self.messages],
+            messages=[message.to_message() for message in self.messages],
             tools=tools,
             has_calls=may_call(self.tool_choice, self.parallel_tool_calls),
             constraint=call or constraint_of("response_format", self.response_format),
-            n=self.n or 1,
-            max_new_tokens=self.max_completion_tokens or self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
             top_k=None if self.top_k is None else max(self.top_k, 0),
-            seed=self.seed,
-            stops=[stop for stop in stops if stop],
+            **sampling,
         )
 
 
-def refuse_penalties(frequency: float | None, presence: float | None, bias: object) -> None:
-    """Raise ApiError if a client wants to sample from another distribution than the policy."""
-    why = "tokens are sampled from the policy as it is"
-    refuse("frequency_penalty", frequency, why)
-    refuse("presence_penalty", presence, why)
-    refuse("logit_bias", bias, why)
+class TextCompletionRequest(CompletionFields):
+    """The body of a request to continue a text."""
 
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
 
-def may_call(choice: object, parallel: bool | None) -> bool:
-    """Return whether tool calls in the text are parsed.
+    def to_request(self) -> CompletionRequest:
+        """Return the request as a completion request.
 
-    Raises:
-        ApiError: at most one call is wanted, which is up to the policy.
-    """
-    if parallel is False and choice in (None, "auto", "none"):
-        why = "the policy decides how many calls it makes"
-        raise ApiError(400, f"parallel_tool_calls = false is not supported: {why}")
-    return choice != "none"
-
-
-def text_of(content: str | Sequence[Part] | None) -> str:
-    """Return the text of a message's content.
-
-    Raises:
-        ApiError: it has a part that is not text.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.text is None:
-            raise ApiError(400, f"a content part of type {part.type!r}; text is read, nothing else")
-    return "".join(part.text or "" for part in content)
-
-
-def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; text that is not a JSON object is kept under one name."""
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        arguments = None
-    is_usable = isinstance(arguments, dict) and not is_nested_deeper(arguments, MAX_JSON_DEPTH)
-    return arguments if is_usable else {"arguments": text}
-
-
-def _message(item: ChatMessage) -> Message:
-    role = "system" if item.role == "developer" else item.role
-    message: Message = {"role": role, "content": text_of(item.content)}
-    if item.reasoning_content is not None and role == "assistant":
-        message["reasoning_content"] = item.reasoning_content
-    if item.tool_calls and role == "assistant":
-        message["tool_calls"] = [
-            ToolCall(
-                id=call.id,
-                type="function",
-                function={
-                    "name": call.function.name,
-                    "arguments": arguments_of(call.function.arguments),
-                },
-            )
-            for call in item.tool_calls
-        ]
-    if role == "tool":
-        message["tool_call_id"] = item.tool_call_id or ""
-        if item.name is not None:
-            message["name"] = item.name
-    return message
+        Raises:
+            ApiError: it has a field that is not supported.
+        """
+        refuse("echo", self.echo, "the reply has sampled text only")
+        refuse("suffix", self.suffix, "the policy continues a text")
+        refuse("best_of", (self.best_of or 1) > (self.n or 1), "ask for n, and choose")
+        prompt = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+        return CompletionRequest(prompt=prompt, **self.sampling())
 
 
 # ---- replies -----------------------------------------------------------------------------------
 
 
-class Chat:
-    """Replies of chat completions; a `ReplyFormat`.
-
-    Args:
-        id: the reply's id.
-        request: the request.
-        tokenizer: spells tokens for their log-probabilities.
-    """
+class _CompletionReplies(ReplyFormat):
+    """What the replies of both routes have in common: choices, their events, the usage."""
 
     stream_end = b"data: [DONE]\n\n"
+    kind: str
+    chunk_kind: str
+    request: ChatRequest | TextCompletionRequest
 
-    def __init__(self, id: str, request: ChatRequest, tokenizer: Tokenizer) -> None:
-        self.id = id
-        self.request = request
-        self.is_stream = bool(request.stream)
+    def __init__(self, id: str, request: CompletionFields, tokenizer: Tokenizer) -> None:
+        super().__init__(id, request)
         self._tokenizer = tokenizer
-        self._created = int(time.time())
 
     def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return the body of a reply that is not a stream."""
-        return {
-            **self._head("chat.completion"),
-            "choices": [
-                {
-                    "index": index,
-                    "message": _reply_message(completion.message),
-                    "finish_reason": _finish(completion),
-                    "logprobs": self._logprobs(completion),
-                }
-                for index, completion in enumerate(completions)
-            ],
-            "usage": usage_of(completions),
-        }
+        choices = [self._choice(index, choice) for index, choice in enumerate(completions)]
+        return self._object(self.kind, choices, usage=_usage(completions))
+
+    def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
+        for index, completion in enumerate(completions):
+            yield from self._last_chunks(index, completion)
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            yield self._object(self.chunk_kind, [], usage=_usage(completions))
+
+    @abstractmethod
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _last_chunks(self, index: int, completion: Completion) -> Iterable[dict[str, Any]]: ...
+
+    def _chunk(
+        self, index: int, content: dict[str, Any], completion: Completion | None = None
+    ) -> dict[str, Any]:
+        """Return the event for new content of a choice; with the completion, it is the last."""
+        choice = {"index": index, **content, **self._end(completion)}
+        return self._object(self.chunk_kind, [choice])
+
+    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": int(self.created)}
+        return {**head, "model": self.request.model, "choices": choices, **more}
+
+    def _end(self, completion: Completion | None) -> dict[str, Any]:
+        if completion is None:
+            return {"finish_reason": None, "logprobs": None}
+        reason = "tool_calls" if completion.calls else "stop"
+        logprobs, is_wanted = None, self.request.logprobs
+        if is_wanted is not None and is_wanted is not False:  # 0 is a number of alternatives
+            logprobs = self._logprobs(_token_logprobs(completion, self._tokenizer))
+        return {"finish_reason": "length" if completion.is_cut else reason, "logprobs": logprobs}
+
+    @abstractmethod
+    def _logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]: ...
+
+
+class Chat(_CompletionReplies):
+    """Replies of chat completions."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def first_events(self) -> Iterable[dict[str, Any]]:
         """Yield the role of each choice."""
         for index in range(self.request.n or 1):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
         """Yield new text of a choice."""
         for kind, text in deltas:
-            yield self._chunk(index, {kind: text})
+            yield self._chunk(index, {"delta": {kind: text}})
 
-    def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
-        """Yield tool calls, which are known at the end, and finish reasons."""
-        for index, completion in enumerate(completions):
-            for place, call in enumerate(completion.message.get("tool_calls", ())):
-                yield self._chunk(index, {"tool_calls": [{"index": place, **_call(call)}]})
-            yield self._chunk(index, {}, _finish(completion), self._logprobs(completion))
-        options = self.request.stream_options
-        if options is not None and options.include_usage:
-            yield {
-                **self._head("chat.completion.chunk"),
-                "choices": [],
-                "usage": usage_of(completions),
-            }
+    def _last_chunks(self, index: int, completion: Completion) -> Iterable[dict[str, Any]]:
+        for place, call in enumerate(completion.calls):
+            yield self._chunk(index, {"delta": {"tool_calls": [{"index": place, **_call(call)}]}})
+        yield self._chunk(index, {"delta": {}}, completion)
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        message, calls = completion.message, completion.calls
+        reply: dict[str, Any] = {
+            "role": "assistant",
+            "content": message["content"] if message["content"] or not calls else None,
+            "refusal": None,
+        }
+        if "reasoning_content" in message:
+            reply["reasoning_content"] = message["reasoning_content"]
+        if calls:
+            reply["tool_calls"] = [_call(call) for call in calls]
+        return {"index": index, "message": reply, **self._end(completion)}
+
+    def _logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"content": tokens, "refusal": None}
+
+
+class TextCompletion(_CompletionReplies):
+    """Replies of text completions."""
+
+    kind = chunk_kind = "text_completion"
+
+    def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
+        """Yield new text of a choice."""
+        for _, text in deltas:
+            yield self._chunk(index, {"text": text})
+
+    def _last_chunks(self, index: int, completion: Completion) -> Iterable[dict[str, Any]]:
+        yield self._chunk(index, {"text": ""}, completion)
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        return {"index": index, "text": completion.message["content"], **self._end(completion)}
+
+    def _logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self.id,
-            "object": kind,
-            "created": self._created,
-            "model": self.request.model,
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": None,
+            "text_offset": None,
         }
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        finish_reason: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "finish_reason": finish_reason,
-            "logprobs": logprobs,
-        }
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
-    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
-        if not self.request.logprobs:
-            return None
-        return {"content": token_logprobs(completion, self._tokenizer), "refusal": None}
-
-
-def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the numbers of tokens."""
+def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
     prompt = completions[0].num_prompt_tokens
     sampled = sum(len(completion.generation.token_ids) for completion in completions)
     return {
@@ -304,7 +311,7 @@ def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def token_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def _token_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the text and log-probability of each sampled token."""
     generation = completion.generation
     spelled = [tokenizer.decode([token_id]) for token_id in generation.token_ids]
@@ -314,30 +321,7 @@ def token_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[dict[st
     ]
 
 
-def _reply_message(message: Message) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    reply: dict[str, Any] = {
-        "role": "assistant",
-        "content": message["content"] if message["content"] or not calls else None,
-        "refusal": None,
-    }
-    if "reasoning_content" in message:
-        reply["reasoning_content"] = message["reasoning_content"]
-    if calls:
-        reply["tool_calls"] = [_call(call) for call in calls]
-    return reply
-
-
 def _call(call: ToolCall) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        "id": call["id"],
-        "type": "function",
-        "function": {"name": function["name"], "arguments": json.dumps(function["arguments"])},
-    }
-
-
-def _finish(completion: Completion) -> str:
-    if completion.is_cut:
-        return "length"
-    return "tool_calls" if completion.message.get("tool_calls") else "stop"
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": call["id"], "type": "function", "function": function}

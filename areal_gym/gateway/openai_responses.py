@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from areal_gym.gateway.completions import Completion, CompletionRequest
-from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.openai_chat import (
+from areal_gym.gateway.completions import (
+    Completion,
+    CompletionRequest,
     MaxTokens,
     Part,
+    PolicyRequest,
     Shape,
     Text,
-    arguments_of,
-    may_call,
+    function_tool,
     text_of,
+    tool_call,
 )
-from areal_gym.gateway.output_constraints import called_tools, constraint_of, refuse, unsupported
+from areal_gym.gateway.http_messages import ApiError
+from areal_gym.gateway.output_constraints import (
+    called_tools,
+    constraint_of,
+    may_call,
+    refuse,
+    unsupported,
+)
+from areal_gym.gateway.reply_formats import ReplyFormat
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.types import Message
 
@@ -46,44 +54,42 @@ class Tool(BaseModel):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def to_function(self) -> dict[str, Any]:
+        """Return the tool as chat completions write it."""
+        if self.type != "function" or self.name is None:
+            raise unsupported("tools", self.type, "functions with a name are the only tools here")
+        return function_tool(self.name, self.description, self.parameters)
+
 
 class TextOptions(BaseModel):
-    """How the text must look."""
+    """The format of the text."""
 
     format: Shape | None = None
 
 
-class ResponseRequest(BaseModel):
-    """The body of a request. Other fields are ignored."""
+class ResponseRequest(PolicyRequest):
+    """The body of a request."""
 
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=100_000)]
-    model: str = "policy"
     instructions: Text | None = None
     previous_response_id: str | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: MaxTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
-    stream: bool | None = None
 
     def to_request(self, before: Sequence[Message]) -> CompletionRequest:
-        """What the policy is asked, after the messages `before`.
+        """Return the completion request, after the messages `before`.
 
         Raises:
             ApiError: it has a field that is not supported.
         """
-        refuse(
-            "top_logprobs",
-            self.top_logprobs,
-            "only log-probabilities of the sampled tokens are known",
-        )
-        shape = None if self.text is None else self.text.format
-        tools = [_schema(tool) for tool in self.tools or ()]
+        refuse("top_logprobs", self.top_logprobs, "only sampled tokens have log-probabilities here")
+        tools = [tool.to_function() for tool in self.tools or ()]
         call = called_tools(self.tool_choice, tools)
+        shape = None if self.text is None else self.text.format
         system: list[Message] = []
         if self.instructions:
             system = [{"role": "system", "content": self.instructions}]
@@ -119,13 +125,8 @@ class ResponseRequest(BaseModel):
                 if not is_answering:
                     messages.append({"role": "assistant", "content": ""})
                     is_answering = True
-                messages[-1].setdefault("tool_calls", []).append(
-                    {
-                        "id": item.call_id,
-                        "type": "function",
-                        "function": {"name": item.name, "arguments": arguments_of(item.arguments)},
-                    }
-                )
+                call = tool_call(item.call_id, item.name, item.arguments)
+                messages[-1].setdefault("tool_calls", []).append(call)
             elif item.type == "function_call_output":
                 content = text_of(item.output)
                 messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
@@ -137,40 +138,28 @@ class ResponseRequest(BaseModel):
         return messages
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
-    if tool.type != "function" or tool.name is None:
-        raise unsupported("tools", tool.type, "functions with a name are the only tools here")
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+class Response(ReplyFormat):
+    """Replies of the responses API."""
 
-
-class Response:
-    """Replies of the responses API; a `ReplyFormat`."""
-
-    stream_end = b""
+    request: ResponseRequest
 
     def __init__(self, id: str, request: ResponseRequest) -> None:
-        self.id = id
-        self.request = request
-        self.is_stream = bool(request.stream)
-        self._created = time.time()
-        self._number = 0
+        super().__init__(id, request)
+        self._num_events = 0
         self._output: list[dict[str, Any]] = []
         """The items of a stream so far."""
 
     def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of a reply that is not a stream."""
         (completion,) = completions
+        thought = completion.message.get("reasoning_content")
+        content = completion.message["content"]
         self._output = []
-        thought, content = (
-            completion.message.get("reasoning_content"),
-            completion.message["content"],
-        )
         if thought:
-            self._output.append(self._item("reasoning_content", thought))
-        if content or not (thought or completion.message.get("tool_calls")):
-            self._output.append(self._item("content", content))
-        self._output += self._calls(completion)
+            self._output.append(self._text_item("reasoning_content", thought))
+        if content or not (thought or completion.calls):
+            self._output.append(self._text_item("content", content))
+        self._output += self._call_items(completion)
         return self._body(completion)
 
     def first_events(self) -> Iterable[dict[str, Any]]:
@@ -181,34 +170,26 @@ class Response:
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
         """Yield new text, in an item of its kind."""
         for kind, text in deltas:
-            if not self._output or self._output[-1]["type"] != _ITEM[kind]:
+            if not self._output or self._output[-1]["type"] != _ITEM_TYPES[kind]:
                 yield from self._close()
                 yield from self._open(kind)
-            part = self._output[-1]["content"][0]
-            part["text"] += text
-            more: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
-            yield self._event(f"response.{part['type']}.delta", **self._here(), delta=text, **more)
+            self._output[-1]["content"][0]["text"] += text
+            yield self._text_event("delta", delta=text)
 
     def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Yield tool calls, and the whole response."""
         (completion,) = completions
         yield from self._close()
-        for item in self._calls(completion):
+        for item in self._call_items(completion):
             arguments = item["arguments"]
+            place = {"item_id": item["id"], "output_index": len(self._output)}
             self._output.append({**item, "arguments": "", "status": "in_progress"})
-            where = {"item_id": item["id"], "output_index": len(self._output) - 1}
-            yield self._event(
-                "response.output_item.added",
-                output_index=where["output_index"],
-                item=self._output[-1],
-            )
+            yield self._item_event("added", self._output[-1])
             kind = "response.function_call_arguments"
-            yield self._event(f"{kind}.delta", **where, delta=arguments)
-            yield self._event(f"{kind}.done", **where, name=item["name"], arguments=arguments)
+            yield self._event(f"{kind}.delta", **place, delta=arguments)
+            yield self._event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
             self._output[-1] = item
-            yield self._event(
-                "response.output_item.done", output_index=where["output_index"], item=item
-            )
+            yield self._item_event("done", item)
         if not self._output:
             yield from self._open("content")
             yield from self._close()
@@ -218,53 +199,29 @@ class Response:
     # ---- items --------------------------------------------------------------------------------
 
     def _open(self, kind: str) -> Iterable[dict[str, Any]]:
-        item = self._item(kind, "")
+        item = self._text_item(kind, "")
         self._output.append(item)
-        place = len(self._output) - 1
-        added = {**item, "content": [], "status": "in_progress"}
-        yield self._event("response.output_item.added", output_index=place, item=added)
-        part = item["content"][0]
-        yield self._event("response.content_part.added", **self._here(), part={**part})
+        yield self._item_event("added", {**item, "content": [], "status": "in_progress"})
+        yield self._part_event("response.content_part.added", part={**item["content"][0]})
 
     def _close(self) -> Iterable[dict[str, Any]]:
-        if not self._output or "content" not in self._output[-1]:
-            return
-        item = self._output[-1]
-        part = item["content"][0]
-        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-        yield self._event(
-            f"response.{part['type']}.done", **self._here(), text=part["text"], **more
-        )
-        yield self._event("response.content_part.done", **self._here(), part=part)
-        yield self._event(
-            "response.output_item.done", output_index=len(self._output) - 1, item=item
-        )
+        if self._output and "content" in self._output[-1]:
+            item = self._output[-1]
+            part = item["content"][0]
+            yield self._text_event("done", text=part["text"])
+            yield self._part_event("response.content_part.done", part=part)
+            yield self._item_event("done", item)
 
-    def _here(self) -> dict[str, Any]:
-        place = len(self._output) - 1
-        return {"item_id": self._output[-1]["id"], "output_index": place, "content_index": 0}
-
-    def _item(self, kind: str, text: str) -> dict[str, Any]:
+    def _text_item(self, kind: str, text: str) -> dict[str, Any]:
         name = f"{self.id.removeprefix('resp_')}_{len(self._output)}"
+        item: dict[str, Any] = {"type": _ITEM_TYPES[kind], "status": "completed"}
         if kind == "reasoning_content":
-            content = [{"type": "reasoning_text", "text": text}]
-            return {
-                "id": f"rs_{name}",
-                "type": "reasoning",
-                "status": "completed",
-                "summary": [],
-                "content": content,
-            }
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        return {
-            "id": f"msg_{name}",
-            "type": "message",
-            "status": "completed",
-            "role": "assistant",
-            "content": [part],
-        }
+            part = {"type": "reasoning_text", "text": text}
+            return {"id": f"rs_{name}", **item, "summary": [], "content": [part]}
+        message = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"id": f"msg_{name}", **item, "role": "assistant", "content": [message]}
 
-    def _calls(self, completion: Completion) -> list[dict[str, Any]]:
+    def _call_items(self, completion: Completion) -> list[dict[str, Any]]:
         return [
             {
                 "id": f"fc_{self.id.removeprefix('resp_')}_{call['id']}",
@@ -274,30 +231,31 @@ class Response:
                 "name": call["function"]["name"],
                 "arguments": json.dumps(call["function"]["arguments"]),
             }
-            for call in completion.message.get("tool_calls", ())
+            for call in completion.calls
         ]
+
+    # ---- events -------------------------------------------------------------------------------
 
     def _body(self, completion: Completion | None) -> dict[str, Any]:
         status, usage = "in_progress", None
         if completion is not None:
             status = "incomplete" if completion.is_cut else "completed"
             prompt, sampled = completion.num_prompt_tokens, len(completion.generation.token_ids)
+            cached = completion.num_cached_tokens
             usage = {
                 "input_tokens": prompt,
-                "input_tokens_details": {
-                    "cached_tokens": completion.num_cached_tokens,
-                    "cache_write_tokens": 0,
-                },
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                 "output_tokens": sampled,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + sampled,
             }
         request = self.request
         is_cut = status == "incomplete"
+        tools = [tool.model_dump() | {"strict": bool(tool.strict)} for tool in request.tools or ()]
         return {
             "id": self.id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -309,17 +267,28 @@ class Response:
             "previous_response_id": request.previous_response_id,
             "temperature": request.temperature,
             "tool_choice": request.tool_choice or "auto",
-            "tools": [
-                tool.model_dump() | {"strict": bool(tool.strict)} for tool in request.tools or ()
-            ],
+            "tools": tools,
             "top_p": request.top_p,
             "max_output_tokens": request.max_output_tokens,
             "usage": usage,
         }
 
+    def _text_event(self, change: str, **content: Any) -> dict[str, Any]:
+        kind = self._output[-1]["content"][0]["type"]
+        more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+        return self._part_event(f"response.{kind}.{change}", **content, **more)
+
+    def _part_event(self, kind: str, **content: Any) -> dict[str, Any]:
+        item_id, place = self._output[-1]["id"], len(self._output) - 1
+        return self._event(kind, item_id=item_id, output_index=place, content_index=0, **content)
+
+    def _item_event(self, change: str, item: dict[str, Any]) -> dict[str, Any]:
+        place = len(self._output) - 1
+        return self._event(f"response.output_item.{change}", output_index=place, item=item)
+
     def _event(self, type: str, **content: Any) -> dict[str, Any]:
-        self._number += 1
-        return {"type": type, "sequence_number": self._number - 1, **content}
+        self._num_events += 1
+        return {"type": type, "sequence_number": self._num_events - 1, **content}
 
 
-_ITEM = {"content": "message", "reasoning_content": "reasoning"}
+_ITEM_TYPES = {"content": "message", "reasoning_content": "reasoning"}

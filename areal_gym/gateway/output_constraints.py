@@ -18,13 +18,13 @@ from areal_gym.chat import Renderer
 from areal_gym.chat.tool_call_formats import write_call
 from areal_gym.engines.base import Engine, Grammar, GrammarEngine
 from areal_gym.errors import ConfigError
-from areal_gym.gateway.error_replies import ApiError
+from areal_gym.gateway.http_messages import ApiError
 from areal_gym.utils.markup import short
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputConstraint:
-    """How a completion must look: a schema, or calls."""
+    """A schema that a completion must have, or tools that it must call."""
 
     param: str
     """The field of the request that sets it."""
@@ -62,12 +62,8 @@ class OutputConstraint:
         )
 
     def _refused(self, why: str) -> ApiError:
-        return ApiError(
-            400,
-            f"{self.param} is not supported: {why}",
-            code="unsupported_value",
-            param=self.param,
-        )
+        message = f"{self.param} is not supported: {why}"
+        return ApiError(400, message, code="unsupported_value", param=self.param)
 
 
 def constraint_of(param: str, shape: Mapping[str, Any] | None) -> OutputConstraint | None:
@@ -112,13 +108,22 @@ def called_tools(choice: object, tools: Sequence[Mapping[str, Any]]) -> OutputCo
         raise unsupported("tool_choice", choice, "auto, none, required and one function are")
     if not names or any(name not in schemas for name in names):
         known = ", ".join(schemas) or "none"
-        raise ApiError(
-            400,
-            f"tool_choice = {short(choice)} names an unknown tool; available: {known}",
-            param="tool_choice",
-        )
+        message = f"tool_choice = {short(choice)} names an unknown tool; available: {known}"
+        raise ApiError(400, message, param="tool_choice")
     calls = {name: schemas[name] or {"type": "object"} for name in names}
     return OutputConstraint(param="tool_choice", calls=calls)
+
+
+def may_call(choice: object, parallel: bool | None) -> bool:
+    """Return whether tool calls in the text are parsed.
+
+    Raises:
+        ApiError: at most one call is wanted, which is up to the policy.
+    """
+    if parallel is False and choice in (None, "auto", "none"):
+        why = "the policy decides how many calls it makes"
+        raise ApiError(400, f"parallel_tool_calls = false is not supported: {why}")
+    return choice != "none"
 
 
 def refuse(field: str, value: object, why: str) -> None:
@@ -129,12 +134,8 @@ def refuse(field: str, value: object, why: str) -> None:
 
 def unsupported(field: str, value: object, why: str) -> ApiError:
     """Return the error of a field whose value is not supported."""
-    return ApiError(
-        400,
-        f"{field} = {short(value)} is not supported: {why}",
-        code="unsupported_value",
-        param=field,
-    )
+    message = f"{field} = {short(value)} is not supported: {why}"
+    return ApiError(400, message, code="unsupported_value", param=field)
 
 
 def _call(name: str, schema: Mapping[str, Any], dialect: str) -> dict[str, Any]:

@@ -1,57 +1,52 @@
-"""How completions are sent: whole, or as a stream of events."""
+"""The formats in which the APIs reply, and how a stream of events is sent."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
-from areal_gym.gateway.completions import Completion
-from areal_gym.gateway.error_replies import as_api_error
-from areal_gym.gateway.http_messages import json_response, server_sent_event
+from areal_gym.gateway.completions import Completion, PolicyRequest
+from areal_gym.gateway.http_messages import as_api_error, server_sent_event
 from areal_gym.gateway.text_stream import Delta, deltas_of
 
 
-class ReplyFormat(Protocol):
+class ReplyFormat(ABC):
     """The replies of one API."""
 
-    id: str
-    is_stream: bool
-    stream_end: bytes
+    stream_end = b""
     """The last bytes of a stream."""
 
+    def __init__(self, id: str, request: PolicyRequest) -> None:
+        self.id = id
+        self.request = request
+        self.is_stream = bool(request.stream)
+        self.created = time.time()
+
+    @abstractmethod
     def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of a reply that is not a stream."""
-        ...
 
     def first_events(self) -> Iterable[dict[str, Any]]:
         """Return the events before the first text."""
-        ...
+        return ()
 
+    @abstractmethod
     def text_events(self, index: int, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
         """Return the events for new text of choice `index`."""
-        ...
 
+    @abstractmethod
     def last_events(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
         """Return the events after the last text."""
-        ...
 
 
 TextQueue = asyncio.Queue[tuple[int, list[Delta]] | None]
 """New text of choices, by their index; None at the end."""
-
-
-async def send_whole(
-    request: web.Request, completing: Awaitable[list[Completion]], format: ReplyFormat
-) -> web.StreamResponse:
-    """Send the completions when all of them are there."""
-    response = json_response(format.body(await completing))
-    await response.prepare(request)
-    await response.write_eof()
-    return response
 
 
 async def send_stream(

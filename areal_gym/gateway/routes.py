@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
 from pydantic import BaseModel, Field
 
+from areal_gym.chat import Tokenizer
 from areal_gym.gateway.anthropic_messages import AnthropicMessage, MessagesRequest
-from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.http_messages import json_response, parse_body
-from areal_gym.gateway.openai_chat import Chat, ChatRequest, Text
-from areal_gym.gateway.openai_completions import TextCompletion, TextCompletionRequest
+from areal_gym.gateway.completions import Completion, CompletionRequest, Text
+from areal_gym.gateway.http_messages import ApiError, json_response, parse_body
+from areal_gym.gateway.openai_chat import Chat, ChatRequest, TextCompletion, TextCompletionRequest
 from areal_gym.gateway.openai_responses import Response, ResponseRequest
+from areal_gym.gateway.reply_formats import ReplyFormat
 from areal_gym.gateway.session import EpisodeHandle, Session
 from areal_gym.gateway.session_registry import MODEL, SessionRegistry
-from areal_gym.utils.http_servers.aiohttp_site import read_body
+from areal_gym.utils.http_servers.aiohttp_site import Handler, read_body
 from areal_gym.version import __version__
 
 Reward = Annotated[float, Field(allow_inf_nan=False)]
@@ -62,7 +63,130 @@ class GiveAnswer(BaseModel):
 
 
 class Nothing(BaseModel):
-    """An empty body."""
+    """An empty body, which is not read."""
+
+
+Content = Mapping[str, Any]
+"""The content of a JSON reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A request whose key was checked and whose body was read; its methods handle the routes."""
+
+    gateway: SessionRegistry
+    http: web.Request
+    body: bytes
+    is_control: bool
+
+    @property
+    def session(self) -> Session:
+        """The session whose key the request has; control routes name it in their path."""
+        if not self.is_control:
+            return self.gateway.session_of(self.http)
+        if (id := self.http.match_info["id"]) not in self.gateway.sessions:
+            raise ApiError(404, f"no session {id!r} is open")
+        return self.gateway.sessions[id]
+
+    @property
+    def episode(self) -> EpisodeHandle:
+        if (episode := self.session.episode) is None:
+            message = "this session plays no episode: there is no task, only the policy"
+            raise ApiError(404, message)
+        return episode
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.session.recorder.renderer.tokenizer
+
+    async def complete(
+        self,
+        request: CompletionRequest,
+        format: ReplyFormat,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> web.StreamResponse:
+        call = self.gateway.call
+        return await call(self.http, self.session, self.body, request, format, on_completion)
+
+    # ---- the policy -----------------------------------------------------------------------------
+
+    async def chat(self, body: ChatRequest) -> web.StreamResponse:
+        return await self.complete(body.to_request(), Chat(_id("chatcmpl-"), body, self.tokenizer))
+
+    async def completions(self, body: TextCompletionRequest) -> web.StreamResponse:
+        format = TextCompletion(_id("cmpl-"), body, self.tokenizer)
+        return await self.complete(body.to_request(), format)
+
+    async def responses(self, body: ResponseRequest) -> web.StreamResponse:
+        session, format = self.session, Response(_id("resp_"), body)
+        before = session.history(body.previous_response_id)
+
+        def keep(completion: Completion) -> None:
+            session.keep_history(format.id, [*before, *body.messages(), completion.message])
+
+        return await self.complete(body.to_request(before), format, keep)
+
+    async def messages(self, body: MessagesRequest) -> web.StreamResponse:
+        return await self.complete(body.to_request(), AnthropicMessage(_id("msg_"), body))
+
+    async def models(self, body: None) -> Content:
+        return {"object": "list", "data": [_MODEL]}
+
+    async def model(self, body: None) -> Content:
+        if (name := self.http.match_info["id"]) != MODEL:
+            raise ApiError(404, f"no model {name!r}; available: {MODEL}")
+        return _MODEL
+
+    async def health(self, body: None) -> Content:
+        return {"status": "paused" if self.gateway.is_paused else "ok"}
+
+    # ---- the episode, for the program that plays it ---------------------------------------------
+
+    async def task(self, body: None) -> Content:
+        episode = self.episode
+        tools = [tool.schema() for tool in episode.tools]
+        messages = list(episode.first_messages)
+        return {"messages": messages, "tools": tools, "is_over": episode.is_over}
+
+    async def tool(self, body: RunTool) -> Content:
+        return {"content": await self.episode.call_tool(body.call_id)}
+
+    async def answer(self, body: GiveAnswer) -> Content:
+        episode = self.episode
+        messages = await episode.reply(body.content)
+        return {"messages": list(messages), "is_over": episode.is_over}
+
+    # ---- control --------------------------------------------------------------------------------
+
+    async def open_session(self, body: OpenSession) -> web.Response:
+        if self.gateway.is_paused:
+            raise ApiError(429, "the gateway is paused; come back later", retry_after_s=1)
+        session = self.gateway.claim(body.task)
+        opened = {"id": session.id, "api_key": session.api_key, "base_url": session.base_url}
+        return json_response(opened, status=201)
+
+    async def list_sessions(self, body: None) -> Content:
+        return {"sessions": sorted(self.gateway.sessions), "num_free": self.gateway.num_free}
+
+    async def reward(self, body: GiveReward) -> Content:
+        self.session.give_reward(body.reward, body.answer_id)
+        return {"id": self.session.id}
+
+    async def end(self, body: EndSession) -> Content:
+        session = self.session
+        if body.reward is not None and body.error is None:
+            session.give_reward(body.reward)
+        num_calls = session.recorder.num_calls
+        session.end(body.error)
+        return {"id": session.id, "num_calls": num_calls}
+
+    async def pause(self, body: None) -> Content:
+        self.gateway.is_paused = True
+        return {"is_paused": True, "num_calls": self.gateway.num_calls}
+
+    async def resume(self, body: None) -> Content:
+        self.gateway.is_paused = False
+        return {"is_paused": False, "num_calls": self.gateway.num_calls}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,195 +196,73 @@ class Route:
     method: str
     path: str
     summary: str
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    handler: Callable[[_Call, Any], Awaitable[Content | web.StreamResponse]]
     body: type[BaseModel] | None = None
     key: Key = "session"
 
 
+_CONTROL = "/v1/rl/sessions"
+ROUTES = [
+    Route("POST", "/v1/chat/completions", "OpenAI's chat completions", _Call.chat, ChatRequest),
+    Route("POST", "/v1/completions", "continue a text", _Call.completions, TextCompletionRequest),
+    Route("POST", "/v1/responses", "OpenAI's responses", _Call.responses, ResponseRequest),
+    Route("POST", "/v1/messages", "Anthropic's messages", _Call.messages, MessagesRequest),
+    Route("GET", "/v1/models", "the policy, in a list", _Call.models),
+    Route("GET", "/v1/models/{id}", "the policy", _Call.model),
+    Route("GET", "/health", "whether it serves", _Call.health, key="none"),
+    Route("GET", "/v1/rl/task", "first messages and tools of the episode", _Call.task),
+    Route("POST", "/v1/rl/tool", "run a tool that was called", _Call.tool, RunTool),
+    Route("POST", "/v1/rl/answer", "answer the environment", _Call.answer, GiveAnswer),
+    *(
+        replace(route, key="control")
+        for route in (
+            Route("POST", _CONTROL, "open a session", _Call.open_session, OpenSession),
+            Route("GET", _CONTROL, "the open sessions", _Call.list_sessions),
+            Route("POST", f"{_CONTROL}/{{id}}/reward", "add a reward", _Call.reward, GiveReward),
+            Route("POST", f"{_CONTROL}/{{id}}/end", "end a session", _Call.end, EndSession),
+            Route("POST", "/v1/rl/pause", "tell calls to come back later", _Call.pause, Nothing),
+            Route("POST", "/v1/rl/resume", "accept calls again", _Call.resume, Nothing),
+        )
+    ),
+]
+
+_MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-gym"}
+
+
 def routes_of(gateway: SessionRegistry) -> list[web.RouteDef]:
     """Return all routes of a gateway."""
-    table = route_table(gateway)
-    description = openapi(table)
+    description = openapi(ROUTES)
 
     async def describe(request: web.Request) -> web.Response:
         return json_response(description)
 
     return [
-        *(web.route(route.method, route.path, route.handler) for route in table),
+        *(web.route(row.method, row.path, _handler(gateway, row)) for row in ROUTES),
         web.get("/openapi.json", describe),
     ]
 
 
-class _Handlers:
-    """Handles the requests of a gateway."""
+def _handler(gateway: SessionRegistry, route: Route) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if route.key == "control":
+            gateway.require_control(request)
+        elif route.key == "session":
+            gateway.session_of(request)
+        body, parsed = b"", None
+        if route.body not in (None, Nothing):
+            body = await read_body(request)
+            parsed = parse_body(route.body, body)
+        reply = await route.handler(_Call(gateway, request, body, route.key == "control"), parsed)
+        return reply if isinstance(reply, web.StreamResponse) else json_response(reply)
 
-    def __init__(self, gateway: SessionRegistry) -> None:
-        self.gateway = gateway
-
-    # ---- the policy ---------------------------------------------------------------------------
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        session = self.gateway.session_of(request)
-        body = await read_body(request)
-        parsed = parse_body(ChatRequest, body)
-        format = Chat(_id("chatcmpl-"), parsed, session.recorder.renderer.tokenizer)
-        return await self.gateway.call(request, session, body, parsed.to_request(), format)
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        session = self.gateway.session_of(request)
-        body = await read_body(request)
-        parsed = parse_body(TextCompletionRequest, body)
-        format = TextCompletion(_id("cmpl-"), parsed, session.recorder.renderer.tokenizer)
-        return await self.gateway.call(request, session, body, parsed.to_request(), format)
-
-    async def responses(self, request: web.Request) -> web.StreamResponse:
-        session = self.gateway.session_of(request)
-        body = await read_body(request)
-        parsed: ResponseRequest = parse_body(ResponseRequest, body)
-        before = session.history(parsed.previous_response_id)
-        format = Response(_id("resp_"), parsed)
-        return await self.gateway.call(
-            request,
-            session,
-            body,
-            parsed.to_request(before),
-            format,
-            on_completion=lambda completion: session.keep_history(
-                format.id, [*before, *parsed.messages(), completion.message]
-            ),
-        )
-
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        session = self.gateway.session_of(request)
-        body = await read_body(request)
-        parsed = parse_body(MessagesRequest, body)
-        format = AnthropicMessage(_id("msg_"), parsed)
-        return await self.gateway.call(request, session, body, parsed.to_request(), format)
-
-    async def models(self, request: web.Request) -> web.Response:
-        self.gateway.session_of(request)
-        return json_response({"object": "list", "data": [_MODEL]})
-
-    async def model(self, request: web.Request) -> web.Response:
-        self.gateway.session_of(request)
-        if request.match_info["id"] != MODEL:
-            raise ApiError(404, f"no model {request.match_info['id']!r}; available: {MODEL}")
-        return json_response(_MODEL)
-
-    async def health(self, request: web.Request) -> web.Response:
-        return json_response({"status": "paused" if self.gateway.is_paused else "ok"})
-
-    # ---- the episode, for the program that plays it -------------------------------------------
-
-    async def task(self, request: web.Request) -> web.Response:
-        episode = _episode(self.gateway.session_of(request))
-        tools = [tool.schema() for tool in episode.tools]
-        messages = list(episode.first_messages)
-        return json_response({"messages": messages, "tools": tools, "is_over": episode.is_over})
-
-    async def tool(self, request: web.Request) -> web.Response:
-        episode = _episode(self.gateway.session_of(request))
-        parsed: RunTool = parse_body(RunTool, await read_body(request))
-        return json_response({"content": await episode.call_tool(parsed.call_id)})
-
-    async def answer(self, request: web.Request) -> web.Response:
-        episode = _episode(self.gateway.session_of(request))
-        parsed: GiveAnswer = parse_body(GiveAnswer, await read_body(request))
-        messages = await episode.reply(parsed.content)
-        return json_response({"messages": list(messages), "is_over": episode.is_over})
-
-    # ---- control ------------------------------------------------------------------------------
-
-    async def open_session(self, request: web.Request) -> web.Response:
-        self.gateway.require_control(request)
-        parsed: OpenSession = parse_body(OpenSession, await read_body(request))
-        if self.gateway.is_paused:
-            raise ApiError(429, "the gateway is paused; come back later", retry_after_s=1)
-        session = self.gateway.queue.claim(parsed.task)
-        opened = {"id": session.id, "api_key": session.api_key, "base_url": session.base_url}
-        return json_response(opened, status=201)
-
-    async def list_sessions(self, request: web.Request) -> web.Response:
-        self.gateway.require_control(request)
-        ids = sorted(self.gateway.sessions)
-        return json_response({"sessions": ids, "num_free": len(self.gateway.queue)})
-
-    async def reward(self, request: web.Request) -> web.Response:
-        session = self._named(request)
-        parsed: GiveReward = parse_body(GiveReward, await read_body(request))
-        session.give_reward(parsed.reward, parsed.answer_id)
-        return json_response({"id": session.id})
-
-    async def end(self, request: web.Request) -> web.Response:
-        session = self._named(request)
-        parsed: EndSession = parse_body(EndSession, await read_body(request))
-        if parsed.reward is not None and parsed.error is None:
-            session.give_reward(parsed.reward)
-        num_calls = session.recorder.num_calls
-        session.end(parsed.error)
-        return json_response({"id": session.id, "num_calls": num_calls})
-
-    async def pause(self, request: web.Request) -> web.Response:
-        self.gateway.require_control(request)
-        self.gateway.is_paused = True
-        return json_response({"is_paused": True, "num_calls": self.gateway.num_calls})
-
-    async def resume(self, request: web.Request) -> web.Response:
-        self.gateway.require_control(request)
-        self.gateway.is_paused = False
-        return json_response({"is_paused": False, "num_calls": self.gateway.num_calls})
-
-    def _named(self, request: web.Request) -> Session:
-        self.gateway.require_control(request)
-        session = self.gateway.sessions.get(request.match_info["id"])
-        if session is None:
-            raise ApiError(404, f"no session {request.match_info['id']!r} is open")
-        return session
-
-
-def route_table(gateway: SessionRegistry) -> list[Route]:
-    """Return the table of a gateway's routes."""
-    do = _Handlers(gateway)
-    control = "/v1/rl/sessions"
-    return [
-        Route("POST", "/v1/chat/completions", "OpenAI's chat completions", do.chat, ChatRequest),
-        Route("POST", "/v1/completions", "continue a text", do.completions, TextCompletionRequest),
-        Route("POST", "/v1/responses", "OpenAI's responses", do.responses, ResponseRequest),
-        Route("POST", "/v1/messages", "Anthropic's messages", do.messages, MessagesRequest),
-        Route("GET", "/v1/models", "the policy, in a list", do.models),
-        Route("GET", "/v1/models/{id}", "the policy", do.model),
-        Route("GET", "/health", "whether it serves", do.health, key="none"),
-        Route("GET", "/v1/rl/task", "first messages and tools of the episode", do.task),
-        Route("POST", "/v1/rl/tool", "run a tool that was called", do.tool, RunTool),
-        Route("POST", "/v1/rl/answer", "answer the environment", do.answer, GiveAnswer),
-        *(
-            replace(route, key="control")
-            for route in (
-                Route("POST", control, "open a session", do.open_session, OpenSession),
-                Route("GET", control, "the open sessions", do.list_sessions),
-                Route("POST", f"{control}/{{id}}/reward", "add a reward", do.reward, GiveReward),
-                Route("POST", f"{control}/{{id}}/end", "end a session", do.end, EndSession),
-                Route("POST", "/v1/rl/pause", "tell calls to come back later", do.pause, Nothing),
-                Route("POST", "/v1/rl/resume", "accept calls again", do.resume, Nothing),
-            )
-        ),
-    ]
-
-
-def _episode(session: Session) -> EpisodeHandle:
-    if session.episode is None:
-        raise ApiError(404, "this session plays no episode: there is no task, only the policy")
-    return session.episode
+    return handle
 
 
 def _id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
-_MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-gym"}
-
-
-def openapi(table: list[Route]) -> dict[str, Any]:
+def openapi(table: Sequence[Route]) -> dict[str, Any]:
     """Return the OpenAPI description of these routes, for `/openapi.json`."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from areal_gym.engines.base import SamplingParams
 from areal_gym.errors import AgentError, EngineError
 from areal_gym.gateway.completions import Completion, CompletionRequest
-from areal_gym.gateway.error_replies import ApiError
+from areal_gym.gateway.http_messages import ApiError
 from areal_gym.gateway.text_stream import Delta, TextStream
 from areal_gym.recording import ContextFullError, Conversations, Recorder, TurnDraft, derive_seed
 from areal_gym.types import Message, StopReason
@@ -26,34 +26,28 @@ OnText = Callable[[int, list[Delta]], None]
 
 
 class EpisodeHandle(Protocol):
-    """The episode that a session plays; see `areal_gym.agents.base.Episode`."""
+    """The episode that a session plays: what `areal_gym.agents.base.Episode` offers programs."""
 
     @property
     def first_messages(self) -> Sequence[Message]:
         """Messages that open the episode."""
-        ...
 
     @property
     def tools(self) -> Sequence[Any]:
         """The environment's tools."""
-        ...
 
     @property
     def is_over(self) -> bool:
         """Whether the episode has ended."""
-        ...
 
     async def call_tool(self, call_id: str) -> str:
         """Return the output of a tool call."""
-        ...
 
     async def reply(self, answer: str) -> Sequence[Message]:
         """Hand a text to the environment; return its reply."""
-        ...
 
     def give_reward(self, reward: float, *, turn: TurnDraft | None = None) -> None:
         """Add to the reward of a turn, by default the last."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +130,6 @@ class Session:
         self._ended = asyncio.Event()
         self._failure: str | None = None
 
-    @property
-    def group_id(self) -> str:
-        """The group of the session's episode."""
-        return self.options.group_id
-
     # ---- completions --------------------------------------------------------------------------
 
     async def complete_once(
@@ -191,16 +180,13 @@ class Session:
         """
         self._check_limits(request)
         try:
-            if request.n == 1:
-                completions = [await self._complete(request, 0, on_text)]
-            else:
-                choices = range(request.n)
-                tasks = [asyncio.create_task(self._complete(request, i, on_text)) for i in choices]
-                try:
-                    completions = list(await asyncio.gather(*tasks))
-                finally:
-                    for task in tasks:
-                        task.cancel()
+            choices = range(request.n)
+            tasks = [asyncio.create_task(self._complete(request, i, on_text)) for i in choices]
+            try:
+                completions = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
         except ContextFullError:
             self.limit = StopReason.MAX_TOKENS
             raise
@@ -273,24 +259,18 @@ class Session:
         )
 
     def _params(self, request: CompletionRequest, dialect: str) -> SamplingParams:
-        own = self.recorder.params
-        limit = own.max_new_tokens
+        params = self.recorder.params
         if request.max_new_tokens is not None:
-            limit = min(limit, request.max_new_tokens)
+            limit = min(params.max_new_tokens, request.max_new_tokens)
+            params = replace(params, max_new_tokens=limit)
         if self.options.is_training:
-            return replace(own, max_new_tokens=limit)
-        grammar = None
+            return params
         if request.constraint is not None:
             engine, renderer = self.recorder.engine, self.recorder.renderer
             grammar = request.constraint.grammar(engine, renderer, dialect)
-        return replace(
-            own,
-            max_new_tokens=limit,
-            temperature=own.temperature if request.temperature is None else request.temperature,
-            top_p=own.top_p if request.top_p is None else request.top_p,
-            top_k=own.top_k if request.top_k is None else request.top_k,
-            grammar=grammar,
-        )
+            params = replace(params, grammar=grammar)
+        fields = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
+        return replace(params, **{k: v for k, v in fields.items() if v is not None})
 
     def history(self, reply_id: str | None) -> list[Message]:
         """Return the messages up to a reply, for clients that send only what is new.

@@ -12,11 +12,9 @@ from aiohttp import web
 from areal_gym.chat import Renderer
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.gateway.completions import Completion, CompletionRequest
-from areal_gym.gateway.error_replies import ApiError
-from areal_gym.gateway.http_messages import key_of
-from areal_gym.gateway.reply_formats import ReplyFormat, TextQueue, send_stream, send_whole
+from areal_gym.gateway.http_messages import ApiError, json_response, key_of
+from areal_gym.gateway.reply_formats import ReplyFormat, TextQueue, send_stream
 from areal_gym.gateway.session import EpisodeHandle, Session, SessionOptions
-from areal_gym.gateway.session_queue import SessionQueue
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.recording import InFlight, Recorder
 
@@ -24,8 +22,17 @@ MODEL = "policy"
 """The policy's name. Any other name means it, too: programs have names built in."""
 
 
+_MAX_NAMED = 4096
+"""Groups whose task is remembered."""
+
+
 class SessionRegistry:
     """Opens sessions, finds the session of a request, and lets it call the policy.
+
+    Sessions of episodes that wait for an external program are offered to the programs that open
+    sessions. A run compares the siblings of a group with each other: a program names the task that
+    it tries (any text), and sessions with the same name become siblings. Those without a name
+    share groups in the order in which they are opened.
 
     Args:
         control_key: the secret of the control routes; made up by default.
@@ -38,11 +45,13 @@ class SessionRegistry:
         """Whether calls are told to come back later."""
         self.num_calls = 0
         """Calls under way."""
-        self.queue = SessionQueue()
-        """Episodes that external programs may play."""
         self.sessions: dict[str, Session] = {}
         """Open sessions by their public id."""
         self._by_key: dict[str, Session] = {}
+        self._offers: list[Session] = []
+        """Sessions that external programs may claim."""
+        self._tasks: dict[str, str | None] = {}
+        """The task of each group of which a session was claimed."""
         self._max_calls_at_once = max_calls_at_once
 
     @property
@@ -69,7 +78,7 @@ class SessionRegistry:
             options or SessionOptions(),
             base_url=f"{self.url}/v1",
             episode=episode,
-            on_offer=self.queue.offer,
+            on_offer=self._offers.append,
             on_close=self._forget,
         )
         self._by_key[session.api_key] = session
@@ -88,7 +97,37 @@ class SessionRegistry:
     def _forget(self, session: Session) -> None:
         self._by_key.pop(session.api_key, None)
         self.sessions.pop(session.id, None)
-        self.queue.withdraw(session)
+        if session in self._offers:
+            self._offers.remove(session)
+
+    @property
+    def num_free(self) -> int:
+        """The number of sessions that external programs may claim now."""
+        return len(self._offers)
+
+    def claim(self, task: str | None) -> Session:
+        """Claim a session of a group that tries this task, or of a group that has not begun.
+
+        Raises:
+            ApiError: there is none now.
+        """
+        claimed = None
+        for session in self._offers:
+            group = session.options.group_id
+            if group not in self._tasks:
+                claimed = claimed or session
+            elif self._tasks[group] == task:
+                claimed = session
+                break
+        if claimed is None:
+            message = "no episode is free: all are being played, or training has to catch up first"
+            raise ApiError(429, message, retry_after_s=1)
+        self._offers.remove(claimed)
+        self._tasks[claimed.options.group_id] = task
+        if len(self._tasks) > _MAX_NAMED:
+            del self._tasks[next(iter(self._tasks))]
+        claimed.claim()
+        return claimed
 
     # ---- secrets ------------------------------------------------------------------------------
 
@@ -124,7 +163,8 @@ class SessionRegistry:
         raise ApiError(401, "this is not the control key", code="invalid_api_key")
 
     def _is_control_key(self, key: str) -> bool:
-        return hmac.compare_digest(_bytes(key), _bytes(self.control_key))
+        ours, theirs = (k.encode("utf-8", "surrogateescape") for k in (self.control_key, key))
+        return hmac.compare_digest(ours, theirs)
 
     # ---- calls --------------------------------------------------------------------------------
 
@@ -135,7 +175,6 @@ class SessionRegistry:
         body: bytes,
         completion_request: CompletionRequest,
         format: ReplyFormat,
-        *,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> web.StreamResponse:
         """Sample the policy, and reply in the API's format.
@@ -156,18 +195,17 @@ class SessionRegistry:
             raise ApiError(429, f"the gateway {why}; come back later", retry_after_s=1)
         key = hashlib.sha256(request.path.encode() + b"\0" + body).digest()
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        texts = TextQueue() if format.is_stream else None
+        texts = TextQueue()
 
         def on_text(index: int, deltas: list[Delta]) -> None:
-            if texts is not None:
-                texts.put_nowait((index, deltas))
+            texts.put_nowait((index, deltas))
 
         async def complete() -> list[Completion]:
             completions = await session.complete_once(
                 key,
                 is_retry=is_retry,
                 complete=lambda: session.complete(
-                    completion_request, None if texts is None else on_text
+                    completion_request, on_text if format.is_stream else None
                 ),
             )
             session.remember_turn(format.id, completions)
@@ -175,17 +213,16 @@ class SessionRegistry:
                 on_completion(completions[0])
             return completions
 
+        response: web.StreamResponse
         self.num_calls += 1
         try:
-            if texts is None:
-                response = await send_whole(request, complete(), format)
-            else:
+            if format.is_stream:
                 response = await send_stream(request, complete(), texts, format)
+            else:
+                response = json_response(format.body(await complete()))
+                await response.prepare(request)
+                await response.write_eof()
         finally:
             self.num_calls -= 1
         session.mark_delivered(key)
         return response
-
-
-def _bytes(key: str) -> bytes:
-    return key.encode("utf-8", "surrogateescape")

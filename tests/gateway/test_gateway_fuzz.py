@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_gym.engines.scripted import ScriptedEngine
-from areal_gym.gateway.gateway_server import Gateway
-from areal_gym.gateway.routes import openapi, route_table
+from areal_gym.gateway.routes import ROUTES, openapi
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 from tests._support.raw_http import exchange, odd_request, request, statuses
 from tests._support.schema_noise import body_bytes, mutated, value
@@ -73,7 +72,7 @@ VALID = {
     "/v1/rl/resume": {"a": 1},
 }
 """A request with most fields for each route that takes a body; a new route needs one."""
-TABLE = route_table(Gateway())
+TABLE = ROUTES
 SCHEMAS = openapi(TABLE)["components"]["schemas"]
 POLICY = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 

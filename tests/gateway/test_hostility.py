@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from areal_gym.engines.scripted import ScriptedEngine
 from areal_gym.errors import EngineError, InfrastructureError
 from areal_gym.gateway.gateway_server import Gateway
-from areal_gym.gateway.routes import openapi, route_table
+from areal_gym.gateway.routes import ROUTES, openapi
 from tests._support.scripted_gateway import (
     TokenwiseEngine,
     open_recorded_session,
@@ -22,7 +22,7 @@ from tests._support.scripted_gateway import (
 )
 
 HI = {"messages": [{"role": "user", "content": "Hi."}]}
-DESCRIPTION = openapi(route_table(Gateway()))
+DESCRIPTION = openapi(ROUTES)
 
 
 def run(use, engine=None, **kwargs):
