@@ -37,41 +37,7 @@ indented under the message.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-
-__all__ = [
-    "AgentError",
-    "ConfigError",
-    "DataError",
-    "DivergedError",
-    "DuplicateIdError",
-    "EngineError",
-    "EngineUnreachableError",
-    "EnvError",
-    "EnvUnreachableError",
-    "EpisodeError",
-    "EpisodeTimeoutError",
-    "FailureBudgetError",
-    "GrammarError",
-    "GymError",
-    "InfrastructureError",
-    "LostRankError",
-    "NotFiniteError",
-    "NothingToDoError",
-    "PluginError",
-    "RewardError",
-    "RunExistsError",
-    "SandboxError",
-    "SandboxUnreachableError",
-    "StopTraining",
-    "ToolError",
-    "TrainError",
-    "UnknownIdError",
-    "UsageError",
-    "WorkerError",
-    "choices",
-    "did_you_mean",
-]
+from collections.abc import Iterable
 
 
 class GymError(Exception):
@@ -79,10 +45,11 @@ class GymError(Exception):
 
     exit_code: int = 1
 
-    def __init__(self, message: str, *, hints: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, hints: Iterable[str | None] = ()) -> None:
         super().__init__(message)
         self.message = message
-        self.hints = tuple(hints)
+        self.hints = tuple(hint for hint in hints if hint)
+        """What to do next; None among the hints is left out."""
         for hint in self.hints:  # in scripts and notebooks, tracebacks show them
             self.add_note(hint)
 
@@ -248,13 +215,11 @@ class StopTraining(Exception):  # not an error: an orderly end
 def did_you_mean(asked: str, existing: Iterable[str], *, limit: int = 3) -> str | None:
     """Return `"did you mean 'a' or 'b'?"`, or None when no name is close."""
     close = difflib.get_close_matches(asked, list(existing), n=limit, cutoff=0.6)
-    if not close:
-        return None
-    return "did you mean " + " or ".join(repr(name) for name in close) + "?"
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else None
 
 
 def choices(asked: str, available: Iterable[str]) -> list[str]:
     """Return hints for an unknown name: similar names, if any, and all available ones."""
     names = list(available)
-    near = did_you_mean(asked, names)
-    return [*([near] if near else []), f"available: {', '.join(names) or 'none'}"]
+    hints = [did_you_mean(asked, names), f"available: {', '.join(names) or 'none'}"]
+    return [hint for hint in hints if hint]

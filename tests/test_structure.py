@@ -47,7 +47,6 @@ PUBLIC_MODULES: list[str] = [
     "envs.countdown",
     "envs.tasks",
     "envs.tools",
-    "errors",
     "loggers.base",
     "sandbox.base",
     "sandbox.process",

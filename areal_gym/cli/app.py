@@ -14,10 +14,11 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from areal_gym.cli.complete import matching
+from areal_gym.cli.options import Options
 from areal_gym.cli.output import (
     EXIT_BUG,
     Group,
-    Options,
     ReaderLeftError,
     has_reader_left,
     render_error,
@@ -31,16 +32,16 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Run": {
         "train": ("train_command", "Train a policy in an environment or on data."),
         "eval": ("eval_command", "Measure a policy on held-out tasks."),
-        "serve": ("serve_command", "Serve a policy over the APIs of OpenAI and Anthropic."),
-        "serve-env": ("serve_env_command", "Serve an environment to other machines."),
+        "serve": ("serve_commands", "Serve a policy over the APIs of OpenAI and Anthropic."),
+        "serve-env": ("serve_commands", "Serve an environment to other machines."),
         "replay": ("replay_command", "Repeat a run's training from its recorded trajectories."),
     },
     "Inspect": {
         "list": ("list_command", "List environments, losses, engines, runs, ..."),
         "show": ("show_command", "Show one environment, loss, run, ... in detail."),
-        "view": ("view_command", "View runs in a browser: curves, trajectories, tokens."),
-        "compare": ("compare_command", "Compare runs: settings, results, significance."),
-        "report": ("report_command", "Write a shareable one-page report of a run."),
+        "view": ("view_commands", "View runs in a browser: curves, trajectories, tokens."),
+        "compare": ("view_commands", "Compare runs: settings, results, significance."),
+        "report": ("view_commands", "Write a shareable one-page report of a run."),
     },
     "Data": {
         "data": ("data_command", "Show, check and download tasks of environments."),
@@ -48,16 +49,18 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Try": {
         "play": ("play_command", "Play an environment yourself, in place of the policy."),
         "check": ("check_command", "Check that an environment keeps its contract."),
-        "new": ("new_command", "Make a plugin package: an environment, an agent, a loss, ..."),
+        "new": ("plugin_commands", "Make a plugin package: an environment, an agent, a loss, ..."),
     },
     "Setup": {
-        "doctor": ("doctor_command", "Check what works on this machine."),
-        "bench": ("bench_command", "Measure the speed of each part of a run."),
-        "plugins": ("plugins_command", "List installed plugins and their problems."),
-        "completion": ("completion_command", "Print the script for TAB completion."),
+        "doctor": ("setup_commands", "Check what works on this machine."),
+        "bench": ("setup_commands", "Measure the speed of each part of a run."),
+        "plugins": ("plugin_commands", "List installed plugins and their problems."),
+        "completion": ("setup_commands", "Print the script for TAB completion."),
     },
 }
-"""Section -> name -> (module and function in `areal_gym.cli`, summary). Help imports no command."""
+"""Section -> name -> (module of `areal_gym.cli`, summary). Help imports no command; the function of
+`serve-env` is `serve_env_command`."""
+BUILT_IN = {name: row for section in COMMANDS.values() for name, row in section.items()}
 
 
 class GymGroup(Group):
@@ -65,20 +68,17 @@ class GymGroup(Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return built-in commands in the order of their sections, then those of plugins."""
-        names = [name for section in COMMANDS.values() for name in section]
-        return names + [e.id for e in registry().entries("commands") if e.id not in names]
+        return list(BUILT_IN | _of_plugins())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return the command; None if the name is unknown."""
-        for section in COMMANDS.values():
-            if cmd_name in section:
-                module = section[cmd_name][0]
-                command: click.Command = getattr(import_module(f"areal_gym.cli.{module}"), module)
-                return command
-        if any(entry.id == cmd_name for entry in registry().entries("commands")):
-            loaded: click.Command = registry().load("commands", cmd_name)
-            return loaded
-        return None
+        command: click.Command | None = None
+        if cmd_name in BUILT_IN:
+            module = import_module(f"areal_gym.cli.{BUILT_IN[cmd_name][0]}")
+            command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
+        elif cmd_name in _of_plugins():
+            command = registry().load("commands", cmd_name)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a reader that closes our stdout is not a failure of the command."""
@@ -95,23 +95,22 @@ class GymGroup(Group):
         """Complete names of commands, without importing them, and options after a dash."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
-        of_plugins = {entry.id: entry.spec.summary for entry in registry().entries("commands")}
-        built_in = {name: row[1] for section in COMMANDS.values() for name, row in section.items()}
-        return [
-            CompletionItem(name, help=summary)
-            for name, summary in {**of_plugins, **built_in}.items()
-            if name.startswith(incomplete)
-        ]
+        built_in = {name: summary for name, (_, summary) in BUILT_IN.items()}
+        return matching((_of_plugins() | built_in).items(), incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections without importing a command."""
         for title, section in COMMANDS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, summary) for name, (_, summary) in section.items()])
-        of_plugins = registry().entries("commands")
-        if of_plugins:
+        if of_plugins := _of_plugins():
             with formatter.section("From plugins"):
-                formatter.write_dl([(entry.id, entry.spec.summary) for entry in of_plugins])
+                formatter.write_dl([*of_plugins.items()])
+
+
+def _of_plugins() -> dict[str, str]:
+    """Return the summaries of the commands of plugins, by name."""
+    return {entry.id: entry.spec.summary for entry in registry().entries("commands")}
 
 
 def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> None:
@@ -126,7 +125,11 @@ def _choose_plugins(ctx: click.Context, parameter: click.Parameter, names: tuple
 
 @click.group(
     cls=GymGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "show_default": True,
+    },
     epilog="First steps:  list envs,  play tir,  train --env tir",
 )
 @click.option(

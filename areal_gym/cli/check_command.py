@@ -10,48 +10,36 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_gym.cli import complete
-from areal_gym.cli.output import (
+from areal_gym.cli.options import (
+    POSITIVE,
     Options,
     common_options,
-    print_columns,
-    print_data,
-    print_json,
-    talk,
+    env_with_arguments,
+    json_option,
 )
+from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.errors import (
     GymError,
     NothingToDoError,
     PluginError,
     UnknownIdError,
+    UsageError,
     did_you_mean,
 )
 from areal_gym.plugins import Entry, EnvSpec, registry
 
 if TYPE_CHECKING:
     from areal_gym.envs.checker import RuleResult
+    from areal_gym.envs.tau2.verdict_replay import Agreement
 
 
 @click.command("check")
-@click.argument("what", metavar="ENV|PACKAGE", shell_complete=complete.ids("envs"))
-@click.argument(
-    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
-)
+@env_with_arguments("what", "ENV|PACKAGE")
+@click.option("-n", "--tasks", "num_tasks", type=POSITIVE, default=16, help="Tasks per rule.")
 @click.option(
-    "-n",
-    "--tasks",
-    "num_tasks",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Tasks per rule.",
-)
-@click.option(
-    "--concurrent",
-    "num_concurrent",
-    type=click.IntRange(min=1),
+    *("--concurrent", "num_concurrent"),
+    type=POSITIVE,
     default=1024,
-    show_default=True,
     help="Episodes played concurrently.",
 )
 @click.option(
@@ -59,13 +47,13 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="For tau2 and its domains: a directory of recorded verdicts to replay and compare.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 @common_options
 @click.pass_obj
 def check_command(
     options: Options,
     what: str,
-    settings: tuple[str, ...],
+    settings: Mapping[str, Any],
     num_tasks: int,
     num_concurrent: int,
     fixtures: Path | None,
@@ -80,22 +68,16 @@ def check_command(
     With --fixtures, compare our tau2 with the benchmark's own verdicts instead:
     areal-gym check tau2 --fixtures DIR. Exit code 1 if any verdict differs.
     """
-    from areal_gym.config import parse_override
-
-    kwargs = dict(map(parse_override, settings))
-    if fixtures is not None:
-        from areal_gym.cli.check_tau2_command import replay_fixtures
-
-        return replay_fixtures(what, fixtures, kwargs, as_json=as_json)
     from areal_gym.envs.checker import check_env
 
-    entries = _entries(what)
+    if fixtures is not None:
+        return _replay_fixtures(what, fixtures, settings, as_json=as_json)
     reports: dict[str, list[RuleResult]] = {}
-    for entry in entries:
+    for entry in _entries(what):
         if isinstance(entry.spec, EnvSpec):
             talk(f"checking {entry.id}: {num_tasks} tasks per rule")
             reports[entry.id] = check_env(
-                entry.id, num_tasks=num_tasks, num_concurrent=num_concurrent, kwargs=kwargs
+                entry.id, num_tasks=num_tasks, num_concurrent=num_concurrent, kwargs=settings
             )
         else:
             reports[f"{entry.spec.kind} {entry.id}"] = [_check_import(entry)]
@@ -115,18 +97,13 @@ def _entries(what: str) -> list[Entry]:
             return [known.get("envs", what)]
         except UnknownIdError as error:
             packages = {name for p in known.manager.plugins for name in (p.name, p.distribution)}
-            if (near := did_you_mean(what, sorted(packages))) is None:
-                raise
-            raise UnknownIdError(error.message, hints=[near, *error.hints]) from None
+            hints = [did_you_mean(what, sorted(packages)), *error.hints]
+            raise UnknownIdError(error.message, hints=hints) from None
     broken = [plugin for plugin in plugins if plugin.problems]
     if broken:
         reasons = [f"{plugin}: {problem}" for plugin in broken for problem in plugin.problems]
         raise PluginError(f"{what} does not load", hints=reasons)
-    entries = [
-        Entry(*registration)
-        for registration in known.manager.registrations
-        if registration.plugin in plugins
-    ]
+    entries = [Entry(*given) for given in known.manager.registrations if given.plugin in plugins]
     # An adapter is an environment only with a name after the colon.
     checkable = [entry for entry in entries if entry.spec.shown_id == entry.id]
     if not checkable:
@@ -138,12 +115,13 @@ def _check_import(entry: Entry) -> RuleResult:
     """Check that an entry of another kind imports; `areal_gym.testing` has further contracts."""
     from areal_gym.envs.checker import RuleResult
 
-    summary = "Its entry point can be imported"
+    reason = ""
     try:
         entry.load()
     except GymError as error:
-        return RuleResult(rule="import", summary=summary, is_ok=False, reason=str(error))
-    return RuleResult(rule="import", summary=summary, is_ok=True)
+        reason = str(error)
+    summary = "Its entry point can be imported"
+    return RuleResult(rule="import", summary=summary, is_ok=not reason, reason=reason)
 
 
 def _print_reports(reports: Mapping[str, Sequence[RuleResult]], *, is_plain: bool) -> None:
@@ -171,12 +149,52 @@ def _print_table(name: str, report: Sequence[RuleResult]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=name, title_justify="left", show_lines=False)
-    for column in ("rule", "", "requirement", "result"):
-        table.add_column(column)
+    table = Table("rule", "", "requirement", "result", title=name, title_justify="left")
     for result in report:
         rule, verdict, summary, outcome = _row(result)
         style = "green" if result.is_ok else "bold red"
-        cells: list[Any] = [Text(rule), Text(verdict, style=style), Text(summary), Text(outcome)]
-        table.add_row(*cells)
+        table.add_row(Text(rule), Text(verdict, style=style), Text(summary), Text(outcome))
     Console().print(table)
+
+
+# ---- tau2 --------------------------------------------------------------------------------------
+
+
+def _replay_fixtures(what: str, folder: Path, settings: Mapping[str, Any], *, as_json: bool) -> int:
+    """Replay a directory of recorded verdicts, print how many agree, return the exit code."""
+    from areal_gym.envs.tau2.benchmark_data import DOMAINS
+    from areal_gym.envs.tau2.verdict_replay import replay
+
+    package, _, domain = what.partition("/")
+    if package != "tau2" or domain not in ("", *DOMAINS):
+        raise UsageError(
+            f"{what!r} has no recorded verdicts to replay",
+            hints=["available: tau2, " + ", ".join(f"tau2/{name}" for name in DOMAINS)],
+        )
+    if unknown := set(settings) - {"data_dir"}:
+        raise UsageError(f"--fixtures takes data_dir=DIR only, not {', '.join(sorted(unknown))}")
+    domains = (domain,) if domain else DOMAINS
+    agreements = replay(folder, domains=domains, data_dir=settings.get("data_dir"))
+    if as_json:
+        print_json([dataclasses.asdict(agreement) for agreement in agreements])
+    else:
+        _print_agreements(agreements)
+    return int(not all(agreement.is_complete for agreement in agreements))
+
+
+def _print_agreements(agreements: list[Agreement]) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    kinds = list(dict.fromkeys(kind for agreement in agreements for kind in agreement.counts))
+    table = Table("", *(Column(name, justify="right") for name in (*kinds, "differences")))
+    for agreement in agreements:
+        counts = {kind: f"{count:,}" for kind, count in agreement.counts.items()}
+        cells = [counts.get(kind, "") for kind in kinds]
+        table.add_row(agreement.name, *cells, f"{agreement.num_differences:,}")
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for agreement in agreements:
+        for example in agreement.examples:
+            print_data(f"{agreement.name}: {example}")
+    num_differences = sum(agreement.num_differences for agreement in agreements)
+    print_data(f"{num_differences} differences" if num_differences else "all verdicts agree")

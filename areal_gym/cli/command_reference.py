@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import click
 
-from areal_gym.cli.app import COMMANDS, app
+from areal_gym.cli.app import BUILT_IN, COMMANDS, app
 from areal_gym.cli.output import EXIT_CODES
 
 _HEAD = """# Commands
@@ -93,7 +94,7 @@ def commands_page() -> str:
         title = titles[name.split()[0]]
         if title != before:
             parts.append(f"## {title}\n")
-            before = title
+        before = title
         parts += [f"### areal-gym {name}\n", *_command(name, command), ""]
     parts += ["## JSON\n", "Keys that are always present; there may be more.\n"]
     parts += ["| command | prints | keys |\n|---|---|---|"]
@@ -109,15 +110,13 @@ def commands_page() -> str:
 def every_command() -> Iterator[tuple[str, click.Command]]:
     """Yield all built-in commands by name, with those of groups (`data show`)."""
     context = app.make_context("areal-gym", [], resilient_parsing=True)
-    for section in COMMANDS.values():
-        for name in section:
-            command = app.get_command(context, name)
-            assert command is not None
-            if isinstance(command, click.Group):
-                for inner, subcommand in command.commands.items():
-                    yield f"{name} {inner}", subcommand
-            else:
-                yield name, command
+    for name in BUILT_IN:
+        command = app.get_command(context, name)
+        assert command is not None
+        inner = command.commands.items() if isinstance(command, click.Group) else ()
+        yield from ((f"{name} {word}", subcommand) for word, subcommand in inner)
+        if not inner:
+            yield name, command
 
 
 def _command(name: str, command: click.Command) -> Iterator[str]:
@@ -137,7 +136,8 @@ def _options(command: click.Command) -> Iterator[str]:
     for option in options:
         flags = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
         value = "" if option.is_flag else f" {_value(option)}"
-        default = f"`{option.default}`" if option.show_default and not option.is_flag else ""
+        has_default = isinstance(option.default, str | int | float | Path) and not option.is_flag
+        default = f"`{option.default}`" if has_default and option.show_default is not False else ""
         yield f"| {flags}{value} | {_text(option.help or '')} | {default} |"
 
 

@@ -15,76 +15,56 @@ from click.shell_completion import CompletionItem
 
 from areal_gym.plugins import KINDS, Kind, registry
 
-_Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem[str]]]
+Items = list[CompletionItem[str]]
+Pairs = Iterable[tuple[str, str]]
+"""Values, and what each means."""
+Completer = Callable[[click.Context, click.Parameter, str], Items]
 
 
-def ids(kind: Kind) -> _Completer:
+def _completer(pairs: Callable[[], Pairs]) -> Completer:
+    return lambda ctx, param, incomplete: matching(pairs(), incomplete)
+
+
+def ids(kind: Kind) -> Completer:
     """Complete ids of one kind; those of adapters up to the colon."""
-
-    def complete(
-        ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
-        return _matching(_ids(kind), incomplete)
-
-    return complete
+    return _completer(lambda: _ids(kind))
 
 
-def any_id(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem[str]]:
-    """Complete runs and ids of every kind."""
-    pairs = [pair for kind in KINDS for pair in _ids(kind)]
-    return _runs(incomplete) + _matching(pairs, incomplete)
-
-
-def one_of(*words: str) -> _Completer:
+def one_of(*words: str) -> Completer:
     """Complete one of a few words."""
-
-    def complete(
-        ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
-        return _matching(((word, "") for word in words), incomplete)
-
-    return complete
+    return _completer(lambda: ((word, "") for word in words))
 
 
-def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+def setting_values(key: str) -> Completer:
+    """Complete the values of one setting."""
+    return _completer(lambda: _choices(key))
+
+
+def any_id(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
+    """Complete runs and ids of every kind."""
+    pairs = (pair for kind in KINDS for pair in _ids(kind))
+    return _runs(incomplete) + matching(pairs, incomplete)
+
+
+def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete run directories; if none matches, directories."""
     return _runs(incomplete) or [CompletionItem(incomplete, type="dir")]
 
 
-def settings(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem[str]]:
+def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete `key=` of all settings, and the values of those with a fixed choice."""
     key, separator, value = _pieces(ctx, param, incomplete)
     if not separator:
-        return _matching(_setting_keys(), key)
+        return matching(_setting_keys(), key)
     shown = f"{key}=" if "=" in incomplete else ""
-    return _matching(((shown + choice, about) for choice, about in _choices(key)), shown + value)
+    return matching(((shown + choice, about) for choice, about in _choices(key)), shown + value)
 
 
-def setting_values(key: str) -> _Completer:
-    """Complete the values of one setting."""
-
-    def complete(
-        ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
-        return _matching(_choices(key), incomplete)
-
-    return complete
-
-
-def env_arguments(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem[str]]:
+def env_arguments(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete `key=` of the arguments of the environment named before."""
     env = ctx.params.get("env") or ctx.params.get("what")
-    if not env:
-        return []
-    entry = registry().get("envs", str(env))
-    names = inspect.signature(entry.load()).parameters
-    return _matching(((f"{name}=", "") for name in names), incomplete)
+    names = inspect.signature(registry().load("envs", str(env))).parameters if env else ()
+    return matching(((f"{name}=", "") for name in names), incomplete)
 
 
 def _pieces(ctx: click.Context, param: click.Parameter, incomplete: str) -> tuple[str, str, str]:
@@ -100,7 +80,8 @@ def _pieces(ctx: click.Context, param: click.Parameter, incomplete: str) -> tupl
     return key, separator, value
 
 
-def _matching(pairs: Iterable[tuple[str, str]], incomplete: str) -> list[CompletionItem[str]]:
+def matching(pairs: Pairs, incomplete: str) -> Items:
+    """Return the values that begin with what was typed."""
     matching = {value: about for value, about in pairs if value.startswith(incomplete)}
     return [CompletionItem(value, help=about or None) for value, about in matching.items()]
 
@@ -111,21 +92,15 @@ def _ids(kind: Kind) -> Iterator[tuple[str, str]]:
         yield entry.id + ":" * is_adapter, entry.spec.summary
 
 
-def _runs(incomplete: str) -> list[CompletionItem[str]]:
+def _runs(incomplete: str) -> Items:
     from areal_gym.run_dir.run_list import run_paths
 
     typed = Path(incomplete)
     folders = [Path("runs")]
-    if incomplete.endswith("/"):
-        folders.append(typed)
-    elif incomplete:
-        folders.append(typed.parent)
-    return [
-        CompletionItem(str(path))
-        for folder in dict.fromkeys(folders)
-        for path in run_paths(folder)
-        if str(path).startswith(incomplete)
-    ]
+    if incomplete:
+        folders.append(typed if incomplete.endswith("/") else typed.parent)
+    paths = (str(path) for folder in dict.fromkeys(folders) for path in run_paths(folder))
+    return matching(((path, "") for path in paths), incomplete)
 
 
 def _setting_keys() -> Iterator[tuple[str, str]]:
@@ -149,10 +124,10 @@ def _choices(key: str) -> Iterator[tuple[str, str]]:
         yield from ((name, preset.summary) for name, preset in PRESETS.items())
     elif key == "objective":
         yield from OBJECTIVES.items()
-    for name, info in setting_fields(RunConfig):
-        if name == key:
-            for part in (info.annotation, *get_args(info.annotation)):
-                if get_origin(part) is Literal:
-                    yield from ((str(value), "") for value in get_args(part))
-                elif part is bool:
-                    yield from (("true", ""), ("false", ""))
+    info = dict(setting_fields(RunConfig)).get(key)
+    annotation = None if info is None else info.annotation
+    for part in (annotation, *get_args(annotation)):
+        if get_origin(part) is Literal:
+            yield from ((str(value), "") for value in get_args(part))
+        elif part is bool:
+            yield from (("true", ""), ("false", ""))

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from areal_gym.cli import complete
-from areal_gym.cli.output import (
-    Group,
+from areal_gym.cli.options import (
+    PATH,
+    POSITIVE,
     Options,
     common_options,
-    print_columns,
-    print_data,
-    print_json,
-    talk,
+    env_with_arguments,
+    json_option,
 )
+from areal_gym.cli.output import Group, print_columns, print_data, print_json, talk
 from areal_gym.errors import UsageError, choices
+from areal_gym.plugins import registry
 from areal_gym.utils.markup import visible
 
 if TYPE_CHECKING:
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
 
 SOURCES = ("tau2",)
 _MAX_SHOWN = 20
+_LEFT_OUT = {
+    "num_skipped": "broken rows were skipped",
+    "num_filtered": "rows were filtered out",
+    "num_contaminated": "training rows were skipped: the test split has the same questions",
+}
+"""Counts of rows of a data file that are no tasks, and what is said about them."""
 
 
 @click.group("data", cls=Group)
@@ -36,9 +44,7 @@ def data_command() -> None:
 
 @data_command.command("pull")
 @click.argument("source", metavar="tau2", shell_complete=complete.one_of(*SOURCES))
-@click.option(
-    "--to", type=click.Path(path_type=Path), help="The target directory [the user's cache]."
-)
+@click.option("--to", type=PATH, help="The target directory [the user's cache].")
 @click.option("--base-url", help="The server [where the benchmark is published].")
 @click.option("--force", is_flag=True, help="Download all files again.")
 @common_options
@@ -68,30 +74,20 @@ def pull_command(
 
 
 @data_command.command("show")
-@click.argument("env", metavar="ENV", shell_complete=complete.ids("envs"))
-@click.argument(
-    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
-)
-@click.option("--split", default="train", show_default=True, help="The split.")
-@click.option(
-    "-n",
-    "num_tasks",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="Number of tasks.",
-)
-@click.option("--first", type=click.IntRange(min=0), default=0, help="Index of the first task [0].")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the full tasks.")
+@env_with_arguments()
+@click.option("--split", default="train", help="The split.")
+@click.option("-n", "num_tasks", type=POSITIVE, default=10, help="Number of tasks.")
+@click.option("--first", type=click.IntRange(min=0), default=0, help="Index of the first task.")
+@json_option("Print JSON, with the full tasks.")
 @common_options
 def show_command(
-    env: str, settings: tuple[str, ...], split: str, num_tasks: int, first: int, as_json: bool
+    env: str, settings: Mapping[str, Any], split: str, num_tasks: int, first: int, as_json: bool
 ) -> None:
     """Show the tasks of an environment: how many there are, and the first ones.
 
     key=value are arguments of the environment: areal-gym data show math path=questions.jsonl
     """
-    instance = _make(env, settings)
+    instance: TextEnv = registry().make("envs", env, **settings)
     limit = instance.num_tasks(split)
     end = first + num_tasks if limit is None else min(first + num_tasks, limit)
     rows = []
@@ -100,15 +96,10 @@ def show_command(
         rows.append({"index": index, **info["task"], "messages": list(info["messages"])})
     source = getattr(instance, "task_source", None)
     counts = {name: instance.num_tasks(name) for name in ("train", "test")}
-    facts: dict[str, Any] = {
-        "env": env,
-        "num_tasks": counts,
-        "num_skipped": getattr(source, "num_skipped", 0),
-        "num_filtered": getattr(source, "num_filtered", 0),
-        "num_contaminated": getattr(source, "num_contaminated", 0),
-    }
+    num_left_out = {name: getattr(source, name, 0) for name in _LEFT_OUT}
     instance.close()
     if as_json:
+        facts = {"env": env, "num_tasks": counts, **num_left_out}
         print_json({**facts, "split": split, "tasks": rows})
         return
     if rows:
@@ -116,33 +107,25 @@ def show_command(
         print_columns([header, *map(_line, rows)])
     for name, count in counts.items():
         talk(f"{name}: {'generated, without limit' if count is None else f'{count:,} tasks'}")
-    for key, what in (
-        ("num_skipped", "broken rows were skipped"),
-        ("num_filtered", "rows were filtered out"),
-        ("num_contaminated", "training rows were skipped: the test split has the same questions"),
-    ):
-        if facts[key]:
-            talk(f"{facts[key]:,} {what}")
+    for name, number in num_left_out.items():
+        if number:
+            talk(f"{number:,} {_LEFT_OUT[name]}")
 
 
 @data_command.command("check")
-@click.argument("env", metavar="ENV", shell_complete=complete.ids("envs"))
-@click.argument(
-    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
-)
-@click.option("--train", default="train", show_default=True, help="The training split.")
-@click.option("--heldout", default="test", show_default=True, help="The held-out split.")
+@env_with_arguments()
+@click.option("--train", default="train", help="The training split.")
+@click.option("--heldout", default="test", help="The held-out split.")
 @click.option(
     "--threshold",
     type=click.FloatRange(0, 1),
     default=0.8,
-    show_default=True,
     help="Share of common eight-word passages above which two questions count as similar.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 @common_options
 def check_command(
-    env: str, settings: tuple[str, ...], train: str, heldout: str, threshold: float, as_json: bool
+    env: str, settings: Mapping[str, Any], train: str, heldout: str, threshold: float, as_json: bool
 ) -> int:
     """Does the test set leak into the training set?
 
@@ -150,37 +133,26 @@ def check_command(
     """
     from areal_gym.envs.contamination import find_contamination
 
-    contamination = find_contamination(
-        _make(env, settings), train=train, heldout=heldout, threshold=threshold
-    )
+    instance: TextEnv = registry().make("envs", env, **settings)
+    contamination = find_contamination(instance, train=train, heldout=heldout, threshold=threshold)
+    overlaps = contamination.overlaps
     if as_json:
         print_json(dataclasses.asdict(contamination))
-    else:
-        if contamination.overlaps:
-            most_similar = sorted(contamination.overlaps, key=lambda overlap: -overlap.similarity)[
-                :_MAX_SHOWN
-            ]
-            rows = [
-                (f"{o.similarity:.2f}", o.heldout_id, o.train_id, _short(o.question, 80))
-                for o in most_similar
-            ]
-            print_columns([("similarity", heldout, train, "question"), *rows])
-            if len(contamination.overlaps) > _MAX_SHOWN:
-                talk(f"the {_MAX_SHOWN} most similar; --json prints all")
-        talk(
-            f"{len(contamination.overlaps)} of {contamination.num_heldout:,} questions "
-            f"in {heldout} are in {train} ({contamination.num_train:,} tasks), or similar ones: "
-            f"{contamination.num_same} are identical"
-        )
-    return int(bool(contamination.overlaps))
-
-
-def _make(env: str, settings: tuple[str, ...]) -> TextEnv:
-    from areal_gym.config import parse_override
-    from areal_gym.plugins import registry
-
-    instance: TextEnv = registry().make("envs", env, **dict(map(parse_override, settings)))
-    return instance
+        return int(bool(overlaps))
+    if overlaps:
+        shown = sorted(overlaps, key=lambda overlap: -overlap.similarity)[:_MAX_SHOWN]
+        rows = [
+            (f"{o.similarity:.2f}", o.heldout_id, o.train_id, _short(o.question, 80)) for o in shown
+        ]
+        print_columns([("similarity", heldout, train, "question"), *rows])
+        if len(overlaps) > _MAX_SHOWN:
+            talk(f"the {_MAX_SHOWN} most similar; --json prints all")
+    talk(
+        f"{len(overlaps)} of {contamination.num_heldout:,} questions in {heldout} are in {train} "
+        f"({contamination.num_train:,} tasks), or similar ones: {contamination.num_same} are "
+        "identical"
+    )
+    return int(bool(overlaps))
 
 
 def _line(row: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -10,33 +10,27 @@ from typing import Any
 
 import click
 
-from areal_gym.cli import complete
-from areal_gym.cli.output import Options, common_options, print_data, print_json, talk
-from areal_gym.cli.setting_flags import (
-    env_flags,
+from areal_gym.cli.options import (
+    PATH,
+    Options,
+    common_options,
+    json_option,
     mixed_env_option,
-    policy_files,
-    require_env,
-    resolve,
-    setting_flags,
+    overrides_argument,
+    recipe_option,
+    run_option,
     trust_option,
 )
+from areal_gym.cli.output import print_data, print_json, talk
+from areal_gym.cli.setting_flags import env_flags, policy_files, require_env, resolve, setting_flags
 from areal_gym.errors import UsageError, choices
 
 
 @click.command("eval")
-@click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
+@overrides_argument
 @mixed_env_option
-@click.option(
-    "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
-)
-@click.option(
-    "--run",
-    type=click.Path(path_type=Path),
-    shell_complete=complete.runs,
-    help="A run: evaluate its newest checkpoint.",
-)
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="A checkpoint directory.")
+@recipe_option
+@run_option("A run: evaluate its newest checkpoint.")
 @setting_flags(
     {
         "--model": "engine.model",
@@ -51,11 +45,9 @@ from areal_gym.errors import UsageError, choices
 )
 @trust_option
 @click.option("--greedy", is_flag=True, help="Take the likeliest token instead of sampling.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 @click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="The directory for trajectories [the run, or runs/eval-ENV-DATE-TIME].",
+    "--out", type=PATH, help="The directory for trajectories [the run, or runs/eval-ENV-DATE-TIME]."
 )
 @click.option(
     "--fail-under", metavar="[METRIC=]X", help="Exit with 1 if the metric [pass@1] is below X."
@@ -100,20 +92,19 @@ def eval_command(
     from areal_gym.runs.evaluation import evaluate
     from areal_gym.runs.live_display import make_display
 
-    display = make_display(is_plain=options.is_plain)
     directory = out or run or new_run_path(f"eval-{config.env.id}")
     try:
-        report = evaluate(
-            config,
-            checkpoint=checkpoint,
-            out=directory,
-            num_tasks=config.eval.num_tasks,
-            num_samples=config.eval.num_samples,
-            greedy=greedy,
-            display=display,
-        )
+        with contextlib.closing(make_display(is_plain=options.is_plain)) as display:
+            report = evaluate(
+                config,
+                checkpoint=checkpoint,
+                out=directory,
+                num_tasks=config.eval.num_tasks,
+                num_samples=config.eval.num_samples,
+                greedy=greedy,
+                display=display,
+            )
     finally:
-        display.close()
         with contextlib.suppress(OSError):
             directory.rmdir()  # reserved, and no trajectory was written
     numbers = report.to_dict()

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from areal_gym.cli import complete
-from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk, warn
+from areal_gym.cli.options import PATH, common_options, json_option
+from areal_gym.cli.output import print_columns, print_data, print_json, talk, warn
 from areal_gym.errors import DataError, NothingToDoError, UsageError, choices
 from areal_gym.plugins import KINDS, Entry, Kind, registry
 from areal_gym.utils.markup import counted, short
@@ -24,14 +25,8 @@ WHAT = (*KINDS, "algorithms", "runs")
     metavar=f"[{'|'.join(WHAT)}]",
     shell_complete=complete.one_of(*WHAT),
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path),
-    default=Path("runs"),
-    show_default=True,
-    help="The directory of runs.",
-)
+@json_option()
+@click.option("--root", type=PATH, default=Path("runs"), help="The directory of runs.")
 @common_options
 def list_command(what: str | None, as_json: bool, root: Path) -> None:
     """List what plugins offer, by kind, with its plugin; or algorithms, or runs."""
@@ -39,38 +34,34 @@ def list_command(what: str | None, as_json: bool, root: Path) -> None:
         _list_runs(root, as_json)
     elif what == "algorithms":
         _list_algorithms(as_json)
-    elif what is None:
-        _list_everything(as_json)
-    elif what not in KINDS:
-        raise UsageError(f"unknown kind of plugin {what!r}", hints=choices(what, WHAT))
+    elif what is None or what in KINDS:
+        _list_plugins(what, as_json)
     else:
-        entries = registry().entries(what)
-        if as_json:
-            print_json([entry.to_dict() for entry in entries])
-        else:
-            _print_entries(entries)
-            talk(_count(what, entries))
-        registry().check_duplicates(what)
+        raise UsageError(f"unknown kind of plugin {what!r}", hints=choices(what, WHAT))
 
 
-def _list_everything(as_json: bool) -> None:
-    tables = {kind: registry().entries(kind) for kind in KINDS}
+def _list_plugins(only: Kind | None, as_json: bool) -> None:
+    tables = {kind: registry().entries(kind) for kind in ([only] if only else KINDS)}
     if as_json:
-        print_json({kind: [e.to_dict() for e in entries] for kind, entries in tables.items()})
+        rows = {kind: [entry.to_dict() for entry in tables[kind]] for kind in tables}
+        print_json(rows[only] if only else rows)
+    elif only:
+        _print_entries(tables[only])
+        talk(_count(only, tables[only]))
     else:
         for kind, entries in tables.items():
             if entries:
                 print_data(f"{kind}:")
                 _print_entries(entries, indent="  ")
-    for kind in KINDS:
+    for kind in tables:
         registry().check_duplicates(kind)
 
 
 def _print_entries(entries: Sequence[Entry], indent: str = "") -> None:
     rows = []
     for entry in entries:
-        needs = f"needs: {entry.install_command}" if entry.missing else ""
-        rows.append((entry.spec.shown_id, entry.spec.summary, needs or entry.plugin.source))
+        source = f"needs: {entry.install_command}" if entry.missing else entry.plugin.source
+        rows.append((entry.spec.shown_id, entry.spec.summary, source))
     print_columns(rows, indent=indent)
 
 

@@ -11,9 +11,8 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import click
 
@@ -35,33 +34,6 @@ EXIT_CODES = {
 
 _REFUSED = {errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS}
 """Errors of paths that the user named and the system refuses."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(slots=True)
-class Options:
-    """The global options, which click passes to commands as `ctx.obj`."""
-
-    is_verbose: bool = False
-    is_plain: bool = False
-
-
-def common_options(command: F) -> F:
-    """Accept `-v` and `--plain` after the command's name, too."""
-
-    def note(ctx: click.Context, parameter: click.Parameter, is_set: bool) -> None:
-        options = ctx.ensure_object(Options)
-        if is_set and parameter.name == "verbose":
-            options.is_verbose = True
-        elif is_set:
-            options.is_plain = True
-
-    for flags in (("--plain",), ("-v", "--verbose")):
-        command = click.option(
-            *flags, is_flag=True, expose_value=False, callback=note, hidden=True
-        )(command)
-    return command
 
 
 class ReaderLeftError(Exception):
@@ -95,7 +67,7 @@ class Group(click.Group):
             near = did_you_mean(name, self.list_commands(ctx))
             raise UsageError(
                 f"no command {name!r}",
-                hints=[*([near] if near else []), f"see all: {ctx.command_path} --help"],
+                hints=[near, f"see all: {ctx.command_path} --help"],
             )
         return super().resolve_command(ctx, args)
 
@@ -155,70 +127,54 @@ def render_error(error: BaseException, *, is_verbose: bool = False) -> int:
     """Print an error on stderr and return the exit code."""
     if is_verbose and not isinstance(error, click.exceptions.Exit | SystemExit):
         traceback.print_exception(error)
+    hints: Iterable[str] = ()
     match error:
         case click.exceptions.Exit():
             return error.exit_code
         case SystemExit():
             return error.code if isinstance(error.code, int) else int(error.code is not None)
-        case KeyboardInterrupt() | click.Abort():
-            talk("areal-gym: interrupted")
-            return EXIT_INTERRUPTED
-        case GymError():
-            _talk_error(error.message, error.hints)
-            return error.exit_code
-        case click.exceptions.NoArgsIsHelpError():
-            talk(error.format_message())
-            return 2
-        case click.ClickException():
-            _talk_error(*_from_click(error))
-            return 2
         case ReaderLeftError():
             # The interpreter flushes stdout at exit, which must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            _talk_error(
-                f"the disk is full: {error}",
-                ["free some space: runs use it in checkpoints/ and trajectories/"],
-            )
-            return 3
-        case OSError() if error.errno in _REFUSED:
-            _talk_error(
-                f"cannot use {error.filename2 or error.filename}: {error.strerror}",
-                ["choose another path"],
-            )
+        case KeyboardInterrupt() | click.Abort():
+            talk("areal-gym: interrupted")
+            return EXIT_INTERRUPTED
+        case click.exceptions.NoArgsIsHelpError():
+            talk(error.format_message())
             return 2
+        case GymError():
+            code, message, hints = error.exit_code, error.message, error.hints
+        case click.ClickException():
+            code, (message, hints) = 2, _from_click(error)
+        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            code, message = 3, f"the disk is full: {error}"
+            hints = ["free some space: runs use it in checkpoints/ and trajectories/"]
+        case OSError() if error.errno in _REFUSED:
+            code, hints = 2, ["choose another path"]
+            message = f"cannot use {error.filename2 or error.filename}: {error.strerror}"
         case MemoryError():
-            _talk_error(
-                "out of memory", ["reduce what is held at once: rollout.max_in_flight=32 ..."]
-            )
-            return 3
+            code, message = 3, "out of memory"
+            hints = ["reduce what is held at once: rollout.max_in_flight=32 ..."]
         case _:
-            _talk_error(
-                f"a bug, sorry: {type(error).__name__}: {error}",
-                [] if is_verbose else ["for a traceback to report: repeat the command with -v"],
-            )
-            return EXIT_BUG
-
-
-def _talk_error(message: str, hints: Iterable[str]) -> None:
+            code, message = EXIT_BUG, f"a bug, sorry: {type(error).__name__}: {error}"
+            if not is_verbose:
+                hints = ["for a traceback to report: repeat the command with -v"]
     talk(f"areal-gym: error: {message}")
-    for hint in hints:
-        for line in hint.splitlines():
-            talk(f"  {line}")
+    for line in "\n".join(hints).splitlines():
+        talk(f"  {line}")
+    return code
 
 
 def _from_click(error: click.ClickException) -> tuple[str, list[str]]:
     ctx = getattr(error, "ctx", None)
-    hints = []
     message = error.format_message()
+    near = None
     if isinstance(error, click.NoSuchOption):
         message = f"no option {error.option_name!r}"
         known = [flag for parameter in ctx.command.params for flag in parameter.opts] if ctx else []
-        known.append("--help")
-        near = did_you_mean(error.option_name, [flag for flag in known if flag.startswith("--")])
-        if near:
-            hints.append(near)
-    if ctx is not None:
-        hints.append(f"help: {ctx.command_path} --help")
-    return message[:1].lower() + message[1:].rstrip("."), hints
+        flags = [flag for flag in (*known, "--help") if flag.startswith("--")]
+        near = did_you_mean(error.option_name, flags)
+    command_help = None if ctx is None else f"help: {ctx.command_path} --help"
+    message = message[:1].lower() + message[1:].rstrip(".")
+    return message, [hint for hint in (near, command_help) if hint]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_gym.cli import complete
-from areal_gym.cli.output import common_options, print_data, talk
+from areal_gym.cli.options import common_options, env_with_arguments
+from areal_gym.cli.output import print_data, talk
 from areal_gym.errors import UsageError, choices, did_you_mean
 from areal_gym.plugins import registry
-from areal_gym.types import Message
+from areal_gym.types import Message, ToolCall
 from areal_gym.utils.markup import counted, visible
 
 if TYPE_CHECKING:
@@ -28,27 +30,20 @@ TEXT                       send your answer; \\n in it starts a new line
 
 
 @click.command("play")
-@click.argument("env", shell_complete=complete.ids("envs"))
-@click.argument(
-    "settings", nargs=-1, metavar="[key=value]...", shell_complete=complete.env_arguments
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the task.")
+@env_with_arguments()
+@click.option("--seed", type=int, default=0, help="Seed of the task.")
 @click.option("--task", type=int, help="Index of the task in its split, instead of a random one.")
-@click.option("--split", default="train", show_default=True, help="The split of the task.")
+@click.option("--split", default="train", help="The split of the task.")
 @common_options
 def play_command(
-    env: str, settings: tuple[str, ...], seed: int, task: int | None, split: str
+    env: str, settings: Mapping[str, Any], seed: int, task: int | None, split: str
 ) -> None:
     """Play an environment in place of the policy: read, answer, see the reward and its parts.
 
     ENV is an id (areal-gym list envs); key=value are its arguments (areal-gym show ENV).
     """
-    from areal_gym.config import parse_override
-
-    instance: TextEnv = registry().make("envs", env, **dict(map(parse_override, settings)))
-    options: dict[str, Any] = {"split": split}
-    if task is not None:
-        options["index"] = task
+    instance: TextEnv = registry().make("envs", env, **settings)
+    options = {"split": split} if task is None else {"split": split, "index": task}
     try:
         _, info = instance.reset(seed=seed, options=options)
         print_data(f"{env}, task {info['task_id']}, at most {counted(instance.max_turns, 'turn')}")
@@ -75,14 +70,9 @@ def _play(env: TextEnv) -> None:
         total += result.reward
         _print_step(env, result)
         if result.terminated or result.truncated:
-            why = (
-                "the environment"
-                if result.terminated
-                else f"a limit ({result.info['truncated_by']})"
-            )
-            print_data(
-                f"over after {counted(env.num_turns, 'turn')}: reward {total:g}, ended by {why}"
-            )
+            limit = f"a limit ({result.info['truncated_by']})" if result.truncated else ""
+            turns, cause = counted(env.num_turns, "turn"), limit or "the environment"
+            print_data(f"over after {turns}: reward {total:g}, ended by {cause}")
             return
     print_data(f"left after {counted(env.num_turns, 'turn')}: reward {total:g}")
 
@@ -121,8 +111,8 @@ def _action(env: TextEnv, line: str) -> str | Message | None:
             return _tool_call(env, rest)
         case _ if command.startswith("/"):
             known = ["/help", "/tools", "/gold", "/raw", "/call", "/quit"]
-            near = did_you_mean(command, known)
-            raise UsageError(f"no command {command!r}", hints=[near or "see all: /help"])
+            hint = did_you_mean(command, known) or "see all: /help"
+            raise UsageError(f"no command {command!r}", hints=[hint])
         case _:
             return line.replace("\\n", "\n")
     return None
@@ -134,26 +124,17 @@ def _tool_call(env: TextEnv, text: str) -> Message:
     if name not in tools:
         raise UsageError(f"no tool {name!r}", hints=choices(name, tools))
     arguments: Any = None
-    if raw.lstrip().startswith("{"):
-        try:
-            arguments = json.loads(raw)
-        except ValueError:
-            # Python code may start with a brace, too.
-            arguments = None
+    with contextlib.suppress(ValueError):  # a text, perhaps code that starts with a brace
+        arguments = json.loads(raw)
     if not isinstance(arguments, dict):
         first = next(iter(tools[name].parameters.get("properties", {})), None)
         arguments = {} if first is None else {first: raw.replace("\\n", "\n")}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "id": f"call-{env.num_turns}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-        ],
+    call: ToolCall = {
+        "id": f"call-{env.num_turns}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
     }
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _print_tools(env: TextEnv) -> None:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import click
 
 from areal_gym.cli import complete
-from areal_gym.cli.output import Options, common_options, print_data, print_json
-from areal_gym.cli.setting_flags import resolve, trust_option
+from areal_gym.cli.options import (
+    PATH,
+    POSITIVE,
+    Options,
+    common_options,
+    json_option,
+    overrides_argument,
+    trust_option,
+)
+from areal_gym.cli.output import print_data, print_json
+from areal_gym.cli.setting_flags import resolve, run_recipe
 from areal_gym.config import RunConfig
 from areal_gym.errors import UsageError
 
 
 @click.command("replay")
-@click.argument("run", type=click.Path(path_type=Path), shell_complete=complete.runs)
-@click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
+@click.argument("run", type=PATH, shell_complete=complete.runs)
+@overrides_argument
 @click.option(
     "--refused", is_flag=True, help="Repeat the step whose loss or gradient was not finite."
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Replay only this many steps.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Save metrics and the policy in this directory."
-)
+@click.option("--steps", type=POSITIVE, help="Replay only this many steps.")
+@click.option("--out", type=PATH, help="Save metrics and the policy in this directory.")
 @trust_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 @common_options
 @click.pass_obj
 def replay_command(
@@ -45,11 +53,7 @@ def replay_command(
     --refused repeats the one step that ended RUN because its loss or gradient was not finite, from
     the checkpoint before it; the exit code is 1 if it is still not finite.
     """
-    from areal_gym.run_dir.run_list import no_run_hints
-
-    recipe = run / "config.yaml"
-    if not recipe.is_file():
-        raise UsageError(f"{run} is not a run directory", hints=no_run_hints(run))
+    recipe = run_recipe(run)
     if overrides and out is None and not refused:
         raise UsageError(
             "other settings give another policy, which needs a directory",
@@ -62,11 +66,8 @@ def replay_command(
     from areal_gym.runs.live_display import make_display
     from areal_gym.runs.replay import replay
 
-    display = make_display(is_plain=options.is_plain)
-    try:
+    with contextlib.closing(make_display(is_plain=options.is_plain)) as display:
         report = replay(config, run, out=out, num_steps=steps, display=display)
-    finally:
-        display.close()
     if as_json:
         print_json(report.to_dict())
     else:
@@ -90,11 +91,8 @@ def _replay_refused(options: Options, config: RunConfig, run: Path, as_json: boo
     from areal_gym.runs.live_display import make_display
     from areal_gym.runs.nonfinite_step import replay_refused
 
-    display = make_display(is_plain=options.is_plain)
-    try:
+    with contextlib.closing(make_display(is_plain=options.is_plain)) as display:
         report = replay_refused(config, run, display=display)
-    finally:
-        display.close()
     if as_json:
         print_json(report.to_dict())
     elif report.is_finite:

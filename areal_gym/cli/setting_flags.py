@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from areal_gym.cli import complete
 from areal_gym.config import RunConfig, load_config
-from areal_gym.config.settings_model import setting_fields
+from areal_gym.config.settings_model import bounds, setting_fields
 from areal_gym.config.trust import require_chosen
 from areal_gym.errors import NothingToDoError, UsageError
 from areal_gym.run_dir.provenance import entries_used
@@ -62,12 +62,7 @@ def _option_type(info: FieldInfo) -> click.ParamType[Any]:
     """Return the type of an option: numbers within the setting's bounds, or text."""
     if info.annotation not in (int, float):
         return click.STRING
-    limits = {
-        name: getattr(limit, name)
-        for limit in info.metadata
-        for name in ("ge", "gt", "le", "lt")
-        if getattr(limit, name, None) is not None
-    }
+    limits = dict(bounds(info))
     number_range = click.IntRange if info.annotation is int else click.FloatRange
     return number_range(
         min=limits.get("ge", limits.get("gt")),
@@ -75,20 +70,6 @@ def _option_type(info: FieldInfo) -> click.ParamType[Any]:
         min_open="gt" in limits,
         max_open="lt" in limits,
     )
-
-
-trust_option = click.option(
-    "--trust",
-    is_flag=True,
-    help="Accept all settings of the run, which can start programs: do you trust its author?",
-)
-mixed_env_option = click.option(
-    "--env",
-    multiple=True,
-    shell_complete=complete.ids("envs"),
-    help="The environment's id (areal-gym list envs). Repeat it with weights to mix several: "
-    "A:0.7, B:0.3.",
-)
 
 
 def resolve(
@@ -100,17 +81,12 @@ def resolve(
 ) -> RunConfig:
     """Return the settings of a recipe, overridden by flags, overridden by `key=value`.
 
-    Args:
-        file: the recipe.
-        overrides: `key=value` texts.
-        flags: values by dotted key.
-        is_chosen: whether the user has named the file as a recipe; otherwise it comes from a run
-            directory, whose settings may not start programs (`areal_gym.config.trust`).
+    `is_chosen` says whether the user has named the file as a recipe; otherwise it comes from a run
+    directory, whose settings may not start programs (`areal_gym.config.trust`).
 
     Raises:
-        ConfigError: a setting is unknown or wrong.
-        UnknownIdError: an id is unknown.
-        UsageError: a run's settings would start a program that the user has not chosen.
+        UsageError: a setting or an id is unknown or wrong, or a run's settings would start a
+            program that the user has not chosen.
     """
     config = load_config(file, overrides, flags=flags)
     if file is not None and not is_chosen:
@@ -156,6 +132,14 @@ def require_env(env: Sequence[str], file: Path | None, overrides: Sequence[str])
         )
 
 
+def run_recipe(run: Path) -> Path:
+    """Return the settings file of a run; raise UsageError if the directory is not a run."""
+    recipe = run / "config.yaml"
+    if not recipe.is_file():
+        raise UsageError(f"{run} is not a run directory", hints=no_run_hints(run))
+    return recipe
+
+
 def policy_files(run: Path | None, checkpoint: Path | None) -> tuple[Path | None, Path | None]:
     """Return the settings file and the checkpoint that `--run` or `--checkpoint` stands for.
 
@@ -164,9 +148,7 @@ def policy_files(run: Path | None, checkpoint: Path | None) -> tuple[Path | None
         NothingToDoError: the run has no checkpoint yet.
     """
     if run is not None:
-        recipe = run / "config.yaml"
-        if not recipe.is_file():
-            raise UsageError(f"{run} is not a run directory", hints=no_run_hints(run))
+        recipe = run_recipe(run)
         steps = sorted((run / "checkpoints").glob("step-*/config.json"))
         if not steps:
             raise NothingToDoError(

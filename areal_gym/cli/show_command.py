@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from areal_gym.cli import complete
-from areal_gym.cli.output import common_options, print_columns, print_data, print_json, talk
+from areal_gym.cli.options import common_options, json_option
+from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.errors import GymError, UnknownIdError, UsageError, did_you_mean
 from areal_gym.plugins import KINDS, Entry, EnvSpec, Spec, registry
 from areal_gym.plugins.registry import as_kind
@@ -24,21 +25,17 @@ from areal_gym.utils.markup import visible
     shell_complete=complete.one_of(*KINDS),
     help="The kind, if several kinds have the id: envs, losses, ...",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 @common_options
 def show_command(id: str, kind: str | None, as_json: bool) -> None:
     """Show an environment, an agent, a loss, ..., or a run directory in detail."""
-    if kind is None and (Path(id) / "config.yaml").is_file():
-        card = _run_card(Path(id))
-        if as_json:
-            print_json(card)
-        else:
-            print_columns([(name, _in_words(value)) for name, value in card.items()])
-        return
-    entry = _find(id, kind)
-    card = _card(entry)
+    is_run = kind is None and (Path(id) / "config.yaml").is_file()
+    entry = None if is_run else _find(id, kind)
+    card = _run_card(Path(id)) if entry is None else _card(entry)
     if as_json:
         print_json(card)
+    elif entry is None:
+        print_columns([(name, _in_words(value)) for name, value in card.items()])
     else:
         _print_card(card, entry.spec)
 
@@ -53,25 +50,15 @@ def _find(id: str, kind: str | None) -> Entry:
         _refuse_path(id)
         known = {entry.id for word in KINDS for entry in registry().entries(word)}
         near = did_you_mean(id, sorted(known))
-        raise UnknownIdError(
-            f"nothing has the id {id!r}",
-            hints=[
-                *([near] if near else []),
-                "see all: areal-gym list",
-                *registry().absences(),
-            ],
-        )
+        hints = [near, "see all: areal-gym list", *registry().absences()]
+        raise UnknownIdError(f"nothing has the id {id!r}", hints=hints)
     if len(kinds) > 1:
         talk(f"{id!r} is also in {', '.join(kinds[1:])}: areal-gym show {id} --kind {kinds[1]}")
     return registry().get(kinds[0], id)
 
 
 def _refuse_path(id: str) -> None:
-    """Raise for an id that looks like the path of a run directory.
-
-    Raises:
-        UsageError: it does, and there is no run.
-    """
+    """Raise UsageError for an id that looks like the path of a run directory: there is no run."""
     from areal_gym.run_dir.run_list import no_run_hints
 
     path = Path(id)
@@ -108,17 +95,11 @@ def _arguments(entry: Entry, target: Any) -> list[dict[str, Any]]:
     for name, parameter in inspect.signature(target).parameters.items():
         is_required = parameter.default is parameter.empty and name not in given
         default = given.get(name, None if is_required else parameter.default)
-        annotation = "" if parameter.annotation is parameter.empty else parameter.annotation
-        rows.append(
-            {
-                "name": name,
-                "type": annotation
-                if isinstance(annotation, str)
-                else getattr(annotation, "__name__", str(annotation)),
-                "default": _shown(default),
-                "is_required": is_required,
-            }
-        )
+        type_ = "" if parameter.annotation is parameter.empty else parameter.annotation
+        if not isinstance(type_, str):
+            type_ = getattr(type_, "__name__", str(type_))
+        row = {"name": name, "type": type_, "default": _shown(default)}
+        rows.append(row | {"is_required": is_required})
     return rows
 
 
@@ -203,14 +184,10 @@ def _print_card(card: dict[str, Any], spec: Spec) -> None:
         how = spec.set_by.format(id=card["id"])
         print_data(f"\narguments{f', set by {how}' if how else ''}:")
         needed = "from the run" if spec.takes_from_run else "required"
-        rows = [
-            (
-                row["name"],
-                str(row["type"]),
-                needed if row["is_required"] else f"default {row['default']!r}",
-            )
-            for row in card["arguments"]
-        ]
+        rows = []
+        for row in card["arguments"]:
+            value = needed if row["is_required"] else f"default {row['default']!r}"
+            rows.append((row["name"], row["type"], value))
         print_columns(rows, indent="  ")
     if card.get("tools"):
         print_data("\ntools:")

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import yaml
 
 from areal_gym.cli import complete
-from areal_gym.cli.output import Options, common_options, print_data
-from areal_gym.cli.setting_flags import (
-    env_flags,
+from areal_gym.cli.options import (
+    PATH,
+    Options,
+    common_options,
     mixed_env_option,
-    require_env,
-    resolve,
-    setting_flags,
+    overrides_argument,
+    recipe_option,
     trust_option,
 )
+from areal_gym.cli.output import print_data
+from areal_gym.cli.setting_flags import env_flags, require_env, resolve, setting_flags
+from areal_gym.config import RunConfig, require_plain_sampling
+from areal_gym.config.algorithm_settings import PRESETS
+from areal_gym.config.objective_settings import OBJECTIVES, SUPERVISED
 from areal_gym.errors import GymError, UsageError
+from areal_gym.run_dir.provenance import entries_used
 
 if TYPE_CHECKING:
     from areal_gym.run_dir.run_dir import RunDir, RunMode
@@ -26,11 +35,9 @@ if TYPE_CHECKING:
 
 
 @click.command("train")
-@click.argument("overrides", nargs=-1, metavar="[key=value]...", shell_complete=complete.settings)
+@overrides_argument
 @mixed_env_option
-@click.option(
-    "-c", "--config", "recipe", type=click.Path(path_type=Path), help="A recipe: settings as YAML."
-)
+@recipe_option
 @setting_flags(
     {
         "--objective": "objective",
@@ -43,7 +50,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     shell_complete=complete.runs,
     help="The run directory [runs/ENV-DATE-TIME].",
 )
@@ -57,7 +64,6 @@ if TYPE_CHECKING:
     "--show-every",
     type=click.IntRange(min=0),
     default=10,
-    show_default=True,
     metavar="STEPS",
     help="On a terminal: steps between two displays of the best and worst trajectory; 0 is never.",
 )
@@ -89,8 +95,6 @@ def train_command(
 
     Precedence, lowest first: defaults, the recipe, flags, key=value.
     """
-    from areal_gym.cli.dry_run import describe, to_yaml
-    from areal_gym.config import require_plain_sampling
     from areal_gym.run_dir.run_dir import RunDir
     from areal_gym.run_dir.run_list import run_path
 
@@ -108,9 +112,9 @@ def train_command(
     )
     if dry_run:
         require_plain_sampling(config)
-        for line in describe(config).splitlines():
+        for line in _describe(config):
             print_data(f"# {line}")
-        print_data(to_yaml(config).rstrip())
+        print_data(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
         return
 
     from areal_gym.runs.live_display import make_display
@@ -118,11 +122,9 @@ def train_command(
 
     with run_path(out, config.label) as run_dir:
         examples = _examples(RunDir(run_dir), show_every)
-        display = make_display(is_plain=options.is_plain, examples=examples)
-        try:
+        live = make_display(is_plain=options.is_plain, examples=examples)
+        with contextlib.closing(live) as display:
             train(config, run_dir=run_dir, mode=mode, from_step=from_step, display=display)
-        finally:
-            display.close()
 
 
 def _examples(run_dir: RunDir, every: int) -> Examples:
@@ -151,3 +153,48 @@ def _mode(resume: bool, clean: bool, out: Path | None) -> RunMode:
             hints=[f"name it: {flag} --out runs/NAME", "see all: areal-gym list runs"],
         )
     return "resume" if resume else "clean" if clean else "new"
+
+
+# ---- --dry-run ---------------------------------------------------------------------------------
+
+
+def _describe(config: RunConfig) -> list[str]:
+    """Describe the size of a step and of the run, and the plugins that provide its parts."""
+    from areal_gym.runs.memory_plan import describe_memory
+
+    lines = _describe_supervised(config) if config.objective in SUPERVISED else _describe_rl(config)
+    lines += describe_memory(config)
+    if config.objective != "rl":
+        lines.insert(0, f"objective: {config.objective}: {OBJECTIVES[config.objective]}")
+    lines += [
+        f"{entry.spec.kind}: {entry.id}, from {entry.plugin.source}"
+        for entry in entries_used(config)
+    ]
+    return lines
+
+
+def _describe_supervised(config: RunConfig) -> list[str]:
+    data, demonstrators = config.data, f"the demonstrators of {config.env.id}"
+    source = data.file or f"{data.num_examples:,} examples from {demonstrators}"
+    num_shown = f"{config.steps * data.batch_size:,}"
+    return [
+        f"per step: {data.batch_size} examples, micro-batches of "
+        f"{config.trainer.tokens_per_microbatch:,} tokens; 1 optimizer update",
+        f"the run:  {config.steps} steps = {num_shown} examples, from {source}",
+    ]
+
+
+def _describe_rl(config: RunConfig) -> list[str]:
+    rollout, trainer = config.rollout, config.trainer
+    num_trajectories = rollout.batch_groups * rollout.group_size
+    most_tokens = num_trajectories * config.engine.max_context
+    num_microbatches = math.ceil(most_tokens / trainer.tokens_per_microbatch)
+    updates = f"{trainer.minibatches} optimizer update{'s' * (trainer.minibatches > 1)}"
+    return [
+        f"per step: {rollout.batch_groups} groups x {rollout.group_size} = {num_trajectories} "
+        f"trajectories, at most {most_tokens:,} tokens = {num_microbatches} micro-batches of "
+        f"{trainer.tokens_per_microbatch:,}; {updates}",
+        f"the run:  {config.steps} steps = {config.steps * num_trajectories:,} trajectories; "
+        f"{rollout.max_in_flight} in flight, staleness at most {rollout.max_staleness}",
+        f"algorithm: {trainer.algorithm}, {PRESETS[trainer.algorithm].summary}",
+    ]

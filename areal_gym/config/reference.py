@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from areal_gym.config.run_config import RunConfig
-from areal_gym.config.settings_model import section_of
+from areal_gym.config.settings_model import bounds, section_of
 
 _HEAD = """# Settings
 
@@ -55,14 +55,9 @@ def _sections(
 
 
 def _kind(info: FieldInfo) -> str:
-    words = _type(info.annotation)
-    bounds = [
-        f"{sign} {getattr(limit, name):g}"
-        for limit in info.metadata
-        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
-        if getattr(limit, name, None) is not None
-    ]
-    return ", ".join([words, *bounds])
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    limits = (f"{signs[name]} {limit:g}" for name, limit in bounds(info))
+    return ", ".join([_type(info.annotation), *limits])
 
 
 def _type(annotation: Any) -> str:

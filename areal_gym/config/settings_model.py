@@ -25,6 +25,14 @@ def section_of(info: FieldInfo) -> type[BaseModel] | None:
     return None
 
 
+def bounds(info: FieldInfo) -> Iterator[tuple[str, Any]]:
+    """Yield the bounds of a number: ("gt", 0), ("le", 1), ..."""
+    for limit in info.metadata:
+        for name in ("gt", "ge", "lt", "le"):
+            if getattr(limit, name, None) is not None:
+                yield name, getattr(limit, name)
+
+
 def setting_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield all settings of a model by dotted key, in order."""
     for name, info in model.model_fields.items():

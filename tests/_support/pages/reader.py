@@ -15,7 +15,7 @@ import click
 
 import areal_gym
 from areal_gym.cli.app import app
-from areal_gym.cli.output import Options
+from areal_gym.cli.options import Options
 from areal_gym.trainer.algorithms.advantages import grpo
 from areal_gym.trainer.algorithms.losses import ppo_clip
 from areal_gym.trainer.batch.dialogue_files import read_file
