@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from areal_gym.errors import UsageError
 
@@ -67,9 +68,7 @@ def level_named(level: int) -> Level:
         UsageError: there is no such level.
     """
     if isinstance(level, bool) or level not in LEVELS:
-        raise UsageError(
-            f"no level {level!r}", hints=[f"levels are {min(LEVELS)} to {max(LEVELS)}"]
-        )
+        raise UsageError(f"no level {level!r}", hints=["levels are 1 to 5"])
     return LEVELS[level]
 
 
@@ -129,9 +128,7 @@ def _sample_tree(rng: random.Random, level: Level, num_operands: int) -> tuple[s
     right, right_operator = _sample_tree(rng, level, num_operands - num_left)
     if operator == "*" and left_operator in ("+", "-"):
         left = f"({left})"
-    if (operator == "*" and right_operator in ("+", "-")) or (
-        operator == "-" and right_operator in ("+", "-")
-    ):
+    if operator in ("*", "-") and right_operator in ("+", "-"):
         right = f"({right})"
     return left + operator + right, operator
 
@@ -174,23 +171,21 @@ def _canonical(node: ast.expr) -> str:
         case ast.Constant(value=int(number)):
             return str(number)
         case ast.BinOp(op=ast.Add() | ast.Sub()):
-            return "(" + "".join(sorted(_terms(node, "+"))) + ")"
+            return f"({''.join(sorted(_flattened(node, (ast.Add, ast.Sub), '+', '-')))})"
         case ast.BinOp(op=ast.Mult() | ast.Div()):
-            return "(" + "".join(sorted(_factors(node, "*"))) + ")"
+            return f"({''.join(sorted(_flattened(node, (ast.Mult, ast.Div), '*', '/')))})"
     raise ValueError(f"{ast.unparse(node)[:80]!r} is more than + - * / on unsigned integers")
 
 
-def _terms(node: ast.expr, sign: str) -> list[str]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        flipped = "-" if sign == "+" else "+"
-        right_sign = sign if isinstance(node.op, ast.Add) else flipped
-        return _terms(node.left, sign) + _terms(node.right, right_sign)
-    return [sign + _canonical(node)]
+def _flattened(node: ast.expr, kinds: Any, sign: str, inverse: str) -> list[str]:
+    """Return the terms of a sum, or the factors of a product, each with its sign.
 
-
-def _factors(node: ast.expr, sign: str) -> list[str]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
-        flipped = "/" if sign == "*" else "*"
-        right_sign = sign if isinstance(node.op, ast.Mult) else flipped
-        return _factors(node.left, sign) + _factors(node.right, right_sign)
+    `kinds` are the two operators, of which the second inverts what stands to its right.
+    """
+    if isinstance(node, ast.BinOp) and isinstance(node.op, kinds):
+        right = (inverse, sign) if isinstance(node.op, kinds[1]) else (sign, inverse)
+        return [
+            *_flattened(node.left, kinds, sign, inverse),
+            *_flattened(node.right, kinds, *right),
+        ]
     return [sign + _canonical(node)]

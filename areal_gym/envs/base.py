@@ -18,33 +18,32 @@ The observation is the text of the newest message; the messages ride in `info["m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, cast, final
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, cast, final
 
 import gymnasium
 import numpy as np
 
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, parse_assistant
-from areal_gym.envs.judging import JUDGE_ERRORS, JudgingBoundary, is_caused_by_output
-from areal_gym.envs.loops import KeptLoop
+from areal_gym.envs.judging import JUDGE_ERRORS, JudgingBoundary, env_errors, is_caused_by_output
+from areal_gym.envs.loops import run_on_kept_loop
 from areal_gym.envs.responses import (
     Info,
     Response,
     StepResult,
+    ToolResults,
     finite_reward,
     require_messages,
 )
 from areal_gym.envs.spaces import TextSpace
 from areal_gym.envs.tasks import given_task
-from areal_gym.envs.tool_calls import ToolResults, run_calls
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import EnvError, EpisodeError, GymError, UsageError
-from areal_gym.types import Message, Task
+from areal_gym.errors import EnvError, EpisodeError, ToolError, UsageError
+from areal_gym.types import Message, Task, ToolCall
 from areal_gym.utils.markup import block, dialogue, pairs, short
 
 __all__ = ["Response", "StepResult", "TextEnv", "ToolResults", "run_on_kept_loop"]
-
-T = TypeVar("T")
 
 
 class TextEnv(gymnasium.Env[str, str]):
@@ -124,8 +123,7 @@ class TextEnv(gymnasium.Env[str, str]):
         return type(self).prepare is not TextEnv.prepare
 
     def num_tasks(self, split: str) -> int | None:
-        """Return the number of distinct tasks that `options={"index": i}` can name; None:
-        endless."""
+        """Return how many distinct tasks `options={"index": i}` can name; None if endless."""
         return None
 
     async def aclose(self) -> None:
@@ -134,8 +132,7 @@ class TextEnv(gymnasium.Env[str, str]):
     # ---- what every environment ships, for `areal-gym check` ---------------------------------
 
     def gold_action(self) -> str:
-        """Return the text a perfect policy would write now: played to the end it earns the full
-        reward."""
+        """Return what a perfect policy would write now; to the end, it earns the full reward."""
         raise NotImplementedError(f"{type(self).__name__}.gold_action")
 
     def noop_action(self) -> str:
@@ -176,8 +173,7 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @property
     def played_id(self) -> str | None:
-        """Name of the environment that the running task belongs to, if this one plays several
-        (`mix`)."""
+        """Name of the environment of the running task, if this one plays several (`mix`)."""
         return None
 
     @property
@@ -191,7 +187,57 @@ class TextEnv(gymnasium.Env[str, str]):
         A `ToolError` and a malformed call are told to the model. Anything else propagates, unless
         `judges_all_output`: then the model is told the exception's name.
         """
-        return await run_calls(self, message)
+        results: list[Message] = []
+        num_errors = num_refused = 0
+        if "parse_error" in message:
+            num_errors += 1
+            results.append({"role": "tool", "content": f"error: {message['parse_error']}"})
+        calls = message.get("tool_calls", [])
+        num_allowed = self.max_calls
+        if self.max_tool_calls is not None:
+            num_allowed = min(num_allowed, self.max_tool_calls - self.num_tool_calls)
+        for call in calls[:num_allowed]:
+            content, is_error = await self._run_call(call)
+            num_errors += is_error
+            results.append(
+                {
+                    "role": "tool",
+                    "name": call["function"]["name"],
+                    "tool_call_id": call["id"],
+                    "content": content,
+                }
+            )
+        if len(calls) > num_allowed:
+            num_refused = len(calls) - num_allowed
+            num_errors += num_refused
+            limit = (
+                f"{num_refused} more calls were not run; at most {self.max_calls} are"
+                if num_allowed == self.max_calls
+                else f"{num_refused} calls were not run; the {self.max_tool_calls} of an episode "
+                "are used up: answer without a tool"
+            )
+            results.append({"role": "tool", "content": f"error: {limit}"})
+        return ToolResults(results, len(calls), num_errors, num_refused)
+
+    async def _run_call(self, call: ToolCall) -> tuple[str, bool]:
+        """Run one call; return the text for the policy, and whether it is an error."""
+        self.num_tool_calls += 1
+        name = call["function"]["name"]
+        tools = {tool.name: tool for tool in self.tools}
+        start_s = time.perf_counter()
+        try:
+            if name not in tools:
+                raise ToolError(f"no tool {name!r}; there is: {', '.join(tools) or 'none'}")
+            return await tools[name](call["function"]["arguments"]), False
+        except ToolError as error:
+            return f"error: {error}", True
+        except BaseException as error:
+            if not self.judges_all_output or not is_caused_by_output(error):
+                raise
+            self._judging_boundary.num_errors += 1
+            return f"error: {type(error).__name__}", True
+        finally:
+            self.tool_s += time.perf_counter() - start_s
 
     # ---- Gymnasium's contract ------------------------------------------------------------------
 
@@ -218,18 +264,25 @@ class TextEnv(gymnasium.Env[str, str]):
     ) -> tuple[str, Info]:
         """Start an episode of an environment that awaits something first. See `reset`."""
         options = options or {}
-        try:
+        with env_errors(f"{type(self).__name__}.prepare"):
             await self.prepare(seed, options)
-        except GymError:
-            raise
-        except Exception as error:
-            raise EnvError(f"{type(self).__name__}.prepare failed: {error!r}") from error
         return self._reset(seed, options)
 
     def _reset(self, seed: int | None, options: Mapping[str, Any]) -> tuple[str, Info]:
         before = self._np_random, self._np_random_seed, self._task, self._messages
         try:
-            self._begin(seed, options)
+            super().reset(seed=seed)
+            given = options.get("task")
+            with env_errors(f"{type(self).__name__}.reset"):
+                if given is None:
+                    self._task = self.sample_task(self.np_random, options)
+                else:
+                    self._task = given_task(given)
+                self._messages = list(self.first_messages(self._task))
+            source = f"{type(self).__name__}.first_messages"
+            if not self._messages:
+                raise EnvError(f"{source} gave no message")
+            require_messages(self._messages, source)
         except BaseException:
             # An episode that cannot begin does not disturb the one that goes on.
             self._np_random, self._np_random_seed, self._task, self._messages = before
@@ -242,25 +295,6 @@ class TextEnv(gymnasium.Env[str, str]):
             "task_id": self.task.id,
             "task": self.task.to_dict(),
         }
-
-    def _begin(self, seed: int | None, options: Mapping[str, Any]) -> None:
-        super().reset(seed=seed)
-        given = options.get("task")
-        try:
-            if given is None:
-                self._task = self.sample_task(self.np_random, options)
-            else:
-                self._task = given_task(given)
-            self._messages = list(self.first_messages(self._task))
-        except GymError:  # raised on purpose: no such split, an empty file, a failed sandbox
-            raise
-        except BaseException as error:  # libraries that think they are a program
-            if isinstance(error, GeneratorExit) or type(error) is KeyboardInterrupt:
-                raise
-            raise EnvError(f"{type(self).__name__}.reset failed: {error!r}") from error
-        if not self._messages:
-            raise EnvError(f"{type(self).__name__}.first_messages gave no message")
-        require_messages(self._messages, f"{type(self).__name__}.first_messages")
 
     @final
     def step(self, action: str | Message) -> StepResult:
@@ -298,13 +332,12 @@ class TextEnv(gymnasium.Env[str, str]):
         self.tool_s = 0.0
         self._judging_boundary.num_errors = 0
         response = await self._guarded_response(message)
+        source = f"{type(self).__name__}.respond"
         if not isinstance(response, Response):
-            raise EnvError(
-                f"{type(self).__name__}.respond gave {response!r}, which is not a Response"
-            )
+            raise EnvError(f"{source} gave {response!r}, which is not a Response")
         messages = tuple(response.messages)
-        require_messages(messages, f"{type(self).__name__}.respond")
-        reward = finite_reward(response.reward, f"{type(self).__name__}.respond")
+        require_messages(messages, source)
+        reward = finite_reward(response.reward, source)
         is_terminated = response.is_terminated
         is_truncated = not is_terminated and (
             response.is_truncated or self.num_turns >= self.max_turns
@@ -314,11 +347,11 @@ class TextEnv(gymnasium.Env[str, str]):
         info: Info = {"messages": messages, "task_id": self.task.id}
         if response.reward_parts:
             info["reward_parts"] = dict(response.reward_parts)
-        if response.metrics:
-            info["metrics"] = dict(response.metrics)
+        metrics = dict(response.metrics)
         if self._judging_boundary.num_errors:
-            metrics = info.setdefault("metrics", {})
             metrics[JUDGE_ERRORS] = metrics.get(JUDGE_ERRORS, 0) + self._judging_boundary.num_errors
+        if metrics:
+            info["metrics"] = metrics
         if is_truncated:
             info["truncated_by"] = "env" if response.is_truncated else "max_turns"
         observation = messages[-1]["content"] if messages else ""
@@ -328,15 +361,12 @@ class TextEnv(gymnasium.Env[str, str]):
         """Call `respond`; an exception ends the episode, as a failure or as a wrong answer."""
         try:
             return await self.respond(message)
-        except EpisodeError:
-            self._is_over = True
-            raise
         except BaseException as error:
             if self.judges_all_output and is_caused_by_output(error):
                 self._judging_boundary.num_errors += 1
                 return Response(is_terminated=True)
             self._is_over = True
-            if not isinstance(error, Exception | SystemExit):
+            if isinstance(error, EpisodeError) or not isinstance(error, Exception | SystemExit):
                 raise
             raise EnvError(f"{type(self).__name__}.respond failed: {error!r}") from error
 
@@ -348,12 +378,8 @@ class TextEnv(gymnasium.Env[str, str]):
             EnvError: the environment's own code failed.
         """
         if self.suspends:
-            try:
+            with env_errors(f"{type(self).__name__}.aclose"):
                 run_on_kept_loop(self.aclose())
-            except GymError:
-                raise
-            except Exception as error:
-                raise EnvError(f"{type(self).__name__}.aclose failed: {error!r}") from error
 
     def __repr__(self) -> str:
         task = "no task yet" if self._task is None else f"task {short(self._task.id)}"
@@ -369,11 +395,3 @@ class TextEnv(gymnasium.Env[str, str]):
     def render(self) -> str:
         """Return the dialogue so far as text."""
         return "\n".join(f"[{m['role']}] {m['content']}" for m in self._messages)
-
-
-_loop = KeptLoop("areal-gym-env-loop")
-
-
-def run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run on one long-lived loop thread, so that sandboxes and sessions survive between steps."""
-    return _loop.run(coroutine)

@@ -14,7 +14,7 @@ from areal_gym.envs.base import Response
 from areal_gym.envs.data_files import SourceRow
 from areal_gym.envs.grading import extract_answer
 from areal_gym.envs.questions import QuestionEnv, file_tasks
-from areal_gym.envs.tasks import Draft, GeneratedTasks, RowTasks
+from areal_gym.envs.tasks import Draft, GeneratedTasks, TaskSource
 from areal_gym.errors import DataError, UsageError
 from areal_gym.types import Message, Task
 
@@ -112,20 +112,18 @@ class CountdownEnv(QuestionEnv):
     ) -> None:
         if num_numbers not in range(3, 7):
             raise UsageError(f"num_numbers = {num_numbers!r}: it is 3 to 6")
-        tasks = (
+        tasks: TaskSource = (
             countdown_tasks(num_numbers)
             if path is None
-            else _file_tasks(Path(path), test_path and Path(test_path), skip_broken)
+            else file_tasks(path, test_path, _draft, skip_broken=skip_broken)
         )
         super().__init__(tasks, render_mode=render_mode)
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """Return the rules and the numbers."""
         *others, last = map(str, task.data["numbers"])
-        question = (
-            f"Use each of {', '.join(others)} and {last} once with + - * / "
-            f"to make {task.data['target']}."
-        )
+        question = f"Use each of {', '.join(others)} and {last} once with + - * / "
+        question += f"to make {task.data['target']}."
         return [
             {"role": "system", "content": self.system_prompt},
             {"role": "user", "content": question},
@@ -133,16 +131,14 @@ class CountdownEnv(QuestionEnv):
 
     async def respond(self, message: Message) -> Response:
         """Grade the expression."""
-        value = None
         expression = _as_arithmetic(extract_answer(message["content"]) or "")
         try:
             value = evaluate(expression)
         except ValueError:
-            is_right = False
-        else:
-            is_right = value == self.task.data["target"] and uses_exactly(
-                expression, self.task.data["numbers"]
-            )
+            value = None
+        is_right = value == self.task.data["target"] and uses_exactly(
+            expression, self.task.data["numbers"]
+        )
         format_reward = FORMAT_REWARD if value is not None else 0.0
         return Response(
             reward=1.0 if is_right else format_reward,
@@ -151,15 +147,9 @@ class CountdownEnv(QuestionEnv):
         )
 
     def gold_action(self) -> str:
-        """Return the expression that the task was made from, or the noop action if there is
-        none."""
+        """Return the expression that the task was made from, if it is known."""
         solution = self.task.data.get("solution")
         return self.noop_action() if solution is None else f"\\boxed{{{solution}}}"
-
-
-@cache
-def _file_tasks(path: Path, test_path: Path | None, skip_broken: bool) -> RowTasks:
-    return file_tasks(path, test_path, _draft, skip_broken=skip_broken)
 
 
 def _draft(row: SourceRow) -> Draft:

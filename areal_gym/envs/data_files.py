@@ -1,5 +1,4 @@
-"""Reads rows of data files (JSON lines, JSON, Parquet, CSV) and of data sets on the Hugging Face
-hub.
+"""Reads rows of files (JSON lines, JSON, Parquet, CSV) and of data sets on the Hugging Face hub.
 
 Every row knows where it stands, so that a broken one can be named.
 """
@@ -37,20 +36,19 @@ def read_file(path: Path) -> Iterator[SourceRow]:
         ConfigError: it takes the package `datasets`, which is not installed.
     """
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    label = path.name.split(".")[0]
     if suffix in _JSON_LINES:
-        return _read_json_lines(path)
+        return _read_json_lines(path, label)
     if suffix == ".json":
-        return _read_json(path)
+        return _read_json(path, label)
+    problem = f"cannot read {path}"
     if suffix in _BY_DATASETS:
         if not path.is_file():
-            raise DataError(
-                f"cannot read {path}: No such file or directory", hints=path_hints(path)
-            )
-        files = {"train": str(path)}
-        loaded = _load(f"cannot read {path}", (), path=_BY_DATASETS[suffix], data_files=files)
-        return _numbered(loaded["train"], str(path), path.name.split(".")[0])
+            raise DataError(f"{problem}: No such file or directory", hints=path_hints(path))
+        loaded = _load(problem, (), path=_BY_DATASETS[suffix], data_files={"train": str(path)})
+        return _numbered(loaded["train"], str(path), label)
     raise DataError(
-        f"cannot read {path}: unknown kind of file",
+        f"{problem}: unknown kind of file",
         hints=["known: .jsonl, .jsonl.gz, .json, .parquet, .csv"],
     )
 
@@ -95,27 +93,23 @@ def _load(problem: str, hints: Iterable[str], **arguments: Any) -> Any:
         ) from error
 
 
-def _numbered(rows: Iterable[Mapping[str, Any]], where: str, label: str) -> Iterator[SourceRow]:
+def _numbered(rows: Iterable[Any], source: str, label: str) -> Iterator[SourceRow]:
     for number, row in enumerate(rows, start=1):
-        yield SourceRow(f"{where}, row {number}", f"{label}/{number}", row)
+        where = f"{source}, row {number}"
+        yield SourceRow(where, f"{label}/{number}", _object(row, where))
 
 
-def _read_json_lines(path: Path) -> Iterator[SourceRow]:
-    stem = path.name.split(".")[0]
-    for line_number, line in _read_lines(path):
-        where = f"{path}, line {line_number}"
-        yield SourceRow(where, f"{stem}/{line_number}", _object(_decode(line, where), where))
+def _read_json_lines(path: Path, label: str) -> Iterator[SourceRow]:
+    for number, line in _read_lines(path):
+        where = f"{path}, line {number}"
+        yield SourceRow(where, f"{label}/{number}", _object(_decode(line, where), where))
 
 
-def _read_json(path: Path) -> Iterator[SourceRow]:
-    text = "".join(line for _, line in _read_lines(path))
-    rows = _decode(text, str(path))
+def _read_json(path: Path, label: str) -> Iterator[SourceRow]:
+    rows = _decode("".join(line for _, line in _read_lines(path)), str(path))
     if not isinstance(rows, list):
         raise DataError(f"{path} holds one {type(rows).__name__}; a list of objects is needed")
-    stem = path.name.split(".")[0]
-    for number, row in enumerate(rows, start=1):
-        where = f"{path}, row {number}"
-        yield SourceRow(where, f"{stem}/{number}", _object(row, where))
+    yield from _numbered(rows, str(path), label)
 
 
 def _decode(text: str, where: str) -> Any:
@@ -150,10 +144,9 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def row_filter(where: Mapping[str, Any] | None) -> Callable[[SourceRow], bool]:
-    """Return a filter of rows: for each field its value, a list of values, or {"min": ..., "max":
-    ...}.
+    """Return a filter of rows: for each field a value, a list of values, or a range.
 
-    Example: `row_filter({"subject": "Algebra", "level": {"max": 3}})`
+    Example: `row_filter({"subject": "Algebra", "type": ["a", "b"], "level": {"max": 3}})`
 
     Raises:
         UsageError: a condition is none.
@@ -201,3 +194,17 @@ def text_field(row: SourceRow, name: str) -> str:
             hints=["leave such rows out: skip_broken=true"],
         )
     return value
+
+
+def texts_field(row: SourceRow, name: str) -> list[str]:
+    """Return the row's field of that name: a list of texts that are not blank.
+
+    Raises:
+        DataError: it is something else, or empty.
+    """
+    values = row.data[name]
+    is_list = isinstance(values, list) and bool(values)
+    if not is_list or not all(isinstance(value, str) and value.strip() for value in values):
+        raise DataError(f"{row.where}: field {name!r} is {values!r}; a list of texts is needed")
+    texts: list[str] = values
+    return texts

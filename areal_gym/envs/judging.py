@@ -9,22 +9,17 @@ Failures of the machine pass: infrastructure (`GymError`), input and output, mis
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from areal_gym.errors import GymError
+from areal_gym.errors import EnvError, GymError
 
 JUDGE_ERRORS = "judge_errors"
 """The metric: exceptions of an episode that judging its output raised."""
 
-_PASSES = (
-    GymError,
-    OSError,
-    ImportError,
-    KeyboardInterrupt,
-    GeneratorExit,
-    asyncio.CancelledError,
-)
+_INTERRUPTS = (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
 
 
 def is_caused_by_output(error: BaseException) -> bool:
@@ -32,14 +27,22 @@ def is_caused_by_output(error: BaseException) -> bool:
 
     `SystemExit` and exceptions outside of `Exception` (panics of extension modules) are, too.
     """
-    return not isinstance(error, _PASSES)
+    return not isinstance(error, (GymError, OSError, ImportError, *_INTERRUPTS))
+
+
+@contextlib.contextmanager
+def env_errors(source: str) -> Iterator[None]:
+    """Raise EnvError for exceptions of an environment's code; GymErrors are raised on purpose."""
+    try:
+        yield
+    except (GymError, *_INTERRUPTS):
+        raise
+    except BaseException as error:  # SystemExit, too: of libraries that think they are programs
+        raise EnvError(f"{source} failed: {error!r}") from error
 
 
 class JudgingBoundary:
-    """A context manager: exceptions that a policy's output causes end the block and are counted.
-
-    Usually made by `TextEnv.judging`.
-    """
+    """A context manager: exceptions that a policy's output causes end the block and are counted."""
 
     def __init__(self) -> None:
         self.num_errors = 0

@@ -67,3 +67,11 @@ class KeptLoop:
 
     def _forget(self) -> None:
         self._loop, self._lock = None, threading.Lock()
+
+
+_loop = KeptLoop("areal-gym-env-loop")
+
+
+def run_on_kept_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run on one long-lived loop thread, so that sandboxes and sessions survive between steps."""
+    return _loop.run(coroutine)

@@ -9,16 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from areal_gym.envs.arithmetic import (
-    canonical,
-    evaluate,
-    level_named,
-    sample_expression,
-    sample_question,
-)
+from areal_gym.envs.arithmetic import Level, sample_expression, sample_question
 from areal_gym.envs.base import Response
-from areal_gym.envs.questions import AnswerEnv
-from areal_gym.envs.tasks import Draft, GeneratedTasks
+from areal_gym.envs.questions import AnswerEnv, QuestionFiles, arithmetic_tasks
+from areal_gym.envs.tasks import GeneratedTasks
 from areal_gym.errors import UsageError
 from areal_gym.types import Message
 
@@ -65,38 +59,23 @@ _STORIES: Mapping[int, Sequence[tuple[str, str]]] = {
 def _sample_story(rng: random.Random, level: int, largest: int) -> tuple[str, str]:
     text, expression = rng.choice(_STORIES[level])
     a, b, c, d = (rng.randint(2, largest) for _ in range(4))
-    values = {
-        "a": a,
-        "b": b,
-        "c": c,
-        "d": d,
-        "sum": a + b,
-        "twice": 2 * rng.randint(1, largest),
-        "n": rng.choice(_NAMES),
-        "t": rng.choice(_THINGS),
-    }
+    values: dict[str, Any] = {"a": a, "b": b, "c": c, "d": d, "sum": a + b}
+    values["twice"] = 2 * rng.randint(1, largest)
+    values |= {"n": rng.choice(_NAMES), "t": rng.choice(_THINGS)}
     return text.format(**values), expression.format(**values)
 
 
 @cache
 def math_tasks(level: int) -> GeneratedTasks:
     """Return the generated tasks of a level: half bare expressions, half word problems."""
-    settings = level_named(level)
 
-    def make_draft(rng: random.Random) -> Draft:
+    def sample(rng: random.Random, settings: Level) -> tuple[str, str]:
         if rng.random() < 0.5:
-            question, expression = _sample_story(rng, level, settings.largest)
-        else:
-            expression = sample_expression(rng, settings)
-            question = sample_question(rng, expression)
-        data = {
-            "question": question,
-            "expression": expression,
-            "answer": str(evaluate(expression)),
-        }
-        return Draft(key=canonical(expression), data=data)
+            return _sample_story(rng, level, settings.largest)
+        expression = sample_expression(rng, settings)
+        return sample_question(rng, expression), expression
 
-    return GeneratedTasks(f"math, level {level}", make_draft)
+    return arithmetic_tasks("math", level, sample)
 
 
 class MathEnv(AnswerEnv):
@@ -153,15 +132,11 @@ class MathEnv(AnswerEnv):
     ) -> None:
         super().__init__(
             math_tasks,
-            level=level,
-            path=path,
-            test_path=test_path,
-            dataset=dataset,
-            question_field=question_field,
-            answer_field=answer_field,
-            skip_broken=skip_broken,
-            where=where,
-            render_mode=render_mode,
+            level,
+            QuestionFiles(
+                path, test_path, dataset, question_field, answer_field, skip_broken, where
+            ),
+            render_mode,
         )
         self.suspends = not self._is_generated  # algebra is done by workers
         if max_turns < 1 or not 0 <= discount <= 1:

@@ -7,23 +7,31 @@ AnswerEnv       the same for mathematics: an answer in `\boxed{}`, graded on the
 
 from __future__ import annotations
 
-import json
 import os
+import random
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, ParamSpec
 
 import numpy as np
 
-from areal_gym.envs.arithmetic import LEVELS
+from areal_gym.envs.arithmetic import LEVELS, Level, canonical, evaluate, level_named
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.data_files import SourceRow, read_file, read_hub, row_filter, text_field
 from areal_gym.envs.grading import decide, extract_answer, is_same_number
-from areal_gym.envs.tasks import Draft, RowTasks, TaskSource, choose_task, key_of_text
+from areal_gym.envs.tasks import (
+    Draft,
+    GeneratedTasks,
+    RowTasks,
+    TaskSource,
+    choose_task,
+    key_of_text,
+)
 from areal_gym.errors import DataError, UsageError
 from areal_gym.types import Message, Task
+
+P = ParamSpec("P")
 
 DATA_DIR_VARIABLE = "AREAL_GYM_DATA"
 """The environment variable that names a directory of data sets (`gsm8k/test.jsonl.gz`, ...)."""
@@ -81,42 +89,73 @@ class QuestionEnv(TextEnv):
         ]
 
 
+class QuestionFiles(NamedTuple):
+    """The user's own questions for an `AnswerEnv`; the fields are arguments of `math`."""
+
+    path: str | Path | None
+    test_path: str | Path | None
+    dataset: str | None
+    question_field: str | None
+    answer_field: str | None
+    skip_broken: bool
+    where: Mapping[str, Any] | None
+
+    def tasks(self) -> RowTasks | None:
+        """Return the tasks; None if there is neither a file nor a data set.
+
+        Raises:
+            UsageError: the fields contradict each other.
+            DataError: a file is missing or has a broken row, or a data set cannot be had.
+        """
+        if self.where and self.path is None and self.dataset is None:
+            raise UsageError("where filters the rows of a file or a data set; there is neither")
+        if self.path is not None and self.dataset is not None:
+            raise UsageError("path and dataset are two sources of questions; give one of them")
+        if self.test_path is not None and self.path is None:
+            raise UsageError("test_path goes with path: they are the two splits")
+        chosen: dict[str, Any] = {"skip_broken": self.skip_broken, "where": self.where}
+        if self.path is not None:
+            make_draft = _drafts(self.question_field, self.answer_field)
+            return file_tasks(self.path, self.test_path, make_draft, **chosen)
+        if self.dataset is None:
+            return None
+        known = _KNOWN.get(self.dataset)
+        if known is None:
+            name, _, subset = self.dataset.partition(":")
+            make_draft = _drafts(self.question_field, self.answer_field)
+            return hub_tasks(name, subset or None, make_draft, **chosen)
+        make_draft = _drafts(self.question_field or known.question, self.answer_field)
+        data_dir = os.environ.get(DATA_DIR_VARIABLE)
+        if data_dir is not None:
+            train, test = (_find(Path(data_dir), stem) for stem in (known.train, known.test))
+            # Public files are as they are: `data show` says how many of their rows are left out.
+            return file_tasks(train, test, make_draft, **{**chosen, "skip_broken": True})
+        try:
+            return hub_tasks(known.hub, known.subset, make_draft, **chosen)
+        except DataError as error:
+            local = f"or a directory that holds {known.train}.jsonl and {known.test}.jsonl"
+            hints = [*error.hints, f"{local}: export {DATA_DIR_VARIABLE}=DIR"]
+            raise DataError(error.message, hints=hints) from error
+
+
 class AnswerEnv(QuestionEnv):
-    r"""A mathematical question. The arguments are those of `math`."""
+    r"""A mathematical question, generated or the user's own; the answer is in `\boxed{}`."""
 
     system_prompt = r"Solve the problem. Put the final answer in \boxed{}."
 
     def __init__(
         self,
         generated: Callable[[int], TaskSource],
-        *,
         level: int,
-        path: str | Path | None,
-        test_path: str | Path | None,
-        dataset: str | None,
-        question_field: str | None,
-        answer_field: str | None,
-        skip_broken: bool,
-        where: Mapping[str, Any] | None,
+        files: QuestionFiles,
         render_mode: str | None,
     ) -> None:
-        if where and path is None and dataset is None:
-            raise UsageError("where filters the rows of a file or a data set; there is neither")
-        if path is not None and dataset is not None:
-            raise UsageError("path and dataset are two sources of questions; give one of them")
-        if test_path is not None and path is None:
-            raise UsageError("test_path goes with path: they are the two splits")
-        self._is_generated = path is None and dataset is None
-        chosen = _Chosen(question_field, answer_field, skip_broken, json.dumps(where or {}))
-        tasks: TaskSource
-        if dataset is not None:
-            tasks = _dataset_tasks(dataset, chosen, os.environ.get(DATA_DIR_VARIABLE))
-        elif path is not None:
-            tasks = _question_file(Path(path), test_path and Path(test_path), chosen)
-        else:
-            tasks = generated(level)
+        tasks = files.tasks()
+        self._is_generated = tasks is None
         super().__init__(
-            tasks, levels=generated if self._is_generated else None, render_mode=render_mode
+            generated(level) if tasks is None else tasks,
+            levels=generated if tasks is None else None,
+            render_mode=render_mode,
         )
 
     @property
@@ -152,38 +191,77 @@ class AnswerEnv(QuestionEnv):
 # ---- where questions come from -------------------------------------------------------------------
 
 
+def _read_once(function: Callable[P, RowTasks]) -> Callable[P, RowTasks]:
+    """Return the function with a memory: a thousand environments of a run read their data once."""
+    memory: dict[str, RowTasks] = {}
+
+    @wraps(function)
+    def remembered(*args: P.args, **kwargs: P.kwargs) -> RowTasks:
+        key = repr((args, kwargs))
+        if key not in memory:
+            memory[key] = function(*args, **kwargs)
+        return memory[key]
+
+    return remembered
+
+
+def arithmetic_tasks(
+    name: str, level: int, sample: Callable[[random.Random, Level], tuple[str, str]]
+) -> GeneratedTasks:
+    """Return generated tasks whose data holds `question`, `expression` and `answer`, all text.
+
+    Args:
+        name: of the environment.
+        level: see `LEVELS`.
+        sample: gives a question and the expression that it asks for.
+    """
+    settings = level_named(level)
+
+    def make_draft(rng: random.Random) -> Draft:
+        question, expression = sample(rng, settings)
+        answer = str(evaluate(expression))
+        data = {"question": question, "expression": expression, "answer": answer}
+        return Draft(canonical(expression), data)
+
+    return GeneratedTasks(f"{name}, level {level}", make_draft)
+
+
+@_read_once
 def file_tasks(
-    path: Path,
-    test_path: Path | None,
+    path: str | Path,
+    test_path: str | Path | None,
     make_draft: Callable[[SourceRow], Draft],
     *,
     skip_broken: bool = False,
     where: Mapping[str, Any] | None = None,
 ) -> RowTasks:
-    """Return the tasks of a file, or of two: see `RowTasks`; `where` filters rows (see
-    `row_filter`).
+    """Return the tasks of a file, or of two: see `RowTasks`.
+
+    Args:
+        path: see `read_file`.
+        test_path: held-out rows.
+        make_draft: a task of a row.
+        skip_broken: leave out broken rows.
+        where: see `row_filter`.
 
     Raises:
         DataError: a file is missing or has a broken row.
         NothingToDoError: there are no rows.
     """
-    rows = read_file(path)
-    test = None if test_path is None else read_file(test_path)
+    train = read_file(Path(path))
+    test = None if test_path is None else read_file(Path(test_path))
+    is_meant = row_filter(where)
     try:
         return RowTasks(
-            str(path),
-            rows,
-            make_draft,
-            test=test,
-            skip_broken=skip_broken,
-            is_meant=row_filter(where),
+            str(path), train, make_draft, test=test, skip_broken=skip_broken, is_meant=is_meant
         )
     finally:
-        for opened in (rows, test):  # a broken row leaves its file open
-            if isinstance(opened, Generator):
-                opened.close()
+        for rows in (train, test):  # a broken row leaves its file open
+            if isinstance(rows, Generator):
+                rows.close()
 
 
+@_read_once
 def hub_tasks(
     name: str,
     subset: str | None,
@@ -200,98 +278,36 @@ def hub_tasks(
         DataError: it cannot be loaded, or has a broken row.
     """
     splits = read_hub(name, subset)
-    test = splits.get("test", splits.get("validation"))
-    if "train" not in splits and test is None:
+    train, test = splits.get("train"), splits.get("test", splits.get("validation"))
+    if train is None and test is None:
         raise DataError(f"{name} has no split train or test, but {', '.join(splits)}")
+    is_meant = row_filter(where)
     return RowTasks(
-        name,
-        splits.get("train", iter(())),
-        make_draft,
-        test=test,
-        skip_broken=skip_broken,
-        is_meant=row_filter(where),
+        name, train or (), make_draft, test=test, skip_broken=skip_broken, is_meant=is_meant
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Known:
-    """A public data set, and its place in a data directory."""
+class _Known(NamedTuple):
+    """A public data set: its name on the hub, and its files below the data directory."""
 
     hub: str
-    subset: str | None = None
+    subset: str | None
     question: str
-    answer: str = "answer"
     train: str
-    """Files below the data directory, without their suffixes."""
     test: str
 
 
 _KNOWN = {
-    "gsm8k": _Known(
-        hub="openai/gsm8k",
-        subset="main",
-        question="question",
-        train="gsm8k/train",
-        test="gsm8k/test",
-    ),
+    "gsm8k": _Known("openai/gsm8k", "main", "question", "gsm8k/train", "gsm8k/test"),
     "math500": _Known(
-        hub="nlile/hendrycks-MATH-benchmark",
-        question="problem",
-        train="math_train/train",
-        test="math500/test",
+        "nlile/hendrycks-MATH-benchmark", None, "problem", "math_train/train", "math500/test"
     ),
 }
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-
-
-class _Chosen(NamedTuple):
-    """Selected rows and fields; hashable."""
-
-    question_field: str | None
-    answer_field: str | None
-    skip_broken: bool
-    where: str
-    """JSON."""
-
-    def rows(self) -> dict[str, Any]:
-        """Return the selection as arguments of `file_tasks` and `hub_tasks`."""
-        return {"skip_broken": self.skip_broken, "where": json.loads(self.where)}
-
-
-@cache  # a thousand environments of one run read their data once
-def _question_file(path: Path, test_path: Path | None, chosen: _Chosen) -> RowTasks:
-    make_draft = _drafts(chosen.question_field, chosen.answer_field)
-    return file_tasks(path, test_path, make_draft, **chosen.rows())
-
-
-@cache
-def _dataset_tasks(dataset: str, chosen: _Chosen, data_dir: str | None) -> RowTasks:
-    """Load `gsm8k` and `math500` from the data directory or the hub, others from the hub.
-
-    Other data sets are `NAME` or `NAME:SUBSET`.
-    """
-    known = _KNOWN.get(dataset)
-    if known is None:
-        name, _, subset = dataset.partition(":")
-        make_draft = _drafts(chosen.question_field, chosen.answer_field)
-        return hub_tasks(name, subset or None, make_draft, **chosen.rows())
-    make_draft = _drafts(
-        chosen.question_field or known.question, chosen.answer_field or known.answer
-    )
-    if data_dir is None:
-        try:
-            return hub_tasks(known.hub, known.subset, make_draft, **chosen.rows())
-        except DataError as error:
-            local = f"or a directory that holds {known.train}.jsonl and {known.test}.jsonl"
-            hints = [*error.hints, f"{local}: export {DATA_DIR_VARIABLE}=DIR"]
-            raise DataError(error.message, hints=hints) from error
-    train, test = (_find(Path(data_dir), stem) for stem in (known.train, known.test))
-    # Public files are as they are: `data show` says how many of their rows are left out.
-    return file_tasks(train, test, make_draft, **{**chosen.rows(), "skip_broken": True})
 
 
 def _find(directory: Path, stem: str) -> Path:
-    candidates = [directory / f"{stem}{suffix}" for suffix in _SUFFIXES]
+    suffixes = (".jsonl", ".jsonl.gz", ".parquet")
+    candidates = [directory / f"{stem}{suffix}" for suffix in suffixes]
     for file in candidates:
         if file.is_file():
             return file
@@ -304,6 +320,7 @@ def _find(directory: Path, stem: str) -> Path:
     )
 
 
+@cache
 def _drafts(question_field: str | None, answer_field: str | None) -> Callable[[SourceRow], Draft]:
     question_field, answer_field = question_field or "question", answer_field or "answer"
 

@@ -45,6 +45,18 @@ class Response:
     """Numbers to add up over the episode (tool calls, tool errors, ...)."""
 
 
+@dataclass(slots=True)
+class ToolResults:
+    """The result of `call_tools`."""
+
+    messages: list[Message]
+    num_calls: int
+    num_errors: int
+    """Malformed calls, unknown tools, wrong arguments, errors of tools, refused calls."""
+    num_refused: int
+    """Calls beyond a limit, which were not run."""
+
+
 def require_messages(messages: Sequence[Message], source: str) -> None:
     """Check that every message has a role and a text; `source` is the method that gave them.
 

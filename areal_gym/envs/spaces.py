@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import Space
+from gymnasium.spaces import Tuple
 from gymnasium.vector import utils as vector_utils
 
 _SAMPLE_ALPHABET = string.ascii_letters + string.digits + " .,!?+-*/()\n"
@@ -41,14 +42,6 @@ class TextSpace(Space[str]):
         """False: text does not flatten into an array."""
         return False
 
-    def to_jsonable(self, sample_n: Iterable[str]) -> list[str]:
-        """Return the strings, which are JSON already."""
-        return list(sample_n)
-
-    def from_jsonable(self, sample_n: list[Any]) -> list[str]:
-        """Return the strings, which are JSON already."""
-        return [str(sample) for sample in sample_n]
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TextSpace) and other.max_length == self.max_length
 
@@ -60,8 +53,6 @@ class TextSpace(Space[str]):
 # `iterate` stays unregistered: Gymnasium then walks over the tuple, which is what we want.
 @vector_utils.batch_space.register(TextSpace)
 def _batch_space(space: TextSpace, n: int = 1) -> Space[Any]:
-    from gymnasium.spaces import Tuple
-
     return Tuple(tuple(TextSpace(space.max_length) for _ in range(n)))
 
 

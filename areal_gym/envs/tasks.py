@@ -26,6 +26,7 @@ __all__ = [
     "Draft",
     "GeneratedTasks",
     "RowTasks",
+    "SeedTasks",
     "TaskSource",
     "asked_for",
     "choose_task",
@@ -49,15 +50,12 @@ class TaskSource(Protocol):
 
     def num_tasks(self, split: str) -> int | None:
         """Return the number of distinct tasks in the split; None for a generator."""
-        ...
 
     def draw(self, rng: np.random.Generator, split: str) -> Task:
         """Return a random task of the split."""
-        ...
 
     def at(self, index: int, split: str) -> Task:
         """Return the task of that index: distinct for distinct indexes, equal in every process."""
-        ...
 
 
 def split_of(key: str) -> str:
@@ -67,8 +65,7 @@ def split_of(key: str) -> str:
 
 
 def choose_task(source: TaskSource, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-    """Return the task that `reset(options={"split": ..., "index": ...})` asks for; both are
-    optional.
+    """Return the task that `options` name by `split` and `index`, or a random one of the split.
 
     Raises:
         UsageError: there is no such split or index.
@@ -234,27 +231,25 @@ class RowTasks:
         self.name = name
         self.num_skipped = 0
         self.num_filtered = 0
-        self._is_meant = is_meant
         self.num_contaminated = 0
         """Training rows that were left out because the test split has the same question."""
+        self._is_meant = is_meant
         self._make_draft = make_draft
         self._skip_broken = skip_broken
-        rows = self._read(train)
-        if test is None:
-            by_split = {s: [row for row in rows if row.split == s] for s in SPLITS}
-        else:
-            held_out = self._read(test)
-            keys = {row.key for row in held_out}
-            kept = [row for row in rows if row.key not in keys]
+        rows = self._read(train, None if test is None else "train")
+        if test is not None:
+            held_out = self._read(test, "test")
+            keys = {key for key, _ in held_out}
+            kept = [row for row in rows if row[0] not in keys]
             self.num_contaminated = len(rows) - len(kept)
-            by_split = {"train": kept, "test": held_out}
-        if not any(by_split.values()):
+            rows = kept + held_out
+        if not rows:
             filtered = f" left after {self.num_filtered} were filtered" if self.num_filtered else ""
             raise NothingToDoError(f"{name} has no rows{filtered}")
-        self._tasks = {
-            split: [Task(id=row.id, data=row.data, split=split) for row in _distinct(rows)]
-            for split, rows in by_split.items()
-        }
+        self._tasks: dict[str, list[Task]] = {}
+        for split in SPLITS:
+            distinct = {key: task for key, task in reversed(rows) if task.split == split}
+            self._tasks[split] = list(distinct.values())[::-1]
 
     def num_tasks(self, split: str) -> int | None:
         """Return the number of distinct tasks in the split.
@@ -283,8 +278,9 @@ class RowTasks:
             )
         return tasks[index]
 
-    def _read(self, rows: Iterable[SourceRow]) -> list[_Row]:
-        drafted = []
+    def _read(self, rows: Iterable[SourceRow], split: str | None) -> list[tuple[str, Task]]:
+        """Return each row's key and task; without `split`, the row or its key decides it."""
+        keyed = []
         for row in rows:
             if self._is_meant is not None and not self._is_meant(row):
                 self.num_filtered += 1
@@ -296,12 +292,13 @@ class RowTasks:
                     raise
                 self.num_skipped += 1
                 continue
-            # The hash makes the id follow the content: an edited row is another task.
-            id = f"{row.label}-{content_hash(draft.data)[:8]}"
             if draft.split not in (None, *SPLITS):
                 raise DataError(f"{row.where}: split {draft.split!r} is not one of {SPLITS}")
-            drafted.append(_Row(draft.key, id, draft.data, draft.split or split_of(draft.key)))
-        return drafted
+            # The hash makes the id follow the content: an edited row is another task.
+            id = f"{row.label}-{content_hash(draft.data)[:8]}"
+            of = split or draft.split or split_of(draft.key)
+            keyed.append((draft.key, Task(id=id, data=draft.data, split=of)))
+        return keyed
 
     def _of(self, split: str) -> list[Task]:
         tasks = self._tasks[split]
@@ -313,17 +310,26 @@ class RowTasks:
         return tasks
 
 
-class _Row(NamedTuple):
-    key: str
-    id: str
-    data: Mapping[str, Any]
-    split: str
-
-
-def _distinct(rows: list[_Row]) -> list[_Row]:
-    return list({row.key: row for row in reversed(rows)}.values())[::-1]
-
-
 def key_of_text(text: str) -> str:
     """Return the key of a question in words: spaces and case are ignored."""
     return " ".join(text.split()).casefold()
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
+
+
+class SeedTasks:
+    """Tasks that consist of a `seed`, for environments of other libraries; even seeds train."""
+
+    def num_tasks(self, split: str) -> int | None:
+        """Return None: the tasks are endless."""
+        return None
+
+    def draw(self, rng: np.random.Generator, split: str) -> Task:
+        """Draw a random seed of the split."""
+        return self.at(int(rng.integers(2**30)), split)
+
+    def at(self, index: int, split: str) -> Task:
+        """Return the seed of that index."""
+        seed = 2 * index + (split == "test")
+        return Task(id=f"{split}/{seed}", data={"seed": seed}, split=split)

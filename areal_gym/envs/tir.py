@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, write_call
-from areal_gym.envs.arithmetic import (
-    canonical,
-    evaluate,
-    level_named,
-    sample_expression,
-    sample_question,
-)
+from areal_gym.envs.arithmetic import Level, sample_expression, sample_question
 from areal_gym.envs.base import Response, ToolResults
 from areal_gym.envs.calculator import calculate
-from areal_gym.envs.questions import AnswerEnv
-from areal_gym.envs.tasks import Draft, GeneratedTasks
-from areal_gym.envs.tools import Tool, cut_text
-from areal_gym.errors import SandboxError, ToolError, UsageError
+from areal_gym.envs.questions import AnswerEnv, QuestionFiles, arithmetic_tasks
+from areal_gym.envs.tasks import GeneratedTasks
+from areal_gym.envs.tools import chosen_tools, cut_text, one_argument_tool
+from areal_gym.errors import SandboxError, ToolError
 from areal_gym.plugins import registry
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
 from areal_gym.types import Message
 
-_DESCRIPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "python": {
-        "description": "Run Python code and return what it prints.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "code": {"type": "string", "description": "Python code; print the result"}
-            },
-            "required": ["code"],
-        },
-    },
-    "calculator": {
-        "description": "Compute an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {"type": "string", "description": "such as (3 + 4) * 2 or sqrt(2)"}
-            },
-            "required": ["expression"],
-        },
-    },
-}
 _MAX_CODE = 32_768
 
 _LIMITS = SandboxLimits(cpu_s=2.0, memory_mb=256)
@@ -62,24 +34,13 @@ _REACHED = {
 
 @cache
 def tir_tasks(level: int) -> GeneratedTasks:
-    """Return the tasks of a level, shared by all environments of the process.
+    """Return the tasks of a level, shared by all environments of the process."""
 
-    `task.data` holds `question`, `expression` and `answer`, all text.
-    """
-    settings = level_named(level)
-
-    def make_draft(rng: random.Random) -> Draft:
+    def sample(rng: random.Random, settings: Level) -> tuple[str, str]:
         expression = sample_expression(rng, settings)
-        return Draft(
-            key=canonical(expression),
-            data={
-                "question": sample_question(rng, expression),
-                "expression": expression,
-                "answer": str(evaluate(expression)),
-            },
-        )
+        return sample_question(rng, expression), expression
 
-    return GeneratedTasks(f"tir, level {level}", make_draft)
+    return arithmetic_tasks("tir", level, sample)
 
 
 def python_call(code: str, dialect: str = DEFAULT_DIALECT) -> str:
@@ -146,15 +107,11 @@ class TirEnv(AnswerEnv):
     ) -> None:
         super().__init__(
             tir_tasks,
-            level=level,
-            path=path,
-            test_path=test_path,
-            dataset=dataset,
-            question_field=question_field,
-            answer_field=answer_field,
-            skip_broken=skip_broken,
-            where=where,
-            render_mode=render_mode,
+            level,
+            QuestionFiles(
+                path, test_path, dataset, question_field, answer_field, skip_broken, where
+            ),
+            render_mode,
         )
         self.max_turns = max_turns
         self.max_tool_calls = max_tool_calls
@@ -164,7 +121,23 @@ class TirEnv(AnswerEnv):
         self._sandbox = _require_known(sandbox) if isinstance(sandbox, str) else sandbox
         self._session: Session | None = None
         self._num_failed_runs = 0
-        self.tools = self._chosen_tools(tools)
+        code = {"type": "string", "description": "Python code; print the result"}
+        expression = {"type": "string", "description": "such as (3 + 4) * 2 or sqrt(2)"}
+        self.tools = chosen_tools(
+            tools,
+            one_argument_tool(
+                "python",
+                "Run Python code and return what it prints.",
+                {"code": code},
+                self._run_python,
+            ),
+            one_argument_tool(
+                "calculator",
+                "Compute an arithmetic expression.",
+                {"expression": expression},
+                self._calculate,
+            ),
+        )
 
     @property
     def sandboxes(self) -> Sequence[Any]:
@@ -189,8 +162,7 @@ class TirEnv(AnswerEnv):
             await session.aclose()
 
     def gold_action(self) -> str:
-        """Call the first tool, then repeat its output; for questions of a file, return the
-        answer."""
+        """Call the first tool, then repeat its output; answer questions of files at once."""
         last = self.messages[-1]
         if last["role"] == "tool":
             return f"\\boxed{{{last['content']}}}"
@@ -201,19 +173,6 @@ class TirEnv(AnswerEnv):
         if self.tools[0].name == "calculator":
             return write_call("calculator", {"expression": expression}, dialect)
         return python_call(f"print({expression})", dialect)
-
-    def _chosen_tools(self, names: Sequence[str]) -> tuple[Tool, ...]:
-        known: dict[str, Callable[[str], str | Awaitable[str]]] = {
-            "python": self._run_python,
-            "calculator": self._calculate,
-        }
-        wrong = [name for name in names if name not in known]
-        if wrong or not names or isinstance(names, str):
-            raise UsageError(f"tools = {names!r}: a list of {' and '.join(known)}")
-        return tuple(
-            Tool(name=name, **_DESCRIPTIONS[name], function=known[name])
-            for name in dict.fromkeys(names)
-        )
 
     def _metrics(self, message: Message, results: ToolResults) -> dict[str, float]:
         metrics: dict[str, float] = {

@@ -8,32 +8,22 @@ import inspect
 import threading
 import types
 import typing
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from areal_gym.errors import ToolError
+from areal_gym.errors import ToolError, UsageError
 
 __all__ = ["Tool", "tool"]
 
 _JSON_TYPES = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
+    **{str: "string", int: "integer", float: "number", bool: "boolean"},
+    **{list: "array", dict: "object"},
 }
-
-
-_PYTHON_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
+_PYTHON_TYPES: Mapping[str, Any] = {
+    **{json_type: python_type for python_type, json_type in _JSON_TYPES.items()},
     "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
 }
 
 
@@ -58,13 +48,10 @@ class Tool:
 
     def schema(self) -> dict[str, Any]:
         """Return the function's description in OpenAI's format, as chat templates take it."""
+        function = {"name": self.name, "description": self.description}
         return {
             "type": "function",
-            "function": {
-                "name": self.name,
-                "description": self.description,
-                "parameters": dict(self.parameters),
-            },
+            "function": {**function, "parameters": dict(self.parameters)},
         }
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
@@ -95,13 +82,10 @@ class Tool:
             and not (value is None and name not in required)
             and not _fits(value, properties[name])
         ]
-        if unknown or missing or mistyped:
-            problems = []
-            if missing:
-                problems.append(f"missing: {', '.join(missing)}")
-            if unknown:
-                problems.append(f"unknown: {', '.join(unknown)}")
-            problems += mistyped
+        problems = [f"missing: {', '.join(missing)}"] if missing else []
+        problems += [f"unknown: {', '.join(unknown)}"] if unknown else []
+        problems += mistyped
+        if problems:
             raise ToolError(f"{self.name} takes ({', '.join(properties)}); {'; '.join(problems)}")
 
 
@@ -128,20 +112,12 @@ def tool(
             other episodes go on, and a time limit can end the wait (not the thread).
     """
     if function is None:
-        return functools.partial(_make_tool, in_thread=in_thread)
-    return _make_tool(function, in_thread=in_thread)
-
-
-def _make_tool(function: _Function, *, in_thread: bool) -> Tool:
+        return functools.partial(tool, in_thread=in_thread)
     hints = typing.get_type_hints(function)
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name == "self":
-            continue
-        properties[name] = _json_schema(hints.get(name, str))
-        if parameter.default is parameter.empty:
-            required.append(name)
+    parameters = dict(inspect.signature(function).parameters)
+    parameters.pop("self", None)
+    properties = {name: _json_schema(hints.get(name, str)) for name in parameters}
+    required = [name for name, p in parameters.items() if p.default is p.empty]
     return Tool(
         name=function.__name__,
         description=(inspect.getdoc(function) or "").split("\n\n")[0].strip(),
@@ -172,13 +148,10 @@ def _on_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[str]]:
 
 
 def _fits(value: object, schema: Mapping[str, Any]) -> bool:
-    """Return whether the value is of the schema's outermost type; schemas without one take
-    anything."""
-    expected = _PYTHON_TYPES.get(schema.get("type", ""))
-    if expected is None:
-        return True
+    """Return whether the value is of the schema's outermost type, if it has one."""
+    expected = _PYTHON_TYPES.get(schema.get("type", ""), object)
     if isinstance(value, bool):  # an int for Python, not for JSON
-        return expected is bool
+        return expected in (bool, object)
     return isinstance(value, expected)
 
 
@@ -186,11 +159,8 @@ def _json_schema(annotation: Any) -> dict[str, Any]:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         options = [a for a in typing.get_args(annotation) if a is not type(None)]
-        return (
-            _json_schema(options[0])
-            if len(options) == 1
-            else {"anyOf": [_json_schema(a) for a in options]}
-        )
+        schemas = [_json_schema(option) for option in options]
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     if origin is list:
         (item,) = typing.get_args(annotation)
         return {"type": "array", "items": _json_schema(item)}
@@ -207,3 +177,28 @@ def cut_text(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return f"{text[:limit]}... ({len(text) - limit} more characters)"
+
+
+def one_argument_tool(
+    name: str,
+    description: str,
+    argument: Mapping[str, Any],
+    function: Callable[..., str | Awaitable[str]],
+) -> Tool:
+    """Return a tool with one argument, which is needed: its name, mapped to its JSON schema."""
+    properties = dict(argument)
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return Tool(name=name, description=description, parameters=parameters, function=function)
+
+
+def chosen_tools(names: Sequence[str], *available: Tool) -> tuple[Tool, ...]:
+    """Return the tools of these names, in their order.
+
+    Raises:
+        UsageError: `names` is empty, or not a list of names of the available tools.
+    """
+    by_name = {tool.name: tool for tool in available}
+    if isinstance(names, str) or not names or any(name not in by_name for name in names):
+        *others, last = by_name
+        raise UsageError(f"tools = {names!r}: a list of {', '.join(others)} and {last}")
+    return tuple(by_name[name] for name in dict.fromkeys(names))

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_gym.envs.adapters.seeds import SeedTasks
 from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.tasks import choose_task
+from areal_gym.envs.tasks import SeedTasks, choose_task
 from areal_gym.errors import ConfigError, UnknownIdError, UsageError, did_you_mean
 from areal_gym.types import Message, Task
 
