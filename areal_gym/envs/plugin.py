@@ -3,162 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from areal_gym.plugins import EnvSpec, RetrieverSpec, hookimpl
+
+_HALVES = ({"id": "tir", "weight": 0.5}, {"id": "math", "weight": 0.5})
+_MATH, _TAU2 = "math:MathEnv", "tau2.tau2_env:Tau2Env"
+_BENCHMARK = "tools multi-turn user benchmark"
+
+# Id, class, tags, summary, arguments.
+_ENVS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
+    ("code", "code.code_env:CodeEnv", "code single-turn generated jsonl",
+     "write a function that hidden tests call in a sandbox", {}),
+    ("countdown", "countdown:CountdownEnv", "math single-turn generated",
+     "reach a target with given numbers", {}),
+    ("mix", "mix:MixedEnv", "multi-turn generated",
+     "several environments in one run, by weight", {"envs": _HALVES}),
+    ("online", "online_env:OnlineEnv", "gateway",
+     "no environment: outside programs call the policy and post rewards", {}),
+    ("search", "search.search_env:SearchEnv", "tools multi-turn generated jsonl",
+     "multi-hop questions with a search engine", {}),
+    ("tir", "tir:TirEnv", "math tools multi-turn generated",
+     "arithmetic with a Python sandbox", {}),
+    ("math", _MATH, "math single-turn generated jsonl",
+     "arithmetic and word problems, or a file of questions", {}),
+    ("math/multi-turn", _MATH, "math multi-turn generated jsonl",
+     "as math, with feedback and more tries", {"max_turns": 3}),
+    ("math/gsm8k", _MATH, "math single-turn data",
+     "grade-school word problems (GSM8K)", {"dataset": "gsm8k"}),
+    ("math/math500", _MATH, "math single-turn data",
+     "competition problems (MATH, held out: MATH-500)", {"dataset": "math500"}),
+    ("tau2", _TAU2, "tools multi-turn user generated",
+     "customer service in a library of tools: the built-in domain of tau2", {"domain": "mock"}),
+    ("tau2/mock", _TAU2, "tools multi-turn user generated",
+     "the built-in domain of tau2 by its full name", {"domain": "mock"}),
+    ("tau2/retail", _TAU2, _BENCHMARK,
+     "customer service in a shop, verdicts as in tau2-bench", {"domain": "retail"}),
+    ("tau2/airline", _TAU2, _BENCHMARK,
+     "customer service of an airline, verdicts as in tau2-bench", {"domain": "airline"}),
+    ("tau2/telecom", _TAU2, _BENCHMARK,
+     "customer service of a carrier, verdicts as in tau2-bench", {"domain": "telecom"}),
+)  # fmt: skip
+
+# Adapters to other libraries: id, class, the argument that stands after the colon of the id,
+# summary, required packages.
+_ADAPTERS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    ("gymnasium", "adapters.gymnasium:GymnasiumEnv", "name",
+     "an environment of Gymnasium, in words", ()),
+    ("reasoning_gym", "adapters.reasoning_gym:ReasoningGymEnv", "dataset",
+     "generated problems: leg_counting and a hundred more kinds", ("reasoning_gym",)),
+    ("textarena", "adapters.textarena:TextArenaEnv", "game",
+     "a game of TextArena for one player", ("textarena",)),
+    ("openenv", "adapters.openenv:OpenEnvEnv", "url",
+     "an environment behind an OpenEnv server", ("openenv",)),
+    ("remote", "server.remote_env:RemoteEnv", "url",
+     "an environment served by areal-gym serve-env", ()),
+)  # fmt: skip
 
 
 @hookimpl
 def register_envs() -> Iterable[EnvSpec]:
     """Offer the environments that come with areal-gym."""
-    yield EnvSpec(
-        id="code",
-        entry_point="areal_gym.envs.code.code_env:CodeEnv",
-        summary="write a function that hidden tests call in a sandbox",
-        tags=("code", "single-turn", "generated", "jsonl"),
-    )
-    yield EnvSpec(
-        id="countdown",
-        entry_point="areal_gym.envs.countdown:CountdownEnv",
-        summary="reach a target with given numbers",
-        tags=("math", "single-turn", "generated"),
-    )
-    yield EnvSpec(
-        id="mix",
-        entry_point="areal_gym.envs.mix:MixedEnv",
-        summary="several environments in one run, by weight",
-        kwargs={"envs": ({"id": "tir", "weight": 0.5}, {"id": "math", "weight": 0.5})},
-        tags=("multi-turn", "generated"),
-    )
-    yield EnvSpec(
-        id="online",
-        entry_point="areal_gym.envs.online_env:OnlineEnv",
-        summary="no environment: outside programs call the policy and post rewards",
-        tags=("gateway",),
-    )
-    yield EnvSpec(
-        id="search",
-        entry_point="areal_gym.envs.search.search_env:SearchEnv",
-        summary="multi-hop questions with a search engine",
-        tags=("tools", "multi-turn", "generated", "jsonl"),
-    )
-    yield EnvSpec(
-        id="tir",
-        entry_point="areal_gym.envs.tir:TirEnv",
-        summary="arithmetic with a Python sandbox",
-        tags=("math", "tools", "multi-turn", "generated"),
-    )
-    yield from _math()
-    yield from _tau2()
-    yield from _adapters()
-
-
-@hookimpl
-def register_retrievers() -> Iterable[RetrieverSpec]:
-    """Offer the retrievers that come with areal-gym."""
-    yield RetrieverSpec(
-        id="bm25",
-        entry_point="areal_gym.envs.search.retrievers:Bm25Retriever",
-        summary="BM25 over a local index",
-    )
-    yield RetrieverSpec(
-        id="http",
-        entry_point="areal_gym.envs.search.retrievers:HttpRetriever",
-        summary="a server with the HTTP API of Search-R1",
-    )
-
-
-def _math() -> Iterable[EnvSpec]:
-    yield EnvSpec(
-        id="math",
-        entry_point="areal_gym.envs.math:MathEnv",
-        summary="arithmetic and word problems, or a file of questions",
-        tags=("math", "single-turn", "generated", "jsonl"),
-    )
-    yield EnvSpec(
-        id="math/multi-turn",
-        entry_point="areal_gym.envs.math:MathEnv",
-        summary="as math, with feedback and more tries",
-        kwargs={"max_turns": 3},
-        tags=("math", "multi-turn", "generated", "jsonl"),
-    )
-    yield EnvSpec(
-        id="math/gsm8k",
-        entry_point="areal_gym.envs.math:MathEnv",
-        summary="grade-school word problems (GSM8K)",
-        kwargs={"dataset": "gsm8k"},
-        tags=("math", "single-turn", "data"),
-    )
-    yield EnvSpec(
-        id="math/math500",
-        entry_point="areal_gym.envs.math:MathEnv",
-        summary="competition problems (MATH, held out: MATH-500)",
-        kwargs={"dataset": "math500"},
-        tags=("math", "single-turn", "data"),
-    )
-
-
-def _tau2() -> Iterable[EnvSpec]:
-    for id, domain, summary in (
-        ("tau2", "mock", "customer service in a library of tools: the built-in domain of tau2"),
-        ("tau2/mock", "mock", "the built-in domain of tau2 by its full name"),
-        ("tau2/retail", "retail", "customer service in a shop, verdicts as in tau2-bench"),
-        ("tau2/airline", "airline", "customer service of an airline, verdicts as in tau2-bench"),
-        ("tau2/telecom", "telecom", "customer service of a carrier, verdicts as in tau2-bench"),
-    ):
+    for id, place, tags, summary, kwargs in _ENVS:
         yield EnvSpec(
             id=id,
-            entry_point="areal_gym.envs.tau2.tau2_env:Tau2Env",
+            entry_point=f"areal_gym.envs.{place}",
             summary=summary,
-            kwargs={"domain": domain},
-            tags=("tools", "multi-turn", "user", "generated" if domain == "mock" else "benchmark"),
+            kwargs=kwargs,
+            tags=tuple(tags.split()),
         )
-
-
-def _adapters() -> Iterable[EnvSpec]:
-    """Yield adapters to other libraries: the text after a colon names one environment."""
-    for id, place, argument, summary, requires in (
-        (
-            "gymnasium",
-            "gymnasium:GymnasiumEnv",
-            "name",
-            "an environment of Gymnasium, in words",
-            (),
-        ),
-        (
-            "reasoning_gym",
-            "reasoning_gym:ReasoningGymEnv",
-            "dataset",
-            "generated problems: leg_counting and a hundred more kinds",
-            ("reasoning_gym",),
-        ),
-        (
-            "textarena",
-            "textarena:TextArenaEnv",
-            "game",
-            "a game of TextArena for one player",
-            ("textarena",),
-        ),
-        (
-            "openenv",
-            "openenv:OpenEnvEnv",
-            "url",
-            "an environment behind an OpenEnv server",
-            ("openenv",),
-        ),
-    ):
+    for id, place, argument, summary, requires in _ADAPTERS:
         yield EnvSpec(
             id=id,
-            entry_point=f"areal_gym.envs.adapters.{place}",
+            entry_point=f"areal_gym.envs.{place}",
             summary=summary,
             tags=("adapter",),
             argument=argument,
             requires=requires,
             extra=id.replace("_", "-") if requires else "",
         )
-    yield EnvSpec(
-        id="remote",
-        entry_point="areal_gym.envs.server.remote_env:RemoteEnv",
-        summary="an environment served by areal-gym serve-env",
-        tags=("adapter",),
-        argument="url",
-    )
+
+
+@hookimpl
+def register_retrievers() -> Iterable[RetrieverSpec]:
+    """Offer the retrievers that come with areal-gym."""
+    for id, name, summary in (
+        ("bm25", "Bm25Retriever", "BM25 over a local index"),
+        ("http", "HttpRetriever", "a server with the HTTP API of Search-R1"),
+    ):
+        entry_point = f"areal_gym.envs.search.retrievers:{name}"
+        yield RetrieverSpec(id=id, entry_point=entry_point, summary=summary)
