@@ -17,7 +17,7 @@ from areal_gym.errors import ToolError, UsageError
 
 __all__ = ["Tool", "tool"]
 
-_JSON_TYPES = {
+_JSON_TYPES: Mapping[Any, str] = {
     **{str: "string", int: "integer", float: "number", bool: "boolean"},
     **{list: "array", dict: "object"},
 }

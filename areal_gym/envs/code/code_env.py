@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from areal_gym.envs.base import Response
-from areal_gym.envs.code.code_rows import code_file_tasks
+from areal_gym.envs.code.code_rows import code_draft
 from areal_gym.envs.code.generated import CODE_LEVELS, code_tasks
 from areal_gym.envs.code.running import (
     LIMITS,
     MAX_TESTS,
     STATEMENT_LIMITS,
-    Outcome,
     as_call,
+    count_passed,
     find_code,
-    judge,
     program,
 )
 from areal_gym.envs.code.statements import order_of
 from areal_gym.envs.code.verification import PASSED, UNVERIFIABLE, verify
-from areal_gym.envs.questions import QuestionEnv
+from areal_gym.envs.questions import QuestionEnv, file_tasks
 from areal_gym.envs.tasks import TaskSource
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.plugins import registry
@@ -81,7 +80,7 @@ class CodeEnv(QuestionEnv):
         tasks: TaskSource = (
             code_tasks(level)
             if path is None
-            else code_file_tasks(Path(path), test_path and Path(test_path), skip_broken)
+            else file_tasks(path, test_path, code_draft, skip_broken=skip_broken)
         )
         super().__init__(
             tasks, levels=code_tasks if path is None else None, render_mode=render_mode
@@ -108,28 +107,25 @@ class CodeEnv(QuestionEnv):
         """Run the hidden tests."""
         code = find_code(message["content"])
         tests = self._tests()
-        outcome = Outcome(len(tests), 0) if code is None else await self._run(code, tests)
-        share = outcome.num_passed / outcome.num_tests
-        parts = {"tests": share, "format": float(code is not None)}
-        is_solved = outcome.num_passed == outcome.num_tests
-        is_last = is_solved or self.num_turns == self.max_turns
-        reward = float(is_solved) if self._all_or_nothing else share
-        metrics = {"tests": outcome.num_tests, "tests_passed": outcome.num_passed}
-        if outcome.num_unverifiable:
-            metrics["tests_unverifiable"] = outcome.num_unverifiable
-        if is_last:
-            return Response(
-                reward=reward,
-                reward_parts=parts,
-                is_terminated=is_solved or self.max_turns == 1,
-                metrics=metrics,
+        num_passed, num_unverifiable = (0, 0) if code is None else await self._run(code, tests)
+        share = num_passed / len(tests)
+        is_solved = num_passed == len(tests)
+        if not is_solved and self.num_turns < self.max_turns:
+            text = (
+                f"{num_passed} of {len(tests)} tests pass. Correct the function."
+                if code is not None
+                else "There is no code in this. Put the function in one ```python block."
             )
-        text = (
-            f"{outcome.num_passed} of {outcome.num_tests} tests pass. Correct the function."
-            if code is not None
-            else "There is no code in this. Put the function in one ```python block."
+            return Response(messages=[{"role": "user", "content": text}])
+        metrics = {"tests": len(tests), "tests_passed": num_passed}
+        if num_unverifiable:
+            metrics["tests_unverifiable"] = num_unverifiable
+        return Response(
+            reward=float(is_solved) if self._all_or_nothing else share,
+            reward_parts={"tests": share, "format": float(code is not None)},
+            is_terminated=is_solved or self.max_turns == 1,
+            metrics=metrics,
         )
-        return Response(messages=[{"role": "user", "content": text}])
 
     def gold_action(self) -> str:
         """Return the solution in a block."""
@@ -139,55 +135,38 @@ class CodeEnv(QuestionEnv):
     def _tests(self) -> Sequence[Mapping[str, Any]]:
         data = self.task.data
         if "checks" in data:
-            checks: Sequence[Mapping[str, Any]] = data["checks"]
-            return checks
+            return cast(Sequence[Mapping[str, Any]], data["checks"])
         return [as_call(data["entry_point"], {**t, "args": thaw(t["args"])}) for t in data["tests"]]
 
-    async def _run(self, code: str, tests: Sequence[Mapping[str, Any]]) -> Outcome:
-        if len(code) > _MAX_CODE or _has_surrogates(code):
-            return Outcome(len(tests), 0)
+    async def _run(self, code: str, tests: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+        """Return how many tests pass, and how many only the policy's own code could decide."""
+        if len(code) > _MAX_CODE or any("\ud800" <= character <= "\udfff" for character in code):
+            return 0, 0
+        from areal_gym.sandbox import shared_sandbox
+
         prompt = self.task.data.get("prompt", "")
         # The signature that was given counts as imported: HumanEval's begins with imports.
         imports = "\n".join(
             line for line in prompt.splitlines() if line.startswith(("from ", "import "))
         )
+        sandbox = self._sandbox
+        if isinstance(sandbox, str):
+            sandbox = shared_sandbox(sandbox)
         calls = [test for test in tests if "call" in test]
         num_passed = 0
         for first in range(0, len(calls), MAX_TESTS):
             some = calls[first : first + MAX_TESTS]
-            result = await self._chosen_sandbox().run(
-                program(f"{imports}\n{code}", some), limits=LIMITS
-            )
+            result = await sandbox.run(program(f"{imports}\n{code}", some), limits=LIMITS)
             if result.status is SandboxStatus.UNAVAILABLE:
                 raise SandboxError(result.stderr or "the sandbox is unavailable")
-            num_passed += judge(result, some, self.judging()).num_passed
-        statements = [test["check"] for test in tests if "check" in test]
-        ends = await self._verify(code, imports, prompt, statements) if statements else []
-        return Outcome(len(tests), num_passed + ends.count(PASSED), ends.count(UNVERIFIABLE))
-
-    async def _verify(
-        self, code: str, imports: str, prompt: str, statements: Sequence[str]
-    ) -> Sequence[str]:
-        """Return how each statement test ended."""
-        from areal_gym.sandbox import shared_sandbox
-
+            num_passed += count_passed(result, some, self.judging())
         entry = self.task.data.get("entry_point", "")
-        orders = [order_of(statement, prompt, entry) for statement in statements]
+        orders = [order_of(test["check"], prompt, entry) for test in tests if "check" in test]
+        if not orders:
+            return num_passed, 0
         # The tests' cell holds no code of the policy: it also runs where nothing can be walled in.
         tests_sandbox = shared_sandbox(
             "process", **({} if self._sandbox == "process" else {"min_level": "none"})
         )
-        return await verify(
-            self._chosen_sandbox(), tests_sandbox, code, imports, orders, STATEMENT_LIMITS
-        )
-
-    def _chosen_sandbox(self) -> Sandbox:
-        if not isinstance(self._sandbox, str):
-            return self._sandbox
-        from areal_gym.sandbox import shared_sandbox
-
-        return shared_sandbox(self._sandbox)
-
-
-def _has_surrogates(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
+        ends = await verify(sandbox, tests_sandbox, code, imports, orders, STATEMENT_LIMITS)
+        return num_passed + ends.count(PASSED), ends.count(UNVERIFIABLE)

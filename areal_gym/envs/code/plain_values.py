@@ -1,5 +1,4 @@
-"""Plain values as JSON text and back: the only data that crosses between processes in code
-verification.
+"""Plain values as JSON text and back: the only data that the cells of code verification exchange.
 
 `decode` builds objects of built-in types only, so that what comes from untrusted code can be
 compared: it has no methods of its own. What is not plain travels as a reference, a number.
@@ -42,12 +41,8 @@ _COLLECTIONS: dict[str, Any] = {
 }
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _ITERATORS = (types.GeneratorType, map, filter, zip, enumerate, reversed, itertools.chain)
-_DATES: dict[str, type] = {
-    "date": datetime.date,
-    "datetime": datetime.datetime,
-    "time": datetime.time,
-    "timedelta": datetime.timedelta,
-}
+_CHUNK = 3_900
+"""Characters of a piece: 8,000 characters of a value, escapes included, leave a cell."""
 
 
 class NotPlainError(ValueError):
@@ -80,10 +75,9 @@ def encode(value: Any, refer: Callable[[Any], int] | None = None, depth: int = 0
         return number if -_SMALL < number < _SMALL else ["int", hex(number)]
     if isinstance(value, float):
         return ["float", float.hex(value)]
-    if isinstance(value, bytes):
-        return ["bytes", bytes.hex(value)]
-    if isinstance(value, bytearray):
-        return ["bytearray", bytearray.hex(value)]
+    if isinstance(value, bytes | bytearray):
+        base: Any = bytes if isinstance(value, bytes) else bytearray
+        return [base.__name__, base.hex(value)]
     if isinstance(value, dict):
         items = itertools.chain.from_iterable(dict.items(value))
         return ["dict", *(encode(item, refer, depth + 1) for item in items)]
@@ -126,12 +120,11 @@ def _encode_rare(value: Any, kind: type) -> Any:
     if kind is datetime.timedelta:
         return ["timedelta", value.days, value.seconds, value.microseconds]
     if kind is datetime.date:
-        return ["date", value.year, value.month, value.day]
-    if kind in (datetime.datetime, datetime.time) and value.tzinfo is None:
-        clock = [value.hour, value.minute, value.second, value.microsecond]
-        if kind is datetime.time:
-            return ["time", *clock]
-        return ["datetime", value.year, value.month, value.day, *clock]
+        return ["date", *value.timetuple()[:3]]
+    if kind is datetime.time and value.tzinfo is None:
+        return ["time", value.hour, value.minute, value.second, value.microsecond]
+    if kind is datetime.datetime and value.tzinfo is None:
+        return ["datetime", *value.timetuple()[:6], value.microsecond]
     name = getattr(value, "__name__", None)
     if isinstance(name, str) and name in _BUILTINS and getattr(builtins, name) is value:
         return ["builtin", name]
@@ -195,22 +188,14 @@ class _Decoder:
             return _FROM_ITEMS[kind]([self.value(item, depth + 1) for item in rest])
         if kind == "ref":
             (number,) = rest
-            return self._resolve(_index(number))
+            if type(number) is not int or not 0 <= number < 10**6:
+                raise NotPlainError("a reference is not a number")
+            return self._resolve(number)
         if kind not in _FROM_ATOMS:
             raise NotPlainError("a value of an unknown kind")
         if not all(type(atom) in (str, int) for atom in rest):
             raise NotPlainError("a value of the wrong form")
         return _FROM_ATOMS[kind](*rest)
-
-
-def _index(number: Any) -> int:
-    if type(number) is not int or not 0 <= number < 10**6:
-        raise NotPlainError("a reference is not a number")
-    return number
-
-
-def _dict(items: list[Any]) -> dict[Any, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
 
 
 def _builtin(name: str) -> Any:
@@ -220,12 +205,8 @@ def _builtin(name: str) -> Any:
 
 
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": collections.deque,
-    "dict": _dict,
+    **_COLLECTIONS,
+    "dict": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
     "iterator": iter,
     "keys": lambda items: dict.fromkeys(items).keys(),
     "values": lambda items: dict(enumerate(items)).values(),
@@ -241,5 +222,25 @@ _FROM_ATOMS: dict[str, Callable[..., Any]] = {
     "Decimal": decimal.Decimal,
     "Fraction": lambda top, bottom: fractions.Fraction(int(top, 16), int(bottom, 16)),
     "builtin": _builtin,
-    **_DATES,
+    **{kind.__name__: kind for kind in (datetime.date, datetime.datetime)},
+    **{kind.__name__: kind for kind in (datetime.time, datetime.timedelta)},
 }
+
+
+# ---- messages -----------------------------------------------------------------------------------
+
+
+class Pieces:
+    """Gives long messages in pieces: a cell's objects, whose methods the other side calls."""
+
+    _rest = ""
+
+    def first(self, message: Any) -> str:
+        """Return the length of a message and its first piece."""
+        self._rest = json.dumps(message)
+        return f"{len(self._rest)}:{self.more()}"
+
+    def more(self) -> str:
+        """Return the next piece of the message."""
+        piece, self._rest = self._rest[:_CHUNK], self._rest[_CHUNK:]
+        return piece

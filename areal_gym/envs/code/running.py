@@ -1,4 +1,4 @@
-"""Runs hidden tests: makes the sandbox's program and compares its results.
+"""Hidden tests that are calls: the sandbox's program, and the comparison of its results.
 
 A test with arguments and a result is a call. Only the arguments enter the sandbox; what comes back
 is compared outside, so that code which looks around finds nothing to return. A test that is a
@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_gym.envs.judging import JudgingBoundary
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult
@@ -41,32 +41,16 @@ def _tried(_test):
 """
 
 
-class Outcome(NamedTuple):
-    """The result of the hidden tests."""
-
-    num_tests: int
-    num_passed: int
-    num_unverifiable: int = 0
-    """Tests that did not pass because only the policy's own code could decide them."""
-
-
 def find_code(text: str) -> str | None:
-    """Return the last fenced block of a text, or all of it when it is Python; None when there is
-    none."""
-    blocks = _FENCE.findall(text)
-    code = blocks[-1] if blocks else text
-    if not blocks and not re.search(r"^\s*(?:def|class|import|from)\s", text, re.MULTILINE):
-        return None
-    return str(code)
+    """Return the last fenced block of a text, or all of it if it is Python; else None."""
+    blocks: list[str] = _FENCE.findall(text)
+    if blocks:
+        return blocks[-1]
+    return text if re.search(r"^\s*(?:def|class|import|from)\s", text, re.MULTILINE) else None
 
 
 def program(code: str, tests: Sequence[Mapping[str, Any]]) -> str:
-    """Return the sandbox's program: the code, then the calls; its value is the list of results.
-
-    Args:
-        code: the policy's.
-        tests: see `as_call`.
-    """
+    """Return the sandbox's program: the code, then the calls; its value is the list of results."""
     calls = json.dumps([test["call"] for test in tests])
     return f"{code}\n{_HARNESS.format(tests=calls, max_result=_MAX_RESULT)}"
 
@@ -77,28 +61,27 @@ def as_call(entry_point: str, test: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"call": f"{entry_point}({arguments})", "result": test["result"]}
 
 
-def judge(
+def count_passed(
     result: SandboxResult, tests: Sequence[Mapping[str, Any]], boundary: JudgingBoundary
-) -> Outcome:
-    """Compare what came back. Code that breaks a limit, or does not run, passes nothing.
+) -> int:
+    """Return how many tests pass. Code that breaks a limit, or does not run, passes none.
 
     Args:
         result: of `program`: whatever the policy's code wants to be read.
         tests: the same.
         boundary: counts the comparisons that what came back made fail.
     """
-    if not result.is_ok or result.value is None:
-        return Outcome(len(tests), 0)
     texts: object = None
-    with boundary:
-        texts = ast.literal_eval(result.value)
+    if result.is_ok and result.value is not None:
+        with boundary:
+            texts = ast.literal_eval(result.value)
     if not isinstance(texts, list) or len(texts) != len(tests):
-        return Outcome(len(tests), 0)
+        return 0
     num_passed = 0
     for text, test in zip(texts, tests, strict=True):
         with boundary:
             num_passed += _passes(text, test)
-    return Outcome(len(tests), num_passed)
+    return num_passed
 
 
 def _passes(text: object, test: Mapping[str, Any]) -> bool:
@@ -112,8 +95,7 @@ def _passes(text: object, test: Mapping[str, Any]) -> bool:
 
 
 def _is_same(value: Any, wanted: Any) -> bool:
-    """Return whether the values are equal: a list equals a tuple (JSON has none), floats up to
-    rounding."""
+    """Return whether the values are equal: lists and tuples alike, floats up to rounding."""
     if isinstance(wanted, list | tuple):
         return (
             isinstance(value, list | tuple)

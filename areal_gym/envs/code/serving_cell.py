@@ -1,5 +1,4 @@
-"""Serves the policy's functions; runs in the sandbox cell of the policy's code, and is never
-imported.
+"""Serves the policy's functions, in the sandbox cell of the policy's code; it is never imported.
 
 It gets plain values and gives plain values. The policy's code can change everything here, so that
 the other side believes nothing but that these are values that the policy came up with.
@@ -8,37 +7,36 @@ the other side believes nothing but that these are values that the policy came u
 
 from __future__ import annotations
 
-import json
+import operator
 import resource
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_gym.envs.code.plain_values import NotPlainError, decode, encode, parse
+    from areal_gym.envs.code.plain_values import NotPlainError, Pieces, decode, encode, parse
 
-_CHUNK = 3_900
-"""Characters per piece of a reply: 8,000 characters of a value, escapes included, leave a cell."""
 _MUTABLE = (list, dict, set, bytearray)
 
 
-class Server:
+_ACTIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+    **{"get": getattr, "set": setattr, "item": operator.getitem, "length": len},
+    **{"truth": bool, "text": str, "items": iter},
+}
+"""What is done with a request's target and arguments."""
+
+
+class Server(Pieces):
     """Answers requests: call a function, read or set an attribute of an object."""
 
-    def __init__(self, namespace: dict[str, Any], cpu_s: int) -> None:
+    def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
         self._objects: list[Any] = []
-        self._rest = ""
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
 
     def serve(self, text: str) -> str:
         """Return the length of the reply and the first piece of it; `more` gives the others."""
-        self._rest = json.dumps(self._reply(text))
-        return f"{len(self._rest)}:{self.more()}"
-
-    def more(self) -> str:
-        """Return the next piece of the reply."""
-        piece, self._rest = self._rest[:_CHUNK], self._rest[_CHUNK:]
-        return piece
+        return self.first(self._reply(text))
 
     def _reply(self, text: str) -> dict[str, Any]:
         try:
@@ -50,7 +48,7 @@ class Server:
                 for name, node in request.get("kwargs", {}).items()
             }
             target = self._target(request["target"])
-            value = getattr(self, "_do_" + request["do"])(target, args, kwargs)
+            value = _ACTIONS[request["do"]](target, *args, **kwargs)
             reply = {"value": encode(value, self._refer)}
             if any(isinstance(arg, _MUTABLE) for arg in args):
                 after = [encode(arg, self._refer) for arg in args]
@@ -83,32 +81,9 @@ class Server:
         self._objects.append(value)
         return len(self._objects) - 1
 
-    def _do_call(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return target(*args, **kwargs)
-
-    def _do_get(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return getattr(target, args[0])
-
-    def _do_set(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return setattr(target, args[0], args[1])
-
-    def _do_item(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return target[args[0]]
-
-    def _do_length(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return len(target)
-
-    def _do_truth(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return bool(target)
-
-    def _do_text(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return str(target)
-
-    def _do_items(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return iter(target)
-
 
 def make(cpu_s: int) -> Server:
     """Return the server of the cell's `__main__`, whose processor time is bounded from now on."""
     sys.set_int_max_str_digits(0)
-    return Server(sys.modules["__main__"].__dict__, cpu_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    return Server(sys.modules["__main__"].__dict__)

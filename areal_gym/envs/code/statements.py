@@ -1,5 +1,4 @@
-"""Analyses statement tests: the names that they need from elsewhere, and how they call
-functions."""
+"""Analyses statement tests: the names that they need from elsewhere, and their calls."""
 
 from __future__ import annotations
 
@@ -40,10 +39,7 @@ def order_of(test: str, definitions: str, entry: str) -> TestOrder:
         definitions: code that the task gives; what cannot be parsed is left out.
         entry: the name of the function under test; "" where it is not known.
     """
-    tree = _parsed(test)
-    given = _parsed(definitions)
-    if given is None:
-        definitions = ""
+    tree, given = parsed(test), parsed(definitions)
     free: list[str] = []
     if tree is not None:
         bound = _bound(tree) | (_bound(given) if given is not None else set())
@@ -52,7 +48,7 @@ def order_of(test: str, definitions: str, entry: str) -> TestOrder:
     imports = {name: imported for name in free if (imported := _import_of(name)) and name != entry}
     return TestOrder(
         test=test,
-        definitions=definitions,
+        definitions="" if given is None else definitions,
         imports=imports,
         remote=[name for name in free if name not in imports and name != entry],
         entry=entry,
@@ -60,7 +56,8 @@ def order_of(test: str, definitions: str, entry: str) -> TestOrder:
     )
 
 
-def _parsed(source: str) -> ast.Module | None:
+def parsed(source: str) -> ast.Module | None:
+    """Return the syntax tree of a source; None if it is no Python, or too deep."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -84,8 +81,7 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _import_of(name: str) -> tuple[str, str] | None:
-    """Return module and attribute of a name that tests use without an import; None for other
-    names."""
+    """Return module and attribute of a name that tests use without an import."""
     module = _ALIASES.get(name, name)
     if module in sys.stdlib_module_names or module == "numpy":
         return module, ""
@@ -102,12 +98,10 @@ def _public_names(module: str) -> frozenset[str]:
 
 
 def _has_lone_call(tree: ast.Module, entry: str) -> bool:
-    """Return whether the function under test is called for its effect, by name or as a
-    parameter."""
+    """Return whether the tested function is called for its effect, by name or as a parameter."""
     parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):
         match node:
-            case ast.Expr(value=ast.Call(func=ast.Name(id=name))):
-                if name == entry or name in parameters:
-                    return True
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in {entry, *parameters}:
+                return True
     return False

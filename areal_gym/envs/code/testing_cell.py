@@ -9,20 +9,17 @@ it compares with was never seen by the policy's code.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
 import json
 import queue
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_gym.envs.code.plain_values import decode, encode, parse
-
-_CHUNK = 3_900
-"""Characters per piece of a message: 8,000 characters of a value, escapes included, leave a
-cell."""
+    from areal_gym.envs.code.plain_values import Pieces, decode, encode, parse
 
 
 class UnverifiableError(BaseException):
@@ -42,14 +39,12 @@ class Test:
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(order,), daemon=True)
 
-    def start(self) -> dict[str, Any]:
-        """Return the first request, or how the test ended."""
-        self._thread.start()
-        return self._requests.get()
-
-    def go_on(self, answer: str) -> dict[str, Any]:
-        """Return the next request, or how the test ended."""
-        self._answers.put(answer)
+    def go_on(self, answer: str | None = None) -> dict[str, Any]:
+        """Start, or take an answer; return the next request, or how the test ended."""
+        if answer is None:
+            self._thread.start()
+        else:
+            self._answers.put(answer)
         return self._requests.get()
 
     def _run(self, order: dict[str, Any]) -> None:
@@ -63,22 +58,18 @@ class Test:
         self._requests.put({"end": "unverifiable" if self.is_unverifiable else end})
 
     def _namespace(self, order: dict[str, Any]) -> dict[str, Any]:
-        space: dict[str, Any] = {"__name__": "__test__", "__builtins__": builtins}
+        empty = {"__name__": "__test__", "__builtins__": builtins}
+        space: dict[str, Any] = dict(empty)
         try:
             exec(compile(order["definitions"], "<definitions>", "exec"), space)
         except Exception:
-            space = {"__name__": "__test__", "__builtins__": builtins}
+            space = empty
         for name, (module, attribute) in order["imports"].items():
-            if name in space:
-                continue
-            try:
+            with contextlib.suppress(ImportError, AttributeError):
                 imported = importlib.import_module(module)
-                space[name] = getattr(imported, attribute) if attribute else imported
-            except (ImportError, AttributeError):
-                continue
+                space.setdefault(name, getattr(imported, attribute) if attribute else imported)
         for name in order["remote"]:
-            if name not in space:
-                space[name] = Remote(self, name, is_tested=False)
+            space.setdefault(name, Remote(self, name, is_tested=False))
         if order["entry"]:
             space[order["entry"]] = Remote(self, order["entry"], is_tested=True)
         return space
@@ -107,17 +98,17 @@ class Test:
         return value
 
     def give_up(self) -> None:
-        """Raises `UnverifiableError`, and remembers it: a test may catch everything."""
+        """Raise `UnverifiableError`, and remember it: a test may catch everything."""
         self.is_unverifiable = True
         raise UnverifiableError
 
     def _number_of(self, value: Any) -> int:
-        if type(value) is not Remote:
-            self.give_up()
-        number: int = object.__getattribute__(value, "_target")
+        number: Any = None
+        if type(value) is Remote:
+            number = object.__getattribute__(value, "_target")
         if type(number) is not int:
             self.give_up()
-        return number
+        return int(number)
 
     def _remote(self, number: int) -> Remote:
         return Remote(self, number, is_tested=True)
@@ -173,8 +164,7 @@ class Remote:
 
 
 def _exception(names: Any, args: list[Any]) -> Exception:
-    """Return an exception of the nearest built-in type; never one that would end the test as
-    passed."""
+    """Return an exception of the nearest built-in type; never one that ends the test as passed."""
     for name in names:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -202,35 +192,20 @@ def _update(old: Any, new: Any) -> None:
         old.update(new)
 
 
-class Tester:
+class Tester(Pieces):
     """Runs one test after the other."""
-
-    def __init__(self, cpu_s: int) -> None:
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-        self._test: Test | None = None
-        self._rest = ""
 
     def begin(self, order: str) -> str:
         """Return the length of the first message and the first piece of it."""
         self._test = Test(json.loads(order))
-        return self._give(self._test.start)
+        return self.first(self._test.go_on())
 
     def answer(self, text: str) -> str:
         """Return the length of the next message and the first piece of it."""
-        test = self._test
-        assert test is not None
-        return self._give(lambda: test.go_on(text))
-
-    def more(self) -> str:
-        """Return the next piece of the message."""
-        piece, self._rest = self._rest[:_CHUNK], self._rest[_CHUNK:]
-        return piece
-
-    def _give(self, message: Callable[[], dict[str, Any]]) -> str:
-        self._rest = json.dumps(message())
-        return f"{len(self._rest)}:{self.more()}"
+        return self.first(self._test.go_on(text))
 
 
 def make(cpu_s: int) -> Tester:
     """Return the tester of this cell, whose processor time is bounded from now on."""
-    return Tester(cpu_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    return Tester()

@@ -1,5 +1,4 @@
-"""Verifies statement tests in two sandbox cells: the policy's functions in one, the tests in the
-other.
+"""Verifies statement tests in two sandbox cells: the policy's functions, and the tests.
 
     tests' cell:   assert first("abca") == "a"        no code of the policy
          |  ^
@@ -15,6 +14,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import base64
+import dataclasses
 import json
 import marshal
 import re
@@ -100,11 +100,7 @@ async def verify(
             pass
         return ends + [_LOST] * (len(orders) - len(ends))
     finally:
-        await _close(policy, tester)
-
-
-async def _close(*sessions: Session) -> None:
-    await asyncio.gather(*(session.aclose() for session in sessions))
+        await asyncio.gather(policy.aclose(), tester.aclose())
 
 
 async def _verify_one(served: _Peer, tested: _Peer, order: TestOrder) -> str:
@@ -154,18 +150,13 @@ class _Peer:
         self._limits = limits
         self._deadline = deadline
         """End of the policy's time; None for the tests' side."""
-        self._is_trusted = deadline is None
 
     async def open(self, module: str, cpu_s: float, words: str) -> None:
         """Define the object. `words` tell the sandbox which modules the code will import."""
         for source, packed in (("", _packed(module)), (_source(module), "")):
             prelude = _PRELUDE.format(
-                words=words,
-                name=_NAME,
-                magic=MAGIC_NUMBER,
-                source=source,
-                packed=packed,
-                cpu_s=max(1, round(cpu_s)),
+                **{"words": words, "name": _NAME, "magic": MAGIC_NUMBER},
+                **{"source": source, "packed": packed, "cpu_s": max(1, round(cpu_s))},
             )
             if (await self.execute(prelude)).value == "True":
                 return
@@ -181,7 +172,7 @@ class _Peer:
         result = await self._session.run(code, limits=self._remaining())
         if result.status is SandboxStatus.UNAVAILABLE:
             raise SandboxError(result.stderr or "the sandbox is unavailable")
-        if self._is_trusted and result.status is SandboxStatus.ERROR:
+        if self._deadline is None and result.status is SandboxStatus.ERROR:
             raise SandboxError(f"the cell of the hidden tests failed: {result.stderr[-500:]}")
         if not result.is_ok:
             raise _CellEndedError
@@ -221,15 +212,7 @@ class _Peer:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise _CellEndedError
-        limits = self._limits
-        return SandboxLimits(
-            wall_s=left_s,
-            cpu_s=limits.cpu_s,
-            memory_mb=limits.memory_mb,
-            output_bytes=limits.output_bytes,
-            file_mb=limits.file_mb,
-            num_processes=limits.num_processes,
-        )
+        return dataclasses.replace(self._limits, wall_s=left_s)
 
 
 @cache
@@ -237,11 +220,9 @@ def _source(module: str) -> str:
     """Return the source that a cell executes, without docstrings and imports for type checking."""
     package = files("areal_gym.envs.code")
     texts = [(package / f"{name}.py").read_text() for name in ("plain_values", module)]
-    trees = [ast.parse(text) for text in texts]
-    body = [node for tree in trees for node in tree.body]
+    body = [node for text in texts for node in ast.parse(text).body if not _is_for_readers(node)]
     future = "from __future__ import annotations\n"
-    kept = [node for node in body if not _is_for_readers(node)]
-    return future + ast.unparse(ast.Module(body=kept, type_ignores=[]))
+    return future + ast.unparse(ast.Module(body=body, type_ignores=[]))
 
 
 @cache
@@ -253,10 +234,10 @@ def _packed(module: str) -> str:
 
 def _is_for_readers(node: ast.stmt) -> bool:
     match node:
-        case ast.ImportFrom(module="__future__"):
-            return True
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-            return True
-        case ast.Expr(value=ast.Constant()):
+        case (
+            ast.ImportFrom(module="__future__")
+            | ast.If(test=ast.Name(id="TYPE_CHECKING"))
+            | ast.Expr(value=ast.Constant())
+        ):
             return True
     return False
