@@ -130,9 +130,10 @@ def serve_env_command(
     client that started it. Both need the extra: pip install 'areal-gym[mcp]'.
     """
     from areal_gym.envs.server.env_sessions import Sessions
-    from areal_gym.envs.server.http_server import EnvServer, is_loopback, made_up_token
+    from areal_gym.envs.server.http_server import EnvServer, made_up_token
     from areal_gym.envs.server.remote_env import TOKEN_VARIABLE
     from areal_gym.envs.server.wire_format import OWNER_VARIABLE
+    from areal_gym.utils.http_servers.addresses import is_loopback
 
     token = os.environ.get(TOKEN_VARIABLE) or made_up_token(host)
     owner_key = os.environ.get(OWNER_VARIABLE) or secrets.token_urlsafe(24)

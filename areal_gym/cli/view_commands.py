@@ -79,13 +79,13 @@ def view_command(
         raise UsageError(
             "the viewer needs starlette and uvicorn", hints=["pip install 'areal-gym[viewer]'"]
         )
-    from areal_gym.viewer.viewer_server import is_loopback, listen, make_app, serve
+    from areal_gym.utils.http_servers.addresses import http_address, is_loopback, listen
+    from areal_gym.viewer.viewer_server import make_app, serve
 
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
     with listen(host, port) as listener:
-        address = f"[{host}]" if ":" in host else host
         query = f"?token={token}" if token else ""
-        url = f"http://{address}:{listener.getsockname()[1]}/{query}"
+        url = f"{http_address(host, listener.getsockname()[1])}/{query}"
         names = [run.name for run in catalog.runs()]
         if as_json:
             print_json({"url": url, "runs": names})

@@ -12,7 +12,6 @@ A recipe that is named with `-c` counts as chosen by the user.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from areal_gym.config.run_config import RunConfig
 from areal_gym.config.settings_model import flat
 from areal_gym.errors import UsageError
 from areal_gym.utils.cache import cache_directory
+from areal_gym.utils.http_servers.addresses import is_loopback
 from areal_gym.utils.markup import short
 
 _WORD = re.compile(r"[\w+-]{0,64}")
@@ -94,7 +94,7 @@ def _powerful(config: RunConfig) -> Iterator[tuple[str, Any]]:
             yield key, value
     if config.cluster.address not in (None, "local"):
         yield "cluster.address", config.cluster.address
-    if not _is_loopback(config.gateway.rpartition(":")[0]):
+    if not is_loopback(config.gateway.rpartition(":")[0]):
         yield "gateway", config.gateway
     for name in ("file", "heldout_file"):
         if (value := getattr(config.data, name)) is not None:
@@ -118,13 +118,6 @@ def _is_harmless(key: str, value: Any) -> bool:
     if _PROTECTIVE.search(name):
         return value in ("process", "docker")
     return bool(_WORD.fullmatch(value)) and not key.startswith(_STRICT)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _note_of(powerful: Mapping[str, Any]) -> Path:

@@ -16,6 +16,7 @@ from areal_gym.errors import InfrastructureError
 from areal_gym.gateway.http_messages import error_middleware
 from areal_gym.gateway.routes import routes_of
 from areal_gym.gateway.session_registry import SessionRegistry
+from areal_gym.utils.http_servers.addresses import http_address
 from areal_gym.utils.http_servers.aiohttp_site import HttpSite
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 
@@ -52,8 +53,7 @@ class Gateway(SessionRegistry):
     @property
     def url(self) -> str:
         """The gateway's URL, without `/v1`."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        return http_address(self._host, self._port)
 
     async def start(self) -> None:
         """Start to listen.

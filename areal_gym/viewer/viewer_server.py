@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
 import json
 import math
 import re
@@ -26,7 +24,6 @@ import socket
 from collections.abc import Callable
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -34,7 +31,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal_gym.errors import DataError, GymError, InfrastructureError, UnknownIdError
+from areal_gym.errors import DataError, GymError, UnknownIdError
+from areal_gym.utils.http_servers.addresses import host_name, is_loopback, is_same_secret
 from areal_gym.utils.http_servers.asgi_site import serve_asgi
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 from areal_gym.viewer.catalog import Catalog, Run
@@ -92,37 +90,6 @@ async def serve(
     """Answer requests until cancelled."""
     with contextlib.suppress(asyncio.CancelledError):
         await serve_asgi(app, listener, limits=limits, max_body_bytes=_MAX_BODY_BYTES)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached only from this machine."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens; port 0 takes any free port.
-
-    Raises:
-        InfrastructureError: the port is taken, or the host is not this machine's.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise InfrastructureError(
-            f"cannot listen on {host}, port {port}: {error.strerror or error}",
-            hints=["another port: --port 0 takes any free one"],
-        ) from error
-    listener.listen()
-    return listener
 
 
 class _Api:
@@ -184,28 +151,17 @@ class _Door:
 
     def _turned_away(self, request: Request) -> Response | None:
         if self._token is None:
-            if is_loopback(_host_name(request)):
+            if is_loopback(host_name(request.headers.get("host", ""))):
                 return None
             return Response("this viewer answers to its machine's own names only", 403)
         given = request.query_params.get("token")
-        if given is not None and _is_same(given, self._token):
+        if given is not None and is_same_secret(given, self._token):
             answer = RedirectResponse("/", 303)
             answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
             return answer
-        if _is_same(request.cookies.get(_COOKIE, ""), self._token):
+        if is_same_secret(request.cookies.get(_COOKIE, ""), self._token):
             return None
         return Response("open the address that `areal-gym view` printed: it holds a token", 401)
-
-
-def _is_same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
-
-
-def _host_name(request: Request) -> str:
-    try:
-        return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    except ValueError:
-        return ""
 
 
 async def _page(request: Request) -> Response:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 import areal_gym
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.checker import play
-from areal_gym.envs.server.env_requests import OpenEpisode, PlayTurn
 from areal_gym.envs.server.env_sessions import Sessions
 from areal_gym.envs.server.http_server import EnvServer
-from areal_gym.envs.server.wire_format import OWNER_HEADER, owner_keys
+from areal_gym.envs.server.wire_format import OWNER_HEADER, OpenEpisode, PlayTurn, owner_keys
 from areal_gym.envs.tools import tool
 from areal_gym.types import Task
 from areal_gym.utils.http_servers.connections import ConnectionLimits

@@ -14,9 +14,10 @@ import areal_gym
 from areal_gym.envs.checker import check_env, play
 from areal_gym.envs.server import remote_env as client
 from areal_gym.envs.server.env_sessions import FullError, GoneError, Sessions
-from areal_gym.envs.server.http_server import EnvServer, is_loopback, made_up_token
+from areal_gym.envs.server.http_server import EnvServer, made_up_token
 from areal_gym.envs.server.remote_env import TOKEN_VARIABLE, RemoteEnv
 from areal_gym.errors import EnvError, InfrastructureError, RewardError, SandboxError, UsageError
+from areal_gym.utils.http_servers.addresses import is_loopback
 
 
 @contextmanager
@@ -273,7 +274,7 @@ def test_sessions_are_limited_and_expire():
                 while len(sessions):
                     await asyncio.sleep(0.05)
             assert sessions.num_expired == 2
-            with pytest.raises(GoneError, match=r"nobody has used it for 0\.2 s"):
+            with pytest.raises(GoneError, match=r"was not used for 0\.2 s"):
                 sessions.get(first.id)
             sessions.open()
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_gym.utils.http_servers import addresses
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 from areal_gym.viewer import Catalog
 from tests._support.raw_http import exchange, odd_request, request, statuses
@@ -266,7 +267,7 @@ def test_viewer_survives_odd_http(root):
     limits = ConnectionLimits(header_s=2.0, body_s=2.0, idle_s=2.0)
 
     async def use():
-        with server.listen("127.0.0.1", 0) as listener:
+        with addresses.listen("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
             serving = asyncio.create_task(
                 server.serve(server.make_app(Catalog([root])), listener, limits=limits)

@@ -14,6 +14,7 @@ from areal_gym.cli.app import run as run_program
 from areal_gym.errors import DataError, InfrastructureError, NothingToDoError, UnknownIdError
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
+from areal_gym.utils.http_servers import addresses
 from areal_gym.viewer import Catalog
 from areal_gym.viewer.details import detail, rows
 from tests._support.run_dirs import add_step, make_run, trajectory
@@ -154,15 +155,15 @@ def test_loopback_hosts_are_recognised():
         "example.org": False,
         "": False,
     }.items():
-        assert server.is_loopback(host) == is_ours, host
+        assert addresses.is_loopback(host) == is_ours, host
 
 
 def test_port_in_use_is_an_error_with_a_hint():
     with (
-        server.listen("127.0.0.1", 0) as taken,
+        addresses.listen("127.0.0.1", 0) as taken,
         pytest.raises(InfrastructureError, match="cannot listen") as caught,
     ):
-        server.listen("127.0.0.1", taken.getsockname()[1])
+        addresses.listen("127.0.0.1", taken.getsockname()[1])
     assert "--port 0" in caught.value.hints[0]
 
 

@@ -98,7 +98,7 @@ class Sessions:
     Args:
         make: makes an instance.
         max_sessions: more than these at once are refused.
-        idle_s: a session that nobody has used for so long is ended.
+        idle_s: a session that was not used for so long is ended.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Sessions:
         session = self._open.get(id)
         if session is None:
             raise GoneError(
-                "no such session: it was ended, or nobody has used it for "
+                "no such session: it was ended, or was not used for "
                 f"{self.idle_s:g} s, or the server was started anew",
                 hints=["open another one"],
             )

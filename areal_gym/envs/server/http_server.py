@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import json
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Self
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from areal_gym.envs.server.env_requests import OpenEpisode, PlayTurn, checked, message_of
 from areal_gym.envs.server.env_sessions import Session, Sessions
 from areal_gym.envs.server.wire_format import (
     OWNER_HEADER,
     OWNER_VARIABLE,
+    OpenEpisode,
+    PlayTurn,
+    checked,
     describe,
     error_body,
+    message_of,
     owner_keys,
     step_body,
 )
 from areal_gym.errors import EnvError, GymError, InfrastructureError, UsageError
+from areal_gym.utils.http_servers.addresses import (
+    host_name,
+    http_address,
+    is_loopback,
+    is_same_secret,
+)
 from areal_gym.utils.http_servers.aiohttp_site import (
     HttpSite,
     RequestBodyError,
@@ -38,22 +44,13 @@ _HAS_OPTIONS = web.RequestKey("has_options", bool)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def made_up_token(host: str) -> str | None:
     """Return a random token if other machines can connect, else None."""
     return None if is_loopback(host) else secrets.token_urlsafe(24)
 
 
 class EnvServer:
-    """Serves an environment while it is entered. An asynchronous context manager, inside that of
-    its sessions.
+    """Serves an environment: an asynchronous context manager, entered after its sessions.
 
     Args:
         sessions: where episodes are kept.
@@ -94,8 +91,7 @@ class EnvServer:
     @property
     def url(self) -> str:
         """The address of the server."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        return http_address(self._host, self._port)
 
     async def __aenter__(self) -> Self:
         """Listen.
@@ -104,15 +100,16 @@ class EnvServer:
             InfrastructureError: the port is taken.
         """
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_tell_errors, self._guard])
+        session = "/v1/sessions/{session}"
         app.add_routes(
             [
                 web.get("/v1/env", self._env),
                 web.post("/v1/sessions", self._open),
-                web.post("/v1/sessions/{session}/reset", self._reset),
-                web.post("/v1/sessions/{session}/step", self._step),
-                web.get("/v1/sessions/{session}/gold", self._gold),
-                web.get("/v1/sessions/{session}/noop", self._noop),
-                web.delete("/v1/sessions/{session}", self._close),
+                web.post(f"{session}/reset", self._reset),
+                web.post(f"{session}/step", self._step),
+                web.get(f"{session}/gold", self._gold),
+                web.get(f"{session}/noop", self._noop),
+                web.delete(session, self._close),
             ]
         )
         site = HttpSite(app, limits=self._limits)
@@ -179,14 +176,8 @@ class EnvServer:
     ) -> web.Response:
         request[_HAS_OPTIONS] = bool(body.options)
         info = await session.reset(body.seed, body.options or {})
-        return web.json_response(
-            {
-                "session": session.id,
-                "hash": self._card["hash"],
-                "task": info["task"],
-                "messages": list(info["messages"]),
-            }
-        )
+        opened = {"session": session.id, "hash": self._card["hash"], "task": info["task"]}
+        return web.json_response({**opened, "messages": list(info["messages"])})
 
     async def _step(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -218,21 +209,6 @@ class EnvServer:
         return session
 
 
-def host_name(header: str) -> str:
-    """Return the name in a Host header, or "" if it cannot be read."""
-    try:
-        return urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def is_same_secret(given: str, secret: str) -> bool:
-    """Return whether a client knows a secret; headers may contain bytes that are not text."""
-    return hmac.compare_digest(
-        given.encode("utf-8", "surrogateescape"), secret.encode("utf-8", "surrogateescape")
-    )
-
-
 def _denied(why: str, *hints: str, status: int = 401) -> web.Response:
     error = {"kind": "denied", "message": why, "hints": list(hints)}
     return web.json_response({"error": error}, status=status)
@@ -248,7 +224,7 @@ async def _tell_errors(request: web.Request, handler: Handler) -> web.StreamResp
     except GymError as error:
         status, body = error_body(error)
     except ConnectionError:
-        raise  # nobody is there to be told
+        raise  # the client is gone
     except web.HTTPException as error:  # no such route, too large a body
         _, body = error_body(UsageError(f"{request.method} {request.path}: {error.reason}"))
         status = error.status

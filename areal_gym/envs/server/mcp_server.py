@@ -10,8 +10,6 @@ and two more. The protocol's newest version knows no sessions, so an episode is 
 
 from __future__ import annotations
 
-import hmac
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_gym.envs.base import TextEnv
 from areal_gym.envs.server.env_sessions import FullError, GoneError, Session, Sessions
-from areal_gym.errors import EpisodeError, InfrastructureError, UsageError
-from areal_gym.types import Message
+from areal_gym.envs.server.wire_format import step_body
+from areal_gym.errors import EpisodeError, UsageError
+from areal_gym.types import FunctionCall, Message
+from areal_gym.utils.http_servers.addresses import http_address, is_same_secret, listen
 from areal_gym.utils.http_servers.asgi_site import serve_asgi
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 from areal_gym.version import __version__
@@ -124,13 +124,8 @@ async def _call(sessions: Sessions, name: str, arguments: dict[str, Any]) -> typ
             raise UsageError(f"{ANSWER} takes a text")
         message["content"] = text
     else:
-        message["tool_calls"] = [
-            {
-                "id": "call-0",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-        ]
+        function: FunctionCall = {"name": name, "arguments": arguments}
+        message["tool_calls"] = [{"id": "call-0", "type": "function", "function": function}]
     return await _play(sessions.get(episode), message, sessions)
 
 
@@ -156,22 +151,14 @@ async def _start(sessions: Sessions, arguments: dict[str, Any]) -> types.CallToo
 
 async def _play(session: Session, message: Message, sessions: Sessions) -> types.CallToolResult:
     result = await session.step(message)
-    messages = result.info["messages"]
-    texts = [message["content"] for message in messages]
+    texts = [message["content"] for message in result.info["messages"]]
     if session.is_over:
         why = "" if result.terminated else f", ended by a limit ({result.info['truncated_by']})"
         texts.append(f"the episode is over: reward {result.reward:g}{why}")
         await sessions.close(session.id)
-    return _result(
-        "\n\n".join(texts),
-        {
-            "messages": list(messages),
-            "reward": result.reward,
-            "reward_parts": result.info.get("reward_parts", {}),
-            "terminated": result.terminated,
-            "truncated": result.truncated,
-        },
-    )
+    body = step_body(result)
+    fields = ("messages", "reward", "reward_parts", "terminated", "truncated")
+    return _result("\n\n".join(texts), {name: body[name] for name in fields})
 
 
 def _result(
@@ -217,25 +204,13 @@ async def serve_http(
     Raises:
         InfrastructureError: the port is taken.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)  # who reads the address may connect at once
-    except OSError as error:
-        listener.close()
-        raise InfrastructureError(
-            f"cannot listen at {host}:{port}: {error.strerror}", hints=["any free port: --port 0"]
-        ) from None
+    listener = listen(host, port)
     app: ASGIApp = server.streamable_http_app(host=host)
     if token is not None:
         app = _Guarded(app, token)
-    on_ready(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/mcp")
-    try:
+    with listener:
+        on_ready(f"{http_address(host, listener.getsockname()[1])}/mcp")
         await serve_asgi(app, listener, limits=limits, has_lifespan=True)
-    finally:
-        listener.close()
 
 
 class _Guarded:
@@ -243,12 +218,12 @@ class _Guarded:
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._expected = f"Bearer {token}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            given = Request(scope).headers.get("authorization", "").encode("utf-8", "replace")
-            if not hmac.compare_digest(given, self._expected):
+            given = Request(scope).headers.get("authorization", "")
+            if not is_same_secret(given, self._expected):
                 response = JSONResponse({"error": "the token is missing or wrong"}, 401)
                 await response(scope, receive, send)
                 return

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -114,8 +114,7 @@ class RemoteEnv(TextEnv):
         """Return the server's number of tasks."""
         if split not in SPLITS:
             raise UsageError(f"no split {split!r}", hints=[f"available: {', '.join(SPLITS)}"])
-        number: int | None = self._card["num_tasks"][split]
-        return number
+        return cast(int | None, self._card["num_tasks"][split])
 
     def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
         """Return the task that the server has chosen."""
@@ -123,8 +122,7 @@ class RemoteEnv(TextEnv):
 
     def first_messages(self, task: Task) -> Sequence[Message]:
         """Return the server's first messages."""
-        messages: list[Message] = self._first["messages"]
-        return messages
+        return cast(list[Message], self._first["messages"])
 
     async def respond(self, message: Message) -> Response:
         """Play the turn on the server."""
@@ -140,9 +138,8 @@ class RemoteEnv(TextEnv):
 
     async def aclose(self) -> None:
         """End the session."""
-        path, had_one = self._path, self._session is not None
-        self._session = None
-        if had_one:
+        path, session, self._session = self._path, self._session, None
+        if session is not None:
             # A server that is gone has ended it already; one that is not will after a while.
             with contextlib.suppress(EnvError):
                 await self._ask(path, None, method="DELETE")
