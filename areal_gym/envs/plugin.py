@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from areal_gym.plugins import EnvSpec, RetrieverSpec, hookimpl
 
@@ -12,7 +11,7 @@ _MATH, _TAU2 = "math:MathEnv", "tau2.tau2_env:Tau2Env"
 _BENCHMARK = "tools multi-turn user benchmark"
 
 # Id, class, tags, summary, arguments.
-_ENVS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
+_ENVS: tuple[tuple[str, str, str, str, dict[str, object]], ...] = (
     ("code", "code.code_env:CodeEnv", "code single-turn generated jsonl",
      "write a function that hidden tests call in a sandbox", {}),
     ("countdown", "countdown:CountdownEnv", "math single-turn generated",
