@@ -6,8 +6,7 @@ from areal_gym.envs.tau2.airline import AirlineWorld, airline_tables
 from areal_gym.envs.tau2.benchmark_data import Action, Case, Domain
 from areal_gym.envs.tau2.domain_state import load_tools
 from areal_gym.envs.tau2.retail import RetailWorld, retail_tables
-from areal_gym.envs.tau2.telecom import TelecomWorld
-from areal_gym.envs.tau2.telecom_tables import telecom_tables
+from areal_gym.envs.tau2.telecom import TelecomWorld, telecom_tables
 
 ADDRESS = {
     "address1": "1 Elm Row",
@@ -217,7 +216,7 @@ def telecom_world():
         },
         {"device": device},
     )
-    world = TelecomWorld(tables)
+    world = TelecomWorld(*tables)
     world.initialize(
         [
             {

@@ -12,10 +12,16 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from areal_gym.envs.tau2.benchmark_calculator import calculate
-from areal_gym.envs.tau2.database import Record, Tables
+from areal_gym.envs.tau2.database import (
+    Record,
+    Tables,
+    as_choice,
+    as_float,
+    as_int,
+    as_text,
+    make_floats,
+)
 from areal_gym.envs.tau2.domain_state import DatabaseWorld
-from areal_gym.envs.tau2.values import as_choice, as_float, as_int, as_text
 
 _NOW = "2024-05-15T15:00:00"
 _NEW_RESERVATIONS = ("HATHAT", "HATHAU", "HATHAV")
@@ -24,49 +30,24 @@ _CABINS = ("business", "economy", "basic_economy")
 _INSURANCE_PRICE = 30
 _BAG_PRICE = 50
 _AIRPORTS = {
-    "SFO": "San Francisco",
-    "JFK": "New York",
-    "LAX": "Los Angeles",
-    "ORD": "Chicago",
-    "DFW": "Dallas",
-    "DEN": "Denver",
-    "SEA": "Seattle",
-    "ATL": "Atlanta",
-    "MIA": "Miami",
-    "BOS": "Boston",
-    "PHX": "Phoenix",
-    "IAH": "Houston",
-    "LAS": "Las Vegas",
-    "MCO": "Orlando",
-    "EWR": "Newark",
-    "CLT": "Charlotte",
-    "MSP": "Minneapolis",
-    "DTW": "Detroit",
-    "PHL": "Philadelphia",
-    "LGA": "LaGuardia",
+    **{"SFO": "San Francisco", "JFK": "New York", "LAX": "Los Angeles", "ORD": "Chicago"},
+    **{"DFW": "Dallas", "DEN": "Denver", "SEA": "Seattle", "ATL": "Atlanta", "MIA": "Miami"},
+    **{"BOS": "Boston", "PHX": "Phoenix", "IAH": "Houston", "LAS": "Las Vegas", "MCO": "Orlando"},
+    **{"EWR": "Newark", "CLT": "Charlotte", "MSP": "Minneapolis", "DTW": "Detroit"},
+    **{"PHL": "Philadelphia", "LGA": "LaGuardia"},
 }
+_ROUTE = ("flight_number", "origin", "destination")
+_TIMES = ("scheduled_departure_time_est", "scheduled_arrival_time_est")
 
 
 def airline_tables(raw: Mapping[str, Any]) -> Tables:
     """Return the tables of `db.json`, with fields in the order in which tools show them."""
     flights = {
-        number: {
-            name: flight[name]
-            for name in (
-                "flight_number",
-                "origin",
-                "destination",
-                "scheduled_departure_time_est",
-                "scheduled_arrival_time_est",
-                "dates",
-            )
-        }
+        number: _only(flight, *_ROUTE, *_TIMES, "dates")
         for number, flight in raw["flights"].items()
     }
     for user in raw["users"].values():
-        for method in user["payment_methods"].values():
-            if "amount" in method:
-                method["amount"] = float(method["amount"])
+        make_floats(user["payment_methods"].values(), "amount")
     for reservation in raw["reservations"].values():
         reservation["flights"] = [_segment(row, row["price"]) for row in reservation["flights"]]
         reservation.setdefault("status", None)
@@ -79,13 +60,6 @@ class AirlineWorld(DatabaseWorld):
     domain = "airline"
 
     # ---- reading --------------------------------------------------------------------------------
-
-    def calculate(self, expression: str) -> str:
-        return calculate(expression)
-
-    def transfer_to_human_agents(self, summary: str) -> str:
-        """Change nothing."""
-        return "Transfer successful"
 
     def get_user_details(self, user_id: str) -> Record:
         return self.db.require("users", user_id, f"User {user_id} not found")
@@ -102,7 +76,6 @@ class AirlineWorld(DatabaseWorld):
         return [{"iata": code, "city": city} for code, city in _AIRPORTS.items()]
 
     def search_direct_flight(self, origin: str, destination: str, date: str) -> list[Record]:
-        """Return the flights with seats on sale."""
         return list(self._offers(date, origin, destination))
 
     def search_onestop_flight(self, origin: str, destination: str, date: str) -> list[list[Record]]:
@@ -133,7 +106,6 @@ class AirlineWorld(DatabaseWorld):
         nonfree_baggages: int,
         insurance: str,
     ) -> Record:
-        """Book the flights, taking seats and money."""
         legs = [_leg(row) for row in flights]
         people = [_passenger(row) for row in passengers]
         payments = [_payment(row["payment_id"], row["amount"]) for row in payment_methods]
@@ -156,16 +128,20 @@ class AirlineWorld(DatabaseWorld):
         }
         price = 0
         for number, date in legs:
-            day = self._bookable(number, date, cabin, len(people))
-            reservation["flights"].append(self._new_segment(number, date, day, cabin))
-            price += day["prices"][cabin] * len(people)
+            segment = self._new_segment(number, date, cabin, len(people))
+            reservation["flights"].append(segment)
+            price += segment["price"] * len(people)
         if insurance == "yes":
             price += _INSURANCE_PRICE * len(people)
         price += _BAG_PRICE * nonfree_baggages
         _require_payments(payments, methods, price)
         user = self.db.edit("users", user_id)
         for payment in payments:
-            self._take(user["payment_methods"], payment["payment_id"], payment["amount"])
+            method = user["payment_methods"][payment["payment_id"]]
+            if method["source"] == "gift_card":
+                method["amount"] -= payment["amount"]
+            elif method["source"] == "certificate":
+                del user["payment_methods"][payment["payment_id"]]
         for number, date in legs:
             seats = self.db.edit("flights", number)["dates"][date]["available_seats"]
             seats[cabin] -= len(people)
@@ -187,11 +163,8 @@ class AirlineWorld(DatabaseWorld):
         methods = self.get_user_details(user_id)["payment_methods"]
         for certificate_id in _NEW_CERTIFICATES:
             if certificate_id not in methods:
-                certificate = {
-                    "source": "certificate",
-                    "id": certificate_id,
-                    "amount": as_float(amount),
-                }
+                number = as_float(amount)
+                certificate = {"source": "certificate", "id": certificate_id, "amount": number}
                 self.db.edit("users", user_id)["payment_methods"][certificate_id] = certificate
                 return f"Certificate {certificate_id} added to user {user_id} with amount {amount}."
         raise ValueError("Too many certificates")
@@ -202,19 +175,13 @@ class AirlineWorld(DatabaseWorld):
         """Charge for more paid bags; fewer bags refund nothing."""
         reservation = self.get_reservation_details(reservation_id)
         more = max(0, nonfree_baggages - reservation["nonfree_baggages"])
-        payment = self._pay_for_update(reservation["user_id"], payment_id, _BAG_PRICE * more)
-        reservation = self.db.edit("reservations", reservation_id)
-        reservation["payment_history"] += payment
+        reservation = self._pay_for_update(reservation, payment_id, _BAG_PRICE * more)
         reservation["total_baggages"] = total_baggages
         reservation["nonfree_baggages"] = nonfree_baggages
         return reservation
 
     def update_reservation_flights(
-        self,
-        reservation_id: str,
-        cabin: str,
-        flights: list[Mapping[str, Any]],
-        payment_id: str,
+        self, reservation_id: str, cabin: str, flights: list[Mapping[str, Any]], payment_id: str
     ) -> Record:
         """Replace the flights; unchanged segments keep their price in the same cabin."""
         reservation = self.get_reservation_details(reservation_id)
@@ -223,24 +190,17 @@ class AirlineWorld(DatabaseWorld):
         segments = []
         for row in flights:
             number, date = _leg(row)
-            kept = next(
-                (
-                    copy.deepcopy(old)
-                    for old in reservation["flights"]
-                    if (old["flight_number"], old["date"], cabin)
-                    == (number, date, reservation["cabin"])
-                ),
-                None,
-            )
-            if kept is None:
-                day = self._bookable(number, date, cabin, num_passengers)
-                kept = self._new_segment(number, date, day, cabin)
-            price += kept["price"] * num_passengers
-            segments.append(kept)
+            for old in reservation["flights"]:
+                is_kept = (old["flight_number"], old["date"]) == (number, date)
+                if is_kept and cabin == reservation["cabin"]:
+                    segment = copy.deepcopy(old)
+                    break
+            else:
+                segment = self._new_segment(number, date, cabin, num_passengers)
+            price += segment["price"] * num_passengers
+            segments.append(segment)
         price -= sum(old["price"] for old in reservation["flights"]) * num_passengers
-        payment = self._pay_for_update(reservation["user_id"], payment_id, price)
-        reservation = self.db.edit("reservations", reservation_id)
-        reservation["payment_history"] += payment
+        reservation = self._pay_for_update(reservation, payment_id, price)
         reservation["flights"] = segments
         reservation["cabin"] = cabin
         return reservation
@@ -263,23 +223,18 @@ class AirlineWorld(DatabaseWorld):
         return self.db.require("flights", number, f"Flight {number} not found")
 
     def _day(self, number: str, date: str) -> Record:
-        days = self._flight(number)["dates"]
+        days: Mapping[str, Record] = self._flight(number)["dates"]
         if date not in days:
             raise ValueError(f"Flight {number} not found on date {date}")
-        day: Record = days[date]
-        return day
+        return days[date]
 
-    def _bookable(self, number: str, date: str, cabin: str, num_passengers: int) -> Record:
+    def _new_segment(self, number: str, date: str, cabin: str, num_passengers: int) -> Record:
         day = self._day(number, date)
         if day["status"] != "available":
             raise ValueError(f"Flight {number} not available on date {date}")
         if day["available_seats"][cabin] < num_passengers:
             raise ValueError(f"Not enough seats on flight {number}")
-        return day
-
-    def _new_segment(self, number: str, date: str, day: Record, cabin: str) -> Record:
-        flight = self._flight(number)
-        return _segment({**flight, "date": date}, day["prices"][cabin])
+        return _segment({**self._flight(number), "date": date}, day["prices"][cabin])
 
     def _offers(
         self, date: str, origin: str, destination: str | None = None, leave_after: str = ""
@@ -294,15 +249,11 @@ class AirlineWorld(DatabaseWorld):
             day = flight["dates"].get(date)
             if day is not None and day["status"] == "available":
                 yield {
-                    "flight_number": flight["flight_number"],
-                    "origin": flight["origin"],
-                    "destination": flight["destination"],
+                    **_only(flight, *_ROUTE),
                     "status": "available",
-                    "scheduled_departure_time_est": flight["scheduled_departure_time_est"],
-                    "scheduled_arrival_time_est": flight["scheduled_arrival_time_est"],
+                    **_only(flight, *_TIMES),
                     "date": None,
-                    "available_seats": day["available_seats"],
-                    "prices": day["prices"],
+                    **_only(day, "available_seats", "prices"),
                 }
 
     def _new_reservation_id(self) -> str:
@@ -311,8 +262,9 @@ class AirlineWorld(DatabaseWorld):
                 return reservation_id
         raise ValueError("Too many reservations")
 
-    def _pay_for_update(self, user_id: str, payment_id: str, price: int) -> list[Record]:
-        """Take the payment and return its line for the history; none if nothing is due."""
+    def _pay_for_update(self, reservation: Record, payment_id: str, price: int) -> Record:
+        """Take the payment, if one is due, and return the reservation for writing."""
+        user_id = reservation["user_id"]
         method = self.get_user_details(user_id)["payment_methods"].get(payment_id)
         if method is None:
             raise ValueError("Payment method not found")
@@ -323,15 +275,10 @@ class AirlineWorld(DatabaseWorld):
                 raise ValueError("Gift card balance is not enough")
             own_methods = self.db.edit("users", user_id)["payment_methods"]
             own_methods[payment_id]["amount"] -= price
-        return [_payment(payment_id, price)] if price != 0 else []
-
-    @staticmethod
-    def _take(methods: Record, payment_id: str, amount: int) -> None:
-        method = methods[payment_id]
-        if method["source"] == "gift_card":
-            method["amount"] -= amount
-        elif method["source"] == "certificate":
-            del methods[payment_id]
+        payments = [_payment(payment_id, price)] if price != 0 else []
+        reservation = self.db.edit("reservations", reservation["reservation_id"])
+        reservation["payment_history"] += payments
+        return reservation
 
 
 def _require_payments(payments: list[Record], methods: Record, price: int) -> None:
@@ -360,10 +307,8 @@ def _payment(payment_id: Any, amount: Any) -> Record:
 
 
 def _segment(row: Mapping[str, Any], price: int) -> Record:
-    return {
-        "flight_number": row["flight_number"],
-        "origin": row["origin"],
-        "destination": row["destination"],
-        "date": row["date"],
-        "price": price,
-    }
+    return {**_only(row, *_ROUTE, "date"), "price": price}
+
+
+def _only(row: Mapping[str, Any], *names: str) -> Record:
+    return {name: row[name] for name in names}

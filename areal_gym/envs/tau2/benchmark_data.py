@@ -11,17 +11,16 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal_gym.envs.tau2.airline import AirlineWorld, airline_tables
-from areal_gym.envs.tau2.domain_state import Requestor, Tools, World, load_tools
+from areal_gym.envs.tau2.domain_state import Arguments, Requestor, Tools, World, load_tools
 from areal_gym.envs.tau2.retail import RetailWorld, retail_tables
-from areal_gym.envs.tau2.telecom import TelecomWorld
-from areal_gym.envs.tau2.telecom_tables import telecom_tables
+from areal_gym.envs.tau2.telecom import TelecomWorld, telecom_tables
 from areal_gym.errors import DataError
 from areal_gym.utils.cache import cache_directory
 
@@ -35,8 +34,8 @@ class Action(NamedTuple):
 
     requestor: Requestor
     name: str
-    arguments: Mapping[str, Any]
-    compare_args: Sequence[str] | None
+    arguments: Arguments
+    compare_args: Sequence[str] | None = None
     """Names of the arguments that an ACTION check compares; None: those of the compared call."""
 
 
@@ -48,16 +47,16 @@ class Case:
     domain: str
     instructions: Mapping[str, Any]
     """domain, reason_for_call, known_info, unknown_info, task_instructions; texts or None."""
-    persona: str | None
-    ticket: str | None
+    persona: str | None = None
+    ticket: str | None = None
     """The text that a solo agent gets instead of a user."""
-    initialization_actions: Sequence[Mapping[str, Any]]
-    has_criteria: bool
-    gold_actions: Sequence[Action]
-    env_assertions: Sequence[Mapping[str, Any]]
-    communicate_info: Sequence[str]
-    nl_assertions: Sequence[str]
-    reward_basis: Sequence[str]
+    initialization_actions: Sequence[Mapping[str, Any]] = ()
+    has_criteria: bool = True
+    gold_actions: Sequence[Action] = ()
+    env_assertions: Sequence[Mapping[str, Any]] = ()
+    communicate_info: Sequence[str] = ()
+    nl_assertions: Sequence[str] = ()
+    reward_basis: Sequence[str] = ("DB", "COMMUNICATE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +76,7 @@ class Domain:
     """"manual" (of all domains), "workflow" and "solo" -> the policy the agent reads."""
     guidelines: str
     """Instructions for an LLM that plays the user."""
-    gold_states: dict[str, tuple[object, ...]]
+    gold_states: dict[str, tuple[object, ...]] = field(default_factory=dict)
     """Final states of the gold solutions that were replayed before, by task id."""
 
     def initial_world(self, case: Case) -> World:
@@ -88,14 +87,15 @@ class Domain:
 
     def gold_state(self, case: Case) -> tuple[object, ...]:
         """Return the state that the gold solution leaves behind; computed once per task."""
-        state = self.gold_states.get(case.id)
-        if state is None:
-            state = self.gold_states[case.id] = self.gold_world(case).state()
-        return state
+        if case.id not in self.gold_states:
+            self.gold_states[case.id] = self.gold_world(case).state()
+        return self.gold_states[case.id]
 
     def gold_world(self, case: Case) -> World:
-        """Return a world after the gold solution: failing actions do nothing, and nothing is
-        synced."""
+        """Return a world after the gold solution, in which failing actions do nothing.
+
+        The two sides of the world are not synced in between.
+        """
         world = self.initial_world(case)
         for action in case.gold_actions:
             world.call(action.requestor, action.name, action.arguments, should_sync=False)
@@ -104,8 +104,7 @@ class Domain:
 
 @cache
 def manifest() -> Mapping[str, Any]:
-    """Return `commit` and `files` (path, bytes, sha256) of the data that areal-gym was tested
-    with."""
+    """Return `commit` and `files` (path, bytes, sha256) of the data that was tested."""
     text = resources.files(__package__).joinpath("manifest.json").read_text("utf-8")
     parsed: dict[str, Any] = json.loads(text)
     return parsed
@@ -125,18 +124,12 @@ def find_data(data_dir: str | Path | None = None) -> Path:
     Raises:
         DataError: there is none; the hints say how to get it.
     """
-    from_environment = os.environ.get("TAU2_DATA_DIR")
-    for place in (data_dir, from_environment):
-        if place:
-            folder = Path(place).expanduser()
-            if (folder / "tau2" / "domains").is_dir():
-                return folder
-            raise DataError(f"{folder} holds no tau2/domains", hints=_WAYS)
-    if (pulled_data() / "tau2" / "domains").is_dir():
-        return pulled_data()
-    raise DataError(
-        "the data of tau2-bench is not here, and areal-gym does not contain it", hints=_WAYS
-    )
+    named = data_dir or os.environ.get("TAU2_DATA_DIR")
+    folder = Path(named).expanduser() if named else pulled_data()
+    if (folder / "tau2" / "domains").is_dir():
+        return folder
+    missing = "the data of tau2-bench is not here, and areal-gym does not contain it"
+    raise DataError(f"{folder} holds no tau2/domains" if named else missing, hints=_WAYS)
 
 
 _WAYS = (
@@ -160,52 +153,42 @@ def load_domain(name: str, data_dir: str | Path | None = None) -> Domain:
 def _load(name: str, folder: Path) -> Domain:
     root = folder / "tau2"
     files = root / "domains" / name
-    raw_tasks = _read(files / "tasks.json")
-    rows = _parse(files / "tasks.json", raw_tasks)
     cases = {}
-    for number, row in enumerate(rows):
+    for number, row in enumerate(_parse(files / "tasks.json")):
         try:
             case = _case(row, name)
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{files / 'tasks.json'}, task {number}: {error!r}") from None
         cases[case.id] = case
+    guidelines = f"simulation_guidelines{'_tools' if name == 'telecom' else ''}.md"
     return Domain(
         name=name,
-        version=_version_of(f"tau2/domains/{name}/tasks.json", raw_tasks),
+        version=_version_of(f"tau2/domains/{name}/tasks.json", _read(files / "tasks.json")),
         make_world=_world_maker(name, files),
         tools=load_tools(name),
         cases=cases,
         splits=_splits(files / "split_tasks.json", cases),
         policies=_policies(name, files),
-        guidelines=_text(
-            root
-            / "user_simulator"
-            / f"simulation_guidelines{'_tools' if name == 'telecom' else ''}.md"
-        ),
-        gold_states={},
+        guidelines=_text(root / "user_simulator" / guidelines),
     )
 
 
 def _world_maker(name: str, files: Path) -> Callable[[], World]:
     if name == "telecom":
-        telecom = telecom_tables(
-            _parse(files / "db.toml", _read(files / "db.toml")),
-            _parse(files / "user_db.toml", _read(files / "user_db.toml")),
-        )
-        return lambda: TelecomWorld(telecom)
-    raw = _parse(files / "db.json", _read(files / "db.json"))
+        telecom = telecom_tables(_parse(files / "db.toml"), _parse(files / "user_db.toml"))
+        return partial(TelecomWorld, *telecom)
+    raw = _parse(files / "db.json")
     if name == "retail":
-        retail = retail_tables(raw)
-        return lambda: RetailWorld(retail)
-    airline = airline_tables(raw)
-    return lambda: AirlineWorld(airline)
+        return partial(RetailWorld, retail_tables(raw))
+    return partial(AirlineWorld, airline_tables(raw))
 
 
 def _policies(name: str, files: Path) -> Mapping[str, str]:
     if name != "telecom":
         return {"manual": _text(files / "policy.md")}
     return {
-        policy: _telecom_policy(_text(files / main), _text(files / support))
+        policy: f"<main_policy>\n{_text(files / main)}\n</main_policy>\n"
+        f"<tech_support_policy>\n{_text(files / support)}\n</tech_support_policy>"
         for policy, main, support in (
             ("manual", "main_policy.md", "tech_support_manual.md"),
             ("workflow", "main_policy.md", "tech_support_workflow.md"),
@@ -214,19 +197,12 @@ def _policies(name: str, files: Path) -> Mapping[str, str]:
     }
 
 
-def _telecom_policy(main: str, support: str) -> str:
-    return (
-        f"<main_policy>\n{main}\n</main_policy>\n"
-        f"<tech_support_policy>\n{support}\n</tech_support_policy>"
-    )
-
-
 def _splits(file: Path, cases: Mapping[str, Case]) -> Mapping[str, Sequence[str]]:
-    splits = {split: tuple(ids) for split, ids in _parse(file, _read(file)).items()}
+    splits = {split: tuple(ids) for split, ids in _parse(file).items()}
     for split, ids in splits.items():
-        unknown = [task_id for task_id in ids if task_id not in cases]
-        if unknown:
-            raise DataError(f"{file}: split {split!r} names the unknown task {unknown[0]!r}")
+        for task_id in ids:
+            if task_id not in cases:
+                raise DataError(f"{file}: split {split!r} names the unknown task {task_id!r}")
     return splits
 
 
@@ -234,6 +210,7 @@ def _case(row: Mapping[str, Any], domain: str) -> Case:
     criteria = row.get("evaluation_criteria") or {}
     initial = row.get("initial_state") or {}
     scenario = row.get("user_scenario") or {}
+    lists = ("env_assertions", "communicate_info", "nl_assertions", "reward_basis")
     return Case(
         id=row["id"],
         domain=domain,
@@ -242,20 +219,14 @@ def _case(row: Mapping[str, Any], domain: str) -> Case:
         ticket=row.get("ticket"),
         initialization_actions=tuple(initial.get("initialization_actions") or ()),
         has_criteria=bool(criteria),
-        gold_actions=tuple(
-            Action(
-                action.get("requestor") or "assistant",
-                action["name"],
-                action["arguments"],
-                action.get("compare_args"),
-            )
-            for action in criteria.get("actions") or ()
-        ),
-        env_assertions=tuple(criteria.get("env_assertions") or ()),
-        communicate_info=tuple(criteria.get("communicate_info") or ()),
-        nl_assertions=tuple(criteria.get("nl_assertions") or ()),
-        reward_basis=tuple(criteria.get("reward_basis") or ("DB", "COMMUNICATE")),
+        gold_actions=tuple(_action(action) for action in criteria.get("actions") or ()),
+        **{name: tuple(criteria[name]) for name in lists if criteria.get(name)},
     )
+
+
+def _action(row: Mapping[str, Any]) -> Action:
+    caller: Requestor = row.get("requestor") or "assistant"
+    return Action(caller, row["name"], row["arguments"], row.get("compare_args"))
 
 
 def _version_of(path: str, raw: bytes) -> str:
@@ -275,9 +246,9 @@ def _text(file: Path) -> str:
     return _read(file).decode("utf-8")
 
 
-def _parse(file: Path, raw: bytes) -> Any:
+def _parse(file: Path) -> Any:
     try:
-        text = raw.decode("utf-8")
+        text = _text(file)
         return tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     except ValueError as error:  # also UnicodeDecodeError, JSONDecodeError, TOMLDecodeError
         raise DataError(f"{file}: {error}") from None

@@ -3,16 +3,17 @@
 `Tables` is parsed once per process and never changes. A `Database` lays one episode's writes over
 it. What the benchmark hashes is the JSON text of all records with sorted keys; two databases over
 the same tables are equal in that sense exactly when `changes()` is equal, which costs as much as
-was written, not as much as there is.
+was written, not as much as there is. The fields of new records are converted, or refused, as the
+benchmark's models do.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 Record = dict[str, Any]
@@ -40,15 +41,9 @@ class Tables:
 
     def text(self, table: str, key: str) -> str:
         """Return the record's sorted text, computed once."""
-        text = self._texts.get((table, key))
-        if text is None:
-            text = self._texts[table, key] = sorted_text(self.tables[table][key])
-        return text
-
-    @cached_property
-    def digest(self) -> str:
-        """The hash of the tables as they are."""
-        return hashlib.sha256(Database(self).text().encode()).hexdigest()
+        if (table, key) not in self._texts:
+            self._texts[table, key] = sorted_text(self.tables[table][key])
+        return self._texts[table, key]
 
 
 class Database:
@@ -57,8 +52,6 @@ class Database:
     def __init__(self, base: Tables) -> None:
         self.base = base
         self._own: dict[tuple[str, str], Record] = {}
-        self._new: dict[str, list[str]] = {}
-        self._hashed: tuple[dict[tuple[str, str], str], str] | None = None
 
     def find(self, table: str, key: Any) -> Record | None:
         """Return the record for reading only; None if the table does not have it."""
@@ -78,60 +71,85 @@ class Database:
 
     def edit(self, table: str, key: str) -> Record:
         """Return the episode's own copy of the record for writing."""
-        own = self._own.get((table, key))
-        if own is None:
-            own = self._own[table, key] = copy.deepcopy(self.base.tables[table][key])
-        return own
+        if (table, key) not in self._own:
+            self._own[table, key] = copy.deepcopy(self.base.tables[table][key])
+        return self._own[table, key]
 
     def add(self, table: str, key: str, record: Record) -> None:
         """Add a record, or replace one."""
-        if self.find(table, key) is None:
-            self._new.setdefault(table, []).append(key)
         self._own[table, key] = record
 
-    def keys(self, table: str) -> Iterator[str]:
-        """Yield the base's keys in their order, then the new ones."""
-        yield from self.base.tables[table]
-        yield from self._new.get(table, ())
+    def keys(self, table: str) -> list[str]:
+        """Return the base's keys in their order, then the new ones."""
+        base = self.base.tables[table]
+        return [*base, *(key for name, key in self._own if name == table and key not in base)]
 
     def records(self, table: str) -> Iterator[Record]:
         """Yield all records for reading only, in the order of `keys`."""
-        base = self.base.tables[table]
-        own = self._own
-        if not own:
-            yield from base.values()
-            return
-        for key in self.keys(table):
-            yield own.get((table, key)) or base[key]
+        return (self.require(table, key, "") for key in self.keys(table))
 
     def changes(self) -> dict[tuple[str, str], str]:
         """Return the sorted texts of the records that differ from the base."""
-        changed = {}
-        for (table, key), record in self._own.items():
-            text = sorted_text(record)
-            if key not in self.base.tables[table] or text != self.base.text(table, key):
-                changed[table, key] = text
-        return changed
+        texts = {place: sorted_text(record) for place, record in self._own.items()}
+        return {
+            (table, key): text
+            for (table, key), text in texts.items()
+            if key not in self.base.tables[table] or text != self.base.text(table, key)
+        }
 
     def text(self) -> str:
-        """Return the whole database's sorted text."""
-        changed = self.changes()
-        return "{" + ", ".join(self._table_text(t, changed) for t in sorted(self.base.tables)) + "}"
+        """Return the whole database's sorted text, whose hash the benchmark compares."""
+        return _whole_text(self.base, tuple(self.changes().items()))
 
-    def digest(self) -> str:
-        """Return the SHA-256 of `text`: the benchmark's hash of the database."""
-        changed = self.changes()
-        if not changed:
-            return self.base.digest
-        if self._hashed is None or self._hashed[0] != changed:
-            self._hashed = changed, hashlib.sha256(self.text().encode()).hexdigest()
-        return self._hashed[1]
 
-    def _table_text(self, table: str, changed: Mapping[tuple[str, str], str]) -> str:
-        is_list = table in self.base.lists
-        keys = list(self.keys(table)) if is_list else sorted(self.keys(table))
-        texts = [changed.get((table, key)) or self.base.text(table, key) for key in keys]
-        if is_list:
-            return f"{json.dumps(table)}: [{', '.join(texts)}]"
-        rows = [f"{json.dumps(key)}: {text}" for key, text in zip(keys, texts, strict=True)]
-        return f"{json.dumps(table)}: {{{', '.join(rows)}}}"
+@lru_cache(maxsize=4)  # megabytes each, and a replay asks for the same ones many times
+def _whole_text(base: Tables, changes: tuple[tuple[tuple[str, str], str], ...]) -> str:
+    tables = []
+    for table, records in sorted(base.tables.items()):
+        texts = {key: base.text(table, key) for key in records}
+        texts.update({key: text for (name, key), text in changes if name == table})
+        if table in base.lists:
+            rows = f"[{', '.join(texts.values())}]"
+        else:
+            rows = ", ".join(f"{json.dumps(key)}: {texts[key]}" for key in sorted(texts))
+            rows = f"{{{rows}}}"
+        tables.append(f"{json.dumps(table)}: {rows}")
+    return "{" + ", ".join(tables) + "}"
+
+
+# ---- fields --------------------------------------------------------------------------------------
+
+
+def make_floats(rows: Iterable[Record], name: str) -> None:
+    """Convert the field of that name to a float in all rows that have it."""
+    for row in rows:
+        if name in row:
+            row[name] = float(row[name])
+
+
+def as_text(value: Any) -> str:
+    """Return a text; refuse a number."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def as_choice(value: Any, choices: Collection[str]) -> str:
+    """Return one of the allowed texts."""
+    if value not in choices:
+        raise ValueError(f"{value!r} is none of {', '.join(choices)}")
+    return str(value)
+
+
+def as_int(value: Any) -> int:
+    """Return a whole number, given as an int, a float or a text."""
+    if isinstance(value, int | str) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    raise ValueError(f"{value!r} is no whole number")
+
+
+def as_float(value: Any) -> float:
+    """Return a number, given as a number or a text."""
+    if isinstance(value, int | float | str) and math.isfinite(number := float(value)):
+        return number
+    raise ValueError(f"{value!r} is no number")

@@ -8,11 +8,16 @@ from functools import cache
 from importlib import resources
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from areal_gym.envs.tau2.benchmark_calculator import calculate
 from areal_gym.envs.tau2.database import Database, Tables
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import DataError
 
 Requestor = Literal["assistant", "user"]
+Arguments = Mapping[str, Any]
+"""Arguments of a tool call by name."""
+TRANSFERRED = "Transfer successful"
+"""The answer of `transfer_to_human_agents`, which changes nothing."""
 
 
 class CallResult(NamedTuple):
@@ -34,12 +39,8 @@ class ToolInfo(NamedTuple):
     @classmethod
     def of(cls, schema: Mapping[str, Any], kind: Any, mutates: bool) -> ToolInfo:
         """Make a tool from its schema."""
-        function = schema["function"]
-        tool = Tool(
-            name=function["name"],
-            description=function["description"],
-            parameters=function["parameters"],
-        )
+        keys = ("name", "description", "parameters")
+        tool = Tool(**{key: schema["function"][key] for key in keys})
         return cls(tool, kind, mutates, schema)
 
 
@@ -84,12 +85,7 @@ class World:
             self.sync()
 
     def call(
-        self,
-        requestor: Requestor,
-        name: str,
-        arguments: Mapping[str, Any],
-        *,
-        should_sync: bool = True,
+        self, requestor: Requestor, name: str, arguments: Arguments, *, should_sync: bool = True
     ) -> CallResult:
         """Run a tool call of one party; mistakes are results, too."""
         if name not in load_tools(self.domain)[requestor]:
@@ -104,7 +100,7 @@ class World:
             self.sync()
         return result
 
-    def holds(self, requestor: Requestor, assertion: str, arguments: Mapping[str, Any]) -> bool:
+    def holds(self, requestor: Requestor, assertion: str, arguments: Arguments) -> bool:
         """Return whether an assertion about the state is true."""
         return bool(self._function(requestor, assertion)(**arguments))
 
@@ -118,12 +114,11 @@ class World:
         return function
 
     def state(self) -> tuple[object, ...]:
-        """Return the values that are compared to decide whether two worlds are in the same
-        state."""
+        """Return the values by which the states of two worlds are compared."""
         raise NotImplementedError
 
-    def digests(self) -> tuple[str, str | None]:
-        """Return the benchmark's hashes of the assistant's and of the user's database."""
+    def texts(self) -> tuple[str, str | None]:
+        """Return the texts of the assistant's and of the user's database, which are hashed."""
         raise NotImplementedError
 
 
@@ -137,6 +132,14 @@ class DatabaseWorld(World):
         """Return the changed records."""
         return (self.db.changes(),)
 
-    def digests(self) -> tuple[str, str | None]:
-        """Return the hash of the database; the user has none."""
-        return self.db.digest(), None
+    def texts(self) -> tuple[str, str | None]:
+        """Return the text of the database; the user has none."""
+        return self.db.text(), None
+
+    def calculate(self, expression: str) -> str:
+        """Answer a tool of retail and airline."""
+        return calculate(expression)
+
+    def transfer_to_human_agents(self, summary: str) -> str:
+        """Answer a tool of retail and airline; nothing changes."""
+        return TRANSFERRED

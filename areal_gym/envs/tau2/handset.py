@@ -7,8 +7,8 @@ network.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from areal_gym.envs.tau2.database import Record, sorted_text
@@ -19,32 +19,18 @@ _SPEEDS = {"2G": (0.1, 0.4), "3G": (1.0, 5.0), "4G": (10.0, 100.0), "5G": (50.0,
 _SIGNAL_FACTORS = {"poor": 0.2, "fair": 0.5, "good": 0.8, "excellent": 1.0}
 _SLOW_VPN_FACTOR = 0.1
 _DATA_SAVER_FACTOR = 0.2
-_DESCRIPTIONS = (
-    (1.0, "Very Poor"),
-    (5.0, "Poor"),
-    (25.0, "Fair"),
-    (100.0, "Good"),
-    (float("inf"), "Excellent"),
-)
+_DESCRIPTIONS = {1.0: "Very Poor", 5.0: "Poor", 25.0: "Fair", 100.0: "Good", inf: "Excellent"}
 """Descriptions of the speeds below a limit in Mbps."""
 APN_DEFAULTS = {
-    "apn_name": "internet",
-    "reset_at_reboot": False,
-    "mms_apn": "mms",
-    "mmsc_url": "http://mms.carrier.com/mms/wapenc",
-    "mms_proxy": None,
-    "mms_port": None,
+    **{"apn_name": "internet", "reset_at_reboot": False, "mms_apn": "mms"},
+    **{"mmsc_url": "http://mms.carrier.com/mms/wapenc", "mms_proxy": None, "mms_port": None},
 }
-_VPN = {
-    "server_address": "192.168.1.1",
-    "protocol": "OpenVPN",
-    "server_performance": "excellent",
-}
+_VPN = {"server_address": "192.168.1.1", "protocol": "OpenVPN", "server_performance": "excellent"}
 
 
 def describe_speed(mbps: float) -> str:
     """Return a description from "Very Poor" to "Excellent"."""
-    return next(words for limit, words in _DESCRIPTIONS if mbps < limit)
+    return next(words for limit, words in _DESCRIPTIONS.items() if mbps < limit)
 
 
 class Handset:
@@ -68,30 +54,20 @@ class Handset:
                 "active_apn_settings": {**APN_DEFAULTS, **device["active_apn_settings"]},
             },
             "surroundings": {
-                "name": None,
-                "phone_number": None,
-                "is_abroad": False,
-                "roaming_allowed": False,
-                "signal_strength": dict(_SIGNALS),
-                "mobile_data_usage_exceeded": False,
-                "line_active": True,
-                "payment_request": None,
+                **{"name": None, "phone_number": None, "payment_request": None},
+                **{"is_abroad": False, "roaming_allowed": False, "line_active": True},
+                **{"mobile_data_usage_exceeded": False, "signal_strength": dict(_SIGNALS)},
             },
         }
 
     def text(self) -> str:
-        """Return the sorted text of the state."""
+        """Return the sorted text of the state, whose hash the benchmark compares."""
         return sorted_text({"device": self.device, "surroundings": self.surroundings})
-
-    def digest(self) -> str:
-        """Return the benchmark's hash of the user's database."""
-        return hashlib.sha256(self.text().encode()).hexdigest()
 
     # ---- how an episode begins --------------------------------------------------------
 
     def set_user_info(self, name: str, phone_number: str) -> None:
-        self.surroundings["name"] = name
-        self.surroundings["phone_number"] = phone_number
+        self.surroundings.update(name=name, phone_number=phone_number)
 
     def set_user_location(self, abroad: bool) -> None:
         self.surroundings["is_abroad"] = abroad
@@ -116,28 +92,23 @@ class Handset:
         self._set_airplane_mode(True)
 
     def turn_data_off(self) -> None:
-        self.device["data_enabled"] = False
-        self.simulate_network_search()
+        self._set("data_enabled", False)
 
     def turn_roaming_on(self) -> None:
-        self.device["roaming_enabled"] = True
-        self.simulate_network_search()
+        self._set("roaming_enabled", True)
 
     def turn_roaming_off(self) -> None:
-        self.device["roaming_enabled"] = False
-        self.simulate_network_search()
+        self._set("roaming_enabled", False)
 
     def turn_data_saver_mode_on(self) -> None:
         self.device["data_saver_mode"] = True
 
     def unseat_sim_card(self) -> None:
-        self.device["sim_card_missing"] = True
-        self.simulate_network_search()
+        self._set("sim_card_missing", True)
 
     def lock_sim_card(self, mode: str) -> None:
         """Lock the card by `pin` or `puk`."""
-        self.device["sim_card_status"] = f"locked_{mode}"
-        self.simulate_network_search()
+        self._set("sim_card_status", f"locked_{mode}")
 
     def break_apn_settings(self) -> None:
         """Break all data connections."""
@@ -154,7 +125,6 @@ class Handset:
         self._connect_vpn()
 
     def set_wifi_calling(self, enabled: bool, mms_over_wifi: bool | None = None) -> None:
-        """Set whether calls, and picture messages, go over Wi-Fi."""
         self.device["wifi_calling_enabled"] = enabled
         if mms_over_wifi is not None:
             self.device["wifi_calling_mms_over_wifi"] = mms_over_wifi
@@ -184,16 +154,19 @@ class Handset:
 
     # ---- how it works ----------------------------------------------------------------------------
 
+    def _set(self, setting: str, value: Any) -> None:
+        """Change a setting on which the network depends."""
+        self.device[setting] = value
+        self.simulate_network_search()
+
     def _sim_status(self) -> str:
         return "missing" if self.device["sim_card_missing"] else str(self.device["sim_card_status"])
 
     def _set_airplane_mode(self, is_on: bool) -> None:
-        device = self.device
-        device["airplane_mode"] = is_on
         if is_on:
-            device["wifi_connected"] = False
+            self.device["wifi_connected"] = False
             self._drop_vpn()
-        self.simulate_network_search()
+        self._set("airplane_mode", is_on)
 
     def _best_technology(self) -> str:
         mode = self.device["network_mode_preference"]
@@ -240,9 +213,7 @@ class Handset:
         )
 
     def _connect_vpn(self) -> None:
-        self.device["vpn_connected"] = True
-        self.device["vpn_details"] = dict(self._vpn_on_connect)
+        self.device.update(vpn_connected=True, vpn_details=dict(self._vpn_on_connect))
 
     def _drop_vpn(self) -> None:
-        self.device["vpn_connected"] = False
-        self.device["vpn_details"] = None
+        self.device.update(vpn_connected=False, vpn_details=None)

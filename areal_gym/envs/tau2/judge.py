@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from areal_gym.envs.chat_client import ChatClient
-from areal_gym.errors import EnvError
+from areal_gym.errors import EnvError, GymError
 
 _PROMPT = """\
 Below is a conversation between a customer-service agent and a user, then a numbered list of
@@ -23,8 +23,7 @@ class Judge(Protocol):
     async def judge(
         self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
     ) -> list[bool] | None:
-        """Return one verdict per assertion, or None if the judge cannot tell (flagged in the
-        verdict).
+        """Return one verdict per assertion, or None if the judge cannot tell.
 
         Raises:
             EnvError: it should have been able to.
@@ -40,6 +39,28 @@ class NoJudge:
     ) -> list[bool] | None:
         """Return None."""
         return None
+
+
+class ForeignJudge:
+    """A user-supplied judge: its exceptions are failures of the environment, not the policy's."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    async def judge(
+        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
+    ) -> list[bool] | None:
+        """Return the judge's verdicts.
+
+        Raises:
+            EnvError: it raised.
+        """
+        try:
+            return await self._judge.judge(transcript, assertions)
+        except GymError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{type(self._judge).__name__}.judge failed: {error!r}") from error
 
 
 class LLMJudge:
@@ -71,10 +92,6 @@ def _parse(text: str, num_assertions: int) -> list[bool]:
         met = json.loads(answer[0])["met"] if answer else None
     except (ValueError, KeyError, TypeError):
         met = None
-    if (
-        not isinstance(met, list)
-        or len(met) != num_assertions
-        or not all(isinstance(value, bool) for value in met)
-    ):
+    if not isinstance(met, list) or [type(value) for value in met] != [bool] * num_assertions:
         raise EnvError(f"the judge gave no list of {num_assertions} truth values: {text[:200]!r}")
     return met

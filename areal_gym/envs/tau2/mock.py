@@ -1,6 +1,6 @@
 """The built-in domain: a library that lends tools. No data, no language model, endless tasks.
 
-Somebody with a card wants to keep a tool for another week or to bring it back. The assistant asks
+A person with a card wants to keep a tool for another week or to bring it back. The assistant asks
 for the number on the card (the user reads it with a tool of its own), looks it up, does what is
 asked, and says so. What is overdue cannot be renewed. Small enough for a tiny model.
 """
@@ -16,7 +16,7 @@ from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.envs.tau2.benchmark_data import Action, Case, Domain
 from areal_gym.envs.tau2.database import Tables
 from areal_gym.envs.tau2.domain_state import CallResult, DatabaseWorld, load_tools
-from areal_gym.envs.tau2.users.base import GIVE_UP, STOP, Scene, UserTurn
+from areal_gym.envs.tau2.users.base import STOP, RuleUser, Scene, UserTurn
 
 _POLICY = (
     "You serve a library of tools. Ask for the card number, look it up, do what is asked and say "
@@ -25,7 +25,6 @@ _POLICY = (
 _ITEMS = ("drill", "hammer", "ladder", "saw", "rake", "spade", "wrench", "torch")
 _WEEK = 7
 _OVERDUE = "overdue"
-_MAX_UNHEARD = 3
 
 
 @cache
@@ -48,10 +47,8 @@ def library_tasks() -> GeneratedTasks:
         card = cards[0]
         item = rng.choice(list(loans[card]))
         wish = rng.choice(("renew", "renew", "take_back"))
-        return Draft(
-            key=f"{card} {item} {wish} {loans[card]}",
-            data={"loans": loans, "card": card, "item": item, "wish": wish},
-        )
+        data = {"loans": loans, "card": card, "item": item, "wish": wish}
+        return Draft(key=f"{card} {item} {wish} {loans[card]}", data=data)
 
     return GeneratedTasks("tau2/mock", make_draft)
 
@@ -63,14 +60,11 @@ def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
     tables = Tables({"loans": {key: {"card": key, "items": loans[key]} for key in loans}})
     arguments = {"card": card, "item": item}
     is_refused = wish == "renew" and loans[card][item] == _OVERDUE
-    gold = [
-        Action("user", "read_card", {}, None),
-        Action("assistant", "look_up", arguments, None),
-        *([] if is_refused else [Action("assistant", wish, arguments, None)]),
-    ]
+    gold = [Action("user", "read_card", {}), Action("assistant", "look_up", arguments)]
     if is_refused:
         info = _OVERDUE
     else:
+        gold.append(Action("assistant", wish, arguments))
         info = "back" if wish == "take_back" else f"day {loans[card][item] + _WEEK}"
     verb = "renew" if wish == "renew" else "return"
     case = Case(
@@ -81,15 +75,9 @@ def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
             "reason_for_call": f"You want to {verb} your {item}.",
             "known_info": "You have your card at hand.",
         },
-        persona=None,
         ticket=f"The customer wants to {verb} the {item}.",
-        initialization_actions=(),
-        has_criteria=True,
         gold_actions=gold,
-        env_assertions=(),
         communicate_info=(info,),
-        nl_assertions=(),
-        reward_basis=("DB", "COMMUNICATE"),
     )
     domain = Domain(
         name="mock",
@@ -100,7 +88,6 @@ def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
         splits={},
         policies={"manual": _POLICY, "solo": _POLICY},
         guidelines="You play a customer of a library of tools. Answer in one short sentence.",
-        gold_states={},
     )
     return domain, case
 
@@ -134,8 +121,7 @@ class LibraryWorld(DatabaseWorld):
         due = self._due(card, item)
         if due == _OVERDUE:
             raise ValueError(f"the {item} is overdue")
-        record = self.db.edit("loans", card)
-        record["items"][item] = due + _WEEK
+        self.db.edit("loans", card)["items"][item] = due + _WEEK
         return f"{item}: day {due + _WEEK}"
 
     def take_back(self, card: str, item: str) -> str:
@@ -155,17 +141,14 @@ class LibraryWorld(DatabaseWorld):
         return items[item]
 
 
-class Borrower:
+class Borrower(RuleUser):
     """The library's rule-based user: reads its card when asked, and leaves after a statement."""
 
-    def __init__(self, scene: Scene) -> None:
-        reason = str(scene.case.instructions["reason_for_call"])
-        self._opening = reason.replace("You want to", "Please").replace("your", "my")
-        self._num_unheard = 0
+    max_unheard = 3
 
-    def open(self, greeting: str) -> str:
-        """Return the wish."""
-        return self._opening
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._opening = self._opening.replace("I want to", "Please")
 
     async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
         """Read out the card's number, or end the conversation."""
@@ -175,5 +158,4 @@ class Borrower:
             return UserTurn(STOP)
         if "card" in event.lower() or "number" in event.lower():
             return UserTurn(calls=[("read_card", {})])
-        self._num_unheard += 1
-        return UserTurn(GIVE_UP if self._num_unheard > _MAX_UNHEARD else self._opening)
+        return UserTurn(self._insist(self._opening))

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from areal_gym.envs.tau2.database import Record
+from areal_gym.envs.tau2.database import Record, as_choice, as_int, as_text
 from areal_gym.envs.tau2.handset import APN_DEFAULTS, Handset, describe_speed
-from areal_gym.envs.tau2.values import as_choice, as_int, as_text
 
 _MODES = ("4g_5g_preferred", "4g_only", "3g_only", "2g_only")
 _PERMISSIONS = ("sms", "storage", "phone", "network")
@@ -65,25 +64,22 @@ class Phone(Handset):
 
     def check_network_status(self) -> str:
         device = self.device
-        return "\n".join(
-            (
-                f"Airplane Mode: {_on_off(device['airplane_mode'])}",
-                f"SIM Card Status: {self._sim_status()}",
-                f"Cellular Connection: {device['network_connection_status']}",
-                f"Cellular Signal: {device['network_signal_strength']}",
-                f"Cellular Network Type: {device['network_technology_connected']}",
-                f"Mobile Data Enabled: {_yes_no(device['data_enabled'])}",
-                f"Data Roaming Enabled: {_yes_no(device['roaming_enabled'])}",
-                f"Wi-Fi Radio: {_on_off(device['wifi_enabled'])}",
-                f"Wi-Fi Connected: {_yes_no(device['wifi_connected'])}",
-            )
+        return (
+            f"Airplane Mode: {_on_off(device['airplane_mode'])}\n"
+            f"SIM Card Status: {self._sim_status()}\n"
+            f"Cellular Connection: {device['network_connection_status']}\n"
+            f"Cellular Signal: {device['network_signal_strength']}\n"
+            f"Cellular Network Type: {device['network_technology_connected']}\n"
+            f"Mobile Data Enabled: {_yes_no(device['data_enabled'])}\n"
+            f"Data Roaming Enabled: {_yes_no(device['roaming_enabled'])}\n"
+            f"Wi-Fi Radio: {_on_off(device['wifi_enabled'])}\n"
+            f"Wi-Fi Connected: {_yes_no(device['wifi_connected'])}"
         )
 
     def check_network_mode_preference(self) -> str:
         return f"Network Mode Preference: {self.device['network_mode_preference']}"
 
     def run_speed_test(self) -> str:
-        """Measure the speed of mobile data."""
         speed = self._speed_mbps()
         if speed is None:
             return "Speed test failed: No Connection."
@@ -116,7 +112,6 @@ class Phone(Handset):
         return f"Wi-Fi Calling is currently turned {_on_off(self.device['wifi_calling_enabled'])}."
 
     def check_vpn_status(self) -> str:
-        """Return the details as Python would print them."""
         details = self.device["vpn_details"]
         if not self.device["vpn_connected"]:
             return "VPN is turned OFF."
@@ -154,10 +149,8 @@ class Phone(Handset):
         request = self.surroundings["payment_request"]
         if request is None:
             return "No payment request has been made."
-        return (
-            f"You have a payment request for bill {request['bill_id']} "
-            f"of {request['amount_due']} USD."
-        )
+        bill_id, amount = request["bill_id"], request["amount_due"]
+        return f"You have a payment request for bill {bill_id} of {amount} USD."
 
     # ---- writing --------------------------------------------------------------------------------
 
@@ -167,8 +160,7 @@ class Phone(Handset):
                 f"Failed to set network mode: '{mode}' is not a valid option. "
                 f"Please use one of: {', '.join(_MODES)}"
             )
-        self.device["network_mode_preference"] = mode
-        self.simulate_network_search()
+        self._set("network_mode_preference", mode)
         return self._with_bar(f"Preferred Network Mode set to: {mode}")
 
     def toggle_airplane_mode(self) -> str:
@@ -177,29 +169,21 @@ class Phone(Handset):
 
     def reseat_sim_card(self) -> str:
         """Put the card back in; a locked card stays locked."""
-        self.device["sim_card_missing"] = False
-        self.simulate_network_search()
+        self._set("sim_card_missing", False)
         return self._with_bar("SIM card re-seated successfully.")
 
     def toggle_data(self) -> str:
-        self.device["data_enabled"] = not self.device["data_enabled"]
-        self.simulate_network_search()
-        return self._with_bar(f"Mobile Data is now {_on_off(self.device['data_enabled'])}.")
+        return self._toggle("data_enabled", "Mobile Data")
 
     def toggle_roaming(self) -> str:
-        """Switch roaming on the phone's side."""
-        self.device["roaming_enabled"] = not self.device["roaming_enabled"]
-        self.simulate_network_search()
-        return self._with_bar(f"Data Roaming is now {_on_off(self.device['roaming_enabled'])}.")
+        return self._toggle("roaming_enabled", "Data Roaming")
 
     def toggle_data_saver_mode(self) -> str:
-        self.device["data_saver_mode"] = not self.device["data_saver_mode"]
-        return self._with_bar(f"Data Saver Mode is now {_on_off(self.device['data_saver_mode'])}.")
+        return self._toggle("data_saver_mode", "Data Saver Mode", is_network=False)
 
     def set_apn_settings(self, apn_settings: Mapping[str, Any]) -> str:
         """Replace the settings; missing ones become the defaults."""
-        self.device["active_apn_settings"] = _apn_settings(apn_settings)
-        self.simulate_network_search()
+        self._set("active_apn_settings", _apn_settings(apn_settings))
         name = self.device["active_apn_settings"]["apn_name"]
         return self._with_bar(f"APN settings set to: {name}")
 
@@ -210,17 +194,12 @@ class Phone(Handset):
         return self._with_bar("APN settings will reset at reboot.")
 
     def toggle_wifi(self) -> str:
-        """Switch Wi-Fi; refused in airplane mode."""
-        device = self.device
-        if device["airplane_mode"]:
+        if self.device["airplane_mode"]:
             return self._with_bar("Cannot change Wi-Fi settings while Airplane Mode is ON.")
-        device["wifi_enabled"] = not device["wifi_enabled"]
-        return self._with_bar(f"Wi-Fi is now {_on_off(device['wifi_enabled'])}.")
+        return self._toggle("wifi_enabled", "Wi-Fi", is_network=False)
 
     def toggle_wifi_calling(self) -> str:
-        device = self.device
-        device["wifi_calling_enabled"] = not device["wifi_calling_enabled"]
-        return self._with_bar(f"Wi-Fi Calling is now {_on_off(device['wifi_calling_enabled'])}.")
+        return self._toggle("wifi_calling_enabled", "Wi-Fi Calling", is_network=False)
 
     def connect_vpn(self) -> str:
         if self.device["vpn_connected"]:
@@ -265,14 +244,20 @@ class Phone(Handset):
         if request is None:
             return "You do not have a payment request."
         request["paid"] = True
-        return (
-            f"Payment of {request['amount_due']} USD has been made for bill {request['bill_id']}."
-        )
+        bill_id, amount = request["bill_id"], request["amount_due"]
+        return f"Payment of {amount} USD has been made for bill {bill_id}."
 
     # ---- helpers --------------------------------------------------------------------------------
 
     def _with_bar(self, text: str) -> str:
         return f"{text}\n{self.check_status_bar()}"
+
+    def _toggle(self, setting: str, words: str, *, is_network: bool = True) -> str:
+        """Switch a setting; without `is_network`, the network does not depend on it."""
+        self.device[setting] = not self.device[setting]
+        if is_network:
+            self.simulate_network_search()
+        return self._with_bar(f"{words} is now {_on_off(self.device[setting])}.")
 
     def _granted(self, app_name: str) -> list[str] | None:
         app = self.device["app_statuses"].get(app_name)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from areal_gym.envs.tasks import choose_task
 from areal_gym.envs.tau2.benchmark_data import DOMAINS, Case, Domain, find_data, load_domain
-from areal_gym.envs.tau2.domain_state import Tools, load_tools
+from areal_gym.envs.tau2.domain_state import load_tools
 from areal_gym.envs.tau2.mock import library_domain, library_tasks
 from areal_gym.envs.tau2.tool_texts import find_tool_texts, read_tools
 from areal_gym.envs.tau2.verdicts import is_solved_by_inaction
@@ -20,49 +20,28 @@ from areal_gym.errors import DataError, UsageError, did_you_mean
 from areal_gym.types import Task
 
 
-class Source(Protocol):
-    """A source of an environment's tasks."""
-
-    version: str
-    """The version of the tasks; changes when scores stop being comparable."""
-    tools: Tools
-    """The tools as the models read them."""
-
-    def num_tasks(self, split: str) -> int | None:
-        """Return the number of tasks in the split; None for a generator."""
-        ...
-
-    def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """Return the task that `options` names by `split` and `index`, or a random one."""
-        ...
-
-    def case_of(self, task: Task) -> tuple[Domain, Case]:
-        """Return the domain's data and the task in full.
-
-        Raises:
-            DataError: it is no task of this version of the data.
-        """
-        ...
-
-
-class _Benchmark:
+class Benchmark:
     """Tasks from the benchmark's files."""
 
     def __init__(self, domain: Domain) -> None:
         self.version = domain.version
+        """The version of the tasks; it changes when scores stop being comparable."""
         self.tools = domain.tools
+        """The tools as the models read them."""
         self._domain = domain
         self._tasks: dict[tuple[str, str], Task] = {}
 
     def num_tasks(self, split: str) -> int | None:
+        """Return the number of tasks in the split."""
         return len(self._ids(split))
 
     def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        """Return the task that `options` names by `split` and `index`, or a random one."""
         split = str(options.get("split", "train"))
         ids = self._ids(split)
         index = options.get("index")
         if index is None:
-            return self._task(ids[int(rng.integers(len(ids)))], split)
+            index = int(rng.integers(len(ids)))
         if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
             raise UsageError(f"a task's index is a whole number from 0 on, not {index!r}")
         if index >= len(ids):
@@ -70,6 +49,11 @@ class _Benchmark:
         return self._task(ids[int(index)], split)
 
     def case_of(self, task: Task) -> tuple[Domain, Case]:
+        """Return the domain's data and the task in full.
+
+        Raises:
+            DataError: it is no task of this version of the data.
+        """
         case = self._domain.cases.get(str(task.data.get("task_id")))
         if case is None or task.data.get("version") != self._domain.version:
             raise DataError(
@@ -79,18 +63,15 @@ class _Benchmark:
         return self._domain, case
 
     def _task(self, task_id: str, split: str) -> Task:
-        task = self._tasks.get((task_id, split))
-        if task is None:
+        if (task_id, split) not in self._tasks:
             domain = self._domain
             data = {
-                "domain": domain.name,
-                "version": domain.version,
-                "task_id": task_id,
+                **{"domain": domain.name, "version": domain.version, "task_id": task_id},
                 "solved_by_inaction": is_solved_by_inaction(domain, domain.cases[task_id]),
             }
             task = Task(id=f"{domain.name}@{domain.version}/{task_id}", data=data, split=split)
             self._tasks[task_id, split] = task
-        return task
+        return self._tasks[task_id, split]
 
     def _ids(self, split: str) -> Sequence[str]:
         splits = self._domain.splits
@@ -102,8 +83,8 @@ class _Benchmark:
         return splits[split]
 
 
-class _Library:
-    """Generated tasks of the built-in domain."""
+class Library:
+    """Generated tasks of the built-in domain, with the methods of `Benchmark`."""
 
     version = "1"
 
@@ -111,22 +92,27 @@ class _Library:
         self.tools = load_tools("mock")
 
     def num_tasks(self, split: str) -> int | None:
+        """Return None: the tasks are generated."""
         return library_tasks().num_tasks(split)
 
     def sample(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
+        """Return the task that `options` names by `split` and `index`, or a random one."""
         return choose_task(library_tasks(), rng, options)
 
     def case_of(self, task: Task) -> tuple[Domain, Case]:
+        """Return the task as a domain of its own with one case."""
         return library_domain(task.data)
 
 
 @cache
-def _shared_benchmark(domain: str, folder: Path, texts: Path | None) -> _Benchmark:
+def _shared_benchmark(domain: str, folder: Path, texts: Path | None) -> Benchmark:
     loaded = load_domain(domain, folder)
-    return _Benchmark(replace(loaded, tools=read_tools(texts, domain)) if texts else loaded)
+    return Benchmark(replace(loaded, tools=read_tools(texts, domain)) if texts else loaded)
 
 
-def source_of(domain: str, data_dir: str | None = None, tool_texts: str | None = None) -> Source:
+def source_of(
+    domain: str, data_dir: str | None = None, tool_texts: str | None = None
+) -> Benchmark | Library:
     """Return the tasks of a domain; all environments share those of the benchmark.
 
     Raises:
@@ -139,7 +125,7 @@ def source_of(domain: str, data_dir: str | None = None, tool_texts: str | None =
                 "tau2/mock takes no tool_texts: its tools are not the benchmark's",
                 hints=[f"those of these are: {', '.join(DOMAINS)}"],
             )
-        return _Library()
+        return Library()
     if domain not in DOMAINS:
         known = ("mock", *DOMAINS)
         near = did_you_mean(domain, known) or f"available: {', '.join(known)}"

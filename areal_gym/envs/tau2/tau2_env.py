@@ -14,17 +14,17 @@ from areal_gym.envs.tau2.actions import parse_action
 from areal_gym.envs.tau2.benchmark_data import POLICIES
 from areal_gym.envs.tau2.domain_state import Tools, load_tools
 from areal_gym.envs.tau2.gold import gold_text
-from areal_gym.envs.tau2.judge import Judge, LLMJudge, NoJudge
+from areal_gym.envs.tau2.judge import ForeignJudge, Judge, LLMJudge, NoJudge
 from areal_gym.envs.tau2.mock import Borrower, library_closing
 from areal_gym.envs.tau2.simulation import Simulation
 from areal_gym.envs.tau2.sources import source_of
-from areal_gym.envs.tau2.users.base import UserFactory
+from areal_gym.envs.tau2.users.base import STOP, UserFactory
 from areal_gym.envs.tau2.users.customer import Customer
 from areal_gym.envs.tau2.users.llm_user import LLMUser
 from areal_gym.envs.tau2.users.phone_owner import PhoneOwner
 from areal_gym.envs.tau2.verdicts import Call, Verdict
 from areal_gym.envs.tools import Tool
-from areal_gym.errors import EnvError, GymError, UsageError, did_you_mean
+from areal_gym.errors import UsageError, did_you_mean
 from areal_gym.types import FunctionCall, Message, Task, ToolCall
 
 _SOLO_DOMAINS = ("telecom", "mock")
@@ -34,11 +34,8 @@ _RULES: Mapping[str, UserFactory] = {
     "telecom": PhoneOwner,
     "mock": Borrower,
 }
-_DONE = Tool(
-    name="done",
-    description="Say that the task is finished.",
-    parameters={"type": "object", "properties": {}},
-)
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+_DONE = Tool(name="done", description="Say that the task is finished.", parameters=_NO_ARGUMENTS)
 _INSTRUCTIONS = (
     "You work in customer service, and the policy below binds you. Every message of yours is "
     "either text for the customer or tool calls; text beside calls reaches nobody."
@@ -112,15 +109,11 @@ class Tau2Env(TextEnv):
         super().__init__(render_mode=render_mode)
         self._source = source_of(domain, data_dir, tool_texts)
         if solo and domain not in _SOLO_DOMAINS:
-            raise UsageError(
-                f"tau2/{domain} has no solo mode",
-                hints=[f"available for: {', '.join(_SOLO_DOMAINS)}"],
-            )
+            available = f"available for: {', '.join(_SOLO_DOMAINS)}"
+            raise UsageError(f"tau2/{domain} has no solo mode", hints=[available])
         if policy not in POLICIES:
-            raise UsageError(
-                f"no policy {policy!r}",
-                hints=[did_you_mean(policy, POLICIES) or f"available: {', '.join(POLICIES)}"],
-            )
+            near = did_you_mean(policy, POLICIES) or f"available: {', '.join(POLICIES)}"
+            raise UsageError(f"no policy {policy!r}", hints=[near])
         self._has_own_texts = self._source.tools is load_tools(domain)
         self.metadata = {  # type: ignore[misc]
             **self.metadata,
@@ -206,13 +199,11 @@ class Tau2Env(TextEnv):
         is_done = simulation.is_solo and _DONE.name in names
         if is_done:
             run = run[: names.index(_DONE.name)]
-        results = simulation.call(
-            [
-                Call("assistant", call["function"]["name"], call["function"]["arguments"])
-                for call in run
-            ],
-            beside=message["content"],
-        )
+        tool_calls = [
+            Call("assistant", call["function"]["name"], call["function"]["arguments"])
+            for call in run
+        ]
+        results = simulation.call(tool_calls, beside=message["content"])
         messages: list[Message] = [
             {
                 "role": "tool",
@@ -231,11 +222,9 @@ class Tau2Env(TextEnv):
         return messages
 
     async def _say(self, simulation: Simulation, text: str) -> list[Message]:
-        if simulation.is_solo:
-            simulation.end("agent_stop" if "###STOP###" in text else "agent_error")
-            return []
-        if not text.strip():
-            simulation.end("agent_error")
+        if simulation.is_solo or not text.strip():
+            is_stop = simulation.is_solo and STOP in text
+            simulation.end("agent_stop" if is_stop else "agent_error")
             return []
         reply = await simulation.say(text)
         return [] if simulation.termination else [{"role": "user", "content": reply}]
@@ -244,12 +233,9 @@ class Tau2Env(TextEnv):
         """Return the next message of the task's own solution."""
         simulation = self._simulation
         assert simulation is not None
-        is_mock = simulation.domain.name == "mock"
+        closing = library_closing(self.task.data) if simulation.domain.name == "mock" else None
         return gold_text(
-            simulation.case,
-            self.num_turns,
-            is_solo=simulation.is_solo,
-            closing=library_closing(self.task.data) if is_mock else None,
+            simulation.case, self.num_turns, is_solo=simulation.is_solo, closing=closing
         )
 
 
@@ -289,41 +275,17 @@ def _user_factory(user: str | UserFactory, model: str, domain: str) -> UserFacto
     if _is_url(user):
         client = ChatClient(user, model=model)
         return lambda scene: LLMUser(scene, client)
-    factory: UserFactory = _imported(user, "user")
-    return factory
+    return _imported(user, "user")  # type: ignore[no-any-return]
 
 
 def _judge(judge: str | Judge | None, model: str) -> Judge:
     if judge is None:
         return NoJudge()
     if not isinstance(judge, str):
-        return _ForeignJudge(judge)
+        return ForeignJudge(judge)
     if _is_url(judge):
         return LLMJudge(ChatClient(judge, model=model))
-    made: Judge = _imported(judge, "judge")()
-    return _ForeignJudge(made)
-
-
-class _ForeignJudge:
-    """A user-supplied judge: its exceptions are failures of the environment, not the policy's."""
-
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
-
-    async def judge(
-        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
-    ) -> list[bool] | None:
-        """Return the judge's verdicts.
-
-        Raises:
-            EnvError: it raised.
-        """
-        try:
-            return await self._judge.judge(transcript, assertions)
-        except GymError:
-            raise
-        except Exception as error:
-            raise EnvError(f"{type(self._judge).__name__}.judge failed: {error!r}") from error
+    return ForeignJudge(_imported(judge, "judge")())
 
 
 def _is_url(text: str) -> bool:

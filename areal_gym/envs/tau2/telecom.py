@@ -8,23 +8,59 @@ from __future__ import annotations
 
 import copy
 import datetime
+from collections.abc import Mapping
+from typing import Any
 
 from areal_gym.envs.tau2.database import Database, Record, Tables
-from areal_gym.envs.tau2.domain_state import Requestor, World
+from areal_gym.envs.tau2.domain_state import TRANSFERRED, Requestor, World
 from areal_gym.envs.tau2.phone import Phone
-from areal_gym.envs.tau2.telecom_tables import TelecomTables
 
 _TODAY = datetime.date(2025, 2, 25)
 _LAST_MONTH, _NEXT_MONTH = datetime.date(2025, 1, 1), datetime.date(2025, 3, 1)
 _CYCLE_END = datetime.date(2025, 2, 28)
-_TABLES = {
-    "L": ("lines", "Line"),
-    "D": ("devices", "Device"),
-    "B": ("bills", "Bill"),
-    "C": ("customers", "Customer"),
-    "P": ("plans", "Plan"),
+_KINDS = {
+    **{"lines": "Line", "devices": "Device", "bills": "Bill"},
+    **{"customers": "Customer", "plans": "Plan"},
 }
-"""First letter of an id -> the table, and what one of its records is called."""
+"""Table -> what one of its records is called; all ids of the table begin with its first letter."""
+_FIELDS = {
+    "customers": (
+        *("customer_id", "full_name", "date_of_birth", "email", "phone_number", "address"),
+        *("account_status", "payment_methods", "line_ids", "bill_ids", "created_at"),
+        *("last_extension_date", "goodwill_credit_used_this_year"),
+    ),
+    "lines": (
+        *("line_id", "phone_number", "status", "plan_id", "device_id", "data_used_gb"),
+        *("data_refueling_gb", "roaming_enabled", "contract_end_date", "last_plan_change_date"),
+        *("last_sim_replacement_date", "suspension_start_date"),
+    ),
+    "bills": (
+        *("bill_id", "customer_id", "period_start", "period_end", "issue_date", "total_due"),
+        *("due_date", "line_items", "status"),
+    ),
+    "devices": (
+        *("device_id", "device_type", "model", "imei", "is_esim_capable", "activated"),
+        *("activation_date", "last_esim_transfer_date"),
+    ),
+    "plans": (
+        *("plan_id", "name", "data_limit_gb", "price_per_month", "data_refueling_price_per_gb"),
+    ),
+}
+"""Fields, the id first, in the order in which tools show them; those left out are null."""
+_TIMES = ("created_at", "activation_date", "last_esim_transfer_date")
+"""Dates with a time of day, which are written with a space."""
+
+
+def telecom_tables(raw: Mapping[str, Any], raw_user: Mapping[str, Any]) -> tuple[Tables, Record]:
+    """Return the carrier's tables, of `db.toml`, and the phone's state, of `user_db.toml`."""
+    tables: dict[str, dict[str, Record]] = {}
+    for table, fields in _FIELDS.items():
+        records = [{name: row.get(name) for name in fields} for row in raw[table]]
+        for record in records:
+            times = {name: str(record[name]) for name in _TIMES if record.get(name) is not None}
+            record.update({name: time.replace("T", " ") for name, time in times.items()})
+        tables[table] = {record[fields[0]]: record for record in records}
+    return Tables(tables, lists=frozenset(tables)), Phone.initial(raw_user["device"])
 
 
 class TelecomWorld(World):
@@ -32,9 +68,9 @@ class TelecomWorld(World):
 
     domain = "telecom"
 
-    def __init__(self, tables: TelecomTables) -> None:
-        self.carrier = Carrier(tables.carrier)
-        self.phone = Phone(copy.deepcopy(tables.phone))
+    def __init__(self, carrier: Tables, phone: Record) -> None:
+        self.carrier = Carrier(carrier)
+        self.phone = Phone(copy.deepcopy(phone))
 
     def side(self, requestor: Requestor) -> object:
         """Return the carrier for the assistant, the phone for the user."""
@@ -44,18 +80,20 @@ class TelecomWorld(World):
         """Return the carrier's changed records and the whole phone."""
         return self.carrier.db.changes(), self.phone.text()
 
-    def digests(self) -> tuple[str, str | None]:
-        """Return the hashes of the carrier's database and of the phone."""
-        return self.carrier.db.digest(), self.phone.digest()
+    def texts(self) -> tuple[str, str | None]:
+        """Return the texts of the carrier's database and of the phone."""
+        return self.carrier.db.text(), self.phone.text()
 
     def sync(self) -> None:
         """Copy the carrier's state to the phone, and the user's payments to the carrier."""
         around = self.phone.surroundings
-        if around["phone_number"] is None:
+        number = around["phone_number"]
+        if number is None:
             return
-        line = self.carrier.line_of_number(around["phone_number"])
+        lines = self.carrier.db.records("lines")
+        line = next((line for line in lines if line["phone_number"] == number), None)
         if line is None:
-            raise ValueError(f"no line has the number {around['phone_number']}")
+            raise ValueError(f"no line has the number {number}")
         plan = self.carrier.record("plans", line["plan_id"])
         around["line_active"] = line["status"] == "Active"
         around["roaming_allowed"] = line["roaming_enabled"]
@@ -64,15 +102,12 @@ class TelecomWorld(World):
         )
         request = around["payment_request"]
         if request is not None and request["paid"]:
-            self.carrier.settle(request["bill_id"])
+            self.carrier.db.edit("bills", request["bill_id"])["status"] = "Paid"
             around["payment_request"] = None
         bill = self.carrier.awaited_bill(line)
         if bill is not None:
-            around["payment_request"] = {
-                "bill_id": bill["bill_id"],
-                "amount_due": bill["total_due"],
-                "paid": False,
-            }
+            facts = {"bill_id": bill["bill_id"], "amount_due": bill["total_due"], "paid": False}
+            around["payment_request"] = facts
 
 
 class Carrier:
@@ -86,8 +121,7 @@ class Carrier:
     # ---- reading --------------------------------------------------------------------------------
 
     def transfer_to_human_agents(self, summary: str) -> str:
-        """Change nothing."""
-        return "Transfer successful"
+        return TRANSFERRED
 
     def get_customer_by_phone(self, phone_number: str) -> Record:
         """Find a customer by their own number or that of a line."""
@@ -110,15 +144,14 @@ class Carrier:
         ]
 
     def get_details_by_id(self, id: str) -> Record:
-        if id[:1] not in _TABLES:
+        table = next((table for table, kind in _KINDS.items() if kind[0] == id[:1]), None)
+        if table is None:
             raise ValueError(f"Unknown ID format or type: {id}")
-        return self.record(_TABLES[id[:1]][0], id)
+        return self.record(table, id)
 
     def get_bills_for_customer(self, customer_id: str, limit: int = 12) -> list[Record]:
         """Return the newest bills first."""
-        bills = [
-            self.record("bills", bill) for bill in self.get_customer_by_id(customer_id)["bill_ids"]
-        ]
+        bills = self._bills(self.get_customer_by_id(customer_id))
         return sorted(bills, key=lambda bill: bill["issue_date"], reverse=True)[:limit]
 
     def get_data_usage(self, customer_id: str, line_id: str) -> Record:
@@ -139,9 +172,7 @@ class Carrier:
         """Suspend the line; no fee is charged, whatever the text says."""
         if self._line(customer_id, line_id)["status"] != "Active":
             raise ValueError("Line must be active to suspend")
-        line = self.db.edit("lines", line_id)
-        line["status"] = "Suspended"
-        line["suspension_start_date"] = str(_TODAY)
+        line = self._change_line(line_id, status="Suspended", suspension_start_date=str(_TODAY))
         message = "Line suspended successfully. $5/month holding fee will apply."
         return {"message": message, "line": line}
 
@@ -149,16 +180,13 @@ class Carrier:
         """Resume the line, even if the contract has ended."""
         if self._line(customer_id, line_id)["status"] not in ("Suspended", "Pending Activation"):
             raise ValueError("Line must be suspended to resume")
-        line = self.db.edit("lines", line_id)
-        line["status"] = "Active"
-        line["suspension_start_date"] = None
+        line = self._change_line(line_id, status="Active", suspension_start_date=None)
         return {"message": "Line resumed successfully", "line": line}
 
     def send_payment_request(self, customer_id: str, bill_id: str) -> str:
         """Request payment of a bill, one at a time, paid or not."""
         customer = self.get_customer_by_id(customer_id)
-        bills = [self.record("bills", bill) for bill in customer["bill_ids"]]
-        if any(bill["status"] == "Awaiting Payment" for bill in bills):
+        if any(bill["status"] == "Awaiting Payment" for bill in self._bills(customer)):
             raise ValueError("A bill is already awaiting payment for this customer")
         if bill_id not in customer["bill_ids"]:
             raise ValueError(f"Bill {bill_id} not found for customer {customer_id}")
@@ -187,18 +215,15 @@ class Carrier:
         line = self.db.edit("lines", line_id)
         line["data_refueling_gb"] += gb_amount
         self._charge(customer_id, charge, f"Data refueling: {gb_amount} GB at ${price}/GB")
-        return {
-            "message": f"Successfully added {gb_amount} GB of data for line {line_id} "
-            f"for ${charge:.2f}",
-            "new_data_refueling_gb": str(line["data_refueling_gb"]),
-            "charge": str(charge),
-        }
+        message = f"Successfully added {gb_amount} GB of data for line {line_id} for ${charge:.2f}"
+        total = str(line["data_refueling_gb"])
+        return {"message": message, "new_data_refueling_gb": total, "charge": str(charge)}
 
     # ---- for tasks: how an episode begins, and what must hold at its end -------------------------
 
     def set_data_usage(self, customer_id: str, line_id: str, data_used_gb: float) -> None:
         self._line(customer_id, line_id)
-        self.db.edit("lines", line_id)["data_used_gb"] = data_used_gb
+        self._change_line(line_id, data_used_gb=data_used_gb)
 
     def suspend_line_for_overdue_bill(
         self, customer_id: str, line_id: str, new_bill_id: str, contract_ended: bool
@@ -206,18 +231,11 @@ class Carrier:
         """Suspend the line for an unpaid bill of last month, or an expired contract, too."""
         line = self._line(customer_id, line_id)
         price = self.record("plans", line["plan_id"])["price_per_month"]
-        self._add_bill(
-            new_bill_id,
-            customer_id,
-            month=_LAST_MONTH,
-            status="Overdue",
-            items=[_item(f"Charge for line {line_id}", price)],
-        )
-        line = self.db.edit("lines", line_id)
-        line["status"] = "Suspended"
-        line["suspension_start_date"] = str(_TODAY)
+        item = _item(f"Charge for line {line_id}", price)
+        self._add_bill(new_bill_id, customer_id, _LAST_MONTH, "Overdue", item)
+        self._change_line(line_id, status="Suspended", suspension_start_date=str(_TODAY))
         if contract_ended:
-            line["contract_end_date"] = str(_LAST_MONTH.replace(day=31))
+            self._change_line(line_id, contract_end_date=str(_LAST_MONTH.replace(day=31)))
 
     def assert_data_refueling_amount(
         self, customer_id: str, line_id: str, expected_amount: float
@@ -238,83 +256,54 @@ class Carrier:
         Raises:
             ValueError: there is none.
         """
-        kind = next(word for name, word in _TABLES.values() if name == table)
-        return self.db.require(table, key, f"{kind} with ID {key} not found")
-
-    def line_of_number(self, phone_number: str) -> Record | None:
-        """Return the line with that number."""
-        for line in self.db.records("lines"):
-            if line["phone_number"] == phone_number:
-                return line
-        return None
+        return self.db.require(table, key, f"{_KINDS[table]} with ID {key} not found")
 
     def awaited_bill(self, line: Record) -> Record | None:
         """Return the first bill of the line's customer for which payment was requested."""
         for customer in self.db.records("customers"):
             if line["line_id"] in customer["line_ids"]:
-                for bill_id in customer["bill_ids"]:
-                    bill = self.record("bills", bill_id)
+                for bill in self._bills(customer):
                     if bill["status"] == "Awaiting Payment":
                         return bill
         return None
 
-    def settle(self, bill_id: str) -> None:
-        """Mark the bill as paid."""
-        self.db.edit("bills", bill_id)["status"] = "Paid"
+    def _bills(self, customer: Record) -> list[Record]:
+        return [self.record("bills", bill_id) for bill_id in customer["bill_ids"]]
 
     def _line(self, customer_id: str, line_id: str) -> Record:
         if line_id not in self.get_customer_by_id(customer_id)["line_ids"]:
             raise ValueError(f"Line {line_id} not found for customer {customer_id}")
         return self.record("lines", line_id)
 
+    def _change_line(self, line_id: str, **fields: Any) -> Record:
+        line = self.db.edit("lines", line_id)
+        line.update(fields)
+        return line
+
     def _charge(self, customer_id: str, amount: float, description: str) -> None:
         item = _item(description, amount)
-        for bill_id in self.get_customer_by_id(customer_id)["bill_ids"]:
-            if self.record("bills", bill_id)["status"] == "Draft":
-                bill = self.db.edit("bills", bill_id)
+        for bill in self._bills(self.get_customer_by_id(customer_id)):
+            if bill["status"] == "Draft":
+                bill = self.db.edit("bills", bill["bill_id"])
                 bill["line_items"].append(item)
                 bill["total_due"] += amount
                 return
         self.new_bill_ids.append(f"Bfeed{len(self.new_bill_ids) + 1:04x}")
-        self._add_bill(
-            self.new_bill_ids[-1],
-            customer_id,
-            month=_NEXT_MONTH,
-            status="Draft",
-            items=[item],
-        )
+        self._add_bill(self.new_bill_ids[-1], customer_id, _NEXT_MONTH, "Draft", item)
 
     def _add_bill(
-        self,
-        bill_id: str,
-        customer_id: str,
-        *,
-        month: datetime.date,
-        status: str,
-        items: list[Record],
+        self, bill_id: str, customer_id: str, month: datetime.date, status: str, item: Record
     ) -> None:
-        self.db.add(
-            "bills",
-            bill_id,
-            {
-                "bill_id": bill_id,
-                "customer_id": customer_id,
-                "period_start": str(month),
-                "period_end": str(month.replace(day=31)),
-                "issue_date": str(month),
-                "total_due": sum(item["amount"] for item in items),
-                "due_date": str(month.replace(day=15)),
-                "line_items": items,
-                "status": status,
-            },
-        )
+        bill = {
+            **{"bill_id": bill_id, "customer_id": customer_id, "period_start": str(month)},
+            **{"period_end": str(month.replace(day=31)), "issue_date": str(month)},
+            **{"total_due": item["amount"], "due_date": str(month.replace(day=15))},
+            **{"line_items": [item], "status": status},
+        }
+        self.db.add("bills", bill_id, bill)
         self.db.edit("customers", customer_id)["bill_ids"].append(bill_id)
 
 
 def _item(description: str, amount: float) -> Record:
-    return {
-        "description": description,
-        "amount": amount,
-        "date": str(_TODAY),
-        "item_type": "Charge",
-    }
+    date = str(_TODAY)
+    return {"description": description, "amount": amount, "date": date, "item_type": "Charge"}

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from areal_gym.envs.tau2.domain_state import World, load_tools
 from areal_gym.envs.tau2.simulation import Simulation
 from areal_gym.envs.tau2.telecom import TelecomWorld
 from areal_gym.envs.tau2.tool_texts import without_descriptions
-from areal_gym.envs.tau2.users.base import STOP, UserTurn
-from areal_gym.envs.tau2.users.scripted_user import ScriptedUser
+from areal_gym.envs.tau2.users.base import STOP, ScriptedUser, UserTurn
 from areal_gym.envs.tau2.verdicts import Call, Verdict
 from areal_gym.errors import DataError, NothingToDoError
 
@@ -75,8 +75,10 @@ def replay(
         domain = load_domain(name, data_dir)
         if name in schemas:
             _compare_domain(agreement, domain, schemas[name])
-        for where, row in _rows(tasks):
-            _compare_task(agreement, domain, _case(domain, row["task_id"], where), row)
+        with asyncio.Runner() as runner:
+            for where, row in _rows(tasks):
+                case = _case(domain, row["task_id"], where)
+                runner.run(_compare_task(agreement, domain, case, row))
         for where, row in _rows(probes):
             _compare_probe(agreement, domain, where, row)
         agreements.append(agreement)
@@ -85,11 +87,9 @@ def replay(
         rows = [_Row(f"{actions.name}, entry {i}", row) for i, row in enumerate(_json(actions), 1)]
         agreements.append(_compare_actions(rows))
     if not agreements:
+        files = "retail.jsonl.gz, probes-retail.jsonl.gz, tool_schemas.json, ..."
         raise NothingToDoError(
-            f"{folder} has no fixtures of {', '.join(domains)}",
-            hints=[
-                "it should hold retail.jsonl.gz, probes-retail.jsonl.gz, tool_schemas.json, ..."
-            ],
+            f"{folder} has no fixtures of {', '.join(domains)}", hints=[f"it should hold {files}"]
         )
     return agreements
 
@@ -157,12 +157,8 @@ def _compare_domain(agreement: Agreement, domain: Domain, row: Mapping[str, Any]
                 info and _structure(info.kind, info.mutates, info.schema),
             )
     policy = domain.policies["manual"]
-    agreement.compare(
-        "policies",
-        domain.name,
-        (row["policy_sha256"], row["policy_chars"]),
-        (hashlib.sha256(policy.encode()).hexdigest(), len(policy)),
-    )
+    expected = (row["policy_sha256"], row["policy_chars"])
+    agreement.compare("policies", domain.name, expected, (_sha256(policy), len(policy)))
     _compare_hashes(agreement, "fresh", row["fresh_hashes"], domain.make_world())
 
 
@@ -174,28 +170,22 @@ def _structure(kind: str, mutates: bool, schema: Mapping[str, Any]) -> str:
 # ---- tasks --------------------------------------------------------------------------------------
 
 
-def _compare_task(agreement: Agreement, domain: Domain, case: Case, row: Mapping[str, Any]) -> None:
+async def _compare_task(
+    agreement: Agreement, domain: Domain, case: Case, row: Mapping[str, Any]
+) -> None:
     agreement.counts["tasks"] = agreement.counts.get("tasks", 0) + 1
     _compare_hashes(agreement, f"{case.id} fresh", row["fresh"], domain.make_world())
     _compare_hashes(agreement, f"{case.id} initial", row["initial"], domain.initial_world(case))
-    gold = [
-        Call(action["requestor"], action["name"], action["arguments"])
-        for action in row["gold_actions"]
-    ]
+    gold = _calls(row["gold_actions"])
     last = row["variants"]["gold"]["says"][-1]
     for name, variant in row["variants"].items():
         where = f"{case.id} {name}"
         if "calls" not in variant:  # the gold actions, and "Done." instead of the last text
-            _, verdict = asyncio.run(_play(domain, case, gold, "Done."))
+            _, verdict = await _play(domain, case, gold, "Done.")
             _compare_verdict(agreement, where, variant, verdict)
             continue
-        calls = [
-            Call(call["requestor"], call["name"], call["arguments"]) for call in variant["calls"]
-        ]
-        is_empty = len(variant["says"]) == 1
-        simulation, verdict = asyncio.run(
-            _play(domain, case, calls, None if is_empty else variant["says"][-1])
-        )
+        farewell = variant["says"][-1] if len(variant["says"]) > 1 else None
+        simulation, verdict = await _play(domain, case, _calls(variant["calls"]), farewell)
         for call, result in zip(variant["calls"], simulation.results, strict=True):
             here = f"{where} {call['name']}"
             agreement.compare("tool results", here, (call["content"], call["error"]), result)
@@ -211,12 +201,16 @@ def _compare_task(agreement: Agreement, domain: Domain, case: Case, row: Mapping
             if key in variant:
                 _compare_hashes(agreement, f"{where} {key}", variant[key], simulation.world)
         if "target" in variant:
-            target = domain.gold_world(case)
-            _compare_hashes(agreement, f"{where} target", variant["target"], target)
+            gold_world = domain.gold_world(case)
+            _compare_hashes(agreement, f"{where} target", variant["target"], gold_world)
     for variant in row["drop_each"]:
         index = variant["index"]
-        _, verdict = asyncio.run(_play(domain, case, gold[:index] + gold[index + 1 :], last))
+        _, verdict = await _play(domain, case, gold[:index] + gold[index + 1 :], last)
         _compare_verdict(agreement, f"{case.id} without action {index}", variant, verdict)
+
+
+def _calls(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
+    return [Call(row["requestor"], row["name"], row["arguments"]) for row in rows]
 
 
 async def _play(
@@ -228,13 +222,8 @@ async def _play(
         if call.requestor == "user":
             turns += [UserTurn(calls=[(call.name, call.arguments)]), UserTurn("I did it.")]
     opening = STOP if last is None else "Hello, I need help."
-    simulation = Simulation(
-        domain,
-        case,
-        ScriptedUser.factory(opening, turns),
-        max_steps=_NO_LIMIT,
-        max_errors=_NO_LIMIT,
-    )
+    user = ScriptedUser.factory(opening, turns)
+    simulation = Simulation(domain, case, user, max_steps=_NO_LIMIT, max_errors=_NO_LIMIT)
     simulation.open()
     for call in calls:
         if call.requestor == "user":
@@ -256,12 +245,7 @@ class _Lenient:
 
 
 _VERDICT_KEYS = (
-    "reward",
-    "breakdown",
-    "db_match",
-    "env_assertions",
-    "action_checks",
-    "communicate_checks",
+    *("reward", "breakdown", "db_match", "env_assertions", "action_checks", "communicate_checks"),
 )
 
 
@@ -302,14 +286,14 @@ def _compare_probe(
 
 def _compare_hashes(agreement: Agreement, where: str, row: Mapping[str, Any], world: World) -> None:
     """Compare canonical hashes, which do not depend on random ids."""
-    got: list[str | None] = list(world.digests())
-    if isinstance(world, TelecomWorld):
-        got = [
-            hashlib.sha256(_rename_new_bills(world, text).encode()).hexdigest()
-            for text in (world.carrier.db.text(), world.phone.text())
-        ]
+    got = [text and _sha256(_rename_new_bills(world, text)) for text in world.texts()]
     expected = [row["db_canonical"], row.get("user_db_canonical")]
     agreement.compare("hashes", where, expected, got)
+
+
+@lru_cache(maxsize=8)  # most hashes are those of an unchanged database
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _rename_new_bills(world: World, text: str) -> str:

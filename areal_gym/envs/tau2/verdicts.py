@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from areal_gym.envs.tau2.benchmark_data import Action, Case, Domain
-from areal_gym.envs.tau2.domain_state import Requestor, World
+from areal_gym.envs.tau2.domain_state import Arguments, Requestor, World
 from areal_gym.envs.tau2.judge import Judge
 
 STOPS = ("agent_stop", "user_stop")
@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
     requestor: Requestor
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Arguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,15 +107,13 @@ def is_solved_by_inaction(domain: Domain, case: Case) -> bool:
     Assertions in natural language are taken as met: they mostly say what must not be done.
     """
     world = domain.initial_world(case)
-    return (
-        ("DB" not in case.reward_basis or world.state() == domain.gold_state(case))
-        and ("COMMUNICATE" not in case.reward_basis or not case.communicate_info)
-        and ("ACTION" not in case.reward_basis or not case.gold_actions)
-        and (
-            "ENV_ASSERTION" not in case.reward_basis
-            or all(_holds(world, row) for row in case.env_assertions)
-        )
-    )
+    is_met = {
+        "DB": world.state() == domain.gold_state(case),
+        "COMMUNICATE": not case.communicate_info,
+        "ACTION": not case.gold_actions,
+        "ENV_ASSERTION": all([_holds(world, row) for row in case.env_assertions]),
+    }
+    return all(is_met.get(name, True) for name in case.reward_basis)
 
 
 def _holds(world: World, row: Mapping[str, Any]) -> bool:
@@ -125,12 +123,10 @@ def _holds(world: World, row: Mapping[str, Any]) -> bool:
 
 
 def _matches(gold: Action, call: Call) -> bool:
-    if gold.name != call.name:
-        return False
     # None means the arguments of the call itself: one with fewer arguments matches, too.
-    compared = call.arguments if gold.compare_args is None else gold.compare_args
-    return _only(gold.arguments, compared) == _only(call.arguments, compared)
-
-
-def _only(arguments: Mapping[str, Any], names: Any) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name in names}
+    names = call.arguments if gold.compare_args is None else gold.compare_args
+    gold_arguments, arguments = (
+        {name: value for name, value in action.arguments.items() if name in names}
+        for action in (gold, call)
+    )
+    return gold.name == call.name and gold_arguments == arguments

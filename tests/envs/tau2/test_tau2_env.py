@@ -86,7 +86,7 @@ def test_each_library_task_has_its_own_domain():
     task = library_tasks().at(1, "test")
     domain, case = library_domain(task.data)
     world = domain.make_world()
-    assert world.digests() == (domain.make_world().digests()[0], None)
+    assert world.texts() == (domain.make_world().texts()[0], None)
     assert domain.gold_state(case) == domain.gold_world(case).state()
 
 
@@ -309,9 +309,9 @@ def test_concurrent_episodes_do_not_share_state(domain):
     async def all_episodes():
         return await asyncio.gather(*(episode(index) for index in range(1000)))
 
-    before = benchmark.make_world().digests()
+    before = benchmark.make_world().texts()
     assert asyncio.run(all_episodes()) == [1.0] * 1000
-    assert benchmark.make_world().digests() == before
+    assert benchmark.make_world().texts() == before
 
 
 def test_adversarial_actions_do_not_affect_later_episodes():

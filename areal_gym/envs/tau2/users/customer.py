@@ -7,28 +7,26 @@ solution, so that it ends the conversation neither too early nor too late, but n
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 from areal_gym.envs.tau2.domain_state import CallResult, load_tools
+from areal_gym.envs.tau2.retail import CANCEL_REASONS
 from areal_gym.envs.tau2.users.base import (
-    GIVE_UP,
     STOP,
     TRANSFER,
+    TRANSFERRED,
+    RuleUser,
     Scene,
     UserTurn,
     in_first_person,
-    opening_of,
 )
 
-_MAX_UNHEARD = 4
-"""Useless messages of the assistant after which the customer hangs up."""
 _NUM_REFUSALS = 2
 """Refusals that the customer needs to hear before accepting them."""
 
-_TRANSFERRED = re.compile(r"transferred to a human|transferring you", re.IGNORECASE)
 _REFUSED = re.compile(
     r"\b(cannot|can't|can not|unable|not (able|possible|allowed|eligible)|do(es)? not qualify"
     r"|doesn't qualify|against (our|the) policy|sorry, but)\b",
@@ -64,24 +62,20 @@ _SLOTS: Mapping[str, tuple[str, str]] = {
     "date of birth": (r"birth|\bdob\b", r"\b(?:19|20)\d\d-\d\d-\d\d\b"),
 }
 _NAME = re.compile(r"(?:[Yy]ou are|[Nn]ame is|I am|I'm)\s+([A-Z][a-z]+(?: [A-Z][a-z'-]+)+)")
-_REASONS = ("no longer needed", "ordered by mistake")
 
 
-class Customer:
+class Customer(RuleUser):
     """One customer."""
 
+    max_unheard = 4
+
     def __init__(self, scene: Scene) -> None:
-        instructions = scene.case.instructions
-        self._scene = scene
-        self._opening = opening_of(scene.case)
-        self._text = " ".join(
-            str(instructions[name])
-            for name in ("known_info", "reason_for_call", "task_instructions")
-            if instructions.get(name)
-        )
-        self._sentences = [in_first_person(s) for s in re.split(r"(?<=[.!?])\s+", self._text) if s]
-        self._unsaid = list(self._sentences)
-        self._slots = _slots_of(self._text)
+        super().__init__(scene)
+        names = ("known_info", "reason_for_call", "task_instructions")
+        texts = [scene.case.instructions.get(name) for name in names]
+        text = " ".join(str(text) for text in texts if text)
+        self._unsaid = [in_first_person(sentence) for sentence in _sentences(text) if sentence]
+        self._slots = _slots_of(text)
         writes = [
             action
             for action in scene.case.gold_actions
@@ -90,18 +84,9 @@ class Customer:
         should_hear = "COMMUNICATE" in scene.case.reward_basis
         self._untold = {info.lower() for info in scene.case.communicate_info if should_hear}
         self._has_wish = bool(writes or self._untold)
-        self._wanted_ids = {
-            mentioned
-            for action in writes
-            for text in _texts_in(action.arguments)
-            for mentioned in _ID.findall(text)
-        }
-        self._num_unheard = 0
+        arguments = json.dumps([action.arguments for action in writes], ensure_ascii=False)
+        self._wanted_ids = set(_ID.findall(arguments))
         self._num_refusals = 0
-
-    def open(self, greeting: str) -> str:
-        """Return the reason for the call."""
-        return self._opening
 
     async def respond(self, event: str | Sequence[CallResult]) -> UserTurn:
         """Answer by rule; the customer has no tools."""
@@ -109,7 +94,7 @@ class Customer:
         return UserTurn(self._answer(event))
 
     def _answer(self, text: str) -> str:
-        if _TRANSFERRED.search(text):
+        if TRANSFERRED.search(text):
             return TRANSFER
         heard = text.lower().replace(",", "")
         self._untold = {info for info in self._untold if info not in heard}
@@ -150,15 +135,10 @@ class Customer:
 
     def _slot(self, name: str) -> str:
         values = self._slots.get(name)
-        if not values:
-            return f"I don't remember my {name}."
-        return f"My {name} is {' and '.join(values)}."
+        return f"My {name} is {' and '.join(values)}." if values else f"I don't remember my {name}."
 
     def _repeat(self, word: str) -> str:
-        self._num_unheard += 1
-        if self._num_unheard > _MAX_UNHEARD:
-            return GIVE_UP
-        return f"{word} {self._opening}"
+        return self._insist(f"{word} {self._opening}")
 
     def _nearest(self, text: str) -> str:
         """Return the task's unused sentence that shares the most words with the text."""
@@ -181,23 +161,14 @@ def _slots_of(text: str) -> Mapping[str, list[str]]:
     elif slots["user id"]:
         first, last, _ = slots["user id"][0].split("_")
         slots["name"] = [f"{first.capitalize()} {last.capitalize()}"]
-    slots["reason"] = [reason for reason in _REASONS if reason in text.lower()]
+    slots["reason"] = [reason for reason in CANCEL_REASONS if reason in text.lower()]
     return {name: values for name, values in slots.items() if values}
 
 
 def _without_closing(text: str) -> str:
     """Return the text without questions such as "anything else?"."""
-    return " ".join(
-        sentence for sentence in re.split(r"(?<=[.!?])\s+", text) if not _CLOSED.search(sentence)
-    )
+    return " ".join(sentence for sentence in _sentences(text) if not _CLOSED.search(sentence))
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts_in(item)
+def _sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?])\s+", text)

@@ -9,20 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from areal_gym.envs.tau2.domain_state import CallResult, load_tools
+from areal_gym.envs.tau2.domain_state import Arguments, CallResult, load_tools
 from areal_gym.envs.tau2.users.base import (
-    GIVE_UP,
     STOP,
     TRANSFER,
+    TRANSFERRED,
+    RuleUser,
     Scene,
     UserTurn,
     in_first_person,
-    opening_of,
 )
-
-_MAX_UNHEARD = 5
 
 REQUESTS: Mapping[str, str] = {
     "toggle_airplane_mode": "Could you please turn airplane mode off?",
@@ -48,34 +46,29 @@ REQUESTS: Mapping[str, str] = {
 class _Wish(NamedTuple):
     """An action that the owner recognises in a text."""
 
-    pattern: re.Pattern[str]
+    pattern: str
     tool: str
     state: str | None = None
     """The setting of the device that a switch flips."""
-    arguments: Callable[[re.Match[str]], Mapping[str, Any]] = lambda match: {}
+    arguments: Callable[[re.Match[str]], Arguments] = lambda match: {}
 
-
-def _wish(
-    pattern: str,
-    tool: str,
-    state: str | None = None,
-    arguments: Callable[[re.Match[str]], Mapping[str, Any]] = lambda match: {},
-) -> _Wish:
-    return _Wish(re.compile(pattern, re.IGNORECASE), tool, state, arguments)
+    def search(self, text: str) -> re.Match[str] | None:
+        """Return where the text expresses the wish."""
+        return re.search(self.pattern, text, re.IGNORECASE)
 
 
 def _switch(words: str, tool: str, state: str) -> list[_Wish]:
     verbs = r"(?:turn|switch|toggle|put|set|disable|enable|activate|deactivate)"
     return [
-        _wish(rf"\b{verbs}\b[^.?!]*?{words}", tool, state),
-        _wish(rf"{words}[^.?!]*?\b(?:to|should|must) be (?:\w+ )?(?:on|off)\b", tool, state),
+        _Wish(rf"\b{verbs}\b[^.?!]*?{words}", tool, state),
+        _Wish(rf"{words}[^.?!]*?\b(?:to|should|must) be (?:\w+ )?(?:on|off)\b", tool, state),
     ]
 
 
 _MODES = {"5g": "4g_5g_preferred", "4g": "4g_only", "3g": "3g_only", "2g": "2g_only"}
 
 _WISHES: Sequence[_Wish] = (
-    _wish(
+    _Wish(
         r"(4g_5g_preferred|[234]g_only)"
         r"|(?:network|mode|prefer)[^.?!]*?\b(5G|4G|LTE|3G|2G)\b",
         "set_network_mode_preference",
@@ -83,15 +76,12 @@ _WISHES: Sequence[_Wish] = (
             "mode": m[1].lower() if m[1] else _MODES[m[2].lower().replace("lte", "4g")]
         },
     ),
-    _wish(
+    _Wish(
         r"(?:grant|give|allow|enable|turn on)[^.?!]*?\b(sms|storage|phone|network)\b"
         r"[^.?!]*?permission"
         r"|(?:grant|give|allow|enable)[^.?!]*?permission[^.?!]*?\b(sms|storage)\b",
         "grant_app_permission",
-        arguments=lambda m: {
-            "app_name": "messaging",
-            "permission": (m[1] or m[2]).lower(),
-        },
+        arguments=lambda m: {"app_name": "messaging", "permission": (m[1] or m[2]).lower()},
     ),
     *_switch(r"airplane mode", "toggle_airplane_mode", "airplane_mode"),
     *_switch(r"data saver", "toggle_data_saver_mode", "data_saver_mode"),
@@ -99,31 +89,30 @@ _WISHES: Sequence[_Wish] = (
     *_switch(r"wi-?fi calling", "toggle_wifi_calling", "wifi_calling_enabled"),
     *_switch(r"wi-?fi\b", "toggle_wifi", "wifi_enabled"),
     *_switch(r"(?:mobile|cellular) data", "toggle_data", "data_enabled"),
-    _wish(r"re-?seat|(?:remove|take)[^.?!]*sim", "reseat_sim_card"),
-    _wish(r"reset[^.?!]*apn", "reset_apn_settings"),
-    _wish(r"reboot|restart|power cycle", "reboot_device"),
-    _wish(r"(?:disconnect|turn off|disable)[^.?!]*vpn", "disconnect_vpn", "vpn_connected"),
-    _wish(r"(?:connect|turn on|enable)[^.?!]*vpn", "connect_vpn", "vpn_connected"),
-    _wish(r"(?:make|complete)[^.?!]*payment|\bpay\b[^.?!]*(?:bill|request|now)", "make_payment"),
-    _wish(r"payment request", "check_payment_request"),
-    _wish(r"speed test", "run_speed_test"),
-    _wish(r"status bar", "check_status_bar"),
-    _wish(r"network status|signal", "check_network_status"),
-    _wish(r"network mode|preferred network", "check_network_mode_preference"),
-    _wish(r"\bsim\b", "check_sim_status"),
-    _wish(r"data saver|data restriction", "check_data_restriction_status"),
-    _wish(r"\bapn\b|mmsc", "check_apn_settings"),
-    _wish(r"wi-?fi calling", "check_wifi_calling_status"),
-    _wish(r"\bvpn\b", "check_vpn_status"),
-    _wish(r"permission", "check_app_permissions", arguments=lambda m: {"app_name": "messaging"}),
-    _wish(r"installed apps|which apps", "check_installed_apps"),
-    _wish(r"\bwi-?fi\b", "check_wifi_status"),
-    _wish(r"airplane|roaming|mobile data", "check_network_status"),
-    _wish(r"send[^.?!]*mms|mms[^.?!]*(?:work|send)", "can_send_mms"),
+    _Wish(r"re-?seat|(?:remove|take)[^.?!]*sim", "reseat_sim_card"),
+    _Wish(r"reset[^.?!]*apn", "reset_apn_settings"),
+    _Wish(r"reboot|restart|power cycle", "reboot_device"),
+    _Wish(r"(?:disconnect|turn off|disable)[^.?!]*vpn", "disconnect_vpn", "vpn_connected"),
+    _Wish(r"(?:connect|turn on|enable)[^.?!]*vpn", "connect_vpn", "vpn_connected"),
+    _Wish(r"(?:make|complete)[^.?!]*payment|\bpay\b[^.?!]*(?:bill|request|now)", "make_payment"),
+    _Wish(r"payment request", "check_payment_request"),
+    _Wish(r"speed test", "run_speed_test"),
+    _Wish(r"status bar", "check_status_bar"),
+    _Wish(r"network status|signal", "check_network_status"),
+    _Wish(r"network mode|preferred network", "check_network_mode_preference"),
+    _Wish(r"\bsim\b", "check_sim_status"),
+    _Wish(r"data saver|data restriction", "check_data_restriction_status"),
+    _Wish(r"\bapn\b|mmsc", "check_apn_settings"),
+    _Wish(r"wi-?fi calling", "check_wifi_calling_status"),
+    _Wish(r"\bvpn\b", "check_vpn_status"),
+    _Wish(r"permission", "check_app_permissions", arguments=lambda m: {"app_name": "messaging"}),
+    _Wish(r"installed apps|which apps", "check_installed_apps"),
+    _Wish(r"\bwi-?fi\b", "check_wifi_status"),
+    _Wish(r"airplane|roaming|mobile data", "check_network_status"),
+    _Wish(r"send[^.?!]*mms|mms[^.?!]*(?:work|send)", "can_send_mms"),
 )
 _ON = re.compile(r"\b(on|enable|enabled|activate|connect)\b", re.IGNORECASE)
 _OFF = re.compile(r"\b(off|disable|disabled|deactivate|disconnect)\b", re.IGNORECASE)
-_TRANSFERRED = re.compile(r"transferred to a human|transferring you", re.IGNORECASE)
 _WHO = re.compile(r"\bname\b|phone number|identify|verify|who (?:am|are)", re.IGNORECASE)
 _WHERE = re.compile(r"abroad|travel|country|where are|location", re.IGNORECASE)
 _OFFERS_DATA = re.compile(r"refuel|top.?up|add(?:itional)?[^.?!]*data|\bGB\b", re.IGNORECASE)
@@ -139,16 +128,15 @@ _CONFIRM = re.compile(
 )
 
 
-class PhoneOwner:
+class PhoneOwner(RuleUser):
     """One customer of the carrier."""
 
+    max_unheard = 5
+
     def __init__(self, scene: Scene) -> None:
-        instructions = scene.case.instructions
-        self._opening = opening_of(scene.case)
-        self._known = in_first_person(str(instructions.get("known_info") or ""))
+        super().__init__(scene)
+        self._known = in_first_person(str(scene.case.instructions.get("known_info") or ""))
         self._test, self._passes = _success_test(scene)
-        self._scene = scene
-        self._num_unheard = 0
         self._heard: list[str] = []
         """Outputs of tools since the assistant's last message."""
         self._called = ""
@@ -172,7 +160,7 @@ class PhoneOwner:
         return UserTurn("\n".join(self._heard))
 
     def _listen(self, text: str) -> UserTurn:
-        if _TRANSFERRED.search(text):
+        if TRANSFERRED.search(text):
             return UserTurn(TRANSFER)
         if "?" in text and _OFFERS_PLAN.search(text):
             return UserTurn("No, I do not want to change my plan.")
@@ -186,18 +174,12 @@ class PhoneOwner:
             return self._switch(wish, match[0] + text[match.end() :])
         if _IS_IT_OVER.search(text):
             return self._call(self._test)
-        answer = self._answer(text)
-        if answer is not None:
-            return UserTurn(answer)
-        self._num_unheard += 1
-        if self._num_unheard > _MAX_UNHEARD:
-            return UserTurn(GIVE_UP)
-        return UserTurn("I am not sure what you would like me to do. One step at a time, please.")
-
-    def _answer(self, text: str) -> str | None:
         if _WHO.search(text) or _WHERE.search(text):
-            return self._known
-        return "Yes, please." if _CONFIRM.search(text) else None
+            return UserTurn(self._known)
+        if _CONFIRM.search(text):
+            return UserTurn("Yes, please.")
+        unsure = "I am not sure what you would like me to do. One step at a time, please."
+        return UserTurn(self._insist(unsure))
 
     def _switch(self, wish: _Wish, request: str) -> UserTurn:
         is_on = bool(self._scene.world.side("user").device[wish.state])  # type: ignore[attr-defined]
@@ -207,7 +189,7 @@ class PhoneOwner:
             return UserTurn(f"It is already {'on' if is_on else 'off'}.")
         return self._call(wish.tool)
 
-    def _call(self, tool: str, arguments: Mapping[str, Any] | None = None) -> UserTurn:
+    def _call(self, tool: str, arguments: Arguments | None = None) -> UserTurn:
         self._called = tool
         return UserTurn(calls=[(tool, arguments or {})])
 
@@ -216,7 +198,7 @@ def _recognise(text: str) -> tuple[_Wish, re.Match[str]] | None:
     """Return the first requested change; if there is none, the first requested check."""
     tools = load_tools("telecom")["user"]
     named = _named_tools() if "_" in text else ()
-    matches = [(wish, wish.pattern.search(text)) for wish in (*_WISHES, *named)]
+    matches = [(wish, wish.search(text)) for wish in (*_WISHES, *named)]
     return min(
         ((wish, match) for wish, match in matches if match is not None),
         key=lambda pair: (
@@ -232,7 +214,7 @@ def _recognise(text: str) -> tuple[_Wish, re.Match[str]] | None:
 def _named_tools() -> Sequence[_Wish]:
     """Return wishes by the tools' names, which assistants read in their policy and may use."""
     return [
-        _wish(rf"\b{name}\b", name)
+        _Wish(rf"\b{name}\b", name)
         for name, info in load_tools("telecom")["user"].items()
         if not info.tool.parameters.get("required")
     ]
