@@ -84,38 +84,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "areal_gym.agents.base": ("Agent", "Episode"),
-    "areal_gym.config": ("RunConfig", "load_config"),
-    "areal_gym.engines.base": ("Engine", "Generation", "SamplingParams"),
-    "areal_gym.envs.base": ("Response", "StepResult", "TextEnv"),
-    "areal_gym.envs.tools": ("Tool", "tool"),
-    "areal_gym.errors": (
-        "ConfigError",
-        "EnvError",
-        "EpisodeError",
-        "GymError",
-        "StopTraining",
-        "ToolError",
-        "UnknownIdError",
-        "UsageError",
-    ),
-    "areal_gym.runs.interactive": ("TrainingResult", "train"),
-    "areal_gym.runs.episodes": ("Rollouts", "evaluate"),
-    "areal_gym.plugins": ("registry",),
-    "areal_gym.rollout.eval_report": ("EvalReport",),
-    "areal_gym.runs.callbacks": ("Callback",),
-    "areal_gym.run_dir.run_dir": ("RunDir",),
-    "areal_gym.types": (
-        "Group",
-        "Message",
-        "StopReason",
-        "Task",
-        "TokenSpan",
-        "Trajectory",
-        "Turn",
-    ),
+    "agents.base": "Agent Episode",
+    "config": "RunConfig load_config",
+    "engines.base": "Engine Generation SamplingParams",
+    "envs.base": "Response StepResult TextEnv",
+    "envs.tools": "Tool tool",
+    "errors": "ConfigError EnvError EpisodeError GymError StopTraining ToolError "
+    "UnknownIdError UsageError",
+    "plugins": "registry",
+    "rollout.eval_report": "EvalReport",
+    "run_dir.run_dir": "RunDir",
+    "runs.callbacks": "Callback",
+    "runs.episodes": "Rollouts evaluate",
+    "runs.interactive": "TrainingResult train",
+    "types": "Group Message StopReason Task TokenSpan Trajectory Turn",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def make(id: str, **kwargs: Any) -> TextEnv:
@@ -140,7 +124,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'areal_gym' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home), name)
+    value = globals()[name] = getattr(import_module(f"areal_gym.{home}"), name)
     return value
 
 

@@ -103,7 +103,7 @@ def _entries(what: str) -> list[Entry]:
     if broken:
         reasons = [f"{plugin}: {problem}" for plugin in broken for problem in plugin.problems]
         raise PluginError(f"{what} does not load", hints=reasons)
-    entries = [Entry(*given) for given in known.manager.registrations if given.plugin in plugins]
+    entries = [entry for entry in known.manager.registrations if entry.plugin in plugins]
     # An adapter is an environment only with a name after the colon.
     checkable = [entry for entry in entries if entry.spec.shown_id == entry.id]
     if not checkable:

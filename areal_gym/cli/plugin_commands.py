@@ -57,7 +57,7 @@ def plugins_command(show_all: bool, strict: bool, as_json: bool) -> None:
 
 
 def _offers(plugin: Plugin) -> list[Any]:
-    return [spec for spec, owner in registry().manager.registrations if owner is plugin]
+    return [entry.spec for entry in registry().manager.registrations if entry.plugin is plugin]
 
 
 def _row(plugin: Plugin) -> dict[str, Any]:

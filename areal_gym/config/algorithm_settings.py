@@ -111,18 +111,18 @@ class CriticConfig(Settings):
     """Coefficient of the value loss with a shared trunk."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Preset:
     """The settings that an algorithm's name stands for."""
 
     summary: str
     advantage: str
     loss: str = "ppo_clip"
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     """Further settings below `trainer`."""
-    filters: tuple[str, ...] = ()
+    filters: tuple[str, ...] = field(default=(), kw_only=True)
     """The value of `rollout.filters`."""
-    refuses: tuple[str, ...] = ()
+    refuses: tuple[str, ...] = field(default=(), kw_only=True)
     """Estimators that contradict the algorithm."""
 
     def trainer(self) -> dict[str, Any]:
@@ -132,81 +132,62 @@ class Preset:
 
 
 _SYMMETRIC = {"clip_low": 0.2, "clip_high": 0.2}
-_UNCLIPPED = {"clip_low": None, "clip_high": None}
+_CONSTANT = {"clip_low": None, "clip_high": None, "aggregation": "constant_length"}
+_SEQUENCE = {"aggregation": "seq_mean"}
+_KL_IN_REWARD = {"coefficient": 0.01, "estimator": "k1", "place": "reward"}
 _WITH_STD = ("grpo", "lite_ppo", "reinforce_pp", "reinforce_pp_baseline")
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": Preset(
-        summary="reward against the siblings' mean and deviation, clipped ratios",
-        advantage="grpo",
+        "reward against the siblings' mean and deviation, clipped ratios",
+        "grpo",
         settings=_SYMMETRIC,
     ),
     "dr_grpo": Preset(
-        summary="GRPO without its bias towards long answers and tasks of low variance",
-        advantage="dr_grpo",
+        "GRPO without its bias towards long answers and tasks of low variance",
+        "dr_grpo",
         settings={**_SYMMETRIC, "aggregation": "constant_length"},
         refuses=_WITH_STD,
     ),
     "dapo": Preset(
-        summary="GRPO with clip-higher, a filter for uninformative groups and an overlong penalty",
-        advantage="grpo",
+        "GRPO with clip-higher, a filter for uninformative groups and an overlong penalty",
+        "grpo",
         settings={"clip_low": 0.2, "clip_high": 0.28, "reward": {"overlong_tail": 0.2}},
         filters=("success-rate",),
     ),
-    "gspo": Preset(
-        summary="one ratio per sequence",
-        advantage="grpo",
-        loss="gspo",
-        settings={"aggregation": "seq_mean"},
-    ),
+    "gspo": Preset("one ratio per sequence", "grpo", "gspo", settings=_SEQUENCE),
     "ppo": Preset(
-        summary="a critic, generalised advantages per token or turn, clipped ratios",
-        advantage="gae",
+        "a critic, generalised advantages per token or turn, clipped ratios",
+        "gae",
         settings={**_SYMMETRIC, "advantage_kwargs": {"is_normalised": True}},
     ),
     "rloo": Preset(
-        summary="REINFORCE with the siblings' mean as baseline",
-        advantage="rloo",
-        settings={**_UNCLIPPED, "aggregation": "constant_length"},
+        "REINFORCE with the siblings' mean as baseline",
+        "rloo",
+        settings=_CONSTANT,
         refuses=_WITH_STD,
     ),
-    "reinforce": Preset(
-        summary="the reward itself, nothing else",
-        advantage="reinforce",
-        settings={**_UNCLIPPED, "aggregation": "constant_length"},
-    ),
+    "reinforce": Preset("the reward itself, nothing else", "reinforce", settings=_CONSTANT),
     "reinforce_pp": Preset(
-        summary="returns normalised over the batch, KL in the reward; needs no groups",
-        advantage="reinforce_pp",
-        settings={
-            **_SYMMETRIC,
-            "kl": {"coefficient": 0.01, "estimator": "k1", "place": "reward"},
-        },
+        "returns normalised over the batch, KL in the reward; needs no groups",
+        "reinforce_pp",
+        settings={**_SYMMETRIC, "kl": _KL_IN_REWARD},
     ),
     "reinforce_pp_baseline": Preset(
-        summary="reward against the siblings' mean, normalised over the batch, KL in the loss",
-        advantage="reinforce_pp_baseline",
+        "reward against the siblings' mean, normalised over the batch, KL in the loss",
+        "reinforce_pp_baseline",
         settings={**_SYMMETRIC, "kl": {"coefficient": 0.01, "estimator": "k2"}},
     ),
     "lite_ppo": Preset(
-        summary="siblings' mean, deviation of the whole batch, token mean",
-        advantage="lite_ppo",
-        settings=_SYMMETRIC,
+        "siblings' mean, deviation of the whole batch, token mean", "lite_ppo", settings=_SYMMETRIC
     ),
     "sapo": Preset(
-        summary="a soft gate on the ratio instead of a clip",
-        advantage="grpo",
-        loss="sapo",
-        settings={"aggregation": "seq_mean"},
+        "a soft gate on the ratio instead of a clip", "grpo", "sapo", settings=_SEQUENCE
     ),
-    "cispo": Preset(
-        summary="clipped weights that drop no token's gradient",
-        advantage="grpo",
-        loss="cispo",
-    ),
+    "cispo": Preset("clipped weights that drop no token's gradient", "grpo", "cispo"),
     "m2po": Preset(
-        summary="GRPO for very stale data: the tokens furthest from their policy are masked",
-        advantage="grpo",
+        "GRPO for very stale data: the tokens furthest from their policy are masked",
+        "grpo",
         settings={**_SYMMETRIC, "correction": {"second_moment": 0.04}},
     ),
 }
@@ -220,18 +201,9 @@ def compares_siblings(advantage: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def check_correction(
-    level: str,
-    action: str,
-    upper: float | None,
-    lower: float | None,
-    measure: str,
-    statistic: str,
+    level: str, action: str, upper: float | None, lower: float | None, measure: str, statistic: str
 ) -> None:
-    """Check a correction for empty bounds and contradicting settings.
-
-    Raises:
-        ConfigError: with the reason.
-    """
+    """Raise ConfigError for empty bounds and contradicting settings."""
     if action == "truncate" and measure != "ratio":
         raise ConfigError(
             f"measure = {measure!r} cannot truncate: its bounds are not bounds of the weight; "
@@ -248,18 +220,3 @@ def check_correction(
         raise ConfigError(f"upper = {upper} must be above 0: weights are positive")
     if action == "mask" and upper is None and lower is None:
         raise ConfigError("action = 'mask' without bounds masks nothing; give upper or lower")
-
-
-def check_estimator(algorithm: str, advantage: str) -> None:
-    """Check that the estimator does not contradict the algorithm.
-
-    Raises:
-        ValueError: with the reason.
-    """
-    if advantage in PRESETS[algorithm].refuses:
-        raise ValueError(
-            f"trainer.algorithm = {algorithm!r} does not divide by the standard deviation, and "
-            f"trainer.advantage = {advantage!r} does; use "
-            f"trainer.algorithm={'lite_ppo' if advantage == 'lite_ppo' else 'grpo'}, or leave "
-            "trainer.advantage out"
-        )

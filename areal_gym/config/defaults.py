@@ -25,13 +25,8 @@ STARTER_DEFAULTS: Mapping[str, Any] = {
 }
 """Suits the small policy that `engine.model=starter` builds; `load_config` applies it."""
 
-_DISTILLATION = {
-    "advantage": "distill",
-    "loss": "ppo_clip",
-    "aggregation": "token_mean",
-    "clip_low": None,
-    "clip_high": None,
-}
+_UNCLIPPED = {"clip_low": None, "clip_high": None}
+_DISTILLATION = PRESETS["grpo"].trainer() | {"advantage": "distill", **_UNCLIPPED}
 
 # A preset's settings that go with its estimator or its loss: another one has its own.
 _BELONG_TO = {
@@ -56,9 +51,8 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
     env, agent, trainer, rollout = (tree.get(section, {}) for section in sections)
     filled = dict(tree)
     if isinstance(trainer, Mapping):
-        filled["trainer"] = fill_in_trainer(
-            merged(_DISTILLATION if objective == "distill" else {}, trainer)
-        )
+        own_defaults = _DISTILLATION if objective == "distill" else {}
+        filled["trainer"] = fill_in_trainer(merged(own_defaults, trainer))
     if isinstance(env, Mapping) and env.get("id") == ONLINE and isinstance(agent, Mapping):
         filled["agent"] = {"id": ONLINE, **agent}
     algorithm = _algorithm_of(trainer)
@@ -89,9 +83,7 @@ def fill_in_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
 def without_defaults(trainer: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Return `trainer` without what its algorithm fills in: the reverse of `fill_in_trainer`.
 
-    Args:
-        trainer: settings below `trainer`, such as those of a recorded run.
-        resolved: those of a run with the same algorithm, estimator and loss, and nothing else.
+    `resolved` are the settings with the same algorithm, estimator and loss, and nothing else.
     """
     preset = PRESETS[resolved["algorithm"]]
     usual = {key: resolved[key] for key in _PARTS}

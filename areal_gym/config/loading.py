@@ -30,11 +30,8 @@ def load_config(
 ) -> RunConfig:
     """Return settings: defaults < `base` < the YAML `file` < `flags` < `overrides`.
 
-    Args:
-        file: a recipe.
-        overrides: texts `key=value`, like "trainer.lr=1e-5".
-        base: a tree of settings.
-        flags: values by dotted key.
+    `base` is a tree of settings, `flags` has values by dotted key, and `overrides` are texts like
+    "trainer.lr=1e-5".
 
     Raises:
         ConfigError: unreadable file, unknown key (with a suggestion), wrong value, or a conflict.
@@ -128,33 +125,30 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return {key: v for key, v in tree.items() if not (v is None and key in sections)}
 
 
-def _nearest(key: str, known: Sequence[str]) -> list[str]:
+def _nearest(key: str, known: Sequence[str]) -> str | None:
     """Suggest settings of any section whose last word is close to the key's."""
     section, _, word = key.rpartition(".")
     words = {name: name.rpartition(".")[2] for name in known}
     close = difflib.get_close_matches(word, sorted(set(words.values())))
     names = [name for name in known if words[name] in close]
     names.sort(key=lambda name: (close.index(words[name]), not name.startswith(f"{section}.")))
-    near = f"did you mean {' or '.join(map(repr, names[:3]))}?" if names else None
-    near = near or did_you_mean(key, known)
-    return [] if near is None else [near]
+    if names:
+        return f"did you mean {' or '.join(map(repr, names[:3]))}?"
+    return did_you_mean(key, known)
 
 
 def _explain(error: ValidationError, source: str) -> ConfigError:
     known = field_names()
     lines: list[str] = []
-    hints: list[str] = []
+    hints: list[str | None] = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r} in {source}")
-            hints += _nearest(key, known)
+            hints.append(_nearest(key, known))
         else:
-            reason = problem["msg"].removeprefix("Value error, ")
-            lines.append(
-                f"{key} = {problem['input']!r}: {reason}"
-                if key and problem["type"] != "value_error"
-                else reason
-            )
+            is_own = not key or problem["type"] == "value_error"  # names the setting itself
+            asked = "" if is_own else f"{key} = {problem['input']!r}: "
+            lines.append(asked + problem["msg"].removeprefix("Value error, "))
     hints.append("all settings: areal-gym train --dry-run")
     return ConfigError("; ".join(lines), hints=hints)

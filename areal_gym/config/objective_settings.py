@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from areal_gym.config.settings_model import Settings
+from areal_gym.config.settings_model import Settings, Urls
 
 OBJECTIVES: Mapping[str, str] = {
     "rl": "maximise the reward of episodes (reinforcement learning)",
@@ -50,23 +50,14 @@ class TeacherConfig(Settings):
 
     model: str | None = None
     """A checkpoint directory, or a run directory: its newest checkpoint."""
-    url: tuple[str, ...] = ()
+    url: Urls = ()
     """SGLang servers that serve the teacher; no weights are published to them."""
-
-    @field_validator("url", mode="before")
-    @classmethod
-    def _accept_one_url(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
 
 def check_objective(
     objective: str, advantage: str, data: DataConfig, teacher: TeacherConfig, temperature: float
 ) -> None:
-    """Check that the settings fit the objective.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise ValueError if the settings do not fit the objective."""
     if objective == "distill":
         if (teacher.model is None) == (not teacher.url):
             raise ValueError(

@@ -7,11 +7,7 @@ ONLINE = "online"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port`.
-
-    Raises:
-        ValueError: it is not an address.
-    """
+    """Split `host:port`; raise ValueError if it is no address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{address!r} is not an address; write host:port, port 0 is any free one")
@@ -19,12 +15,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_online(env: str, agent: str, model: str, *, is_elsewhere: bool) -> None:
-    """Check the settings of an online run.
+    """Raise ValueError for settings that an online run cannot have.
 
     `is_elsewhere` says whether episodes are played in other processes, or in lockstep.
-
-    Raises:
-        ValueError: with the reason.
     """
     if (env == ONLINE) != (agent == ONLINE):
         raise ValueError(

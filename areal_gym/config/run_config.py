@@ -96,20 +96,17 @@ class RunConfig(Settings):
         rollout, trainer = self.rollout, self.trainer
         filters = [group_filter.id for group_filter in rollout.filters]
         loggers = [logger.id for logger in self.loggers]
-        for key, kind, ids in (
-            ("rollout.filters", "filter", filters),
-            ("loggers", "logger", loggers),
-        ):
+        for key, ids in (("rollout.filters", filters), ("loggers", loggers)):
             if len(set(ids)) < len(ids):
+                kind = key.rpartition(".")[2].removesuffix("s")
                 raise ValueError(f"{key} names a {kind} twice: {', '.join(ids)}")
-        if rollout.group_size == 1:
-            for name in ("success-rate", "zero-variance"):
-                if name in filters:
-                    raise ValueError(
-                        f"rollout.filters has {name!r}, which drops every group of one "
-                        "(rollout.group_size = 1): nothing would be left to train on; use "
-                        "rollout.group_size=2 or more, or rollout.filters=[]"
-                    )
+        for name in {"success-rate", "zero-variance"}.intersection(filters):
+            if rollout.group_size == 1:
+                raise ValueError(
+                    f"rollout.filters has {name!r}, which drops every group of one "
+                    "(rollout.group_size = 1): nothing would be left to train on; use "
+                    "rollout.group_size=2 or more, or rollout.filters=[]"
+                )
         is_relative = compares_siblings(trainer.advantage, trainer.advantage_kwargs)
         if rollout.group_size == 1 and is_relative:
             raise ValueError(
@@ -131,16 +128,13 @@ class RunConfig(Settings):
     def _check_deterministic(self) -> None:
         if not self.deterministic:
             return
-        wrong = [
-            f"{name} = {value!r}"
-            for name, value, needed in (
-                ("rollout.max_staleness", self.rollout.max_staleness, (0,)),
-                ("engine.id", self.engine.id, ("embedded",)),
-                ("engine.device", self.engine.device, ("auto", "cpu")),
-                ("trainer.device", self.trainer.device, ("auto", "cpu")),
-            )
-            if value not in needed
-        ]
+        needed = (
+            ("rollout.max_staleness", self.rollout.max_staleness, (0,)),
+            ("engine.id", self.engine.id, ("embedded",)),
+            ("engine.device", self.engine.device, ("auto", "cpu")),
+            ("trainer.device", self.trainer.device, ("auto", "cpu")),
+        )
+        wrong = [f"{key} = {value!r}" for key, value, possible in needed if value not in possible]
         if wrong:
             raise ValueError(
                 "deterministic = true needs a synchronous run with the embedded engine on a "
@@ -174,12 +168,9 @@ class RunConfig(Settings):
         """The first part of the names of its runs, before the date."""
         return self.env.id if self.objective == "rl" else f"{self.objective}-{self.env.id}"
 
-    @property
-    def _starts_servers(self) -> bool:
-        return self.engine.id == "sglang" and not self.engine.url and not self.cluster.servers
-
     def _check_cluster(self) -> None:
         cluster = self.cluster
+        has_own_server = self.engine.id == "sglang" and not (self.engine.url or cluster.servers)
         if cluster.address is None:
             for name in ("rollout_workers", "servers"):
                 if number := getattr(cluster, name):
@@ -197,7 +188,7 @@ class RunConfig(Settings):
                 f"deterministic = true with cluster.address = {cluster.address!r}: which processes "
                 "share a batch depends on the network; leave cluster.address at null"
             )
-        elif cluster.rollout_workers and cluster.address != "local" and self._starts_servers:
+        elif cluster.rollout_workers and cluster.address != "local" and has_own_server:
             raise ValueError(
                 "engine.id = 'sglang' without engine.url starts a server that only this machine "
                 f"reaches, and cluster.address = {cluster.address!r} has others: "
@@ -216,11 +207,7 @@ class RunConfig(Settings):
 
 
 def require_plain_sampling(config: RunConfig) -> None:
-    """Refuse truncated sampling (top_p, top_k) in training; evaluations may use it.
-
-    Raises:
-        ConfigError: `rollout.top_p` or `rollout.top_k` truncates.
-    """
+    """Raise ConfigError for truncated sampling (top_p, top_k); evaluations may use it."""
     if config.objective in SUPERVISED:  # does not train on samples
         return
     # Engines report log-probabilities over the whole vocabulary, which understate how often a token

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from areal_gym.config.algorithm_settings import (
+    PRESETS,
     CorrectionConfig,
     CriticConfig,
     KlConfig,
     RewardConfig,
-    check_estimator,
 )
 from areal_gym.config.defaults import fill_in_trainer
-from areal_gym.config.settings_model import Settings
+from areal_gym.config.settings_model import Settings, Urls
 
 
 class EnvConfig(Settings):
@@ -63,7 +63,7 @@ class EngineConfig(Settings):
     """The engine's id (`areal-gym list engines`)."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine's class (see `areal-gym show ENGINE`)."""
-    url: tuple[str, ...] = ()
+    url: Urls = ()
     """URL of a server, for engine "sglang"; without any, areal-gym starts one itself."""
     model: str = "starter"
     """The policy: a checkpoint directory, or "starter", a small policy that is built once and
@@ -81,11 +81,6 @@ class EngineConfig(Settings):
     """"auto" takes CUDA when there is one."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of the engine; one is fastest for small models."""
-
-    @field_validator("url", mode="before")
-    @classmethod
-    def _accept_one_url(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
 
 class RolloutConfig(Settings):
@@ -137,13 +132,8 @@ class LoraConfig(Settings):
     alpha: float = Field(32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
     targets: tuple[str, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
     )
     """Matrices of each layer that get an adapter."""
 
@@ -228,7 +218,13 @@ class TrainerConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_estimator(self.algorithm, self.advantage)
+        if self.advantage in PRESETS[self.algorithm].refuses:
+            other = "lite_ppo" if self.advantage == "lite_ppo" else "grpo"
+            raise ValueError(
+                f"trainer.algorithm = {self.algorithm!r} does not divide by the standard "
+                f"deviation, and trainer.advantage = {self.advantage!r} does; use "
+                f"trainer.algorithm={other}, or leave trainer.advantage out"
+            )
         if self.lora is not None and self.optimizer == "muon":
             raise ValueError(
                 "lora with optimizer = 'muon': Muon orthogonalises whole matrices, and an adapter "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic.fields import FieldInfo
 
 
@@ -17,12 +17,18 @@ class Settings(BaseModel):
     )
 
 
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Urls = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+"""URLs; one alone may be a text."""
+
+
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
     """Return the model of a setting that is a section of its own; None for a plain value."""
-    annotation = info.annotation
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return None
+    kind = info.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def bounds(info: FieldInfo) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ A recipe that is named with `-c` counts as chosen by the user.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -44,20 +45,15 @@ def remember_settings(config: RunConfig) -> None:
     """Note in the cache, if it is writable, that this user runs with these settings."""
     if powerful := powerful_settings(config):
         file = _note_of(powerful)
-        try:
+        with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
-        except OSError:
-            return
 
 
 def require_chosen(config: RunConfig, source: Path, given: Sequence[str]) -> None:
-    """Refuse settings of a run directory that this user has not chosen.
+    """Refuse settings of the file `source` that this user has not chosen.
 
-    Args:
-        config: the settings, resolved.
-        source: the file that they come from.
-        given: dotted keys that the user has set; they cover the keys below them.
+    `given` are dotted keys that the user has set; they cover the keys below them.
 
     Raises:
         UsageError: one of them would start a program, import a module or reach another machine.

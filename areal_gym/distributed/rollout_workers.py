@@ -25,8 +25,8 @@ from areal_gym.engines.base import Engine
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import ConfigError, GymError, InfrastructureError, WorkerError
 from areal_gym.recording import stop_reason_of
-from areal_gym.rollout.env_pool import EnvPool
 from areal_gym.rollout.episode_runners import (
+    EnvPool,
     EpisodeRequest,
     EpisodeSetup,
     LocalEpisodeRunner,

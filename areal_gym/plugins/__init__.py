@@ -1,8 +1,7 @@
 """Plugins: what a `plugin.py` imports, and the registry of what plugins offer."""
 
-from areal_gym.plugins.hookspecs import HookSpecs, hookimpl
-from areal_gym.plugins.manager import Candidate, Plugin, PluginManager
-from areal_gym.plugins.registry import Entry, Kind, Registry, registry, set_registry
+from areal_gym.plugins.manager import Candidate, Entry, Plugin, PluginManager
+from areal_gym.plugins.registry import Kind, Registry, registry, set_registry
 from areal_gym.plugins.specs import (
     KINDS,
     AdvantageSpec,
@@ -12,6 +11,7 @@ from areal_gym.plugins.specs import (
     EngineSpec,
     EnvSpec,
     FilterSpec,
+    HookSpecs,
     LoggerSpec,
     PolicyLossSpec,
     RetrieverSpec,
@@ -20,6 +20,7 @@ from areal_gym.plugins.specs import (
     ToolSpec,
     TrainerSpec,
     WeightSyncSpec,
+    hookimpl,
 )
 
 __all__ = [

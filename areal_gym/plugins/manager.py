@@ -9,28 +9,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 import pluggy
 
-from areal_gym.errors import did_you_mean
-from areal_gym.plugins.hookspecs import GROUP, HookSpecs
-from areal_gym.plugins.specs import KINDS, Spec
+from areal_gym.errors import ConfigError, PluginError, did_you_mean
+from areal_gym.plugins.specs import GROUP, KINDS, HookSpecs, Spec
 from areal_gym.version import __version__
 
 DISTRIBUTION = "areal-gym"
 
+_BUILT_IN_PARTS = ("agents", "engines", "envs", "loggers", "rollout", "trainer")
 BUILT_IN: Mapping[str, str] = {
-    "agents": "areal_gym.agents.plugin",
-    "engines": "areal_gym.engines.plugin",
-    "envs": "areal_gym.envs.plugin",
-    "loggers": "areal_gym.loggers.plugin",
-    "rollout": "areal_gym.rollout.plugin",
+    **{name: f"areal_gym.{name}.plugin" for name in _BUILT_IN_PARTS},
     "sandboxes": "areal_gym.sandbox.plugin",
-    "trainer": "areal_gym.trainer.plugin",
 }
 """The entry points of areal-gym itself, for a source tree that is not installed."""
 
@@ -53,18 +49,25 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plugin:
+class Plugin(Candidate):
     """A candidate after the attempt to load it."""
 
-    name: str
-    distribution: str
-    version: str
-    module: str
     is_blocked: bool = False
     hooks: tuple[str, ...] = ()
     """The hooks that it implements."""
     problems: tuple[str, ...] = ()
     """What is wrong with it, one sentence each; its other hooks are used nevertheless."""
+
+    @classmethod
+    def of(cls, candidate: Candidate, **outcome: Any) -> Plugin:
+        """Return the plugin that a candidate has become."""
+        given = {field.name: getattr(candidate, field.name) for field in fields(candidate)}
+        return cls(**given, **outcome)
+
+    @property
+    def module(self) -> str:
+        """The full name of the plugin module."""
+        return self.target if isinstance(self.target, str) else self.target.__name__
 
     @property
     def source(self) -> str:
@@ -88,11 +91,72 @@ class Plugin:
         return f"{self.name} ({self.source})"
 
 
-class Registration(NamedTuple):
-    """A spec, and the plugin that yielded it."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A registered spec and the plugin that registered it."""
 
     spec: Spec
     plugin: Plugin
+
+    @property
+    def id(self) -> str:
+        """The id that people type."""
+        return self.spec.id
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Import names that the entry requires and that are not installed."""
+        return tuple(name for name in self.spec.requires if not _is_importable(name))
+
+    @property
+    def install_command(self) -> str:
+        """The command that installs what is missing; empty when nothing is."""
+        if not self.missing:
+            return ""
+        has_extras = not self.plugin.distribution.startswith("(")  # "(not installed)" has none
+        if self.spec.extra and has_extras:
+            return f"pip install '{self.plugin.distribution}[{self.spec.extra}]'"
+        return f"pip install {' '.join(self.missing)}"
+
+    def require_installed(self) -> None:
+        """Raise ConfigError if a required package is missing, without importing anything."""
+        if self.missing:
+            raise ConfigError(
+                f"{self.spec.kind} {self.id!r} needs {', '.join(self.missing)}",
+                hints=[f"install it: {self.install_command}"],
+            )
+
+    def load(self) -> Any:
+        """Import what the spec names: a class, a function or an object.
+
+        Raises:
+            ConfigError: a required package is not installed.
+            PluginError: it cannot be imported, or the module does not have it.
+        """
+        self.require_installed()
+        module_name, _, path = self.spec.entry_point.partition(":")
+        try:
+            target: Any = import_module(module_name)
+            for name in path.split("."):
+                target = getattr(target, name)
+        except Exception as error:
+            raise PluginError(
+                f"{self.spec.kind} {self.id!r} of plugin {self.plugin} cannot be imported from "
+                f"{self.spec.entry_point}: {type(error).__name__}: {error}"
+            ) from error
+        return target
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `areal-gym list --json` prints and a run directory records, JSON-ready."""
+        spec, plugin = self.spec, self.plugin
+        return {
+            **{name: getattr(spec, name) for name in ("id", "kind", "summary", "entry_point")},
+            "plugin": plugin.name,
+            "distribution": plugin.distribution,
+            "version": plugin.version,
+            "missing": list(self.missing),
+            "install_command": self.install_command,
+        }
 
 
 def discover() -> list[Candidate]:
@@ -119,14 +183,10 @@ def discover() -> list[Candidate]:
 
 
 class PluginManager:
-    """Loads candidates and calls their hooks.
+    """Loads candidates, in this order, and calls their hooks.
 
-    Example: `PluginManager([Candidate(name="mine", target=my_plugin_module)])`.
-
-    Args:
-        candidates: what to load, in this order.
-        only: names of the plugins to load; None loads all.
-        blocked: names of plugins not to load.
+    Example: `PluginManager([Candidate(name="mine", target=my_plugin_module)])`. `only` has the
+    names of the plugins to load (None loads all), `blocked` those of plugins not to load.
     """
 
     def __init__(
@@ -140,7 +200,7 @@ class PluginManager:
         self._pluggy.add_hookspecs(HookSpecs)
         self.plugins: list[Plugin] = []
         """All candidates, loaded or not, in order."""
-        self.registrations: list[Registration] = []
+        self.registrations: list[Entry] = []
         """The specs that the loaded plugins yielded, in order."""
         self.notices: list[str] = []
         """Remarks about the installation, which the command line prints first."""
@@ -148,7 +208,7 @@ class PluginManager:
         for candidate in candidates:
             known.append(candidate.name)
             if candidate.name in blocked or (only is not None and candidate.name not in only):
-                self.plugins.append(_plugin(candidate, is_blocked=True))
+                self.plugins.append(Plugin.of(candidate, is_blocked=True))
             else:
                 self._load(candidate)
         for name in (*(only or ()), *blocked):
@@ -162,9 +222,7 @@ class PluginManager:
     ) -> PluginManager:
         """Load all installed plugins, or those that AREAL_GYM_PLUGINS=a,b names.
 
-        Args:
-            blocked: names of plugins not to load.
-            modules: further plugin modules that no distribution declares.
+        `modules` are further plugin modules, which no distribution declares.
         """
         chosen = os.environ.get("AREAL_GYM_PLUGINS")
         only = None
@@ -172,7 +230,9 @@ class PluginManager:
             only = [*filter(None, (name.strip() for name in chosen.split(","))), *modules]
         candidates = discover() + [Candidate(name=module, target=module) for module in modules]
         manager = cls(candidates, only=only, blocked=blocked)
-        if not _is_installed():
+        try:
+            metadata.distribution(DISTRIBUTION)
+        except metadata.PackageNotFoundError:
             manager.notices.append(
                 f"{DISTRIBUTION} is not installed; built-in plugins are loaded from the source tree"
             )
@@ -190,14 +250,14 @@ class PluginManager:
             self._pluggy.register(module, name=f"{candidate.distribution}:{candidate.name}")
         # SystemExit: a module that calls sys.exit() on import must not end the process.
         except (Exception, SystemExit) as error:
-            self.plugins.append(_plugin(candidate, problems=(_reason(error),)))
+            self.plugins.append(Plugin.of(candidate, problems=(_reason(error),)))
             return
         hooks: list[str] = []
         specs: list[Spec] = []
         problems = list(_misnamed_hooks(module))
         for caller in self._pluggy.get_hookcallers(module) or ():
             if not caller.has_spec():
-                near = did_you_mean(caller.name, _hook_names())
+                near = did_you_mean(caller.name, [kind.hook for kind in KINDS.values()])
                 problems.append(f"no hook is named {caller.name!r}" + (f"; {near}" if near else ""))
                 continue
             (impl,) = (impl for impl in caller.get_hookimpls() if impl.plugin is module)
@@ -208,47 +268,16 @@ class PluginManager:
                 problems.append(f"{caller.name}: {_reason(error)}")
         if not hooks and not problems:
             problems.append("it implements no hook; is @hookimpl missing?")
-        plugin = _plugin(candidate, hooks=tuple(hooks), problems=tuple(problems))
+        plugin = Plugin.of(candidate, hooks=tuple(hooks), problems=tuple(problems))
         self.plugins.append(plugin)
-        self.registrations += [Registration(spec, plugin) for spec in specs]
-
-
-def _plugin(
-    candidate: Candidate,
-    *,
-    is_blocked: bool = False,
-    hooks: tuple[str, ...] = (),
-    problems: tuple[str, ...] = (),
-) -> Plugin:
-    target = candidate.target
-    return Plugin(
-        name=candidate.name,
-        distribution=candidate.distribution,
-        version=candidate.version,
-        module=target if isinstance(target, str) else target.__name__,
-        is_blocked=is_blocked,
-        hooks=hooks,
-        problems=problems,
-    )
-
-
-def _is_installed() -> bool:
-    try:
-        metadata.distribution(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _hook_names() -> list[str]:
-    return [spec.hook for spec in KINDS.values()]
+        self.registrations += [Entry(spec, plugin) for spec in specs]
 
 
 def _misnamed_hooks(module: ModuleType) -> Iterator[str]:
-    for name in _hook_names():
-        function = getattr(module, name, None)
+    for kind in KINDS.values():
+        function = getattr(module, kind.hook, None)
         if callable(function) and not hasattr(function, f"{GROUP}_impl"):
-            yield f"{name} is not marked with @hookimpl"
+            yield f"{kind.hook} is not marked with @hookimpl"
 
 
 def _checked(hook: str, specs: object) -> Iterator[Spec]:
@@ -267,3 +296,10 @@ def _checked(hook: str, specs: object) -> Iterator[Spec]:
 def _reason(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

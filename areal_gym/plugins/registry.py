@@ -3,112 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from areal_gym.errors import (
-    ConfigError,
     DuplicateIdError,
-    PluginError,
     UnknownIdError,
     UsageError,
     choices,
     did_you_mean,
 )
-from areal_gym.plugins.manager import Plugin, PluginManager
-from areal_gym.plugins.specs import KINDS, EnvSpec, Spec
+from areal_gym.plugins.manager import Entry, PluginManager
+from areal_gym.plugins.specs import KINDS, EnvSpec
 
 Kind = str
 """A word of `KINDS`, like "losses"."""
 
 
 def as_kind(word: str) -> Kind:
-    """Return the kind that the word names.
-
-    Raises:
-        UsageError: there is no such kind; with a suggestion.
-    """
+    """Return the kind that the word names, or raise UsageError with a suggestion."""
     if word in KINDS:
         return word
     raise UsageError(f"unknown kind of plugin {word!r}", hints=choices(word, KINDS))
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A registered spec and the plugin that registered it."""
-
-    spec: Spec
-    plugin: Plugin
-
-    @property
-    def id(self) -> str:
-        """The id that people type."""
-        return self.spec.id
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Import names that the entry requires and that are not installed."""
-        return tuple(name for name in self.spec.requires if not _is_importable(name))
-
-    @property
-    def install_command(self) -> str:
-        """The command that installs what is missing; empty when nothing is."""
-        if not self.missing:
-            return ""
-        has_extras = not self.plugin.distribution.startswith("(")  # "(not installed)" has none
-        if self.spec.extra and has_extras:
-            return f"pip install '{self.plugin.distribution}[{self.spec.extra}]'"
-        return f"pip install {' '.join(self.missing)}"
-
-    def require_installed(self) -> None:
-        """Raise if a required package is not installed, without importing anything.
-
-        Raises:
-            ConfigError: a required package is not installed.
-        """
-        if self.missing:
-            raise ConfigError(
-                f"{self.spec.kind} {self.id!r} needs {', '.join(self.missing)}",
-                hints=[f"install it: {self.install_command}"],
-            )
-
-    def load(self) -> Any:
-        """Import what the spec names: a class, a function or an object.
-
-        Raises:
-            ConfigError: a required package is not installed.
-            PluginError: it cannot be imported, or the module does not have it.
-        """
-        self.require_installed()
-        module_name, _, path = self.spec.entry_point.partition(":")
-        try:
-            target: Any = import_module(module_name)
-            for name in path.split("."):
-                target = getattr(target, name)
-        except Exception as error:
-            raise PluginError(
-                f"{self.spec.kind} {self.id!r} of plugin {self.plugin} cannot be imported from "
-                f"{self.spec.entry_point}: {type(error).__name__}: {error}"
-            ) from error
-        return target
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what `areal-gym list --json` prints and a run directory records, JSON-ready."""
-        return {
-            "id": self.id,
-            "kind": self.spec.kind,
-            "summary": self.spec.summary,
-            "entry_point": self.spec.entry_point,
-            "plugin": self.plugin.name,
-            "distribution": self.plugin.distribution,
-            "version": self.plugin.version,
-            "missing": list(self.missing),
-            "install_command": self.install_command,
-        }
 
 
 class Registry:
@@ -120,7 +38,7 @@ class Registry:
     def entries(self, kind: Kind) -> list[Entry]:
         """Return all entries of a kind, by id. An id claimed by two plugins occurs twice."""
         spec_type = KINDS[as_kind(kind)]
-        entries = [Entry(*r) for r in self.manager.registrations if isinstance(r.spec, spec_type)]
+        entries = (e for e in self.manager.registrations if isinstance(e.spec, spec_type))
         return sorted(entries, key=lambda entry: entry.id)
 
     def get(self, kind: Kind, id: str) -> Entry:
@@ -163,8 +81,8 @@ class Registry:
             raise UsageError(
                 f"{entry.spec.kind} {id!r}: {error}",
                 hints=[
-                    *([f"name it after a colon: {entry.spec.shown_id}"] if is_adapter else []),
-                    *filter(None, (did_you_mean(name, known) for name in wrong)),
+                    f"name it after a colon: {entry.spec.shown_id}" if is_adapter else None,
+                    *(did_you_mean(name, known) for name in wrong),
                     f"it takes: {', '.join(known) or 'no arguments'}",
                 ],
             ) from None
@@ -172,11 +90,8 @@ class Registry:
 
     def check_duplicates(self, kind: Kind) -> None:
         """Raise DuplicateIdError for the first id of the kind that is claimed twice."""
-        by_id: dict[str, list[Entry]] = {}
-        for entry in self.entries(kind):
-            by_id.setdefault(entry.id, []).append(entry)
-        for claims in by_id.values():
-            if len(claims) > 1:
+        for _, entries in itertools.groupby(self.entries(kind), key=lambda entry: entry.id):
+            if len(claims := list(entries)) > 1:
                 raise _duplicate(claims)
 
     def absences(self) -> list[str]:
@@ -193,9 +108,7 @@ class Registry:
 
     def _unknown(self, kind: Kind, id: str, known: list[str]) -> UnknownIdError:
         near = did_you_mean(id.partition(":")[0], known)
-        hints = [near] if near else []
-        hints.append(f"see all: areal-gym list {kind}")
-        hints += self.absences()
+        hints = [near, f"see all: areal-gym list {kind}", *self.absences()]
         return UnknownIdError(f"no {KINDS[kind].kind} {id!r}", hints=hints)
 
 
@@ -214,13 +127,6 @@ def _duplicate(claims: list[Entry]) -> DuplicateIdError:
         + " and by plugin ".join(str(claim.plugin) for claim in claims),
         hints=[f"block one: areal-gym -p no:{claims[-1].plugin.name} ..."],
     )
-
-
-def _is_importable(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 @cache

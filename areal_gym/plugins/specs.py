@@ -1,19 +1,42 @@
 """The kinds of plugins, one class each: typed descriptions whose entry points load on use.
 
+A plugin is one cheap module that imports `areal_gym.plugins` and nothing else; its hooks are
+functions that yield specs, and their order does not matter:
+
+    @hookimpl
+    def register_envs() -> Iterable[EnvSpec]:
+        yield EnvSpec(id="dice", entry_point="my_dice.env:Dice", summary="guess the sum")
+
+Its distribution declares it in the entry-point group `areal_gym`:
+
+    [project.entry-points."areal_gym"]
+    dice = "my_dice.plugin"
+
 A new kind is one class statement here (and its name in `areal_gym.plugins`). Its hook, its place in
 `KINDS`, `areal-gym list`, `areal-gym show`, completion and the tests of the docs follow.
+docs/plugins.md has a section with an example for each hook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from areal_gym.plugins.hookspecs import add_hook
+import pluggy
+
+GROUP = "areal_gym"
+"""The entry-point group, and pluggy's project name."""
+
+hookimpl = pluggy.HookimplMarker(GROUP)
+"""Marks a function of a plugin module as the implementation of the hook of that name."""
 
 KINDS: dict[str, type[Spec]] = {}
 """The words that people type (`areal-gym list WORD`), and the specs they stand for."""
+
+
+class HookSpecs:
+    """One hook for each kind of plugin, such as `register_envs`: `Spec` adds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +87,32 @@ class Spec:
         cls.hook = hook or f"register_{plural}"
         cls.setting, cls.set_by, cls.takes_from_run = setting, set_by, takes_from_run
         KINDS[plural] = cls
-        add_hook(cls.hook, cls.__name__, cls.__doc__ or "")
+        setattr(HookSpecs, cls.hook, _hook(cls))
 
     @property
     def shown_id(self) -> str:
         """The id, as lists show it."""
         return self.id
+
+
+def _hook(cls: type[Spec]) -> Any:
+    """Declare the hook of a kind of plugin; its documentation is the contract of the kind."""
+
+    def hook(self: HookSpecs) -> Iterable[object]:
+        return ()
+
+    name = cls.__name__
+    hook.__name__ = cls.hook
+    hook.__qualname__ = f"HookSpecs.{cls.hook}"
+    hook.__doc__ = f"""{cls.__doc__ or ""}
+
+        Example::
+
+            @hookimpl
+            def {cls.hook}() -> Iterable[{name}]:
+                yield {name}(id="mine", entry_point="my_plugin:Mine", summary="what it does")
+        """
+    return pluggy.HookspecMarker(GROUP)(hook)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,20 +14,12 @@ _SUCCESS = 1.0 - 1e-9
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Return means over the trajectories of a batch that is about to be trained on.
 
-    Args:
-        groups: the batch.
-        version: the version of the weights that will be trained; staleness is counted from it.
-
-    Returns:
-        `reward/...` (named parts, by environment, pass@1 and pass@k for the smallest group's size),
-        `rollout/...` (tokens, turns, truncation, stop reasons, forks), `env/...` (the environment's
-        own), and `staleness/N`, the share of tokens that lag N versions behind.
+    `version` is that of the weights that will be trained: staleness is counted from it.
+    docs/metrics.md describes the metrics.
     """
     trajectories = [trajectory for group in groups for trajectory in group]
-    metrics = {
-        f"reward/part/{name}": value
-        for name, value in merge_means([t.reward_parts for t in trajectories]).items()
-    }
+    parts = merge_means([t.reward_parts for t in trajectories])
+    metrics = {f"reward/part/{name}": value for name, value in parts.items()}
     by_env: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_env.setdefault(trajectory.env_id, []).append(trajectory)
@@ -55,19 +47,14 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     stops = Counter(str(t.stop_reason) for t in trajectories)
     metrics |= {f"rollout/stop/{r}": n / len(trajectories) for r, n in sorted(stops.items())}
     metrics["rollout/truncated"] = mean(t.stop_reason.is_truncation for t in trajectories)
-    metrics["time/engine_per_episode_s"] = mean(_seconds(t, "engine_s") for t in trajectories)
-    metrics["time/env_per_episode_s"] = mean(_seconds(t, "env_s") for t in trajectories)
+    for name in ("engine", "env"):
+        seconds = (sum(getattr(turn, f"{name}_s") for turn in t.turns) for t in trajectories)
+        metrics[f"time/{name}_per_episode_s"] = mean(map(float, seconds))
     own = merge_means([t.metrics for t in trajectories])
     metrics |= {f"env/{name}": value for name, value in own.items()}
     lags = Counter[int]()
-    for trajectory in trajectories:
-        for span in trajectory.spans:
-            if span.policy_version is not None:
-                lags[version - span.policy_version] += len(span)
-    total = lags.total()
-    metrics |= {f"staleness/{lag}": n / total for lag, n in sorted(lags.items())}
+    for span in (span for t in trajectories for span in t.spans):
+        if span.policy_version is not None:
+            lags[version - span.policy_version] += len(span)
+    metrics |= {f"staleness/{lag}": n / lags.total() for lag, n in sorted(lags.items())}
     return metrics
-
-
-def _seconds(trajectory: Trajectory, name: str) -> float:
-    return sum(float(getattr(turn, name)) for turn in trajectory.turns)

@@ -34,23 +34,18 @@ class Curriculum(Protocol):
         Raises:
             ConfigError: there is nothing to choose from.
         """
-        ...
 
     def choose(self, rng: random.Random) -> Mapping[str, Any]:
         """Return options for `env.reset`, fit for JSON, besides the split. Changes no state."""
-        ...
 
     def observe(self, options: Mapping[str, Any], rewards_G: Sequence[float]) -> None:
         """Learn from the rewards of a group with these options; filters do not matter."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return what was learned, fit for JSON."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue with what `state` returned. Called after `prepare`."""
-        ...
 
 
 @dataclass(slots=True)

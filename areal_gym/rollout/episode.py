@@ -75,10 +75,10 @@ async def play_episode(
         options: for `env.reset`, such as `{"task": task}` or `{"split": "test", "index": 3}`.
         seed: of the environment and of sampling.
         params: how to sample; `seed` and `stop_token_ids` are set here.
-        trajectory_id: the trajectory's name in files.
-        group_id: the name of its group.
+        trajectory_id: a name for files.
+        group_id: a name for files.
         env_id: the registered id; the class's name by default.
-        agent_id: the agent's registered id.
+        agent_id: the registered id.
         timeout_s: wall-clock limit; beyond it the episode has failed (`TIMEOUT`).
         in_flight: counters to keep up to date.
 
@@ -89,10 +89,9 @@ async def play_episode(
     recorder = Recorder(engine, renderer, params, seed=seed, in_flight=in_flight)
     episode = _RecordedEpisode(env, recorder, group_id)
     recorder.in_flight.episodes += 1
+    reset = partial(env.areset, seed=seed, options=options)
     try:
-        await _play_to_end(
-            episode, agent, partial(env.areset, seed=seed, options=options), timeout_s
-        )
+        await _play_to_end(episode, agent, reset, timeout_s)
     finally:
         episode.close()
         try:
@@ -129,16 +128,20 @@ async def _play_to_end(
             try:
                 await agent.play(episode)
             except BaseException as error:
-                if not _is_failure(error):
-                    raise
-                episode.blame_agent(error)
+                if _is_failure(error):
+                    episode.blame_agent(error)
                 raise
     except EpisodeError as error:
         episode.recorder.fail(error)
     except _EpisodeOver:
         pass
     except TimeoutError:
-        episode.recorder.fail(_timeout_error(timeout_s, engine, num_outages))
+        failure: EpisodeError = EpisodeTimeoutError(f"the episode took more than {timeout_s:g} s")
+        if isinstance(engine, InterruptedEngine) and (
+            engine.outage_s > 0 or engine.num_outages != num_outages
+        ):
+            failure = EngineUnreachableError(f"{failure}, and no server was there for part of it")
+        episode.recorder.fail(failure)
 
 
 def _is_failure(error: BaseException) -> bool:
@@ -151,16 +154,6 @@ def _is_failure(error: BaseException) -> bool:
         task = asyncio.current_task()
         return task is not None and task.cancelling() == 0
     return not isinstance(error, GeneratorExit) and type(error) is not KeyboardInterrupt
-
-
-def _timeout_error(timeout_s: float | None, engine: Engine, num_outages: int) -> EpisodeError:
-    """Return the failure of an episode whose time is up: its own, or an outage of the engine."""
-    message = f"the episode took more than {timeout_s:g} s"
-    if isinstance(engine, InterruptedEngine) and (
-        engine.outage_s > 0 or engine.num_outages != num_outages
-    ):
-        return EngineUnreachableError(f"{message}, and no server was there for part of it")
-    return EpisodeTimeoutError(message)
 
 
 class _EpisodeOver(Exception):
@@ -194,9 +187,8 @@ class _RecordedEpisode:
         self._check_open("asks the policy")
         if self._dialogue is None:
             schemas = [tool.schema() for tool in self.env.tools]
-            self._dialogue = Dialogue(
-                self.recorder.renderer, schemas, dialect=self.env.tool_dialect
-            )
+            renderer = self.recorder.renderer
+            self._dialogue = Dialogue(renderer, schemas, dialect=self.env.tool_dialect)
         prompt = self._dialogue.prompt(new_messages, replaces_history=replaces_history)
         try:
             message, _ = await self.recorder.sample(self._dialogue, prompt)
@@ -205,9 +197,8 @@ class _RecordedEpisode:
             self._is_full = True
             raise _EpisodeOver from None
         except BaseException as error:
-            if not _is_failure(error):
-                raise
-            self.blame(error, EngineError, "generate")
+            if _is_failure(error):
+                self.blame(error, EngineError, "generate")
             raise
         self.recorder.unread = ()
         return message
@@ -258,11 +249,7 @@ class _RecordedEpisode:
             return () if self.is_over else self.recorder.unread
 
     async def finish(
-        self,
-        answer: str | None = None,
-        *,
-        reward: float | None = None,
-        is_truncated: bool = False,
+        self, answer: str | None = None, *, reward: float | None = None, is_truncated: bool = False
     ) -> None:
         record = self.recorder
         if record.error is not None:
@@ -341,9 +328,8 @@ class _RecordedEpisode:
         try:
             return await call()
         except BaseException as error:
-            if not _is_failure(error):
-                raise
-            self.blame(error, EnvError, name)
+            if _is_failure(error):
+                self.blame(error, EnvError, name)
             raise
         finally:
             self.recorder.in_flight.env -= 1

@@ -16,7 +16,6 @@ from areal_gym.config import RolloutConfig
 from areal_gym.engines.base import Engine, InterruptedEngine, SamplingParams
 from areal_gym.envs.base import TextEnv
 from areal_gym.recording import InFlight
-from areal_gym.rollout.env_pool import EnvPool
 from areal_gym.rollout.episode import play_episode
 from areal_gym.rollout.stats import Occupancy
 from areal_gym.types import Task, Trajectory
@@ -24,20 +23,16 @@ from areal_gym.types import Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """The parts that every episode of a run shares."""
+    """The environment, agent and engine of a run; the engine is started already."""
 
     env_factory: Callable[[], TextEnv]
     """Makes one environment instance."""
     agent: Agent
     """One object that plays all episodes; its state is shared by them."""
     engine: Engine
-    """Samples the policy; started already."""
     renderer: Renderer
-    """Turns messages into token ids."""
     env_id: str | None = field(default=None, kw_only=True)
-    """The environment's registered id."""
     agent_id: str = field(default="chat", kw_only=True)
-    """The agent's registered id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +56,6 @@ class EpisodeRunner(Protocol):
     @property
     def in_flight(self) -> Occupancy:
         """The number of episodes that are being played, and what they wait for."""
-        ...
 
     async def play(self, request: EpisodeRequest) -> Trajectory:
         """Play one episode; failures are recorded in the trajectory.
@@ -69,7 +63,6 @@ class EpisodeRunner(Protocol):
         Raises:
             UsageError: the request itself is wrong (no such split, ...).
         """
-        ...
 
 
 def play_with_engine(
@@ -83,10 +76,7 @@ def play_with_engine(
     agent_id: str = "chat",
     in_flight: InFlight | None = None,
 ) -> PlayEpisode:
-    """Return a function that plays one episode whose policy is sampled by an engine.
-
-    Its arguments are those of `play_episode` that all episodes share.
-    """
+    """Return a function that plays one episode; the arguments are those of `play_episode`."""
 
     async def play(env: TextEnv, request: EpisodeRequest) -> Trajectory:
         return await play_episode(
@@ -106,6 +96,26 @@ def play_with_engine(
         )
 
     return play
+
+
+class EnvPool:
+    """Holds as many environment instances as were ever in use at once.
+
+    `reset` makes a used instance as good as new, and `play_episode` has released what its episode
+    held. An instance whose episode failed is in an unknown state: simply do not give it back.
+    """
+
+    def __init__(self, factory: Callable[[], TextEnv]) -> None:
+        self._factory = factory
+        self._free: list[TextEnv] = []
+
+    def take(self) -> TextEnv:
+        """Take an instance out of the pool; make one if none is free."""
+        return self._free.pop() if self._free else self._factory()
+
+    def give_back(self, env: TextEnv) -> None:
+        """Put an instance back for another episode."""
+        self._free.append(env)
 
 
 class LocalEpisodeRunner:
@@ -130,10 +140,7 @@ class LocalEpisodeRunner:
     ) -> LocalEpisodeRunner:
         """Return a runner of training episodes; the caller replays those that an outage ends.
 
-        Args:
-            setup: the parts of the episodes.
-            config: how to sample, and how long an episode may last.
-            envs: a pool to share; by default one of its own.
+        `envs` is a pool to share; by default the runner has one of its own.
         """
         if isinstance(setup.engine, InterruptedEngine):
             setup.engine.fails_lost_turns = True
@@ -142,11 +149,7 @@ class LocalEpisodeRunner:
         )
         in_flight = Occupancy()
         play = play_with_engine(
-            setup.agent,
-            setup.engine,
-            setup.renderer,
-            params,
-            config.episode_timeout_s,
+            *(setup.agent, setup.engine, setup.renderer, params, config.episode_timeout_s),
             env_id=setup.env_id,
             agent_id=setup.agent_id,
             in_flight=in_flight,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from areal_gym.types import StopReason, Trajectory
@@ -117,43 +117,19 @@ class EvalReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `pass@1` and the like are keys of their own."""
-        row: dict[str, Any] = {
-            "env": self.env_id,
-            "split": self.split,
-            "task_versions": list(self.task_versions),
-            "policy_versions": list(self.policy_versions),
-            "temperature": self.temperature,
-            "num_tasks": self.num_tasks,
-            "num_samples": self.num_samples,
-            "num_episodes": self.num_episodes,
-            "num_failed": self.num_failed,
-        }
+        row = {"env": self.env_id} | {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("env_id", "pass_at_k", "pass_hat_k", "trajectories"):
+            del row[name]
         for k, interval in self.pass_at_k.items():
-            row[f"pass@{k}"] = interval.mean
-            row[f"pass@{k}_low"] = interval.low
-            row[f"pass@{k}_high"] = interval.high
+            row |= _interval_row(f"pass@{k}", interval)
         row |= {f"pass^{k}": estimate for k, estimate in self.pass_hat_k.items()}
-        return row | {
-            "reward": self.reward,
-            "reward_parts": dict(self.reward_parts),
-            "metrics": dict(self.metrics),
-            "mean_turns": self.mean_turns,
-            "mean_policy_tokens": self.mean_policy_tokens,
-            "stop_reasons": dict(self.stop_reasons),
-            "errors": dict(self.errors),
-            "wall_s": self.wall_s,
-            "by_env": {
-                name: {
-                    "num_tasks": score.num_tasks,
-                    "pass@1": score.pass_at_1.mean,
-                    "pass@1_low": score.pass_at_1.low,
-                    "pass@1_high": score.pass_at_1.high,
-                    "reward": score.reward,
-                    "metrics": dict(score.metrics),
-                }
-                for name, score in self.by_env.items()
-            },
+        row["by_env"] = {
+            name: {"num_tasks": score.num_tasks, "reward": score.reward}
+            | _interval_row("pass@1", score.pass_at_1)
+            | {"metrics": dict(score.metrics)}
+            for name, score in self.by_env.items()
         }
+        return row
 
     def to_text(self) -> str:
         """Return a table for people."""
@@ -161,20 +137,16 @@ class EvalReport:
         version = f" of version {', '.join(self.task_versions)}" if self.task_versions else ""
         lines = [
             f"{self.env_id} {self.split}: {self.num_tasks} tasks{version} x {self.num_samples}, "
-            f"{how}, "
-            f"{self.wall_s:.1f} s",
+            f"{how}, {self.wall_s:.1f} s",
             "",
             f"{'':<20}{'mean':>8}   95% interval",
         ]
-        for k, (estimate, low, high) in self.pass_at_k.items():
-            lines.append(f"{f'pass@{k}':<20}{estimate:>8.3f}   {low:.3f} to {high:.3f}")
+        lines += [_interval_line(f"pass@{k}", interval) for k, interval in self.pass_at_k.items()]
         lines += [f"{f'pass^{k}':<20}{x:>8.3f}" for k, x in self.pass_hat_k.items() if k > 1]
-        for name, score in self.by_env.items():
-            low, high = score.pass_at_1.low, score.pass_at_1.high
-            lines.append(
-                f"{f'  pass@1 in {name}':<20}{score.pass_at_1.mean:>8.3f}   {low:.3f} to {high:.3f}"
-                f"   {score.num_tasks} tasks"
-            )
+        lines += [
+            f"{_interval_line(f'  pass@1 in {name}', score.pass_at_1)}   {score.num_tasks} tasks"
+            for name, score in self.by_env.items()
+        ]
         numbers = {"reward": self.reward}
         numbers |= {f"  {name}": value for name, value in self.reward_parts.items()}
         numbers["turns"] = self.mean_turns
@@ -202,15 +174,23 @@ class EvalReport:
         return "\n".join(lines)
 
 
+def _interval_row(name: str, interval: Interval) -> dict[str, Any]:
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _interval_line(name: str, interval: Interval) -> str:
+    return f"{name:<20}{interval.mean:>8.3f}   {interval.low:.3f} to {interval.high:.3f}"
+
+
 def pass_at_k_interval(counts: Sequence[tuple[int, int]], k: int, *, num_samples: int) -> Interval:
-    """Return pass@k with a 95% interval over tasks.
+    """Return pass@k with a 95% interval over tasks; tasks with fewer than k episodes are left out.
 
     Samples of one task are not independent, so the score interval uses the number of independent
     trials that would have the variance seen between tasks.
 
     Args:
         counts: for each task, (scored episodes, successes).
-        k: tasks with fewer episodes are left out.
+        k: of pass@k.
         num_samples: episodes per task that were asked for.
     """
     estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
@@ -233,34 +213,31 @@ def make_report(
     success_reward: float,
     **facts: Any,
 ) -> EvalReport:
-    """Return the report of episodes.
+    """Return the report of episodes: for each task the scored ones, and those that failed.
 
-    Args:
-        scored: for each task, its scored episodes.
-        failed: episodes that failed.
-        num_samples: episodes per task that were asked for.
-        success_reward: the reward from which on an episode counts as a success.
-        facts: further fields of the report.
+    `facts` are further fields of the report.
     """
     episodes = [trajectory for siblings in scored for trajectory in siblings]
     counts = _counts(scored, success_reward)
-    scores = {
-        name: _score(
-            [[t for t in siblings if t.env_id == name] for siblings in scored],
-            num_samples,
-            success_reward,
+    env_ids = sorted({t.env_id for t in episodes})
+    scores = {}
+    for env_id in env_ids if len(env_ids) > 1 else ():
+        theirs = [[t for t in siblings if t.env_id == env_id] for siblings in scored]
+        own_counts = _counts(theirs, success_reward)
+        own = [trajectory for siblings in theirs for trajectory in siblings]
+        scores[env_id] = EnvScore(
+            num_tasks=len(own_counts),
+            pass_at_1=pass_at_k_interval(own_counts, 1, num_samples=num_samples),
+            reward=mean(t.reward for t in own),
+            metrics=merge_means([t.metrics for t in own]),
         )
-        for name in sorted({t.env_id for t in episodes})
-    }
-    powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
-    ks = sorted({*powers, num_samples})
+    ks = sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
     reasons = Counter(str(t.stop_reason) for t in [*episodes, *failed])
     errors = Counter(t.error or "" for t in failed)
+    versions = {str(t.task.data["version"]) for t in episodes if "version" in t.task.data}
     return EvalReport(
         policy_versions=tuple(sorted({v for t in episodes for v in t.policy_versions})),
-        task_versions=tuple(
-            sorted({str(t.task.data["version"]) for t in episodes if "version" in t.task.data})
-        ),
+        task_versions=tuple(sorted(versions)),
         num_tasks=len(counts),
         num_samples=num_samples,
         num_episodes=len(episodes),
@@ -274,22 +251,9 @@ def make_report(
         mean_policy_tokens=mean(t.num_policy_tokens for t in episodes),
         stop_reasons=dict(reasons.most_common()),
         errors=dict(errors.most_common(5)),
-        by_env=scores if len(scores) > 1 else {},
+        by_env=scores,
         trajectories=(*episodes, *failed),
         **facts,
-    )
-
-
-def _score(
-    scored: Sequence[Sequence[Trajectory]], num_samples: int, success_reward: float
-) -> EnvScore:
-    theirs = [siblings for siblings in scored if siblings]
-    episodes = [trajectory for siblings in theirs for trajectory in siblings]
-    return EnvScore(
-        num_tasks=len(theirs),
-        pass_at_1=pass_at_k_interval(_counts(theirs, success_reward), 1, num_samples=num_samples),
-        reward=mean(t.reward for t in episodes),
-        metrics=merge_means([t.metrics for t in episodes]),
     )
 
 

@@ -13,8 +13,8 @@ from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
 from areal_gym.errors import EpisodeError, FailureBudgetError, NothingToDoError
 from areal_gym.recording import derive_seed
-from areal_gym.rollout.env_pool import EnvPool
 from areal_gym.rollout.episode_runners import (
+    EnvPool,
     EpisodeRequest,
     LocalEpisodeRunner,
     PlayEpisode,
@@ -43,28 +43,15 @@ async def evaluate(
     agent_id: str = "chat",
     **options: Any,
 ) -> EvalReport:
-    """Measure the policy of an engine.
+    """Measure the policy of an engine, which has been started and may serve others meanwhile.
 
-    Args:
-        env_factory: makes one environment instance.
-        agent: one object that plays all episodes.
-        engine: started already; it may serve others meanwhile.
-        renderer: messages to ids.
-        temperature: 0 is greedy.
-        top_p: sample from the likeliest tokens that make up this much.
-        top_k: sample from this many of the likeliest tokens; 0 is all.
-        max_new_tokens: per turn.
-        timeout_s: wall-clock limit of one episode.
-        agent_id: the agent's registered id.
-        options: arguments of `measure`.
-
-    Raises:
-        GymError: as `measure`.
+    The arguments are those of `play_episode`, of `SamplingParams`, and (`options`) of `measure`,
+    which says what is raised.
     """
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
     )
-    env_id = options.get("env_id")
+    env_id: str | None = options.get("env_id")
     play = play_with_engine(
         agent, engine, renderer, params, timeout_s, env_id=env_id, agent_id=agent_id
     )
@@ -96,8 +83,8 @@ async def measure(
     Args:
         env_factory: makes one environment instance.
         play: plays one episode.
-        temperature: the temperature it samples with, for the report.
-        split: the split whose tasks are played.
+        temperature: of sampling, for the report.
+        split: of the tasks.
         num_tasks: the most tasks.
         num_samples: episodes per task; pass@k and pass^k are estimated for powers of two up to it.
         max_in_flight: episodes played at once.
@@ -122,17 +109,13 @@ async def measure(
     outage = Outage(outage_patience_s, clock=loop_time)
     failures = FailurePolicy(budget, outage, max_retries=max_retries, waits=False)
 
-    def request(index: int, sample: int, attempt: int) -> EpisodeRequest:
-        retry = f"-retry{attempt}" if attempt else ""
-        return EpisodeRequest(
-            task=tasks[index],
-            seed=derive_seed(seed, _EPISODE, index, sample, attempt),
-            trajectory_id=f"eval-{index:06d}-{sample}{retry}",
-            group_id=f"eval-{index:06d}",
-        )
-
+    requests = [
+        partial(_request, seed, task, index, sample)
+        for index, task in enumerate(tasks)
+        for sample in range(num_samples)
+    ]
     trajectories = await play_all(
-        [partial(request, i, sample) for i in range(len(tasks)) for sample in range(num_samples)],
+        requests,
         LocalEpisodeRunner(envs, play),
         max_in_flight=max_in_flight,
         failures=failures,
@@ -155,6 +138,16 @@ async def measure(
     )
 
 
+def _request(seed: int, task: Task, index: int, sample: int, attempt: int) -> EpisodeRequest:
+    retry = f"-retry{attempt}" if attempt else ""
+    return EpisodeRequest(
+        task=task,
+        seed=derive_seed(seed, _EPISODE, index, sample, attempt),
+        trajectory_id=f"eval-{index:06d}-{sample}{retry}",
+        group_id=f"eval-{index:06d}",
+    )
+
+
 async def play_all(
     requests: Sequence[Callable[[int], EpisodeRequest]],
     episodes: LocalEpisodeRunner,
@@ -166,13 +159,9 @@ async def play_all(
 ) -> list[Trajectory]:
     """Play a fixed list of episodes; return the last attempt of each, in the order of the list.
 
-    Args:
-        requests: for each episode, a function from the number of the attempt to its request.
-        episodes: plays them.
-        max_in_flight: episodes played at once.
-        failures: decides which failed episodes are tried again; by default none.
-        on_progress: called with (episodes done, episodes in all).
-        on_trajectory: called with every attempt that ends, failures included.
+    `requests` has for each episode a function from the number of the attempt to its request;
+    `failures` decides which failed episodes are tried again, by default none. The other arguments
+    are those of `measure`.
 
     Raises:
         FailureBudgetError: `failures` ends the evaluation.
@@ -203,6 +192,7 @@ async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: 
     """Return the first tasks of the split, or all when there are fewer; no seed changes them.
 
     Raises:
+        EpisodeError: the environment failed to reset, three times in a row.
         NothingToDoError: the split is empty.
         UsageError: the environment has no such split.
     """
@@ -216,7 +206,14 @@ async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: 
 
     async def draw(index: int) -> None:
         env = envs.take()
-        await _reset(env, derive_seed(_TASK, index), {"split": split, "index": index})
+        options = {"split": split, "index": index}
+        for is_last in (False, False, True):
+            try:
+                await env.areset(seed=derive_seed(_TASK, index), options=options)
+                break
+            except EpisodeError:
+                if is_last:
+                    raise
         tasks[index] = env.task
         envs.give_back(env)
 
@@ -227,19 +224,3 @@ async def first_tasks(envs: EnvPool, split: str, num_tasks: int, max_in_flight: 
             hints=["take another one (eval.split=NAME), or larger data"],
         )
     return [tasks[index] for index in range(num_tasks)]
-
-
-async def _reset(env: TextEnv, seed: int, options: dict[str, Any]) -> None:
-    """Reset an environment, up to three times if it fails.
-
-    Raises:
-        EpisodeError: it failed each time.
-        UsageError: it has no such split.
-    """
-    for is_last in (False, False, True):
-        try:
-            await env.areset(seed=seed, options=options)
-            return
-        except EpisodeError:
-            if is_last:
-                raise

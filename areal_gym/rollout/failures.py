@@ -42,9 +42,7 @@ _HINTS = {
     StopReason.TIMEOUT: "raise rollout.episode_timeout_s, or play fewer at once with "
     "rollout.max_in_flight",
 }
-_INFRASTRUCTURE = frozenset(
-    {StopReason.ENGINE_ERROR, StopReason.SANDBOX_ERROR, StopReason.WORKER_ERROR}
-)
+_INFRASTRUCTURE = {StopReason.ENGINE_ERROR, StopReason.SANDBOX_ERROR, StopReason.WORKER_ERROR}
 
 
 def is_infrastructure_failure(trajectory: Trajectory) -> bool:
@@ -69,8 +67,8 @@ class FailureBudget:
 
     Args:
         max_rate: the tolerated share; 1 tolerates any, but no lasting outage.
-        window: the number of newest episodes that are counted. One failing server fails all
-            episodes in flight: several times their number.
+        window: the number of newest episodes that are counted: several times those in flight, for
+            one failing server fails them all.
         clock: returns seconds.
     """
 
@@ -97,11 +95,7 @@ class FailureBudget:
         return _pause_s(self._clock() - self._failing_since) if self.is_outage else 0.0
 
     def record(self, stop_reason: StopReason, error: str | None = None) -> None:
-        """Count one episode.
-
-        Raises:
-            FailureBudgetError: the budget is spent; names the boundaries and the last error.
-        """
+        """Count one episode; raise FailureBudgetError if the budget is spent."""
         if not stop_reason.is_failure:
             self._recent.append(stop_reason)
             self._has_succeeded = True
@@ -113,8 +107,7 @@ class FailureBudget:
         self._num_in_a_row += 1
         if not self.is_outage:
             self._recent.append(stop_reason)
-            num_failed = sum(reason.is_failure for reason in self._recent)
-            if num_failed > self._max_rate * self._window:
+            if self._failures().total() > self._max_rate * self._window:
                 raise FailureBudgetError(self.describe(), hints=self.hints())
         elif (outage_s := self._clock() - self._failing_since) > PATIENCE_S:
             raise FailureBudgetError(
@@ -123,9 +116,12 @@ class FailureBudget:
                 hints=self.hints(),
             )
 
+    def _failures(self) -> Counter[StopReason]:
+        return Counter(reason for reason in self._recent if reason.is_failure)
+
     def describe(self) -> str:
         """Describe the share of failures, their boundaries and the last error."""
-        failures = Counter(reason for reason in self._recent if reason.is_failure)
+        failures = self._failures()
         where = ", ".join(f"{count} {reason}" for reason, count in failures.most_common())
         return (
             f"{failures.total()} of the last {len(self._recent)} episodes failed ({where}); "
@@ -134,8 +130,7 @@ class FailureBudget:
 
     def hints(self) -> list[str]:
         """Return what to do about the most common failure."""
-        failures = Counter(reason for reason in self._recent if reason.is_failure)
-        return [_HINTS[reason] for reason, _ in failures.most_common(1) if reason in _HINTS]
+        return [_HINTS[reason] for reason, _ in self._failures().most_common(1) if reason in _HINTS]
 
 
 class Outage:
@@ -182,11 +177,7 @@ class Outage:
         self._hold_until_s = max(self._hold_until_s, self._clock() + seconds)
 
     def lost(self, error: str | None) -> None:
-        """Record a lost episode.
-
-        Raises:
-            FailureBudgetError: the outage has lasted longer than the patience.
-        """
+        """Record a lost episode; raise FailureBudgetError if the outage has lasted too long."""
         self.last_error = error or ""
         if self._since_s is None:
             self._since_s = self._clock()
@@ -210,11 +201,8 @@ class Outage:
 class FailurePolicy:
     """Counts attempts at episodes, and decides whether they are tried again.
 
-    Args:
-        budget: for failures that count.
-        outage: for lost episodes.
-        max_retries: how often a failed episode is tried again.
-        waits: whether a failed episode is tried again only after the budget's pause.
+    The budget is for failures that count, the outage for lost episodes. `waits` says whether a
+    failed episode is tried again only after the budget's pause.
     """
 
     def __init__(
@@ -241,11 +229,7 @@ class FailurePolicy:
         )
 
     def record(self, trajectory: Trajectory) -> Outcome:
-        """Count an attempt.
-
-        Raises:
-            FailureBudgetError: there were too many failures, or the outage lasts too long.
-        """
+        """Count an attempt; raises what `record_failure` raises."""
         reason = trajectory.stop_reason
         if reason.is_failure:
             return self.record_failure(reason, trajectory.error, is_lost=trajectory.is_lost)

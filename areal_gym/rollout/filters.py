@@ -31,7 +31,6 @@ class GroupFilter(Protocol):
 
         The word becomes part of a metric's name: use few different ones.
         """
-        ...
 
 
 def rejection(filters: Mapping[str, GroupFilter], group: Group) -> str | None:

@@ -38,7 +38,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_gym.config import RolloutConfig
 from areal_gym.errors import TrainError
@@ -97,17 +97,10 @@ class RunningGroup:
         retry = f"-retry{attempt}" if attempt else ""
         return f"{self.id}-{member}{replay}{retry}"
 
-    def add(self, task: asyncio.Task[None]) -> None:
-        """Add a member that plays."""
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
     def may_replay(self, num_completed: int, *, is_lost: bool) -> bool:
         """Return whether an infrastructure failure replays the group; a culprit is not forever.
 
-        Args:
-            num_completed: episodes of the run that have completed so far.
-            is_lost: whether an outage ended the member.
+        `num_completed` episodes of the run have completed; `is_lost`: an outage ended the member.
         """
         has_worked = num_completed > 0 or is_lost
         if self.num_completed_before != num_completed or not has_worked:
@@ -120,10 +113,8 @@ class RunningGroup:
         self.is_void = False
         self.num_open = self.size
         self.members.clear()
-        current = asyncio.current_task()
-        for task in self.tasks:
-            if task is not current:
-                task.cancel()
+        for task in self.tasks - {asyncio.current_task()}:
+            task.cancel()
         self.tasks = set()
 
     def complete(self) -> Group:
@@ -134,12 +125,11 @@ class RunningGroup:
         return Group(id=self.id, task=self.task, trajectories=members, num_failed=num_failed)
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadyGroup:
+class _ReadyGroup(NamedTuple):
     group: Group
-    since_s: float
     oldest_version: int | None
-    """The oldest policy version that sampled a token of it; None: it has no sampled token."""
+    """Computed once: batches are asked for at the end of every episode."""
+    since_s: float
 
 
 @dataclass(slots=True)
@@ -247,7 +237,7 @@ class GroupTracker:
         if self._journal is not None:
             self._journal.scored(index, group)
         del self.running[index]  # not before the journal has it: a full disk must not lose it
-        self._add_ready(index, group)
+        self._ready[index] = _ReadyGroup(group, group.oldest_version, time.monotonic())
         self.counts["accepted"] += 1
         self._rejected_in_a_row.clear()
 
@@ -299,11 +289,7 @@ class GroupTracker:
     # ---- outages: running or ready -> running -------------------------------------------------
 
     def interrupt(self, group: RunningGroup, *, is_lost: bool) -> list[RunningGroup]:
-        """Begin a running group again after an infrastructure failure.
-
-        Args:
-            group: the group whose member failed.
-            is_lost: whether an outage ended the member.
+        """Begin the group of a member again that failed, or (`is_lost`) that an outage ended.
 
         Returns:
             Groups whose members are all to be played again: this one, and those that the outage
@@ -340,25 +326,19 @@ class GroupTracker:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _add_ready(self, index: int, group: Group) -> None:
-        # Batches are asked for at the end of every episode, and tokens do not grow younger.
-        self._ready[index] = _ReadyGroup(group, time.monotonic(), group.oldest_version)
-
     def _take_over(self, journal: Journal) -> None:
         """Continue with the groups of an interrupted run."""
         known = journal.take_known()
         end = max(known, default=-1) + 1
         unsettled = self._tasks.unsettled(end)
         entries = {index: known[index] for index in unsettled if index in known}
-        over = {
-            i: entry for i, entry in entries.items() if entry.group is not None or entry.dropped
-        }
+        over = {index: entry for index, entry in entries.items() if entry.group or entry.dropped}
         options = {index: entry.options for index, entry in entries.items()}
         self._tasks.resume(options, [index for index in unsettled if index not in over], end)
         for index, entry in over.items():
             self._tasks.finished(index, entry.rewards_G)
-            if entry.group is not None:
-                self._add_ready(index, entry.group)
+            if (group := entry.group) is not None:
+                self._ready[index] = _ReadyGroup(group, group.oldest_version, time.monotonic())
                 self.counts["restored"] += 1
 
     def _settle(self, version: int) -> None:

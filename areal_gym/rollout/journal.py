@@ -25,7 +25,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from areal_gym.errors import TrainError
@@ -87,31 +86,27 @@ class Journal:
 
     def issued(self, index: int, options: Mapping[str, Any]) -> None:
         """Record that a group is being played."""
-        self._append([index], {"event": "issued", "group": index, "options": options})
+        self._append(index, {"event": "issued", "group": index, "options": options})
 
     def scored(self, index: int, group: Group) -> None:
         """Record that a group is complete, and waits to be trained on."""
-        self._append([index], {"event": "scored", "group": index, "packed": pack_group(group)})
+        self._append(index, {"event": "scored", "group": index, "packed": pack_group(group)})
 
     def dropped(self, index: int, reason: str, rewards_G: Sequence[float] | None = None) -> None:
         """Record that a group will never be trained on."""
         row = {"event": "dropped", "group": index, "reason": reason, "rewards": rewards_G}
         # Its trajectories are not needed any more: of the older lines, the first is enough.
         self._lines[index] = self._lines.get(index, [])[:1]
-        self._append([index], row)
+        self._append(index, row)
 
     def taken(self, indices: Iterable[int], step: int) -> None:
         """Record that groups were handed to the trainer, for this step."""
-        taken = list(indices)
-        self._append([], {"event": "taken", "step": step, "groups": taken})
+        self._append(None, {"event": "taken", "step": step, "groups": list(indices)})
 
     # ---- for the trainer --------------------------------------------------------------
 
     def checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Forget the groups that a saved checkpoint with this `RolloutRunner.state()` has settled.
-
-        The file becomes small again.
-        """
+        """Delete the lines of groups that are settled by a saved `RolloutRunner.state()`."""
         unfinished = set(state["unfinished"])
         kept = {
             index: lines
@@ -141,24 +136,19 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _append(self, indices: Sequence[int], row: Mapping[str, Any]) -> None:
+    def _append(self, index: int | None, row: Mapping[str, Any]) -> None:
         line = dump_row(row).encode("ascii") + b"\n"
         try:
             self._write(self._descriptor, line)
         except TrainError:
             os.ftruncate(self._descriptor, self._size)  # half a line would be glued to the next one
             raise
-        for index in indices:
+        if index is not None:
             self._lines.setdefault(index, []).append((self._size, len(line)))
         self._size += len(line)
 
@@ -170,13 +160,13 @@ class Journal:
     def _copy(
         self, kept: Mapping[int, list[tuple[int, int]]], target: int
     ) -> tuple[dict[int, list[tuple[int, int]]], int]:
-        """Copy lines to another file; return their places there, and its size."""
-        copied: dict[int, list[tuple[int, int]]] = {}
+        """Return the places of the lines in the other file, and its size."""
+        copied: dict[int, list[tuple[int, int]]] = {index: [] for index in kept}
         size = 0
         for index in sorted(kept):
             for offset, length in kept[index]:
                 self._write(target, os.pread(self._descriptor, length, offset))
-                copied.setdefault(index, []).append((size, length))
+                copied[index].append((size, length))
                 size += length
         return copied, size
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from areal_gym.engines.base import Engine, Generation, SamplingParams
@@ -26,19 +25,12 @@ _POLL_S = 0.0005
 class TogetherEngine(Engine, Protocol):
     """An engine that can sample a given batch of turns."""
 
-    async def generate_together(
-        self, turns: Sequence[tuple[Sequence[int], SamplingParams, str]]
-    ) -> list[Generation]:
+    async def generate_together(self, turns: Sequence[_Turn]) -> list[Generation]:
         """Sample all of these turns, in one batch from the first step on."""
-        ...
 
 
-@dataclass(slots=True)
-class _WaitingTurn:
-    prompt_ids: Sequence[int]
-    params: SamplingParams
-    session: str
-    generation: asyncio.Future[Generation]
+_Turn = tuple[Sequence[int], SamplingParams, str]
+"""The ids of a prompt, how to sample, and the session."""
 
 
 class Lockstep:
@@ -61,7 +53,7 @@ class Lockstep:
             )
         self._engine: TogetherEngine = engine
         self._num_playing = num_playing
-        self._waiting: list[_WaitingTurn] = []
+        self._waiting: dict[asyncio.Future[Generation], _Turn] = {}
         self._waves: asyncio.Task[None] | None = None
 
     @property
@@ -80,21 +72,15 @@ class Lockstep:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Generation:
-        """Wait until all episodes in flight wait, and sample.
-
-        Raises:
-            EngineError: the wave could not be sampled.
-        """
+        """Wait until all episodes in flight wait, and sample; EngineError if that fails."""
         generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        turn = _WaitingTurn(prompt_ids, params, session or "", generation)
-        self._waiting.append(turn)
+        self._waiting[generation] = prompt_ids, params, session or ""
         if self._waves is None or self._waves.done():
             self._waves = asyncio.create_task(self._sample_waves())
         try:
             return await generation
         finally:
-            if turn in self._waiting:  # its episode was cancelled
-                self._waiting.remove(turn)
+            self._waiting.pop(generation, None)  # its episode was cancelled
 
     def release(self, session: str) -> None:
         """Let the engine forget what it has cached for a session."""
@@ -112,18 +98,16 @@ class Lockstep:
                 await asyncio.sleep(_POLL_S)  # an episode is in the environment, or about to start
                 continue
             # An episode's seed is its own, and a turn's comes from it.
-            wave = sorted(self._waiting, key=lambda turn: turn.params.seed or 0)
+            wave = dict(sorted(self._waiting.items(), key=lambda item: item[1][1].seed or 0))
             self._waiting.clear()
             try:
-                generations = await self._engine.generate_together(
-                    [(turn.prompt_ids, turn.params, turn.session) for turn in wave]
-                )
+                generations = await self._engine.generate_together([*wave.values()])
             except EngineError as error:
-                for turn in wave:
-                    if not turn.generation.done():
-                        turn.generation.set_exception(error)
+                for waiting in wave:
+                    if not waiting.done():
+                        waiting.set_exception(error)
                 continue
-            for turn, generation in zip(wave, generations, strict=True):
-                if not turn.generation.done():
-                    turn.generation.set_result(generation)
+            for waiting, generation in zip(wave, generations, strict=True):
+                if not waiting.done():
+                    waiting.set_result(generation)
             await asyncio.sleep(0)  # let their episodes continue

@@ -23,7 +23,7 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -31,8 +31,8 @@ from areal_gym.config import RolloutConfig
 from areal_gym.errors import EpisodeError, FailureBudgetError, InfrastructureError
 from areal_gym.recording import derive_seed, stop_reason_of
 from areal_gym.rollout.curriculum import Curriculum
-from areal_gym.rollout.env_pool import EnvPool
 from areal_gym.rollout.episode_runners import (
+    EnvPool,
     EpisodeRequest,
     EpisodeRunner,
     EpisodeSetup,
@@ -176,6 +176,7 @@ class RolloutRunner:
         engine_s, env_s, agent_s = self.in_flight.integrals()
         version = self._engine.policy_version
         counts, groups, failures = self._counts, self._groups, self._failures
+        fates = ("started", "accepted", "failed", "stale", "restored")
         return RolloutStats(
             policy_version=version,
             elapsed_s=time.perf_counter() - self._start_s,
@@ -188,13 +189,9 @@ class RolloutRunner:
             groups_ready=groups.num_ready,
             oldest_ready_s=groups.oldest_ready_s,
             room=groups.room(version),
-            num_groups_started=groups.counts["started"],
-            num_groups_accepted=groups.counts["accepted"],
             num_groups=groups.counts["handed_out"],
-            num_groups_failed=groups.counts["failed"],
-            num_groups_stale=groups.counts["stale"],
             num_groups_rejected=dict(groups.rejected),
-            num_groups_restored=groups.counts["restored"],
+            **{f"num_groups_{fate}": groups.counts[fate] for fate in fates},
             num_episodes=counts["episodes"],
             num_retries=counts["retries"],
             num_lost=counts["lost"],
@@ -209,11 +206,7 @@ class RolloutRunner:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to lose no group and train none twice; fit for JSON.
-
-        Groups that were handed out count as trained once the version that was made of them is
-        published.
-        """
+        """Return what a resumed run needs to lose no group and train none twice; fit for JSON."""
         return self._groups.state(self._engine.policy_version)
 
     async def aclose(self) -> None:
@@ -241,7 +234,9 @@ class RolloutRunner:
         if self._queue:
             group, member, round = self._queue.popleft()
             if round == group.round:
-                group.add(self._scheduler.spawn(self._play_member(group, member)))
+                task = self._scheduler.spawn(self._play_member(group, member))
+                group.tasks.add(task)
+                task.add_done_callback(group.tasks.discard)
             return 0.0
         if self._groups.room(self._engine.policy_version) == 0:
             return _POLL_S
@@ -328,11 +323,7 @@ class RolloutRunner:
                 self._finish_group(group)
 
     def _record(self, group: RunningGroup, member: int, trajectory: Trajectory) -> Outcome:
-        """Record one attempt of a member, and decide whether there is another one.
-
-        Raises:
-            FailureBudgetError: there were too many failures, or the outage lasts too long.
-        """
+        """Record one attempt of a member, and decide whether there is another one."""
         self._counts["episodes"] += 1
         self._counts["tokens"] += trajectory.num_policy_tokens
         if self._on_trajectory is not None:
@@ -346,20 +337,15 @@ class RolloutRunner:
         if is_infrastructure_failure(trajectory):
             is_lost = trajectory.is_lost
             if group.may_replay(self._failures.num_completed, is_lost=is_lost):
-                self._replay(self._groups.interrupt(group, is_lost=is_lost))
-                failures = self._failures
-                failures.outage.hold(
-                    failures.outage.pause_s if is_lost else failures.budget.pause_s
-                )
+                for replayed in self._groups.interrupt(group, is_lost=is_lost):
+                    self._has_replays = True
+                    self._counts["replayed_groups"] += 1
+                    self._enqueue(replayed)
+                budget, outage = self._failures.budget, self._failures.outage
+                outage.hold(outage.pause_s if is_lost else budget.pause_s)
                 return Outcome.FINAL
             return Outcome.FAILED  # the group itself is the likely cause: it costs a retry
         return outcome
-
-    def _replay(self, groups: Iterable[RunningGroup]) -> None:
-        for group in groups:
-            self._has_replays = True
-            self._counts["replayed_groups"] += 1
-            self._enqueue(group)
 
     def _finish_group(self, group: RunningGroup) -> None:
         if group.is_void or len(group.members) < self.config.min_group_size:
@@ -369,17 +355,12 @@ class RolloutRunner:
             self._groups.finish(group)
 
     def _fail_group(self, index: int) -> None:
-        """Drop a group.
-
-        Raises:
-            FailureBudgetError: too many groups in a row have failed.
-        """
+        """Drop a group; raise FailureBudgetError if too many in a row have failed."""
         self._groups.fail(index)
         self._num_failed_in_a_row += 1
-        if self._num_failed_in_a_row < max(8, 2 * self.config.batch_groups):
-            return
         budget = self._failures.budget
-        if budget.is_outage:  # which has a patience of its own
+        is_allowed = self._num_failed_in_a_row < max(8, 2 * self.config.batch_groups)
+        if is_allowed or budget.is_outage:  # an outage has a patience of its own
             return
         raise FailureBudgetError(
             f"{self._num_failed_in_a_row} groups in a row completed with fewer than "

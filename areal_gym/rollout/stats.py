@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from areal_gym.recording import InFlight
 
@@ -81,51 +82,23 @@ class RolloutStats:
 
 
 class Occupancy(InFlight):
-    """Counts episodes in flight, and integrates the counts over time.
-
-    When a count changes by d at time t, d * t is added to a sum; the integral up to T is then
-    count * T less that sum. This is exact, and one multiplication per change.
-    """
-
-    __slots__ = ("_engine", "_engine_t", "_env", "_env_t", "_episodes", "_episodes_t")
+    """Counts episodes in flight, and integrates the counts over time."""
 
     def __init__(self) -> None:
-        self._engine = self._env = self._episodes = 0
-        self._engine_t = self._env_t = self._episodes_t = 0.0
+        self._offsets = {"engine": 0.0, "env": 0.0, "episodes": 0.0}
+        super().__init__()
 
-    @property
-    def engine(self) -> int:
-        """Episodes that wait on the engine."""
-        return self._engine
-
-    @engine.setter
-    def engine(self, count: int) -> None:
-        self._engine_t += (count - self._engine) * perf_counter()
-        self._engine = count
-
-    @property
-    def env(self) -> int:
-        """Episodes in the environment."""
-        return self._env
-
-    @env.setter
-    def env(self, count: int) -> None:
-        self._env_t += (count - self._env) * perf_counter()
-        self._env = count
-
-    @property
-    def episodes(self) -> int:
-        """Episodes in flight."""
-        return self._episodes
-
-    @episodes.setter
-    def episodes(self, count: int) -> None:
-        self._episodes_t += (count - self._episodes) * perf_counter()
-        self._episodes = count
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_offsets":
+            # When a count changes by d at time t, d * t is added to a sum. The integral up to T is
+            # then count * T less that sum.
+            self._offsets[name] += (value - getattr(self, name, 0)) * perf_counter()
+        super().__setattr__(name, value)
 
     def integrals(self) -> tuple[float, float, float]:
         """Return episode-seconds so far: on the engine, in the environment, in the agent."""
         now = perf_counter()
-        engine_s = self._engine * now - self._engine_t
-        env_s = self._env * now - self._env_t
-        return engine_s, env_s, self._episodes * now - self._episodes_t - engine_s - env_s
+        engine_s, env_s, episode_s = (
+            getattr(self, name) * now - offset for name, offset in self._offsets.items()
+        )
+        return engine_s, env_s, episode_s - engine_s - env_s

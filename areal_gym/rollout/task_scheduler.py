@@ -21,6 +21,13 @@ class TaskScheduler:
     which they finish. In a synchronous run, it chooses group i from the results of exactly the
     groups up to `i - lookback`, and waits for them if needed: at most `lookback` groups are
     running, so they have finished or soon will. Asynchronous runs do not wait.
+
+    Args:
+        seed: of the run.
+        curriculum: prepared already.
+        lookback: see above; None does not wait.
+        first: the number of the first group of a run without a state.
+        state: what `state` returned; empty for a new run.
     """
 
     def __init__(
@@ -32,15 +39,6 @@ class TaskScheduler:
         first: int,
         state: Mapping[str, Any],
     ) -> None:
-        """Start at group `first`, or where `state` says.
-
-        Args:
-            seed: of the run.
-            curriculum: prepared already.
-            lookback: see above; None does not wait.
-            first: the number of the first group of a run without a state.
-            state: what `state` returned; empty for a new run.
-        """
         self._seed = seed
         self._curriculum = curriculum
         self._lookback = lookback
@@ -96,10 +94,8 @@ class TaskScheduler:
     ) -> None:
         """Continue after the groups of a journal.
 
-        Args:
-            options: of groups that were started.
-            again: groups that are to be started again, ascending.
-            end: the first number that was not used.
+        `options` are those of groups that were started; the groups `again` are started once more,
+        and `end` is the first number that was not used.
         """
         self._next = max(self._next, end)
         self._again = deque(again)

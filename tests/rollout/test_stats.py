@@ -54,8 +54,9 @@ def test_runner_stats_count_waiting_and_queued_episodes():
             EpisodeSetup(Sums, ChatAgent(), engine, byte_renderer()), config
         ) as runner:
             waiting = asyncio.create_task(runner.next_batch())
-            await asyncio.sleep(0.01)
-            stats = runner.stats()
+            async with asyncio.timeout(60):
+                while (stats := runner.stats()).waiting_on_engine < 5:
+                    await asyncio.sleep(0.001)
             waiting.cancel()
         return stats
 

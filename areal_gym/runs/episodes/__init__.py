@@ -23,8 +23,7 @@ from areal_gym.envs.base import TextEnv, run_on_kept_loop
 from areal_gym.errors import UsageError
 from areal_gym.plugins import registry
 from areal_gym.recording import derive_seed
-from areal_gym.rollout.env_pool import EnvPool
-from areal_gym.rollout.episode_runners import EpisodeRequest, LocalEpisodeRunner
+from areal_gym.rollout.episode_runners import EnvPool, EpisodeRequest, LocalEpisodeRunner
 from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.rollout.evaluate import first_tasks, measure, play_all
 from areal_gym.runs.episodes.policies import Policy, opened
