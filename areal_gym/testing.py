@@ -82,29 +82,26 @@ def check_advantage_estimator(
     starts = _starts(inputs)
     shuffled = _trajectories(_GROUPS, order)
     moved_T = run(_GROUPS, order)
-    for place, i in enumerate(order):
-        moved = moved_T[_starts(shuffled)[place]]
-        _same(moved, plain_T[starts[i]], "the order of trajectories, or the groups' ids, matter")
+    for tokens, i in zip(_starts(shuffled), order, strict=True):
+        rule = "the order of trajectories, or the groups' ids, matter"
+        _same(moved_T[tokens], plain_T[starts[i]], rule)
 
     rewards_G = inputs.rewards_G
     for members in ([0, 1, 2], [5, 6, 7, 8]):
         best = max(members, key=lambda i: float(rewards_G[i]))
         worst = min(members, key=lambda i: float(rewards_G[i]))
-        last = [float(plain_T[starts[i]][-1]) for i in (best, worst)]
-        _require(last[0] > last[1], "the best of a group gets no more than the worst")
+        is_more = plain_T[starts[best]][-1] > plain_T[starts[worst]][-1]
+        _require(is_more, "the best of a group gets no more than the worst")
 
     if compares == "nothing":
         return
     shifts = (5.0, -2.0, 1.0) if compares == "siblings" else (3.0, 3.0, 3.0)
-    shifted = tuple(
-        tuple(r + shift for r in rewards) for rewards, shift in zip(_GROUPS, shifts, strict=True)
-    )
+    pairs = zip(_GROUPS, shifts, strict=True)
+    shifted = tuple(tuple(r + shift for r in rewards) for rewards, shift in pairs)
     _same(run(shifted), plain_T, f"a constant added to all rewards of the {compares} matters")
-    flat_T = (
-        run(tuple((0.1,) * len(rewards) for rewards in _GROUPS))
-        if compares == "batch"
-        else plain_T[starts[3].start : starts[4].stop]
-    )
+    flat_T = plain_T[starts[3].start : starts[4].stop]
+    if compares == "batch":
+        flat_T = run(tuple((0.1,) * len(rewards) for rewards in _GROUPS))
     _require((flat_T == 0).all(), f"equal rewards of the {compares} do not give exactly 0")
 
 
@@ -112,19 +109,17 @@ def check_advantage_estimator(
 
 
 def _check_output(loss: PolicyLoss, settings: dict[str, Any]) -> None:
-    import torch
-
     batch = _tokens()
     before = [t.clone() for t in _tensors(batch)]
     output = loss(batch, **settings)
     for tensor, copy in zip(_tensors(batch), before, strict=True):
-        _require(torch.equal(tensor, copy), "it changes its inputs in place")
+        _require(tensor.equal(copy), "it changes its inputs in place")
     again = loss(batch, **settings)
     shape = batch.logprobs.shape
     _require(output.loss.shape == shape, f"its loss has shape {tuple(output.loss.shape)}, not [T]")
     _require(output.loss.requires_grad, "its loss carries no gradient")
     _require(output.loss.isfinite().all(), "its loss is not finite")
-    _require(torch.equal(output.loss, again.loss), "called twice, it gives different losses")
+    _require(output.loss.equal(again.loss), "called twice, it gives different losses")
     for name, values_T in output.metrics.items():
         _require(values_T.shape == shape, f"its metric {name!r} has a shape other than [T]")
         _require(not values_T.requires_grad, f"its metric {name!r} carries a gradient")
@@ -132,14 +127,12 @@ def _check_output(loss: PolicyLoss, settings: dict[str, Any]) -> None:
 
 
 def _check_on_policy(loss: PolicyLoss, settings: dict[str, Any]) -> None:
-    import torch
-
     for is_shared in (True, False):
         batch = _tokens(log_ratio=0.0, has_one_advantage_each=is_shared)
         gradient_T = _gradient(batch, loss(batch, **settings))
         if is_shared:
             _same(gradient_T, -batch.advantages, "the gradient on policy is not REINFORCE's, -A")
-        sums = torch.zeros(len(_LENGTHS), dtype=torch.float64)
+        sums = batch.advantages.new_zeros(len(_LENGTHS))
         _same(
             sums.index_add(0, batch.sequence_ids, gradient_T),
             sums.index_add(0, batch.sequence_ids, -batch.advantages),
@@ -163,16 +156,14 @@ def _check_alone(loss: PolicyLoss, settings: dict[str, Any]) -> None:
 
 
 def _check_extremes(loss: PolicyLoss, settings: dict[str, Any]) -> None:
-    import torch
-
     for log_ratio in (30.0, -30.0):
-        batch = _tokens(log_ratio=log_ratio, dtype=torch.float32)
+        batch = _tokens(log_ratio=log_ratio, is_single=True)
         output = loss(batch, **settings)
         where = f"where the log-ratio is {log_ratio:g}"
         _require(output.loss.isfinite().all(), f"its loss is not finite {where}")
         _require(_gradient(batch, output).isfinite().all(), f"its gradient is not finite {where}")
         is_masked_T = batch.sequence_ids % 2 == 0
-        again = _tokens(log_ratio=log_ratio, dtype=torch.float32)
+        again = _tokens(log_ratio=log_ratio, is_single=True)
         masked = loss(again, **settings)
         gradient_T = _gradient(again, masked, weights_T=(~is_masked_T).float())
         _require((gradient_T[is_masked_T] == 0).all(), f"masked tokens have a gradient {where}")
@@ -184,9 +175,9 @@ def _tokens(
     *,
     log_ratio: float | None = None,
     has_one_advantage_each: bool = False,
-    dtype: Any = None,
+    is_single: bool = False,
 ) -> LossInputs:
-    """Make the same tokens every time (float64), or those of the chosen sequences."""
+    """Make the same tokens every time (float64, or float32), or those of the chosen sequences."""
     import torch
 
     from areal_gym.trainer.algorithms.losses import LossInputs
@@ -196,7 +187,7 @@ def _tokens(
 
     def draw(low: float, high: float) -> Tensor:
         values = [rng.uniform(low, high) for _ in ids_T]
-        return torch.tensor(values, dtype=dtype or torch.float64)
+        return torch.tensor(values, dtype=torch.float32 if is_single else torch.float64)
 
     proximal_T, drift_T, advantages_T = draw(-3, -0.1), draw(-0.5, 0.5), draw(-2, 2)
     old_T = proximal_T + draw(-0.2, 0.2)
@@ -205,15 +196,14 @@ def _tokens(
     if has_one_advantage_each:
         advantages_T = advantages_T[ids_T]
     logprobs_T = proximal_T + drift_T
-    if taken_T is None:
+    if taken_T is None or order is None:
         taken_T, order = torch.arange(len(ids_T)), list(range(len(_LENGTHS)))
-    place = {i: n for n, i in enumerate(order or [])}
     return LossInputs(
         logprobs=logprobs_T[taken_T].requires_grad_(True),
         proximal=proximal_T[taken_T],
         old_logprobs=old_T[taken_T],
         advantages=advantages_T[taken_T],
-        sequence_ids=torch.tensor([place[i] for i in ids_T[taken_T].tolist()]),
+        sequence_ids=torch.tensor([order.index(i) for i in ids_T[taken_T].tolist()]),
     )
 
 
@@ -277,7 +267,5 @@ def _require(condition: bool | Tensor, rule: str) -> None:
 
 
 def _same(actual: Tensor, expected: Tensor, rule: str) -> None:
-    import torch
-
-    if not torch.allclose(actual.double(), expected.double(), rtol=1e-6, atol=1e-6):
+    if not actual.double().allclose(expected.double(), rtol=1e-6, atol=1e-6):
         raise AssertionError(f"{rule}: {actual.tolist()} is not {expected.tolist()}")

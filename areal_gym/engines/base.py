@@ -80,16 +80,13 @@ class Engine(Protocol):
     @property
     def policy_version(self) -> int:
         """The version of the weights that sample now."""
-        ...
 
     @property
     def max_context(self) -> int:
         """The maximum number of tokens, prompt and new ones together, of one sequence."""
-        ...
 
     async def start(self) -> None:
         """Load, connect and check. Called once, on the event loop that will use the engine."""
-        ...
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
@@ -105,15 +102,12 @@ class Engine(Protocol):
         Raises:
             EngineError: the policy could not be sampled. A retry is safe.
         """
-        ...
 
     def release(self, session: str) -> None:
         """Free the cache of an ended episode. Unknown sessions are ignored."""
-        ...
 
     async def aclose(self) -> None:
         """End threads, connections, processes. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +129,6 @@ class StreamingEngine(Engine, Protocol):
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> AsyncGenerator[Piece, None]:
         """Sample like `generate`, piece by piece. Closing the generator aborts the generation."""
-        ...
 
 
 @runtime_checkable
@@ -149,12 +142,10 @@ class InterruptedEngine(Engine, Protocol):
     @property
     def num_outages(self) -> int:
         """The number of times that the last serving server was lost."""
-        ...
 
     @property
     def outage_s(self) -> float:
         """Seconds since the last serving server was lost; 0 while one serves."""
-        ...
 
 
 @runtime_checkable
@@ -164,7 +155,6 @@ class RejoinedEngine(Engine, Protocol):
     @property
     def needs_weights(self) -> bool:
         """Whether a server waits for the weights before it takes requests."""
-        ...
 
 
 @runtime_checkable
@@ -181,7 +171,6 @@ class SnapshotEngine(Protocol):
 
     async def snapshot(self) -> Engine:
         """Return the copy, which is not started."""
-        ...
 
 
 @runtime_checkable
@@ -191,7 +180,6 @@ class CountingEngine(Protocol):
     @property
     def stats(self) -> object:
         """The counters since the start."""
-        ...
 
 
 @runtime_checkable
@@ -211,11 +199,15 @@ async def stream_from(
                 yield piece
         return
     whole = await engine.generate(prompt_ids, params, session=session)
-    yield Piece(
-        token_ids=whole.token_ids,
-        logprobs=whole.logprobs,
-        versions=whole.versions,
-        finish_reason=whole.finish_reason,
+    yield _piece(whole, whole.finish_reason)
+
+
+def _piece(part: Generation, finish_reason: FinishReason | None) -> Piece:
+    return Piece(
+        token_ids=part.token_ids,
+        logprobs=part.logprobs,
+        versions=part.versions,
+        finish_reason=finish_reason,
     )
 
 
@@ -243,12 +235,7 @@ async def stream_in_chunks(
         left -= len(part.token_ids)
         if part.finish_reason is not FinishReason.LENGTH or left <= 0:
             finish_reason = part.finish_reason
-        yield Piece(
-            token_ids=part.token_ids,
-            logprobs=part.logprobs,
-            versions=part.versions,
-            finish_reason=finish_reason,
-        )
+        yield _piece(part, finish_reason)
 
 
 @runtime_checkable
@@ -260,7 +247,6 @@ class LocalEngine(Engine, Protocol):
 
         Requests in flight continue under the new weights; their tokens carry both versions.
         """
-        ...
 
 
 class WeightServer(Protocol):
@@ -269,25 +255,20 @@ class WeightServer(Protocol):
     @property
     def url(self) -> str:
         """The server's base URL."""
-        ...
 
     @property
     def num_ranks(self) -> int:
         """Processes that share the model; each takes its part of new weights."""
-        ...
 
     @property
     def needs_update_session(self) -> bool:
         """Whether tensors must be sent inside an update session."""
-        ...
 
     async def post(self, route: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a POST request; a refusal is an EngineError that quotes the server."""
-        ...
 
     async def load_from_disk(self, directory: Path, version: int) -> None:
         """Load the checkpoint in `directory`; the server reports `version` from then on."""
-        ...
 
 
 @runtime_checkable
@@ -311,4 +292,3 @@ class RemoteEngine(Engine, Protocol):
         Raises:
             EngineError: no server took the new weights.
         """
-        ...

@@ -150,14 +150,8 @@ class EngineServer:
         return web.Response()
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {
-                "model_path": self.model_path,
-                "tokenizer_path": self.model_path,
-                "is_generation": True,
-                "weight_version": self.version,
-            }
-        )
+        paths = {"model_path": self.model_path, "tokenizer_path": self.model_path}
+        return web.json_response({**paths, "is_generation": True, "weight_version": self.version})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response(self._facts())
@@ -174,13 +168,8 @@ class EngineServer:
         }
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {
-            "id": self.model_path,
-            "object": "model",
-            "owned_by": "sglang",
-            "root": self.model_path,
-            "max_model_len": self.engine.max_context,
-        }
+        names = {"id": self.model_path, "root": self.model_path, "owned_by": "sglang"}
+        model = {"object": "model", **names, "max_model_len": self.engine.max_context}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -189,18 +178,7 @@ class EngineServer:
             requests = self._read(body)
             self.num_requests += 1
             await self._prepare(body)
-            reasons = await asyncio.gather(*(self._run(each) for each in requests))
-            answers = [
-                self._answer(each, reason, body)
-                for each, reason in zip(requests, reasons, strict=True)
-            ]
-            if body.logprob_start_len == 0:
-                for answer, each in zip(answers, requests, strict=True):
-                    scores = [None, *await self._score(each.prompt_ids)]
-                    answer["meta_info"]["input_token_logprobs"] = [
-                        [score, token, None]
-                        for score, token in zip(scores, each.prompt_ids, strict=True)
-                    ]
+            answers = await asyncio.gather(*(self._answer(each, body) for each in requests))
         except ValueError as error:
             raise RequestBodyError(str(error)) from None
         is_batch = bool(body.input_ids) and isinstance((body.input_ids or [0])[0], list)
@@ -209,11 +187,7 @@ class EngineServer:
     # ---- one request: subclasses override these -------------------------------------------------
 
     async def _prepare(self, body: GenerateRequest) -> None:
-        """Make the engine ready for `body`.
-
-        Raises:
-            ValueError: the server cannot serve it.
-        """
+        """Make the engine ready for `body`; ValueError: the server cannot serve it."""
         if body.lora_path is not None:
             raise ValueError("this server has no adapters")
 
@@ -236,11 +210,7 @@ class EngineServer:
         return request.finish_reason(generation.finish_reason)
 
     async def _score(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probabilities of `token_ids[1:]`.
-
-        Raises:
-            ValueError: the server cannot score.
-        """
+        """Return the log-probabilities of `token_ids[1:]`; ValueError: it cannot score."""
         raise ValueError("this server does not score prompts")
 
     # ---- bodies and answers -------------------------------------------------------------------
@@ -250,7 +220,11 @@ class EngineServer:
             raise ValueError("this server scores whole prompts only: logprob_start_len must be 0")
         if body.stream or body.input_ids is None:
             raise ValueError("this server takes input_ids, and does not stream")
-        prompts = _prompts(body.input_ids)
+        prompts: list[Any] = list(body.input_ids)
+        if prompts and not isinstance(prompts[0], list):
+            prompts = [prompts]
+        if not prompts or not all(prompts):
+            raise ValueError("input_ids cannot be empty.")
         rids = [body.rid] if isinstance(body.rid, str) else body.rid
         if not rids:
             rids = [uuid.uuid4().hex for _ in prompts]
@@ -260,32 +234,28 @@ class EngineServer:
         params = self._sampling_params(sampling)
         for prompt in prompts:
             self._check_length(len(prompt), params.max_new_tokens)
-        return [
-            RunningRequest(rid, prompt, params) for rid, prompt in zip(rids, prompts, strict=True)
-        ]
+        return [RunningRequest(*each, params) for each in zip(rids, prompts, strict=True)]
 
     def _sampling_params(self, sampling: dict[str, Any]) -> SamplingParams:
         policy = Path(self.model_path)
         if sampling.get("logit_bias"):
-            vocab_size = vocab_size_of(policy)
-            raise ValueError(
-                "this server has no logit_bias"
-                + (f" for tokens of [0, {vocab_size - 1}]" if vocab_size else "")
-            )
+            size = vocab_size_of(policy)
+            ids = f" for tokens of [0, {size - 1}]" if size else ""
+            raise ValueError(f"this server has no logit_bias{ids}")
         if any(sampling.get(kind) for kind in _GRAMMARS):
             raise ValueError(
                 f"Grammar-based generation ({', '.join(_GRAMMARS)}) is not supported when the "
                 "server is launched with --grammar-backend none"
             )
-        stop_token_ids: tuple[int, ...] = ()
+        stops: list[int] = []
         if not sampling.get("ignore_eos"):
-            stop_token_ids = (*(sampling.get("stop_token_ids") or ()), *eos_token_ids(policy))
+            stops = [*(sampling.get("stop_token_ids") or ()), *eos_token_ids(policy)]
         return SamplingParams(
             max_new_tokens=sampling.get("max_new_tokens", 128),
             temperature=sampling.get("temperature", 1.0),
             top_p=sampling.get("top_p", 1.0),
             top_k=max(0, sampling.get("top_k", 0)),
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=tuple(stops),
             seed=sampling.get("sampling_seed"),
         )
 
@@ -302,15 +272,13 @@ class EngineServer:
                 f"{context} tokens."
             )
 
-    def _answer(
-        self, request: RunningRequest, finish_reason: dict[str, Any], body: GenerateRequest
-    ) -> dict[str, Any]:
-        num_tokens = len(request.token_ids)
+    async def _answer(self, request: RunningRequest, body: GenerateRequest) -> dict[str, Any]:
+        finish_reason = await self._run(request)
         meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": finish_reason,
             "prompt_tokens": len(request.prompt_ids),
-            "completion_tokens": num_tokens,
+            "completion_tokens": len(request.token_ids),
             "cached_tokens": 0,
             "num_retractions": request.num_retractions,
             "weight_version": self.version,
@@ -318,21 +286,18 @@ class EngineServer:
         if self.has_version_spans:
             meta["weight_versions"] = _spans(request.versions)
         if body.return_logprob:
-            rows = zip(request.logprobs, request.token_ids, strict=True)
             meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
-            meta["output_token_logprobs_length"] = num_tokens
+            meta["output_token_logprobs"] = _rows(request.logprobs, request.token_ids)
+            meta["output_token_logprobs_length"] = len(request.token_ids)
+        if body.logprob_start_len == 0:
+            scores = [None, *await self._score(request.prompt_ids)]
+            meta["input_token_logprobs"] = _rows(scores, request.prompt_ids)
         return {"text": "", "output_ids": request.token_ids, "meta_info": meta}
 
 
-def _prompts(input_ids: Sequence[Any]) -> list[list[int]]:
-    """Return one prompt, or a batch of them, as a batch."""
-    prompts = list(input_ids)
-    if prompts and not isinstance(prompts[0], list):
-        prompts = [prompts]
-    if not prompts or not all(prompts):
-        raise ValueError("input_ids cannot be empty.")
-    return prompts
+def _rows(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list[list[Any]]:
+    """Return log-probabilities in SGLang's form: with the token, and its text, which is unknown."""
+    return [[logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)]
 
 
 def _spans(versions: Sequence[str]) -> list[dict[str, Any]]:

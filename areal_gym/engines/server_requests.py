@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from areal_gym.errors import EngineError
-from areal_gym.utils.http_servers.aiohttp_site import RequestBodyError, parse_json, read_body
+from areal_gym.utils.http_servers.aiohttp_site import (
+    Handler,
+    RequestBodyError,
+    parse_json,
+    read_body,
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Rid = Annotated[str, Field(max_length=1024)]
@@ -71,9 +75,7 @@ async def read_request(model: type[R], request: web.Request) -> R:
 
 
 @web.middleware
-async def errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer failed requests with a JSON error in SGLang's shape."""
     message: Any
     try:

@@ -13,7 +13,7 @@ import torch
 
 from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.engines.embedded import EmbeddedEngine
-from areal_gym.engines.embedded.scheduler import Scheduler
+from areal_gym.engines.embedded.network import CachedDecoder
 from areal_gym.errors import ConfigError, EngineError
 from areal_gym.models.tiny.attend import causal_attend
 from areal_gym.models.tiny.decoder import Decoder, build_decoder
@@ -183,14 +183,13 @@ def test_siblings_share_prompt_attention_and_stay_exact(monkeypatch):
     prompts = [prompt_of(rng, length) for length in (40, 33, 50)]
     prompts = [*prompts[:1] * 5, *prompts[1:2] * 4, prompts[2], prompt_of(rng, 5)]
     shared = set()
-    families_of = Scheduler._families
+    compute = CachedDecoder.forward
 
-    def families(self, decoding):
-        result = families_of(self, decoding)
-        shared.update(family.num_shared for family in result)
-        return result
+    def forward(self, step):
+        shared.update(family.num_shared for family in step.families)
+        return compute(self, step)
 
-    monkeypatch.setattr(Scheduler, "_families", families)
+    monkeypatch.setattr(CachedDecoder, "forward", forward)
 
     async def episode(engine: EmbeddedEngine, index: int) -> float:
         ids, worst = prompts[index], 0.0

@@ -127,7 +127,7 @@ def test_short_urls_are_completed():
 )
 def test_incomplete_generation_is_an_error(meta):
     with pytest.raises(EngineError):
-        read_answer({"meta_info": meta})
+        read_answer({"meta_info": meta}, 0)
 
 
 def test_probe_recognises_server_versions():

@@ -8,7 +8,7 @@ import pytest
 
 from areal_gym.config import load_config
 from areal_gym.engines.embedded.requests import EngineStats
-from areal_gym.engines.sglang.turn_sampler import SGLangStats
+from areal_gym.engines.sglang.server_pool import SGLangStats
 from areal_gym.plugins import PluginManager, Registry, set_registry
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.train import train

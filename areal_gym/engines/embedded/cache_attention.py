@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_gym.engines.embedded.cached_network import Prompt, Step
 from areal_gym.models.tiny.attend import capped_attention
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.kernels.attention_kernels import BLOCK, attend_cached
@@ -26,24 +28,6 @@ _MASKED = -1e30
 """Finite, because a row without any visible key would turn into NaN with -inf."""
 _CACHE_ALIGNMENT = 16
 """Cached lengths are rounded up to a multiple of this, which suits matrix products."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The uncached end of one sequence: tokens [start, stop) of cache row `row`."""
-
-    row: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Decoding rows whose sequences begin with the same tokens, or a single row."""
-
-    rows: tuple[int, ...]
-    num_shared: int
-    """The number of shared first tokens."""
 
 
 class StepAttention(Protocol):
@@ -57,28 +41,19 @@ class StepAttention(Protocol):
             cache: keys and values of one layer, [2, S, K, P, D].
             window: a token attends only to itself and the `window - 1` tokens before it.
         """
-        ...
 
 
 class KernelAttention:
     """Computes attention with the C kernel for CPUs.
 
     Args:
-        positions_R: the position of each decoding row's token; arbitrary for idle rows.
-        families: all decoding rows.
-        prompts: the prompts, whose tokens follow.
+        step: the tokens.
         row_size: K P, the distance between rows of the cache in tokens.
     """
 
-    def __init__(
-        self,
-        positions_R: Tensor,
-        families: Sequence[Family],
-        prompts: Sequence[Prompt],
-        row_size: int,
-    ) -> None:
-        positions, segments = positions_R.tolist(), []
-        for family in families:
+    def __init__(self, step: Step, row_size: int) -> None:
+        positions, segments = step.positions_R.tolist(), []
+        for family in step.families:
             # Whole blocks, so that the results of a row do not depend on its siblings.
             shared, first = family.num_shared // BLOCK * BLOCK, family.rows[0] * row_size
             for row in family.rows:
@@ -86,10 +61,10 @@ class KernelAttention:
                 stop = start + positions[row] + 1
                 segments.append((row, 1, first, first + shared, start + shared, stop))
         flat = len(positions)
-        for prompt in prompts:
-            start, length = prompt.row * row_size, prompt.stop - prompt.start
-            segments.append((flat, length, 0, 0, start, start + prompt.stop))
-            flat += length
+        for prompt in step.prompts:
+            start = prompt.row * row_size
+            segments.append((flat, len(prompt), 0, 0, start, start + prompt.stop))
+            flat += len(prompt)
         self._segments_S6 = torch.tensor(segments)
 
     def __call__(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
@@ -101,31 +76,24 @@ class MaskedAttention:
     """Computes attention with torch.
 
     Args:
+        step: the tokens.
         config: the model's configuration.
-        positions_R: the position of each decoding row's token; arbitrary for idle rows.
-        num_keys: working rows attend to positions below this only.
-        prompts: the prompts, whose tokens follow.
         num_positions: P.
         dtype: the type of the cache.
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        positions_R: Tensor,
-        num_keys: int,
-        prompts: Sequence[Prompt],
-        num_positions: int,
-        dtype: torch.dtype,
+        self, step: Step, config: DecoderConfig, num_positions: int, dtype: torch.dtype
     ) -> None:
         self._dtype = dtype
-        self._config, self._device = config, positions_R.device
-        self._num_decoding = len(positions_R)
-        self._num_keys = min(-(-num_keys // _CACHE_ALIGNMENT) * _CACHE_ALIGNMENT, num_positions)
+        self._config, self._device = config, step.positions_N.device
+        self._num_decoding = step.num_decoding
+        num_keys = -(-step.num_keys // _CACHE_ALIGNMENT) * _CACHE_ALIGNMENT
+        self._num_keys = min(num_keys, num_positions)
         self._key_positions = torch.arange(num_positions, device=self._device)
-        age_RK = positions_R[:, None] - self._key_positions[: self._num_keys]
+        age_RK = step.positions_R[:, None] - self._key_positions[: self._num_keys]
         self._biases = {w: bias[:, None, None] for w, bias in self._biases_of(age_RK).items()}
-        self._buckets = self._buckets_of(prompts)
+        self._buckets = self._buckets_of(step.prompts)
 
     def __call__(self, q_NHD: Tensor, cache: Tensor, window: int | None) -> Tensor:
         """Return the attention outputs; see `StepAttention`."""
@@ -184,44 +152,30 @@ class MaskedAttention:
 
     def _buckets_of(self, prompts: Sequence[Prompt]) -> list[_Bucket]:
         """Bucket prompts whose lengths differ by at most a factor of two."""
-        flat_starts, flat = [], self._num_decoding
-        for prompt in prompts:
-            flat_starts.append(flat)
-            flat += prompt.stop - prompt.start
-        order = sorted(
-            range(len(prompts)), key=lambda i: (prompts[i].start - prompts[i].stop, prompts[i].row)
-        )
-        buckets: list[_Bucket] = []
-        members: list[int] = []
-        for i in order:
-            length = prompts[i].stop - prompts[i].start
-            if members:
-                longest = prompts[members[0]].stop - prompts[members[0]].start
-                if 2 * length + 8 < longest:
-                    buckets.append(self._bucket(prompts, flat_starts, members))
-                    members = []
-            members.append(i)
-        if members:
-            buckets.append(self._bucket(prompts, flat_starts, members))
-        return buckets
+        ends = self._num_decoding + np.cumsum([len(prompt) for prompt in prompts])
+        rows = [(prompt, int(end) - len(prompt)) for prompt, end in zip(prompts, ends, strict=True)]
+        rows.sort(key=lambda row: (-len(row[0]), row[0].row))
+        buckets: list[list[tuple[Prompt, int]]] = []
+        for prompt, flat in rows:
+            if not buckets or 2 * len(prompt) + 8 < len(buckets[-1][0][0]):
+                buckets.append([])
+            buckets[-1].append((prompt, flat))
+        return [self._bucket(members) for members in buckets]
 
-    def _bucket(
-        self, prompts: Sequence[Prompt], flat_starts: Sequence[int], members: Sequence[int]
-    ) -> _Bucket:
+    def _bucket(self, members: Sequence[tuple[Prompt, int]]) -> _Bucket:
+        """Make a bucket of prompts, each with its first flat token; the first is the longest."""
         bounds = torch.tensor(
-            [[prompts[i].start, prompts[i].stop, flat_starts[i]] for i in members],
-            device=self._device,
+            [[prompt.start, prompt.stop, flat] for prompt, flat in members], device=self._device
         )
         starts, stops, flats = bounds.unbind(1)
-        num_keys = max(prompts[i].stop for i in members)
-        num_queries = max(prompts[i].stop - prompts[i].start for i in members)
-        offsets = torch.arange(num_queries, device=self._device)
+        num_keys = max(prompt.stop for prompt, _ in members)
+        offsets = torch.arange(len(members[0][0]), device=self._device)
         is_real = offsets < (stops - starts)[:, None]
         gather = torch.where(is_real, flats[:, None] + offsets, 0)
         age_BTK = (starts[:, None] + offsets)[..., None] - self._key_positions[:num_keys]
         group = self._config.num_attention_heads // self._config.num_key_value_heads
         return _Bucket(
-            rows_B=_index_of([prompts[i].row for i in members], self._device),
+            rows_B=_index_of([prompt.row for prompt, _ in members], self._device),
             num_keys=num_keys,
             gather_BT=gather,
             is_real_BT=is_real,

@@ -1,14 +1,70 @@
-"""The contract between the embedded engine's scheduler and networks: steps over cache rows."""
+"""The contract between the embedded engine's scheduler and networks: steps over cache rows.
+
+Axes: `N` tokens of a step, `R` cache rows that decode, `B` prompts that enter the cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from areal_gym.engines.embedded.cache_attention import Family, Prompt
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The uncached end of one sequence: tokens [start, stop) of cache row `row`."""
+
+    row: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Decoding rows whose sequences begin with the same tokens, or a single row."""
+
+    rows: tuple[int, ...]
+    num_shared: int
+    """The number of shared first tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """The tokens that a network computes at once: one for each decoding row, then the prompts'.
+
+    The first `num_decoding` tokens belong to the cache rows 0, 1, 2, ...; the tokens of `prompts`
+    follow, one prompt after the other.
+    """
+
+    token_ids_N: Tensor
+    positions_N: Tensor
+    """The position of each token in its sequence; that of idle rows is `scratch`."""
+    rows_N: Tensor
+    """The cache row of each token."""
+    num_decoding: int
+    num_keys: int
+    """Decoding rows attend to positions below this only."""
+    prompts: Sequence[Prompt]
+    families: Sequence[Family]
+    """The decoding rows, grouped by shared beginnings."""
+
+    @property
+    def positions_R(self) -> Tensor:
+        """The position of each decoding row's token."""
+        return self.positions_N[: self.num_decoding]
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """The decoding rows' tokens, then the last token of each prompt, [R + B]."""
+        lengths = torch.tensor([len(prompt) for prompt in self.prompts], dtype=torch.long)
+        ends = self.num_decoding - 1 + lengths.cumsum(0)
+        return torch.cat((torch.arange(self.num_decoding), ends)).to(self.positions_N.device)
 
 
 class NetworkWeights(Protocol):
@@ -16,7 +72,6 @@ class NetworkWeights(Protocol):
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy a full set of weights, by the checkpoint's names; all or nothing."""
-        ...
 
 
 class CachedNetwork(Protocol):
@@ -31,34 +86,18 @@ class CachedNetwork(Protocol):
     @property
     def weights(self) -> NetworkWeights:
         """The object that takes new weights."""
-        ...
 
     def copy(self) -> Self:
         """Return another network with a copy of the weights and an empty cache."""
-        ...
 
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
         """Give `target` the first cached tokens of `source`; only where rows can be cut."""
-        ...
 
     def swap_rows(self, a: int, b: int, num_tokens: int) -> None:
         """Exchange the first cached tokens of two rows."""
-        ...
 
     def clear(self) -> None:
         """Forget all rows."""
-        ...
 
-    def forward(
-        self,
-        token_ids_N: Tensor,
-        positions_N: Tensor,
-        rows_N: Tensor,
-        *,
-        num_decoding: int,
-        num_keys: int,
-        prompts: Sequence[Prompt],
-        families: Sequence[Family],
-    ) -> Tensor:
-        """Compute one step; see `CachedDecoder.forward`."""
-        ...
+    def forward(self, step: Step) -> Tensor:
+        """Return float32 logits, [R + B, V]: of the decoding rows, then of the prompts' ends."""

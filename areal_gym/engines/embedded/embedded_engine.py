@@ -20,12 +20,10 @@ from torch import Tensor
 
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, Piece, SamplingParams
-from areal_gym.engines.embedded.make_scheduler import decoder_scheduler, transformers_scheduler
+from areal_gym.engines.embedded.make_scheduler import checkpoint_scheduler, decoder_scheduler
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError, EngineError
-from areal_gym.models.backend import is_for_transformers
-from areal_gym.models.tiny.checkpoint_files import read_checkpoint
 from areal_gym.models.tiny.decoder import Decoder
 
 _anonymous = itertools.count()
@@ -40,7 +38,7 @@ class EmbeddedEngine:
     the same prompt compute it once.
 
     Args:
-        decoder: the policy; its weights are copied.
+        decoder: the policy, whose weights are copied, or a scheduler that has a policy.
         num_slots: the number of sequences sampled at once.
         max_context: tokens of one sequence, prompt included.
         dtype: "float32" or "bfloat16".
@@ -50,7 +48,7 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | Scheduler,
         *,
         num_slots: int = 128,
         max_context: int = 512,
@@ -58,14 +56,12 @@ class EmbeddedEngine:
         device: str = "auto",
         num_threads: int = 1,
     ) -> None:
-        weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
-        scheduler = decoder_scheduler(
-            decoder.config, weights, num_slots, max_context, dtype, device
-        )
-        self._initialize(scheduler, num_threads)
-
-    def _initialize(self, scheduler: Scheduler, num_threads: int) -> None:
-        """Initialize everything around the scheduler."""
+        if isinstance(decoder, Scheduler):
+            scheduler = decoder
+        else:
+            weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
+            options = (num_slots, max_context, dtype, device)
+            scheduler = decoder_scheduler(decoder.config, weights, *options)
         self._scheduler = scheduler
         self._num_threads = num_threads
         self._max_context = scheduler.network.scratch
@@ -96,16 +92,8 @@ class EmbeddedEngine:
         Raises:
             ConfigError: there is no checkpoint, or this engine cannot sample it.
         """
-        if is_for_transformers(Path(directory)):
-            scheduler = transformers_scheduler(
-                Path(directory), num_slots, max_context, dtype, device
-            )
-        else:
-            config, weights = read_checkpoint(directory)
-            scheduler = decoder_scheduler(config, weights, num_slots, max_context, dtype, device)
-        engine = cls.__new__(cls)
-        engine._initialize(scheduler, num_threads)
-        return engine
+        scheduler = checkpoint_scheduler(Path(directory), num_slots, max_context, dtype, device)
+        return cls(scheduler, num_threads=num_threads)
 
     @classmethod
     def from_settings(cls, policy: Path, settings: EngineConfig) -> Self:
@@ -288,9 +276,8 @@ class EmbeddedEngine:
         Raises:
             EngineError: this engine is not running.
         """
-        copy = EmbeddedEngine.__new__(EmbeddedEngine)
-        copy._initialize(await self._between_steps(self._scheduler.copy), self._num_threads)
-        return copy
+        copy = await self._between_steps(self._scheduler.copy)
+        return EmbeddedEngine(copy, num_threads=self._num_threads)
 
     async def aclose(self) -> None:
         """End the thread; turns in flight fail. Idempotent."""

@@ -10,14 +10,14 @@ own code, and attention in torch's products with masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from areal_gym.engines.embedded.cache_attention import Family, Prompt
+from areal_gym.engines.embedded.cached_network import Step
 from areal_gym.errors import EngineError
 from areal_gym.models.hf.hf_loading import without_progress_bars
 from areal_gym.models.hf.hf_policy import HFPolicy
@@ -34,9 +34,7 @@ class CachedHFPolicy:
         self.policy = policy
         self.num_rows = num_rows
         self.scratch = max_context
-        """A position that no sequence has: rows that do not take part write there."""
         self.can_cut = policy.can_share_prompts
-        """Whether the beginning of what a row caches can be used alone, here or in another row."""
         first = next(policy.parameters())
         self.device, self.dtype = first.device, first.dtype
         self._keys: dict[int, Tensor] = {}
@@ -102,23 +100,11 @@ class CachedHFPolicy:
         self._values.clear()
         self._states = [None] * self.num_rows
 
-    def forward(
-        self,
-        token_ids_N: Tensor,
-        positions_N: Tensor,
-        rows_N: Tensor,
-        *,
-        num_decoding: int,
-        num_keys: int,
-        prompts: Sequence[Prompt],
-        families: Sequence[Family],
-    ) -> Tensor:
-        """Compute one step; arguments and result as those of `CachedDecoder.forward`."""
-        step = _CachedStep(self, positions_N, rows_N, num_decoding, num_keys, prompts)
-        hidden_NC = self.policy.hidden_states(token_ids_N, positions_N, step)
-        lengths = torch.tensor([prompt.stop - prompt.start for prompt in prompts])
-        last = torch.cat((torch.arange(num_decoding), num_decoding - 1 + lengths.cumsum(0)))
-        return self.policy.logits(hidden_NC[last.to(self.device, torch.long)]).float()
+    def forward(self, step: Step) -> Tensor:
+        """Return float32 logits, [R + B, V]; see `CachedNetwork.forward`."""
+        mixing = _CachedMixing(self, step)
+        hidden_NC = self.policy.hidden_states(step.token_ids_N, step.positions_N, mixing)
+        return self.policy.logits(hidden_NC[step.last_tokens]).float()
 
     def cache_of(self, layer: int, k_NKD: Tensor, v_NKE: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer, [rows, positions, K, D] and [..., E]."""
@@ -139,33 +125,21 @@ class CachedHFPolicy:
         return state
 
 
-class _CachedStep:
+class _CachedMixing:
     """The `TokenMixing` of one step: every token sees what its row caches, and itself."""
 
-    def __init__(
-        self,
-        network: CachedHFPolicy,
-        positions_N: Tensor,
-        rows_N: Tensor,
-        num_decoding: int,
-        num_keys: int,
-        prompts: Sequence[Prompt],
-    ) -> None:
+    def __init__(self, network: CachedHFPolicy, step: Step) -> None:
         self._network = network
-        self._positions_N, self._rows_N = positions_N, rows_N
-        self._num_decoding, self._num_keys = num_decoding, num_keys
-        self._prompts = prompts
-        decoding = positions_N[:num_decoding].tolist()
+        self._step = step
         spans = [
             (row, slice(row, row + 1), False)
-            for row, position in enumerate(decoding)
+            for row, position in enumerate(step.positions_R.tolist())
             if position != network.scratch
         ]
-        start = num_decoding
-        for prompt in prompts:
-            stop = start + prompt.stop - prompt.start
-            spans.append((prompt.row, slice(start, stop), prompt.start == 0))
-            start = stop
+        start = step.num_decoding
+        for prompt in step.prompts:
+            spans.append((prompt.row, slice(start, start + len(prompt)), prompt.start == 0))
+            start += len(prompt)
         self._spans = spans
         """For each sequence: its cache row, its tokens, and whether it begins in this step."""
         self._begun: dict[int, DynamicCache] = {}
@@ -174,33 +148,24 @@ class _CachedStep:
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, rules: ScoreRules
     ) -> Tensor:
         """Put keys and values into the cache; return [N, H, E]."""
+        step = self._step
         keys, values = self._network.cache_of(layer, k_NKD, v_NKE)
-        keys[self._rows_N, self._positions_N] = k_NKD
-        values[self._rows_N, self._positions_N] = v_NKE
+        keys[step.rows_N, step.positions_N] = k_NKD
+        values[step.rows_N, step.positions_N] = v_NKE
         outputs = []
-        if count := self._num_decoding:
-            rows, past = slice(0, count), slice(0, self._num_keys)
-            position_B1 = self._positions_N[:count, None]
-            outputs.append(
-                _attend(
-                    q_NHD[:count, None], keys[rows, past], values[rows, past], position_B1, rules
-                )
-            )
+        if count := step.num_decoding:
+            cached, q_R1HD = (slice(0, count), slice(0, step.num_keys)), q_NHD[:count, None]
+            position_R1 = step.positions_R[:, None]
+            outputs.append(_attend(q_R1HD, keys[cached], values[cached], position_R1, rules))
         start = count
-        for prompt in self._prompts:
-            stop = start + prompt.stop - prompt.start
-            rows, past = slice(prompt.row, prompt.row + 1), slice(0, prompt.stop)
-            position_1Q = self._positions_N[None, start:stop]
+        for prompt in step.prompts:
+            tokens = slice(start, start + len(prompt))
+            cached = slice(prompt.row, prompt.row + 1), slice(0, prompt.stop)
+            position_1Q = step.positions_N[None, tokens]
             outputs.append(
-                _attend(
-                    q_NHD[None, start:stop],
-                    keys[rows, past],
-                    values[rows, past],
-                    position_1Q,
-                    rules,
-                )
+                _attend(q_NHD[None, tokens], keys[cached], values[cached], position_1Q, rules)
             )
-            start = stop
+            start += len(prompt)
         return torch.cat([out.flatten(0, 1) for out in outputs])
 
     def recur(

@@ -11,7 +11,9 @@ from torch import Tensor
 from areal_gym.engines.embedded.network import CachedDecoder
 from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError
+from areal_gym.models.backend import is_for_transformers
 from areal_gym.models.device import pick_device
+from areal_gym.models.tiny.checkpoint_files import read_checkpoint
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,14 +44,17 @@ def decoder_scheduler(
     return scheduler
 
 
-def transformers_scheduler(
+def checkpoint_scheduler(
     directory: Path, num_slots: int, max_context: int, dtype: str, device: str
 ) -> Scheduler:
-    """Make the scheduler of a checkpoint that the tiny decoder does not know.
+    """Make the scheduler of a checkpoint, with the tiny decoder or, else, with transformers.
 
     Raises:
         ConfigError: an unknown dtype, or a checkpoint that cannot be read.
     """
+    if not is_for_transformers(directory):
+        config, weights = read_checkpoint(directory)
+        return decoder_scheduler(config, weights, num_slots, max_context, dtype, device)
     from areal_gym.engines.embedded.hf_network import CachedHFPolicy
     from areal_gym.models.hf.hf_loading import load_policy
 

@@ -3,26 +3,25 @@
 One `forward` computes one step of the engine: the decoding rows, one token each, and the new
 prompts, all on one flat token axis, so that they share every matrix product.
 
-Axes: `N` tokens of the step, `R` cache rows that decode, `S` all cache rows, `L` layers,
-`H`, `K` query and key heads, `D` head dimension, `P` positions of a cache row, `C` hidden, `V`
-vocabulary.
+Axes: `N` tokens of the step, `R` cache rows that decode, `B` prompts, `S` all cache rows, `L`
+layers, `H`, `K` query and key heads, `D` head dimension, `P` positions of a cache row, `C` hidden,
+`V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from areal_gym.engines.embedded.cache_attention import (
-    Family,
     KernelAttention,
     MaskedAttention,
-    Prompt,
     StepAttention,
 )
+from areal_gym.engines.embedded.cached_network import Step
 from areal_gym.engines.embedded.weights import FusedWeights, LayerWeights
 from areal_gym.models.tiny.attend import softcapped
 from areal_gym.models.tiny.decoder import gated
@@ -50,14 +49,12 @@ class CachedDecoder:
     ) -> None:
         self.config = config
         self.can_cut = True
-        """Whether the beginning of what a row caches can be used alone, here or in another row."""
         self._num_rows = num_rows
         self.device = device
         self.dtype = dtype
         # CPUs multiply small bfloat16 batches slower than float32 ones; rotation needs float32.
         self.cache_dtype = torch.float32 if device.type == "cpu" else dtype
         self.scratch = max_context
-        """An unused position: idle rows write there."""
         self._num_positions = max_context + 1
         self._rotations = self._rotations_of(config.rope_theta, config.rope_scaling)
         self._local_rotations: Tensor | None = None
@@ -106,65 +103,37 @@ class CachedDecoder:
         """Zero the cache: NaNs of a diverged model would spread to later sequences."""
         self._cache.zero_()
 
-    def forward(
-        self,
-        token_ids_N: Tensor,
-        positions_N: Tensor,
-        rows_N: Tensor,
-        *,
-        num_decoding: int,
-        num_keys: int,
-        prompts: Sequence[Prompt],
-        families: Sequence[Family],
-    ) -> Tensor:
-        """Compute one step. The first `num_decoding` tokens belong to the cache rows 0, 1, 2, ...
-
-        The tokens of `prompts` follow, one prompt after the other.
-
-        Args:
-            token_ids_N: the tokens.
-            positions_N: the position of each token in its sequence.
-            rows_N: the cache row of each.
-            num_decoding: R.
-            num_keys: working rows attend to positions below this only.
-            prompts: the prompts that enter the cache in this step.
-            families: the decoding rows, grouped by shared beginnings.
-
-        Returns:
-            float32 logits, [R + len(prompts), V]: of the decoding rows, then of the last token
-            of each prompt.
-        """
+    def forward(self, step: Step) -> Tensor:
+        """Return float32 logits, [R + B, V]; see `CachedNetwork.forward`."""
         config, weights = self.config, self.weights
         eps, num_heads = config.rms_norm_eps, config.num_attention_heads
         head_dim = config.head_dim
         num_qk = num_heads + config.num_key_value_heads
-        num_tokens = len(token_ids_N)
-        rotations = self._rotations[positions_N]
+        rotations = self._rotations[step.positions_N]
         local_rotations = rotations
         if self._local_rotations is not None:
-            local_rotations = self._local_rotations[positions_N]
-        decoding = positions_N[:num_decoding], num_keys, families
-        attend = self._attention(*decoding, prompts)
+            local_rotations = self._local_rotations[step.positions_N]
+        attend = self._attention(step)
 
-        x = weights.embed(token_ids_N)
+        x = weights.embed(step.token_ids_N)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         layers = zip(weights.layers, self._cache, config.windows, strict=True)
         for layer, cache, window in layers:
             h = rms_norm(x, layer.input_norm, eps)
-            qkv = layer.qkv.product(h, layer.qkv_bias).view(num_tokens, -1, head_dim)
+            qkv = layer.qkv.product(h, layer.qkv_bias).view(len(x), -1, head_dim)
             if self.dtype != torch.float32:
                 qkv = qkv.float()
             if layer.qk_norm is not None:
                 qk = qkv[:, :num_qk]
                 qk.copy_(F.rms_norm(qk, (head_dim,), None, eps).mul_(layer.qk_norm))
             turns = rotations if window is None else local_rotations
-            q = self._place(qkv, turns, rows_N, positions_N, cache)
-            if prompts and layer is weights.layers[-1]:
+            q = self._place(qkv, turns, step, cache)
+            if step.prompts and layer is weights.layers[-1]:
                 # Only the last tokens need the output of the last layer.
-                last = self._last_tokens(prompts, num_decoding)
-                ends = [Prompt(prompt.row, prompt.stop - 1, prompt.stop) for prompt in prompts]
-                x, q, attend = x[last], q[last], self._attention(*decoding, ends)
+                last = step.last_tokens
+                ends = [replace(prompt, start=prompt.stop - 1) for prompt in step.prompts]
+                x, q, attend = x[last], q[last], self._attention(replace(step, prompts=ends))
             attended = attend(q, cache, window)
             if layer.out_norm is None:
                 layer.out.add_product(attended.to(self.dtype), x)
@@ -174,33 +143,22 @@ class CachedDecoder:
         logits = weights.head.product(rms_norm(x, weights.final_norm, eps)).float()
         return softcapped(logits, config.final_logit_softcapping)
 
-    def _place(
-        self, qkv: Tensor, turns: Tensor, rows_N: Tensor, positions_N: Tensor, cache: Tensor
-    ) -> Tensor:
+    def _place(self, qkv: Tensor, turns: Tensor, step: Step, cache: Tensor) -> Tensor:
         """Rotate queries and keys, cache keys and values, and return the queries."""
         num_heads, key_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         if self._has_kernel:
-            pointwise.place(qkv, turns, rows_N, positions_N, cache)
+            pointwise.place(qkv, turns, step.rows_N, step.positions_N, cache)
             return qkv[:, :num_heads]
         qk = qkv[:, : num_heads + key_heads]
         torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(turns)
         qkv = qkv.to(self.cache_dtype)
-        cache[:, rows_N, :, positions_N] = qkv[:, num_heads:].unflatten(1, (2, key_heads))
+        cache[:, step.rows_N, :, step.positions_N] = qkv[:, num_heads:].unflatten(1, (2, key_heads))
         return qkv[:, :num_heads]
 
-    def _attention(
-        self,
-        positions_R: Tensor,
-        num_keys: int,
-        families: Sequence[Family],
-        prompts: Sequence[Prompt],
-    ) -> StepAttention:
+    def _attention(self, step: Step) -> StepAttention:
         if self.config.attn_logit_softcapping is None and self._has_kernel:
-            row_size = self.config.num_key_value_heads * self._num_positions
-            return KernelAttention(positions_R, families, prompts, row_size)
-        return MaskedAttention(
-            self.config, positions_R, num_keys, prompts, self._num_positions, self.cache_dtype
-        )
+            return KernelAttention(step, self.config.num_key_value_heads * self._num_positions)
+        return MaskedAttention(step, self.config, self._num_positions, self.cache_dtype)
 
     def _feed_forward(self, x_NC: Tensor, layer: LayerWeights) -> None:
         """Add the gated feed-forward to `x_NC`, in place."""
@@ -215,9 +173,3 @@ class CachedDecoder:
                 layer.down.add_product(inner, part)
             else:
                 part.add_(rms_norm(layer.down.product(inner), layer.down_norm, eps))
-
-    def _last_tokens(self, prompts: Sequence[Prompt], num_decoding: int) -> Tensor:
-        lengths = torch.tensor([prompt.stop - prompt.start for prompt in prompts])
-        decoding = torch.arange(num_decoding)
-        last = torch.cat((decoding, num_decoding - 1 + lengths.cumsum(0)))
-        return last.to(self.device)

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from areal_gym.engines.embedded.cache_attention import Family, Prompt
-from areal_gym.engines.embedded.cached_network import CachedNetwork
+from areal_gym.engines.embedded.cached_network import CachedNetwork, Family, Prompt, Step
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.sampling import filter_logits, sample
 from areal_gym.errors import EngineError
@@ -166,15 +165,16 @@ class Scheduler:
             rows += [row.index] * (len(prompt_ids) - start)
             row.tokens += prompt_ids[start:]
         device = self.network.device
-        logits = self.network.forward(
-            torch.tensor(ids, device=device),
-            torch.tensor(positions, device=device),
-            torch.tensor(rows, device=device),
+        step = Step(
+            token_ids_N=torch.tensor(ids, device=device),
+            positions_N=torch.tensor(positions, device=device),
+            rows_N=torch.tensor(rows, device=device),
             num_decoding=num_decoding,
             num_keys=num_keys,
             prompts=prompts,
-            families=self._families(decoding),
+            families=_families(decoding),
         )
+        logits = self.network.forward(step)
         places = [row.index for row in decoding] + [num_decoding + i for i in range(len(entering))]
         if places != list(range(len(logits))):
             logits = logits[torch.tensor(places, device=device)]
@@ -246,19 +246,6 @@ class Scheduler:
         if not source.num_shared:
             source.family, source.num_shared = next(self._clock), num_tokens
         row.family, row.num_shared = source.family, min(source.num_shared, num_tokens)
-
-    def _families(self, decoding: Sequence[_Row]) -> list[Family]:
-        """Group the decoding rows into families that share their first tokens."""
-        members: dict[int, list[_Row]] = {}
-        for row in decoding:
-            members.setdefault(row.family if row.num_shared else -row.index - 1, []).append(row)
-        return [
-            Family(
-                rows=tuple(row.index for row in rows),
-                num_shared=min(row.num_shared for row in rows) if len(rows) > 1 else 0,
-            )
-            for rows in members.values()
-        ]
 
     def _free_row(self, avoid: _Row | None) -> _Row | None:
         """Return a row without a session, else that of the longest idle session; None if all work.
@@ -347,3 +334,17 @@ def _common_prefix(cached: Sequence[int], prompt: Sequence[int]) -> int:
     if tuple(cached[:size]) == tuple(prompt[:size]):
         return size
     return next(i for i in range(size) if cached[i] != prompt[i])
+
+
+def _families(decoding: Sequence[_Row]) -> list[Family]:
+    """Group the decoding rows into families that share their first tokens."""
+    members: dict[int, list[_Row]] = {}
+    for row in decoding:
+        members.setdefault(row.family if row.num_shared else -row.index - 1, []).append(row)
+    return [
+        Family(
+            rows=tuple(row.index for row in rows),
+            num_shared=min(row.num_shared for row in rows) if len(rows) > 1 else 0,
+        )
+        for rows in members.values()
+    ]

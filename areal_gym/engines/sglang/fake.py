@@ -24,17 +24,25 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
 from areal_gym.engines.base import Engine
 from areal_gym.engines.server import EngineServer, RunningRequest
-from areal_gym.engines.server_requests import GenerateRequest, read_request
-from areal_gym.engines.sglang.fake_requests import AbortRequest, PauseGeneration
+from areal_gym.engines.server_requests import GenerateRequest, Request, read_request
 from areal_gym.engines.sglang.fake_weights import FakeWeights
 from areal_gym.types import FinishReason
 from areal_gym.utils.http_servers.aiohttp_site import Handler
+
+
+class _Abort(Request):
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+class _Pause(Request):
+    mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
 class FakeSGLangServer(EngineServer):
@@ -110,7 +118,7 @@ class FakeSGLangServer(EngineServer):
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
-        """Hold while weights change: nothing is sampled inside.
+        """Let weights change: nothing is sampled inside.
 
         During a pause, running requests are parked or will be at their next chunk; otherwise an
         update waits until all running requests have ended, as SGLang's does.
@@ -159,20 +167,17 @@ class FakeSGLangServer(EngineServer):
             if request.is_aborted:
                 reason = {"type": "abort", "message": "Aborted"}
                 return {**reason, "status_code": None, "err_type": None}
-            if await self._sample_chunk(request) is FinishReason.STOP:
+            version = self.version
+            left = request.params.max_new_tokens - len(request.token_ids)
+            generation = await self.engine.generate(
+                [*request.prompt_ids, *request.token_ids],
+                replace(request.params, max_new_tokens=min(left, self._chunk_tokens)),
+                session=request.rid,
+            )
+            request.extend(generation, [version] * len(generation.token_ids))
+            if generation.finish_reason is FinishReason.STOP:
                 return request.finish_reason(FinishReason.STOP)
         return request.finish_reason(FinishReason.LENGTH)
-
-    async def _sample_chunk(self, request: RunningRequest) -> FinishReason:
-        version = self.version
-        left = request.params.max_new_tokens - len(request.token_ids)
-        generation = await self.engine.generate(
-            [*request.prompt_ids, *request.token_ids],
-            replace(request.params, max_new_tokens=min(left, self._chunk_tokens)),
-            session=request.rid,
-        )
-        request.extend(generation, [version] * len(generation.token_ids))
-        return generation.finish_reason
 
     async def _park(self, request: RunningRequest) -> None:
         """Wait while generation is paused."""
@@ -191,21 +196,18 @@ class FakeSGLangServer(EngineServer):
     # ---- interruptions ------------------------------------------------------------------------
 
     async def _abort_request(self, request: web.Request) -> web.Response:
-        body = await read_request(AbortRequest, request)
-        self._abort(None if body.abort_all else body.rid or "")
+        body = await read_request(_Abort, request)
+        for running in self._running:
+            running.is_aborted |= bool(body.abort_all) or running.rid == body.rid
         await self._notify()
         return web.Response()
 
-    def _abort(self, rid: str | None) -> None:
-        for running in self._running:
-            if rid is None or running.rid == rid:
-                running.is_aborted = True
-
     async def _pause_generation(self, request: web.Request) -> web.Response:
-        mode = (await read_request(PauseGeneration, request)).mode
+        mode = (await read_request(_Pause, request)).mode
         self._pause_mode = mode
         if mode == "abort":
-            self._abort(None)
+            for running in self._running:
+                running.is_aborted = True
             async with self._changed:
                 self._changed.notify_all()
                 await self._changed.wait_for(lambda: not self._running)
@@ -243,10 +245,8 @@ async def _serve(options: argparse.Namespace) -> None:
         port=options.port,
     )
     async with server:
-        print(
-            f"a fake SGLang {options.emulate} serves {options.model_path} at {server.url}",
-            flush=True,
-        )
+        name = f"a fake SGLang {options.emulate}"
+        print(f"{name} serves {options.model_path} at {server.url}", flush=True)
         await ended.wait()
 
 

@@ -11,31 +11,67 @@ import base64
 import hashlib
 import io
 import json
+import os
 import pickle
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from aiohttp import web
+from pydantic import Field
 
 from areal_gym.engines.base import Engine, LocalEngine
-from areal_gym.engines.server_requests import read_request
-from areal_gym.engines.sglang.fake_requests import (
-    DestroyGroup,
-    DistributedTensors,
-    InitGroup,
-    LoadAdapter,
-    NewVersion,
-    SerializedTensors,
-    UnloadAdapter,
-    WeightsOnDisk,
-)
+from areal_gym.engines.server_requests import Name, Request, read_request
 from areal_gym.engines.sglang.replies import INITIAL_WEIGHTS
 from areal_gym.errors import EngineError
 from areal_gym.utils.http_servers.aiohttp_site import Handler
 
-_NO_SESSION = "must run between begin_weight_update() and end_weight_update()"
+
+class _OnDisk(Request):
+    model_path: Name
+    weight_version: Name | None = None
+
+
+class _Serialized(Request):
+    serialized_named_tensors: Annotated[list[str], Field(min_length=1)]
+    load_format: str | None = None
+    weight_version: Name | None = None
+
+
+class _Group(Request):
+    group_name: Name
+
+
+class _NewGroup(_Group):
+    master_address: Annotated[str, Field(min_length=1, max_length=255)]
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    rank_offset: Annotated[int, Field(ge=0, lt=2**15)]
+    world_size: Annotated[int, Field(ge=1, lt=2**15)]
+    backend: str
+
+
+class _Broadcast(_Group):
+    names: list[Name]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, Field(ge=0, lt=2**40)]]]
+    weight_version: Name | None = None
+
+
+class _NewVersion(Request):
+    new_version: Name
+
+
+class _Adapter(Request):
+    lora_name: Name
+
+
+class _NewAdapter(_Adapter):
+    lora_path: Name
+
+
+class _RefusedError(Exception):
+    """A route refuses; the message is SGLang's."""
 
 
 class FakeWeights:
@@ -76,54 +112,45 @@ class FakeWeights:
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return the method, path and handler of each route."""
-        handlers: dict[str, Handler] = {
-            "/update_weights_from_disk": self._from_disk,
-            "/update_weights_from_tensor": self._from_tensor,
-            "/init_weights_update_group": self._init_group,
-            "/update_weights_from_distributed": self._from_distributed,
-            "/destroy_weights_update_group": self._destroy_group,
-            "/update_weight_version": self._update_version,
-            "/weights_checker": self._check,
-            "/load_lora_adapter": self._load_adapter,
-            "/unload_lora_adapter": self._unload_adapter,
-        }
+        rows: list[tuple[str, Callable[[Any], Awaitable[_Answer]], type[Request]]] = [
+            ("/update_weights_from_disk", self._from_disk, _OnDisk),
+            ("/update_weights_from_tensor", self._from_tensor, _Serialized),
+            ("/init_weights_update_group", self._init_group, _NewGroup),
+            ("/update_weights_from_distributed", self._from_distributed, _Broadcast),
+            ("/destroy_weights_update_group", self._destroy_group, _Group),
+            ("/update_weight_version", self._update_version, _NewVersion),
+            ("/weights_checker", self._check, Request),
+            ("/load_lora_adapter", self._load_adapter, _NewAdapter),
+            ("/unload_lora_adapter", self._unload_adapter, _Adapter),
+        ]
         if self._has_update_sessions:
-            handlers["/begin_weight_update"] = self._begin
-            handlers["/end_weight_update"] = self._end
-        return [("POST", path, handler) for path, handler in handlers.items()]
+            rows.append(("/begin_weight_update", self._begin, Request))
+            rows.append(("/end_weight_update", self._end, Request))
+        return [("POST", path, _handler(answer, body)) for path, answer, body in rows]
 
-    async def _from_disk(self, request: web.Request) -> web.Response:
-        """Load a checkpoint directory."""
-        body = await read_request(WeightsOnDisk, request)
+    async def _from_disk(self, body: _OnDisk) -> _Answer:
         from safetensors import SafetensorError
 
-        try:
-            tensors = await asyncio.to_thread(_read_weights, Path(body.model_path))
-        except (OSError, SafetensorError) as error:
-            return _result(f"Failed to get weights iterator: {error}.", success=False)
-        if not tensors:
-            reason = f"no weights in {body.model_path!r}"
-            return _result(f"Failed to get weights iterator: {reason}.", success=False)
+        directory = Path(body.model_path)
+        with _refusing("Failed to get weights iterator", OSError, SafetensorError):
+            tensors = await asyncio.to_thread(_read_weights, directory)
+            if not tensors:
+                raise OSError(f"no weights in {body.model_path!r}")
         return await self._load(tensors, body.weight_version, "Succeeded to update model weights.")
 
-    async def _from_tensor(self, request: web.Request) -> web.Response:
-        """Load the tensors in the body."""
-        body = await read_request(SerializedTensors, request)
-        if refusal := self._out_of_session("update_weights_from_tensor"):
-            return refusal
-        try:
+    async def _from_tensor(self, body: _Serialized) -> _Answer:
+        self._require_session("update_weights_from_tensor")
+        # Unpickling untrusted bytes may raise anything.
+        with _refusing("Failed to read the tensors", Exception):
             tensors = _unpacked(body)
-        except Exception as error:  # untrusted bytes: unpickling may raise anything
-            return _result(f"Failed to read the tensors: {error!r}.", success=False)
         return await self._load(tensors, body.weight_version, "Success")
 
-    async def _init_group(self, request: web.Request) -> web.Response:
-        """Join a process group."""
+    async def _init_group(self, body: _NewGroup) -> _Answer:
         from areal_gym.models.process_groups import join_group
 
-        body = await read_request(InitGroup, request)
-        try:
-            group = await asyncio.to_thread(
+        failures = (OSError, RuntimeError, ValueError)
+        with _refusing("Failed to initialize custom process group", *failures):
+            self._groups[body.group_name] = await asyncio.to_thread(
                 join_group,
                 body.master_address,
                 body.master_port,
@@ -133,95 +160,68 @@ class FakeWeights:
                 backend=body.backend,
                 timeout_s=60,
             )
-        except (OSError, RuntimeError, ValueError) as error:
-            return _result(f"Failed to initialize custom process group: {error}.", success=False)
-        self._groups[body.group_name] = group
-        return _result("Succeeded to initialize custom process group.")
+        return "Succeeded to initialize custom process group."
 
-    async def _from_distributed(self, request: web.Request) -> web.Response:
-        """Load the tensors that rank 0 of the group broadcasts."""
-        body = await read_request(DistributedTensors, request)
-        if refusal := self._out_of_session("update_weights_from_distributed"):
-            return refusal
+    async def _from_distributed(self, body: _Broadcast) -> _Answer:
+        self._require_session("update_weights_from_distributed")
         group = self._groups.get(body.group_name)
         if group is None:
-            return _result(f"Group {body.group_name} not in {list(self._groups)}.", success=False)
-        try:
+            raise _RefusedError(f"Group {body.group_name} not in {list(self._groups)}.")
+        failures = (AttributeError, RuntimeError, TypeError, ValueError)
+        with _refusing("Failed to receive the tensors", *failures):
             tensors = await asyncio.to_thread(_receive, group, body)
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            return _result(f"Failed to receive the tensors: {error}.", success=False)
-        return await self._load(
-            tensors, body.weight_version, "Succeeded to update parameter online."
-        )
+        message = "Succeeded to update parameter online."
+        return await self._load(tensors, body.weight_version, message)
 
-    async def _destroy_group(self, request: web.Request) -> web.Response:
-        """Leave a process group."""
+    async def _destroy_group(self, body: _Group) -> _Answer:
         import torch.distributed as dist
 
-        body = await read_request(DestroyGroup, request)
         group = self._groups.pop(body.group_name, None)
         if group is None:
-            return _result("The group to be destroyed does not exist.", success=False)
+            raise _RefusedError("The group to be destroyed does not exist.")
         await asyncio.to_thread(dist.destroy_process_group, group)
-        return _result("Succeeded to destroy custom process group.")
+        return "Succeeded to destroy custom process group."
 
-    async def _begin(self, request: web.Request) -> web.Response:
-        """Open an update session: tensors may come from now on."""
+    async def _begin(self, body: Request) -> _Answer:
         self._is_in_session = True
-        return _result("Success")
+        return "Success"
 
-    async def _end(self, request: web.Request) -> web.Response:
-        """Close the update session."""
+    async def _end(self, body: Request) -> _Answer:
         if not self._is_in_session:
-            return _result("end_weight_update() without begin_weight_update()", success=False)
+            raise _RefusedError("end_weight_update() without begin_weight_update()")
         self._is_in_session = False
-        return _result("Success")
+        return "Success"
 
-    async def _update_version(self, request: web.Request) -> web.Response:
-        """Rename the weights."""
-        body = await read_request(NewVersion, request)
+    async def _update_version(self, body: _NewVersion) -> _Answer:
         self.version = body.new_version
-        return web.json_response(
-            {
-                "success": True,
-                "message": f"Weight version updated to {body.new_version}",
-                "new_version": body.new_version,
-            }
-        )
+        message = f"Weight version updated to {body.new_version}"
+        return {"success": True, "message": message, "new_version": body.new_version}
 
-    async def _check(self, request: web.Request) -> web.Response:
+    async def _check(self, body: Request) -> _Answer:
         """Return a checksum of each tensor that the server received."""
         sums = {
             name: hashlib.sha256(tensor.contiguous().float().numpy().tobytes()).hexdigest()[:16]
             for name, tensor in self._weights.items()
         }
-        return web.json_response(
-            {"success": True, "message": "Success", "ranks": [{"checksums": sums}]}
-        )
+        return {"success": True, "message": "Success", "ranks": [{"checksums": sums}]}
 
-    async def _load_adapter(self, request: web.Request) -> web.Response:
-        """Remember an adapter's directory under a name."""
-        body = await read_request(LoadAdapter, request)
+    async def _load_adapter(self, body: _NewAdapter) -> _Answer:
         name, path = body.lora_name, Path(body.lora_path)
         if name in self._adapters:
             return self._adapters_now(f"LoRA adapter {name} is already loaded.")
-        if not _is_file(path / "adapter_config.json"):
+        if not os.path.isfile(path / "adapter_config.json"):
             return self._adapters_now(f"no adapter_config.json in {path}")
         self._adapters[name] = path
         return self._adapters_now()
 
-    async def _unload_adapter(self, request: web.Request) -> web.Response:
-        """Forget an adapter."""
-        name = (await read_request(UnloadAdapter, request)).lora_name
-        if name not in self._adapters:
-            return self._adapters_now(f"LoRA adapter {name} is not loaded.")
-        del self._adapters[name]
+    async def _unload_adapter(self, body: _Adapter) -> _Answer:
+        if self._adapters.pop(body.lora_name, None) is None:
+            return self._adapters_now(f"LoRA adapter {body.lora_name} is not loaded.")
         return self._adapters_now()
 
-    def _adapters_now(self, error: str = "") -> web.Response:
+    def _adapters_now(self, error: str = "") -> _Answer:
         loaded = {name: str(path) for name, path in self._adapters.items()}
-        body = {"success": not error, "error_message": error, "loaded_adapters": loaded}
-        return web.json_response(body, status=400 if error else 200)
+        return {"success": not error, "error_message": error, "loaded_adapters": loaded}
 
     async def use_adapter(self, name: str | None) -> None:
         """Sample with this adapter from now on.
@@ -275,30 +275,46 @@ class FakeWeights:
         self._num_published += 1
         await engine.publish(tensors.items(), self._num_published)
 
-    async def _load(
-        self, tensors: dict[str, Any], version: str | None, message: str
-    ) -> web.Response:
+    async def _load(self, tensors: dict[str, Any], version: str | None, message: str) -> _Answer:
         complete = {**self._weights, **tensors}
+        failures = (EngineError, AttributeError, RuntimeError, TypeError, ValueError)
         async with self._quiet():
-            try:
+            with _refusing("Failed to update weights", *failures):
                 await self._publish(complete)
-            except (EngineError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-                return _result(f"Failed to update weights: {error}.", success=False)
             self._weights, self._adapter = complete, None
             if version is not None:
                 self.version = version
                 message += f" Weight version updated to {version}."
-        return _result(message)
+        return message
 
-    def _out_of_session(self, what: str) -> web.Response | None:
+    def _require_session(self, route: str) -> None:
         if self._has_update_sessions and not self._is_in_session:
-            return _result(f"{what} {_NO_SESSION}", success=False)
-        return None
+            between = "must run between begin_weight_update() and end_weight_update()"
+            raise _RefusedError(f"{route} {between}")
 
 
-def _result(message: str, *, success: bool = True) -> web.Response:
-    body = {"success": success, "message": message}
-    return web.json_response(body, status=200 if success else 400)
+_Answer = str | dict[str, Any]
+"""The message of a success, or a whole body."""
+
+
+def _handler(answer: Callable[[Any], Awaitable[_Answer]], model: type[Request]) -> Handler:
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            reply = await answer(await read_request(model, request))
+        except _RefusedError as refused:
+            reply = {"success": False, "message": str(refused)}
+        body = {"success": True, "message": reply} if isinstance(reply, str) else reply
+        return web.json_response(body, status=200 if body["success"] else 400)
+
+    return handle
+
+
+@contextmanager
+def _refusing(problem: str, *kinds: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        raise _RefusedError(f"{problem}: {error}.") from None
 
 
 def _read_weights(directory: Path) -> dict[str, Any]:
@@ -308,13 +324,6 @@ def _read_weights(directory: Path) -> dict[str, Any]:
     for file in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # the name is too long, or the directory is not readable
-        return False
 
 
 def _merged(weights: dict[str, Any], adapter: Path) -> dict[str, Any]:
@@ -343,7 +352,6 @@ class _Unpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        """Import an allowed class."""
         import torch
 
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -355,29 +363,25 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _storage_from_bytes(raw: bytes) -> Any:
-    """Load a storage as `torch.storage._load_from_bytes` does, but never unpickle code."""
+    """Load as `torch.storage._load_from_bytes` does, but never unpickle code."""
     import torch
 
     return torch.load(io.BytesIO(raw), weights_only=True)
 
 
-def _unpacked(body: SerializedTensors) -> dict[str, Any]:
-    """Return tensors by name."""
+def _unpacked(body: _Serialized) -> dict[str, Any]:
     raw = base64.b64decode(body.serialized_named_tensors[0])
     content = _Unpickler(io.BytesIO(raw)).load()
     if body.load_format == "flattened_bucket":
-        content = _unflatten(content["flattened_tensor"], content["metadata"])
+        flat = content["flattened_tensor"]
+        return {
+            meta.name: flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+            for meta in content["metadata"]
+        }
     return dict(content)
 
 
-def _unflatten(flat: Any, metadata: list[Any]) -> dict[str, Any]:
-    return {
-        meta.name: flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
-        for meta in metadata
-    }
-
-
-def _receive(group: Any, body: DistributedTensors) -> dict[str, Any]:
+def _receive(group: Any, body: _Broadcast) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 

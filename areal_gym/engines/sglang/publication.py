@@ -7,6 +7,7 @@ servers that report the new version serve again, the others are lost; the gate o
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -19,18 +20,15 @@ _DRAIN_S = 60.0
 
 
 class PublicationGate:
-    """Holds requests back while weights change, and tracks the policy version.
+    """Holds requests back while weights change.
 
     Args:
+        pool: the servers.
         may_retract: whether servers may set requests aside instead of aborting them.
     """
 
-    def __init__(self, *, may_retract: bool) -> None:
-        self.policy_version = 0
-        self.held_s = 0.0
-        """How long calls have waited for publications, all together."""
-        self.publication_s = 0.0
-        """How long generation has stood still for publications."""
+    def __init__(self, pool: ServerPool, *, may_retract: bool) -> None:
+        self._pool = pool
         self._may_retract = may_retract
         self._is_open = asyncio.Event()
         self._is_open.set()
@@ -46,11 +44,11 @@ class PublicationGate:
             clock = asyncio.get_running_loop().time
             since_s = clock()
             await self._is_open.wait()
-            self.held_s += clock() - since_s
+            self._pool.stats.held_s += clock() - since_s
 
     @asynccontextmanager
     async def updating(
-        self, pool: ServerPool, version: int, *, must_abort: bool
+        self, version: int, *, must_abort: bool
     ) -> AsyncIterator[Sequence[ServerClient]]:
         """Interrupt generation, hand out the servers, and resume those that report `version`.
 
@@ -58,17 +56,15 @@ class PublicationGate:
             EngineError: no server took the new weights.
             EngineUnreachableError: no server answered for the grace period.
         """
-        clock = asyncio.get_running_loop().time
+        pool, clock = self._pool, asyncio.get_running_loop().time
         async with pool.lock:
             states = await pool.reachable()
             since_s = clock()
             self._is_open.clear()
             try:
                 may_retract = self._may_retract and not must_abort
-                are_paused = await asyncio.gather(
-                    *(_pause(pool, state, may_retract=may_retract) for state in states)
-                )
-                states = [s for s, is_paused in zip(states, are_paused, strict=True) if is_paused]
+                pauses = (_pause(pool, state, may_retract=may_retract) for state in states)
+                states = list(itertools.compress(states, await asyncio.gather(*pauses)))
                 if not states:
                     raise EngineUnreachableError("every server was lost at the publication")
                 published: int | None = None
@@ -76,28 +72,27 @@ class PublicationGate:
                     yield [state.client for state in states]
                     published = version
                 finally:
-                    await self._resume(pool, states, published)
+                    await _resume(pool, states, published)
             finally:
                 self._is_open.set()
-                self.publication_s += clock() - since_s
-        if self.policy_version != version:
+                pool.stats.publication_s += clock() - since_s
+        if pool.policy_version != version:
             raise EngineError(f"no server reports version {version} after its publication")
 
-    async def _resume(
-        self, pool: ServerPool, states: Sequence[ServerState], published: int | None
-    ) -> None:
-        """Admit the servers that report the right version; the others are lost."""
-        reports = await asyncio.gather(
-            *(state.reported_version() for state in states), return_exceptions=True
-        )
-        if published in reports and published is not None:
-            self.policy_version = published
-        for state, report in zip(states, reports, strict=True):
-            if report == self.policy_version:
-                pool.admit(state)
-            else:
-                pool.lose(state)
-        await asyncio.gather(*(_unpause(pool, state) for state in states if state.is_paused))
+
+async def _resume(pool: ServerPool, states: Sequence[ServerState], published: int | None) -> None:
+    """Admit the servers that report the right version; the others are lost."""
+    reports = await asyncio.gather(
+        *(state.reported_version() for state in states), return_exceptions=True
+    )
+    if published in reports and published is not None:
+        pool.policy_version = published
+    for state, report in zip(states, reports, strict=True):
+        if report == pool.policy_version:
+            pool.admit(state)
+        else:
+            pool.lose(state)
+    await asyncio.gather(*(_unpause(pool, state) for state in states if state.is_paused))
 
 
 async def _pause(pool: ServerPool, state: ServerState, *, may_retract: bool) -> bool:

@@ -14,34 +14,24 @@ INITIAL_WEIGHTS = "default"
 """SGLang's name for the weights that a server started with: our version 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The tokens of one request: a whole turn, or its beginning if it was interrupted."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int] | None
-    """One per token; None from servers that do not report it (before SGLang 0.5.19)."""
-    finish: str
-    """"stop", "length" or "abort"."""
-
-
 @dataclass(slots=True)
-class Draft:
-    """Collects one turn, which may take several requests."""
+class Reply:
+    """The tokens of one request, or of all requests of one turn so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    finish: str = ""
+    """"stop", "length" or "abort"."""
 
-    def add(self, reply: Reply, version: int) -> None:
-        """Append `reply`; `version` is for servers that do not report versions."""
+    def add(self, reply: Reply) -> None:
+        """Append the tokens of the turn's next request."""
         self.token_ids += reply.token_ids
         self.logprobs += reply.logprobs
-        self.versions += reply.versions or [version] * len(reply.token_ids)
+        self.versions += reply.versions
 
-    def finished(self, finish_reason: FinishReason) -> Generation:
-        """Return the collected turn."""
+    def generation(self, finish_reason: FinishReason) -> Generation:
+        """Return the whole turn."""
         return Generation(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
@@ -75,8 +65,12 @@ def sampling_params(
     return body
 
 
-def read_answer(answer: dict[str, Any]) -> Reply:
+def read_answer(answer: dict[str, Any], version: int) -> Reply:
     """Read the sampled ids, log-probabilities and versions.
+
+    Args:
+        answer: the body of the answer.
+        version: of the tokens, where the server does not report it (before SGLang 0.5.19).
 
     Raises:
         EngineError: the answer lacks a field.
@@ -95,7 +89,8 @@ def read_answer(answer: dict[str, Any]) -> Reply:
         raise EngineError(f"/generate returned the unknown finish reason {finish!r}")
     if finish != "abort" and not token_ids:
         raise EngineError(f"/generate sampled no tokens, but reports {finish!r}")
-    versions = None if spans is None else _versions(spans, len(token_ids))
+    num_tokens = len(token_ids)
+    versions = [version] * num_tokens if spans is None else _versions(spans, num_tokens)
     return Reply(token_ids, logprobs, versions, finish)
 
 

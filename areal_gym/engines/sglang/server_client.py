@@ -154,14 +154,6 @@ class ServerClient:
             has_seeds=bool(info.get("enable_deterministic_inference")),
         )
 
-    async def check_health(self, *, timeout_s: float) -> None:
-        """Return if the server is healthy; an idle server samples a token to find out.
-
-        Raises:
-            EngineError: as `get`; the server may also be starting, or stuck.
-        """
-        await self.get("/health", timeout_s=timeout_s)
-
     async def aclose(self) -> None:
         """Close the connections; pending requests raise `EngineUnreachableError`.
 
@@ -226,7 +218,7 @@ class ServerClient:
                 answer = json.loads(body)
             except ValueError:
                 raise EngineError(
-                    f"{self.url}{route} answers invalid JSON: {_excerpt(body)}"
+                    f"{self.url}{route} answers invalid JSON: {_text(body[:80])!r}"
                 ) from None
         elif content_type == "text/html":
             raise EngineError(
@@ -234,7 +226,7 @@ class ServerClient:
                 hints=[f"start one: {self.start_command}"],
             )
         else:
-            answer = {"message": body.decode("utf-8", "replace").strip()}
+            answer = {"message": _text(body)}
         if status == 200 and answer is None:
             return {}
         if status == 200 and isinstance(answer, dict) and answer.get("success") is not False:
@@ -266,5 +258,5 @@ def _message(answer: Any) -> str:
     return json.dumps(answer)[:300] if answer else "no reason given"
 
 
-def _excerpt(body: bytes) -> str:
-    return repr(body[:80].decode("utf-8", "replace"))
+def _text(body: bytes) -> str:
+    return body.decode("utf-8", "replace").strip()

@@ -10,7 +10,8 @@ lost ------> answers with the policy's version ----------------> serving
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import itertools
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,26 @@ _ANSWER_TIMEOUT_S = 5.0
 """How long a lost server can delay a publication."""
 _MAX_RELAUNCHES = 3
 """Restarts in a row of a server that this process started."""
+
+
+@dataclass(slots=True)
+class SGLangStats:
+    """Counters since the start."""
+
+    num_calls: int = 0
+    num_tokens: int = 0
+    num_retries: int = 0
+    """Requests sent again because a server failed."""
+    num_moved: int = 0
+    """Retries that went to another server."""
+    num_continued: int = 0
+    """Requests that a publication interrupted."""
+    num_servers_lost: int = 0
+    num_relaunches: int = 0
+    held_s: float = 0.0
+    """Time that calls waited for publications, all together."""
+    publication_s: float = 0.0
+    """Time that generation stood still for publications."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,11 +75,7 @@ class ServerState:
     """Set when the last request in flight ends."""
 
     async def reported_version(self) -> int:
-        """Return the version that the server reports.
-
-        Raises:
-            EngineError: it does not report one.
-        """
+        """Return the version that the server reports; EngineError: it does not report one."""
         return version_of(await self.client.weight_version())
 
 
@@ -67,9 +84,8 @@ class ServerPool:
 
     Args:
         servers: none serves yet.
-        grace_s: how long to wait for a serving server before raising an error.
+        grace_s: the time to wait for a serving server before raising an error.
         interval_s: seconds between two health checks of each server.
-        policy_version: returns the version that a server must report to serve.
         is_guest: another process publishes to these servers, so their versions may be ahead.
     """
 
@@ -79,20 +95,19 @@ class ServerPool:
         *,
         grace_s: float,
         interval_s: float,
-        policy_version: Callable[[], int],
-        is_guest: bool = False,
+        is_guest: bool,
     ) -> None:
         self.servers = list(servers)
+        self.is_guest = is_guest
+        self.policy_version = 0
+        """The version that a server must report to serve."""
+        self.stats = SGLangStats()
         self.lock = asyncio.Lock()
         """Held while weights change: during a publication, or when a server comes back."""
-        self.num_lost = 0
         self.num_outages = 0
         """The number of times that the last serving server was lost."""
-        self.num_relaunches = 0
         self._grace_s = grace_s
         self._interval_s = interval_s
-        self._policy_version = policy_version
-        self._is_guest = is_guest
         self._sessions: dict[str, ServerState] = {}
         self._has_serving = asyncio.Event()
         self._outage_since_s = 0.0
@@ -127,7 +142,7 @@ class ServerPool:
 
     async def _connect(self, state: ServerState) -> None:
         """Make a server's current weights version 0, whatever an earlier run left behind."""
-        if self._is_guest:
+        if self.is_guest:
             state.facts = await state.client.probe()
             self.admit(state)
             return
@@ -159,12 +174,18 @@ class ServerPool:
         Raises:
             EngineUnreachableError: no server served for the whole grace period.
         """
+        loop = asyncio.get_running_loop()
         while not self._has_serving.is_set():
-            await self._wait_for_service()
+            deadline_s = max(loop.time(), self._outage_since_s + self._grace_s)
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await self._has_serving.wait()
+            except TimeoutError:
+                raise self._unreachable() from None
         state = self._sessions.get(session) if session is not None else None
         if state is not None and state.is_serving:
             return state
-        chosen = min(self.serving, key=_load)
+        chosen = min(self.serving, key=lambda state: state.num_sessions + state.num_in_flight)
         if session is not None:
             if state is not None:
                 state.num_sessions -= 1
@@ -178,16 +199,7 @@ class ServerPool:
         if state is not None:
             state.num_sessions -= 1
 
-    async def _wait_for_service(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout_at(max(loop.time(), self._outage_since_s + self._grace_s)):
-                await self._has_serving.wait()
-        except TimeoutError:
-            raise self.unreachable() from None
-
-    def unreachable(self) -> EngineUnreachableError:
-        """Return the error for a pool without a serving server."""
+    def _unreachable(self) -> EngineUnreachableError:
         urls = ", ".join(state.client.url for state in self.servers)
         hints = [f"start the server: {state.client.start_command}" for state in self.servers[:1]]
         for state in self.servers:
@@ -196,7 +208,7 @@ class ServerPool:
             if state.is_outdated:
                 hints.insert(0, f"{state.client.url} was restarted and has other weights")
         return EngineUnreachableError(
-            f"for {self._grace_s:g} s no server had version {self._policy_version()}: {urls}",
+            f"for {self._grace_s:g} s no server had version {self.policy_version}: {urls}",
             hints=hints,
         )
 
@@ -209,22 +221,12 @@ class ServerPool:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._grace_s
         while True:
-            answers = await asyncio.gather(*(self._answers(state) for state in self.servers))
-            answering = [state for state, does in zip(self.servers, answers, strict=True) if does]
-            if answering:
-                return answering
+            answers = await asyncio.gather(*map(_answers, self.servers))
+            if any(answers):
+                return list(itertools.compress(self.servers, answers))
             if loop.time() >= deadline_s:
-                raise self.unreachable()
+                raise self._unreachable()
             await asyncio.sleep(min(self._interval_s, 1.0))
-
-    async def _answers(self, state: ServerState) -> bool:
-        if state.is_serving:
-            return True
-        try:
-            await state.client.weight_version(timeout_s=_ANSWER_TIMEOUT_S)
-        except EngineError:
-            return False
-        return True
 
     # ---- the state of servers -----------------------------------------------------------------
 
@@ -241,7 +243,7 @@ class ServerPool:
         if not state.is_serving:
             return
         state.is_serving = False
-        self.num_lost += 1
+        self.stats.num_servers_lost += 1
         if not self.serving:
             self.num_outages += 1
             self._has_serving.clear()
@@ -268,7 +270,7 @@ class ServerPool:
                 if not state.is_serving:
                     await self._bring_back(state)
                 elif is_idle and not self.lock.locked():
-                    await state.client.check_health(timeout_s=_HEALTH_TIMEOUT_S)
+                    await state.client.get("/health", timeout_s=_HEALTH_TIMEOUT_S)
                     self.succeeded(state)
             except EngineError as error:
                 # SGLang's health check samples a token, which a publication holds back.
@@ -276,21 +278,17 @@ class ServerPool:
                     self.failed(state, error)
 
     async def _bring_back(self, state: ServerState) -> None:
-        """Relaunch a lost server if it is ours, update its weights, and admit it.
-
-        Raises:
-            EngineError: the server cannot serve the policy's version yet.
-        """
+        """Relaunch a lost server if it is ours, update its weights, and admit it."""
         if state.process is not None and not state.process.is_running:
             if state.num_relaunches >= _MAX_RELAUNCHES:
                 return
             state.num_relaunches += 1
-            self.num_relaunches += 1
+            self.stats.num_relaunches += 1
             await state.process.start()
-        await state.client.check_health(timeout_s=_HEALTH_TIMEOUT_S)
+        await state.client.get("/health", timeout_s=_HEALTH_TIMEOUT_S)
         async with self.lock:
-            version = self._policy_version()
-            if self._is_guest:
+            version = self.policy_version
+            if self.is_guest:
                 if await state.reported_version() >= version:
                     self.admit(state)
                 return
@@ -317,5 +315,10 @@ class ServerPool:
         task.add_done_callback(self._tasks.discard)
 
 
-def _load(state: ServerState) -> int:
-    return state.num_sessions + state.num_in_flight
+async def _answers(state: ServerState) -> bool:
+    if not state.is_serving:
+        try:
+            await state.client.weight_version(timeout_s=_ANSWER_TIMEOUT_S)
+        except EngineError:
+            return False
+    return True

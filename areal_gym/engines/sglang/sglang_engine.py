@@ -33,15 +33,15 @@ from areal_gym.engines.checkpoint_config import vocab_size_of
 from areal_gym.engines.sglang.launch import LaunchedServer, ServerProcess
 from areal_gym.engines.sglang.publication import PublicationGate
 from areal_gym.engines.sglang.server_client import ServerClient, ServerFacts
-from areal_gym.engines.sglang.server_pool import ServerPool, ServerState
-from areal_gym.engines.sglang.turn_sampler import SGLangStats, TurnSampler
+from areal_gym.engines.sglang.server_pool import ServerPool, ServerState, SGLangStats
+from areal_gym.engines.sglang.turn_sampler import TurnSampler
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
 _STREAM_CHUNK = 16
 """Tokens per piece of a stream; the server's prefix cache makes continuing cheap."""
 
 
-class SGLangEngine:
+class SGLangEngine(TurnSampler):
     """Samples a policy that SGLang serves.
 
     Args:
@@ -98,10 +98,8 @@ class SGLangEngine:
         self.max_context = max_context
         self.takes_grammars = True
         self.take_over = take_over
-        self._is_guest = is_guest
         self._policy = policy
-        self._interrupt = interrupt
-        self._gate = PublicationGate(may_retract=interrupt == "retract")
+        self._must_retract = is_guest or interrupt == "retract"
         started = list(processes)
         for index in range(0 if urls or started else num_servers):
             started.append(
@@ -114,21 +112,15 @@ class SGLangEngine:
                     start_timeout_s=start_timeout_s,
                 )
             )
-        self._pool = ServerPool(
+        pool = ServerPool(
             [ServerState(ServerClient(url, policy=policy)) for url in dict.fromkeys(urls)]
             + [ServerState(ServerClient(p.url, policy=policy), p) for p in started],
             grace_s=grace_s,
             interval_s=health_interval_s,
-            policy_version=lambda: self.policy_version,
             is_guest=is_guest,
         )
-        self._sampler = TurnSampler(
-            self._pool,
-            self._gate,
-            max_retries=max_retries,
-            request_timeout_s=request_timeout_s,
-            is_guest=is_guest,
-        )
+        gate = PublicationGate(pool, may_retract=interrupt == "retract")
+        super().__init__(pool, gate, max_retries=max_retries, request_timeout_s=request_timeout_s)
 
     @classmethod
     def from_settings(cls, policy: Path, settings: EngineConfig) -> Self:
@@ -143,40 +135,17 @@ class SGLangEngine:
     @property
     def stats(self) -> SGLangStats:
         """Counters; read only."""
-        stats = self._sampler.stats
-        stats.held_s = self._gate.held_s
-        stats.publication_s = self._gate.publication_s
-        stats.num_servers_lost = self._pool.num_lost
-        stats.num_relaunches = self._pool.num_relaunches
-        return stats
+        return self._pool.stats
 
     @property
     def policy_version(self) -> int:
         """The version of the weights that sample now."""
-        return self._gate.policy_version
+        return self._pool.policy_version
 
     @property
     def servers(self) -> Sequence[ServerState]:
         """All servers, including those that do not serve; read only."""
         return self._pool.servers
-
-    @property
-    def adapter(self) -> str | None:
-        """The name of the policy's LoRA adapter on the servers."""
-        return self._sampler.adapter
-
-    @adapter.setter
-    def adapter(self, name: str | None) -> None:
-        self._sampler.adapter = name
-
-    @property
-    def fails_lost_turns(self) -> bool:
-        """Whether a turn that was lost with the last server fails at once."""
-        return self._sampler.fails_lost_turns
-
-    @fails_lost_turns.setter
-    def fails_lost_turns(self, value: bool) -> None:
-        self._sampler.fails_lost_turns = value
 
     @property
     def num_outages(self) -> int:
@@ -216,7 +185,7 @@ class SGLangEngine:
 
     def _check(self, client: ServerClient, facts: ServerFacts, vocab_size: int | None) -> None:
         """Raise ConfigError if the server does not support the settings or the policy."""
-        if (self._is_guest or self._interrupt == "retract") and not facts.can_retract:
+        if self._must_retract and not facts.can_retract:
             raise ConfigError(
                 f"SGLang {facts.version} at {client.url} cannot set requests aside while weights "
                 "change",
@@ -232,11 +201,6 @@ class SGLangEngine:
                 f"{facts.vocab_size} tokens; that of {self._policy} has {vocab_size}",
                 hints=[f"start the server with the policy: {client.start_command}"],
             )
-
-    async def aclose(self) -> None:
-        """Close connections and end the servers started here. Idempotent."""
-        await self._sampler.aclose()
-        await self._pool.aclose()
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -254,7 +218,7 @@ class SGLangEngine:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens; 1 to {self.max_context - 1} fit"
             )
-        return await self._sampler.sample(prompt_ids, params, room, session)
+        return await self._sample(prompt_ids, params, room, session)
 
     def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
@@ -278,14 +242,6 @@ class SGLangEngine:
         """Let the session's next call, if any, go to any server."""
         self._pool.release(session)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of `token_ids[1:]` at temperature 1.
-
-        Raises:
-            EngineError: no server could score them.
-        """
-        return await self._sampler.score(token_ids)
-
     # ---- publication --------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -298,5 +254,5 @@ class SGLangEngine:
             EngineError: no server took the new weights.
             EngineUnreachableError: no server answered for the grace period.
         """
-        async with self._gate.updating(self._pool, version, must_abort=must_abort) as servers:
+        async with self._gate.updating(version, must_abort=must_abort) as servers:
             yield servers

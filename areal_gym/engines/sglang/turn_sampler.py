@@ -8,12 +8,11 @@ import random
 import uuid
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from areal_gym.engines.base import Generation, SamplingParams
 from areal_gym.engines.sglang.publication import PublicationGate
-from areal_gym.engines.sglang.replies import Draft, Reply, read_answer, sampling_params
+from areal_gym.engines.sglang.replies import Reply, read_answer, sampling_params
 from areal_gym.engines.sglang.server_client import RefusedError, is_refused
 from areal_gym.engines.sglang.server_pool import ServerPool, ServerState
 from areal_gym.errors import EngineError, EngineUnreachableError, GrammarError
@@ -25,26 +24,6 @@ _FIRST_WAIT_S = 0.25
 """The wait before a retry on the server that failed; doubles each time."""
 
 
-@dataclass(slots=True)
-class SGLangStats:
-    """Counters since the start."""
-
-    num_calls: int = 0
-    num_tokens: int = 0
-    num_retries: int = 0
-    """Requests sent again because a server failed."""
-    num_moved: int = 0
-    """Retries that went to another server."""
-    num_continued: int = 0
-    """Requests that a publication interrupted."""
-    num_servers_lost: int = 0
-    num_relaunches: int = 0
-    held_s: float = 0.0
-    """How long calls waited for publications, all together."""
-    publication_s: float = 0.0
-    """How long generation stood still for publications."""
-
-
 class TurnSampler:
     """Sends the requests of turns to the servers of `pool`, whenever `gate` is open.
 
@@ -53,7 +32,6 @@ class TurnSampler:
         gate: closed during publications.
         max_retries: retries of one turn after failures of servers.
         request_timeout_s: the time limit of one request.
-        is_guest: another process publishes, so the policy version follows the replies.
     """
 
     def __init__(
@@ -63,9 +41,7 @@ class TurnSampler:
         *,
         max_retries: int,
         request_timeout_s: float,
-        is_guest: bool,
     ) -> None:
-        self.stats = SGLangStats()
         self.adapter: str | None = None
         """The name of the policy's LoRA adapter on the servers."""
         self.fails_lost_turns = False
@@ -74,44 +50,45 @@ class TurnSampler:
         self._gate = gate
         self._max_retries = max_retries
         self._request_timeout_s = request_timeout_s
-        self._is_guest = is_guest
         self._call_name = uuid.uuid4().hex[:12]
         self._call_numbers = itertools.count()
         self._is_closed = False
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
-        """Refuse further calls, and wait for aborts under way."""
+        """Close connections and end the servers started here. Idempotent."""
         self._is_closed = True
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=5)
+        await self._pool.aclose()
 
-    async def sample(
+    async def _sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, room: int, session: str | None
     ) -> Generation:
-        """Sample at most `room` tokens; see `SGLangEngine.generate`.
-
-        Raises:
-            EngineError: the retry budget is spent, or a retry does not help.
-            EngineUnreachableError: no server served for the grace period.
-        """
-        self.stats.num_calls += 1
-        draft = Draft()
+        """Sample at most `room` tokens."""
+        stats = self._pool.stats
+        stats.num_calls += 1
+        draft = Reply()
         budget = _RetryBudget(self._max_retries)
         while (left := room - len(draft.token_ids)) > 0:
             state = await self._enter(session)
-            self._count_retry(budget, state)
-            version = self._gate.policy_version
+            if budget.failed_server is not None:
+                stats.num_retries += 1
+                stats.num_moved += state is not budget.failed_server
+                budget.failed_server = None
+            version = self._pool.policy_version
             try:
                 reply = await self._request(state, [*prompt_ids, *draft.token_ids], params, left)
-                self._require_current(state, reply, version)
+                if reply.versions and reply.versions[-1] < version:  # restarted unnoticed
+                    self._pool.lose(state)
+                    raise EngineError(f"{state.client.url} lost the weights it was given")
             except EngineError as error:
                 await self._handle_failure(error, state, params, budget)
                 continue
             self._pool.succeeded(state)
-            draft.add(reply, version)
-            if self._is_guest and reply.versions:
-                self._gate.policy_version = max(version, reply.versions[-1])
+            draft.add(reply)
+            if self._pool.is_guest and reply.versions:
+                self._pool.policy_version = max(version, reply.versions[-1])
             if reply.finish == "stop":
                 if reply.token_ids[-1] in params.stop_token_ids or params.grammar is not None:
                     return self._finish(draft, FinishReason.STOP)
@@ -119,34 +96,18 @@ class TurnSampler:
             if reply.finish == "length":
                 break
             if params.grammar is not None:  # a grammar cannot be resumed in the middle
-                draft = Draft()
-            if self._gate.is_open and self._gate.policy_version == version:
+                draft = Reply()
+            if self._gate.is_open and self._pool.policy_version == version:
                 failure = EngineError(f"{state.client.url} aborted a request by itself")
                 await budget.spend(failure, state)
             else:
-                self.stats.num_continued += 1
+                stats.num_continued += 1
         return self._finish(draft, FinishReason.LENGTH)
-
-    def _count_retry(self, budget: _RetryBudget, state: ServerState) -> None:
-        if budget.failed_server is not None:
-            self.stats.num_retries += 1
-            self.stats.num_moved += state is not budget.failed_server
-            budget.failed_server = None
-
-    def _require_current(self, state: ServerState, reply: Reply, version: int) -> None:
-        """Raise EngineError if the server was restarted unnoticed and lost its weights."""
-        if reply.versions and reply.versions[-1] < version:
-            self._pool.lose(state)
-            raise EngineError(f"{state.client.url} lost the weights it was given")
 
     async def _handle_failure(
         self, error: EngineError, state: ServerState, params: SamplingParams, budget: _RetryBudget
     ) -> None:
-        """Return if the request may be sent again.
-
-        Raises:
-            EngineError: a retry does not help, or the budget is spent.
-        """
+        """Raise the error, unless the request may be sent again."""
         if isinstance(error, RefusedError) and error.status in _NOT_RETRIED:
             if params.grammar is not None:
                 raise GrammarError(error.message) from error
@@ -155,7 +116,14 @@ class TurnSampler:
         if is_refused(error):  # the server received nothing, so this attempt does not count
             budget.failed_server = state
             return
-        self._require_not_lost(state, error)
+        is_cut_off = isinstance(error, EngineUnreachableError) and not isinstance(
+            error.__cause__, TimeoutError
+        )
+        others = [other for other in self._pool.serving if other is not state]
+        if self.fails_lost_turns and is_cut_off and not others:
+            raise EngineUnreachableError(
+                f"the only server was lost while it sampled: {error}", hints=error.hints
+            ) from error
         await budget.spend(error, state)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -194,14 +162,10 @@ class TurnSampler:
         max_new_tokens: int,
     ) -> Reply:
         assert state.facts is not None
-        body = {
-            "input_ids": prompt_ids,
-            "sampling_params": sampling_params(
-                params, max_new_tokens, has_seeds=state.facts.has_seeds
-            ),
-            "return_logprob": True,
-        }
-        return read_answer(await self._post(state, body))
+        sampling = sampling_params(params, max_new_tokens, has_seeds=state.facts.has_seeds)
+        body = {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True}
+        version = self._pool.policy_version
+        return read_answer(await self._post(state, body), version)
 
     async def _post(self, state: ServerState, body: dict[str, Any]) -> dict[str, Any]:
         """Send one `/generate` request; if the caller is cancelled, abort it on the server."""
@@ -212,37 +176,18 @@ class TurnSampler:
         try:
             return await state.client.post("/generate", body, timeout_s=self._request_timeout_s)
         except asyncio.CancelledError:
-            self._spawn_abort(state, rid)
+            abort = asyncio.create_task(_quietly(state.client.post("/abort_request", {"rid": rid})))
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborts.discard)
             raise
         finally:
             state.num_in_flight -= 1
             if not state.num_in_flight:
                 state.drained.set()
 
-    def _require_not_lost(self, state: ServerState, error: EngineError) -> None:
-        """Fail a turn that was lost with the last server, if `fails_lost_turns`.
-
-        Raises:
-            EngineUnreachableError: the turn was lost.
-        """
-        is_cut_off = isinstance(error, EngineUnreachableError) and not isinstance(
-            error.__cause__, TimeoutError
-        )
-        others = [other for other in self._pool.serving if other is not state]
-        if self.fails_lost_turns and is_cut_off and not others:
-            raise EngineUnreachableError(
-                f"the only server was lost while it sampled: {error}", hints=error.hints
-            ) from error
-
-    def _finish(self, draft: Draft, finish_reason: FinishReason) -> Generation:
-        self.stats.num_tokens += len(draft.token_ids)
-        return draft.finished(finish_reason)
-
-    def _spawn_abort(self, state: ServerState, rid: str) -> None:
-        """Abort a request on the server, in the background."""
-        task = asyncio.create_task(_quietly(state.client.post("/abort_request", {"rid": rid})))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+    def _finish(self, draft: Reply, finish_reason: FinishReason) -> Generation:
+        self._pool.stats.num_tokens += len(draft.token_ids)
+        return draft.generation(finish_reason)
 
 
 class _RetryBudget:
@@ -254,11 +199,7 @@ class _RetryBudget:
         self.failed_server: ServerState | None = None
 
     async def spend(self, error: EngineError, state: ServerState) -> None:
-        """Use up one retry; wait a little if the server still serves.
-
-        Raises:
-            EngineError: the budget is spent.
-        """
+        """Use up one retry, or raise; wait a little if the server still serves."""
         if self._left == 0:
             raise EngineError(f"the retry budget is spent: {error}", hints=error.hints) from error
         self._left -= 1
