@@ -11,7 +11,9 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -67,8 +69,8 @@ class EmbeddedEngine:
         self._max_context = scheduler.network.scratch
         self._version = scheduler.version
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._futures: dict[Request, asyncio.Future[Generation]] = {}
-        self._streams: dict[Request, asyncio.Queue[Piece | EngineError]] = {}
+        self._pieces: dict[Request, asyncio.Queue[Piece | EngineError]] = {}
+        """The sampled tokens of the turns in flight; a turn that is not streamed is one piece."""
         self._waiting: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -147,8 +149,8 @@ class EmbeddedEngine:
             EngineError: an empty prompt, one that fills the context, or the engine has stopped.
         """
         request = self._request(prompt_ids, params, session)
-        self._inbox.put(lambda: self._scheduler.submit(request))
-        return await self._wait_for(request, is_own=session is None)
+        with self._sampling([request]):
+            return await self._whole(request)
 
     async def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
@@ -159,24 +161,13 @@ class EmbeddedEngine:
             EngineError: as `generate`.
         """
         request = self._request(prompt_ids, params, session)
-        del self._futures[request]
         request.is_streamed = True
-        pieces = self._streams[request] = asyncio.Queue()
-        self._inbox.put(lambda: self._scheduler.submit(request))
-        finish_reason = None
-        try:
+        with self._sampling([request]):
+            finish_reason = None
             while finish_reason is None:
-                piece = await pieces.get()
-                if isinstance(piece, EngineError):
-                    raise piece
+                piece = await self._next(request)
                 finish_reason = piece.finish_reason
                 yield piece
-        finally:
-            del self._streams[request]
-            if finish_reason is None:
-                self._inbox.put(lambda: self._scheduler.cancel(request))
-            if session is None:
-                self.release(request.session)
 
     async def generate_together(
         self, turns: Sequence[tuple[Sequence[int], SamplingParams, str]]
@@ -190,44 +181,64 @@ class EmbeddedEngine:
             EngineError: as `generate`.
         """
         requests = [self._request(*turn) for turn in turns]
+        with self._sampling(requests):
+            return list(await asyncio.gather(*map(self._whole, requests)))
 
-        def submit() -> None:
-            for request in requests:
-                self._scheduler.submit(request)
-
-        self._inbox.put(submit)
-        waits = (self._wait_for(request, is_own=False) for request in requests)
-        return list(await asyncio.gather(*waits))
+    def _require_running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None or self._is_stopping:
+            raise EngineError("the engine is not running; call start() first")
+        return self._loop
 
     def _request(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: str | None
     ) -> Request:
-        if self._loop is None or self._is_stopping:
-            raise EngineError("the engine is not running; call start() first")
+        self._require_running()
         room = self._max_context - len(prompt_ids)
         if not prompt_ids or room <= 0:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens; 1 to {self._max_context - 1} fit"
             )
-        request = Request(
+        return Request(
             prompt_ids=tuple(prompt_ids),
             params=params,
             session=f"anonymous-{next(_anonymous)}" if session is None else session,
             max_new_tokens=min(params.max_new_tokens, room),
+            is_anonymous=session is None,
         )
-        self._futures[request] = self._loop.create_future()
-        return request
 
-    async def _wait_for(self, request: Request, *, is_own: bool) -> Generation:
+    @contextmanager
+    def _sampling(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Submit the turns; at the end cancel those in flight, and free anonymous sessions."""
+
+        def submit() -> None:
+            for request in requests:
+                self._scheduler.submit(request)
+
+        self._pieces |= {request: asyncio.Queue() for request in requests}
+        self._inbox.put(submit)
         try:
-            return await self._futures[request]
-        except asyncio.CancelledError:
-            self._inbox.put(lambda: self._scheduler.cancel(request))
-            raise
+            yield
         finally:
-            self._futures.pop(request, None)
-            if is_own:
-                self.release(request.session)
+            for request in requests:
+                del self._pieces[request]
+                if request.is_anonymous or request.finish_reason is None:
+                    self._inbox.put(partial(self._scheduler.cancel, request))
+
+    async def _next(self, request: Request) -> Piece:
+        piece = await self._pieces[request].get()
+        if isinstance(piece, EngineError):
+            raise piece
+        return piece
+
+    async def _whole(self, request: Request) -> Generation:
+        piece = await self._next(request)
+        assert piece.finish_reason is not None
+        return Generation(
+            token_ids=piece.token_ids,
+            logprobs=piece.logprobs,
+            versions=piece.versions,
+            finish_reason=piece.finish_reason,
+        )
 
     def release(self, session: str) -> None:
         """Free the session's cache row for other sessions."""
@@ -249,9 +260,7 @@ class EmbeddedEngine:
 
     async def _between_steps(self, act: Callable[[], _T]) -> _T:
         """Run `act` on the engine's thread between two steps."""
-        if self._loop is None or self._is_stopping:
-            raise EngineError("the engine is not running; call start() first")
-        done: asyncio.Future[_T] = self._loop.create_future()
+        done: asyncio.Future[_T] = self._require_running().create_future()
 
         def run() -> None:
             try:
@@ -314,11 +323,10 @@ class EmbeddedEngine:
             start_s = time.perf_counter()
             finished = scheduler.step()
             scheduler.stats.busy_s += time.perf_counter() - start_s
-            streamed = [r for r in finished if r.is_streamed] + scheduler.streamed
-            if streamed:
-                self._call_on_loop(self._deliver_pieces, [(r, r.piece()) for r in streamed])
-            if finished:
-                self._call_on_loop(self._deliver, finished)
+            ended = [(request, request.piece()) for request in finished]
+            streamed = [(request, request.piece()) for request in scheduler.streamed]
+            if ended or streamed:
+                self._call_on_loop(self._deliver, ended + streamed)
 
     def _run_commands(self, *, block: bool) -> None:
         """Run the callers' commands; with `block`, wait for the first one."""
@@ -338,23 +346,15 @@ class EmbeddedEngine:
 
     # ---- back on the event loop ---------------------------------------------------------------
 
-    def _deliver(self, finished: list[Request]) -> None:
-        for request in finished:
-            future = self._futures.get(request)
-            if future is not None and not future.done():
-                future.set_result(request.generation())
-
-    def _deliver_pieces(self, pieces: list[tuple[Request, Piece]]) -> None:
+    def _deliver(self, pieces: list[tuple[Request, Piece]]) -> None:
         for request, piece in pieces:
-            stream = self._streams.get(request)
-            if stream is not None:
-                stream.put_nowait(piece)
+            if request in self._pieces:  # its caller still waits
+                self._pieces[request].put_nowait(piece)
 
     def _fail_all(self, error: EngineError) -> None:
-        for stream in self._streams.values():
-            stream.put_nowait(error)
-        waiting: list[asyncio.Future[Any]] = [*self._futures.values(), *self._waiting]
-        for future in waiting:
+        for pieces in self._pieces.values():
+            pieces.put_nowait(error)
+        for future in self._waiting:
             if not future.done():
                 future.set_exception(error)
 

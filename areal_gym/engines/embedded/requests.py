@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from areal_gym.engines.base import Generation, Piece, SamplingParams
+from areal_gym.engines.base import Piece, SamplingParams
 from areal_gym.engines.embedded.sampling import uniforms
 from areal_gym.types import FinishReason
 
@@ -35,6 +35,8 @@ class Request:
     params: SamplingParams
     session: str
     max_new_tokens: int
+    is_anonymous: bool = False
+    """Whether the session is this turn only."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -44,7 +46,6 @@ class Request:
     is_streamed: bool = False
     """Whether each token is delivered as soon as it is sampled."""
     num_delivered: int = 0
-    """Tokens delivered to the stream so far."""
 
     def __post_init__(self) -> None:
         seed = self.params.seed if self.params.seed is not None else random.getrandbits(48)
@@ -58,15 +59,5 @@ class Request:
             token_ids=tuple(self.token_ids[start:]),
             logprobs=tuple(self.logprobs[start:]),
             versions=tuple(self.versions[start:]),
-            finish_reason=self.finish_reason,
-        )
-
-    def generation(self) -> Generation:
-        """Return the whole turn, once it has ended."""
-        assert self.finish_reason is not None
-        return Generation(
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
             finish_reason=self.finish_reason,
         )

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -195,12 +196,9 @@ class Scheduler:
                 continue
             prompt = request.prompt_ids
             row = self._by_session.get(request.session)
-            if row is not None and row.request is not None:
-                # Turns of one session run one after the other.
-                postponed.append(request)
-                continue
-            if row is None and prompt in started:
-                # This step computes a sibling's prompt: copy it in the next one.
+            # Turns of one session run one after the other; a sibling's prompt that this step
+            # computes is copied in the next one.
+            if prompt in started if row is None else row.request is not None:
                 postponed.append(request)
                 continue
             if row is None:
@@ -209,9 +207,8 @@ class Scheduler:
                     postponed.append(request)
                     break
                 self._adopt(row, request)
-            num_cached = _common_prefix(row.tokens, prompt)
             # The last token is computed even if it is cached: its logits are needed.
-            num_cached = min(num_cached, len(prompt) - 1)
+            num_cached = min(_common_prefix(row.tokens, prompt), len(prompt) - 1)
             if num_cached < len(row.tokens) and not self.network.can_cut:
                 num_cached = 0  # recurrent states are those of all cached tokens
             row.tokens = row.tokens[:num_cached]
@@ -232,20 +229,18 @@ class Scheduler:
         prompt = request.prompt_ids
         source = self._by_prompt.get(prompt)
         if source is not row:
-            self._forget(row)
+            for held in [p for p, holder in self._by_prompt.items() if holder is row]:
+                del self._by_prompt[held]
             row.forget()
             if source is not None and self.network.can_cut:
-                self._copy(source, row, _common_prefix(source.tokens, prompt))
+                num_tokens = _common_prefix(source.tokens, prompt)
+                self.network.copy_row(source.index, row.index, num_tokens)
+                row.tokens = source.tokens[:num_tokens]
+                if not source.num_shared:  # the two are siblings from now on
+                    source.family, source.num_shared = next(self._clock), num_tokens
+                row.family, row.num_shared = source.family, min(source.num_shared, num_tokens)
         row.session = request.session
         self._by_session[request.session] = row
-
-    def _copy(self, source: _Row, row: _Row, num_tokens: int) -> None:
-        """Copy the first cached tokens of another row: the rows are siblings from now on."""
-        self.network.copy_row(source.index, row.index, num_tokens)
-        row.tokens = source.tokens[:num_tokens]
-        if not source.num_shared:
-            source.family, source.num_shared = next(self._clock), num_tokens
-        row.family, row.num_shared = source.family, min(source.num_shared, num_tokens)
 
     def _free_row(self, avoid: _Row | None) -> _Row | None:
         """Return a row without a session, else that of the longest idle session; None if all work.
@@ -268,10 +263,6 @@ class Scheduler:
         row.session = None
         return row
 
-    def _forget(self, row: _Row) -> None:
-        for prompt in [p for p, holder in self._by_prompt.items() if holder is row]:
-            del self._by_prompt[prompt]
-
     def _compact(self) -> None:
         """Move working rows to the front when too many rows before the last one are idle.
 
@@ -293,14 +284,13 @@ class Scheduler:
 
     def _take_tokens(self, rows: Sequence[_Row], logits_BV: Tensor) -> list[Request]:
         requests = [row.request for row in rows if row.request is not None]
-        temperatures = [request.params.temperature for request in requests]
+        on_device = partial(torch.tensor, device=self.network.device)
+        temperature_B = on_device([r.params.temperature for r in requests], dtype=torch.float32)
         drawn = [request.uniforms[len(request.token_ids)] for request in requests]
-        device = self.network.device
-        temperature_B = torch.tensor(temperatures, dtype=torch.float32, device=device)
-        u_B = torch.tensor(drawn, dtype=torch.float32, device=device)
+        u_B = on_device(drawn, dtype=torch.float32)
         if any(r.params.top_p < 1 or r.params.top_k > 0 for r in requests):
-            top_k_B = torch.tensor([r.params.top_k for r in requests], device=device)
-            top_p_B = torch.tensor([r.params.top_p for r in requests], device=device)
+            top_k_B = on_device([r.params.top_k for r in requests])
+            top_p_B = on_device([r.params.top_p for r in requests])
             logits_BV = filter_logits(logits_BV, temperature_B, top_k_B, top_p_B)
         ids_B, logprobs_B = sample(logits_BV, temperature_B, u_B)
         logprobs = logprobs_B.tolist()
@@ -310,9 +300,8 @@ class Scheduler:
                 hints=["the last training step diverged: try a lower trainer.lr"],
             )
         finished = []
-        for row, request, token_id, logprob in zip(
-            rows, requests, ids_B.tolist(), logprobs, strict=True
-        ):
+        sampled = zip(rows, requests, ids_B.tolist(), logprobs, strict=True)
+        for row, request, token_id, logprob in sampled:
             request.token_ids.append(token_id)
             request.logprobs.append(logprob)
             request.versions.append(self.version)

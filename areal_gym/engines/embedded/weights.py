@@ -28,11 +28,8 @@ class Matrix:
         like = torch.empty(0, size_in, dtype=dtype, device=device)
         self._is_packed = products.has_kernel(like)
         # Undefined until `load`, as all weights here.
-        self.tensor = (
-            products.panels(size_in, size_out)
-            if self._is_packed
-            else like.new_empty(size_in, size_out)
-        )
+        empty = products.panels if self._is_packed else like.new_empty
+        self.tensor: Tensor = empty(size_in, size_out)
 
     def load(self, weight_OI: Tensor) -> None:
         """Load a matrix in the layout of Hugging Face."""

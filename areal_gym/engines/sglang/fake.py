@@ -29,8 +29,8 @@ from typing import Any, Literal
 from aiohttp import web
 
 from areal_gym.engines.base import Engine
-from areal_gym.engines.server import EngineServer, RunningRequest
-from areal_gym.engines.server_requests import GenerateRequest, Request, read_request
+from areal_gym.engines.server import RunningRequest
+from areal_gym.engines.server_requests import Request, read_request
 from areal_gym.engines.sglang.fake_weights import FakeWeights
 from areal_gym.types import FinishReason
 from areal_gym.utils.http_servers.aiohttp_site import Handler
@@ -45,7 +45,7 @@ class _Pause(Request):
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
-class FakeSGLangServer(EngineServer):
+class FakeSGLangServer(FakeWeights):
     """Serves `engine` as SGLang serves a model. Use it as an asynchronous context manager.
 
     Args:
@@ -76,24 +76,7 @@ class FakeSGLangServer(EngineServer):
         self._chunk_tokens = chunk_tokens
         self._pause_mode: str | None = None
         self._changed = asyncio.Condition()
-        self._weights = self._initial_weights()
-
-    def _initial_weights(self) -> FakeWeights:
-        return FakeWeights(
-            self.engine,
-            Path(self.model_path),
-            quiet=self.quiet,
-            has_update_sessions=self.has_update_sessions,
-        )
-
-    @property
-    def version(self) -> str:
-        """The server's name for its weights; publications set it."""
-        return self._weights.version
-
-    @version.setter
-    def version(self, name: str) -> None:
-        self._weights.version = name
+        self.forget_weights()
 
     async def start(self) -> None:
         """Start the engine and begin to serve.
@@ -102,9 +85,7 @@ class FakeSGLangServer(EngineServer):
             OSError: the port is taken.
         """
         await self.engine.start()
-        version = self.version
-        self._weights = self._initial_weights()
-        self.version = version
+        self.forget_weights()
         await super().start()
 
     async def aclose(self) -> None:
@@ -132,7 +113,6 @@ class FakeSGLangServer(EngineServer):
     def _routes(self) -> list[tuple[str, str, Handler]]:
         return [
             *super()._routes(),
-            *self._weights.routes(),
             ("GET", "/flush_cache", self._flush_cache),
             ("POST", "/flush_cache", self._flush_cache),
             ("POST", "/abort_request", self._abort_request),
@@ -149,9 +129,6 @@ class FakeSGLangServer(EngineServer):
         }
 
     # ---- generation ---------------------------------------------------------------------------
-
-    async def _prepare(self, body: GenerateRequest) -> None:
-        await self._weights.use_adapter(body.lora_path)
 
     async def _run(self, request: RunningRequest) -> dict[str, Any]:
         async with self._changed:  # requests that arrive during a pause are held back
@@ -189,9 +166,6 @@ class FakeSGLangServer(EngineServer):
             self._changed.notify_all()
             await self._changed.wait_for(lambda: self._pause_mode is None or request.is_aborted)
             request.is_parked = False
-
-    async def _score(self, token_ids: list[int]) -> list[float]:
-        return await self._weights.score(token_ids)
 
     # ---- interruptions ------------------------------------------------------------------------
 

@@ -21,8 +21,9 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import Field
 
-from areal_gym.engines.base import Engine, LocalEngine
-from areal_gym.engines.server_requests import Name, Request, read_request
+from areal_gym.engines.base import LocalEngine
+from areal_gym.engines.server import EngineServer
+from areal_gym.engines.server_requests import GenerateRequest, Name, Request, read_request
 from areal_gym.engines.sglang.replies import INITIAL_WEIGHTS
 from areal_gym.errors import EngineError
 from areal_gym.utils.http_servers.aiohttp_site import Handler
@@ -74,44 +75,34 @@ class _RefusedError(Exception):
     """A route refuses; the message is SGLang's."""
 
 
-class FakeWeights:
-    """The weights of a fake server, and the routes that change them.
+class FakeWeights(EngineServer):
+    """An `EngineServer` with the routes that change weights.
 
     Adapters are merged into the weights when a request asks for one, so that all requests that are
     sampled at the same time use the same adapter, or none.
-
-    Args:
-        engine: takes the weights.
-        policy: the checkpoint directory whose weights the engine began with.
-        quiet: a context in which nothing is sampled.
-        has_update_sessions: whether tensors must come between a begin and an end.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        policy: Path,
-        *,
-        quiet: Callable[[], AbstractAsyncContextManager[None]],
-        has_update_sessions: bool,
-    ) -> None:
-        self.version = INITIAL_WEIGHTS
-        """The server's name for the weights."""
-        self._engine = engine
-        self._policy = policy
-        self._quiet = quiet
-        self._has_update_sessions = has_update_sessions
+    version = INITIAL_WEIGHTS
+    """The server's name for its weights; publications set it."""
+    has_update_sessions = True
+    """Whether tensors must come between a begin and an end."""
+    _num_published = 0
+
+    def forget_weights(self) -> None:
+        """Begin with the weights of `model_path` again."""
         self._is_in_session = False
         self._weights: dict[str, Any] = {}
         """Tensors received so far: a server loads them by name, in any number of parts."""
         self._groups: dict[str, Any] = {}
-        self._num_published = 0
         self._adapters: dict[str, Path] = {}
         self._adapter: str | None = None
         """The adapter that is merged into the engine's weights."""
 
-    def routes(self) -> list[tuple[str, str, Handler]]:
-        """Return the method, path and handler of each route."""
+    def quiet(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which nothing is sampled."""
+        raise NotImplementedError
+
+    def _routes(self) -> list[tuple[str, str, Handler]]:
         rows: list[tuple[str, Callable[[Any], Awaitable[_Answer]], type[Request]]] = [
             ("/update_weights_from_disk", self._from_disk, _OnDisk),
             ("/update_weights_from_tensor", self._from_tensor, _Serialized),
@@ -123,10 +114,11 @@ class FakeWeights:
             ("/load_lora_adapter", self._load_adapter, _NewAdapter),
             ("/unload_lora_adapter", self._unload_adapter, _Adapter),
         ]
-        if self._has_update_sessions:
+        if self.has_update_sessions:
             rows.append(("/begin_weight_update", self._begin, Request))
             rows.append(("/end_weight_update", self._end, Request))
-        return [("POST", path, _handler(answer, body)) for path, answer, body in rows]
+        weights = [("POST", path, _handler(answer, body)) for path, answer, body in rows]
+        return [*super()._routes(), *weights]
 
     async def _from_disk(self, body: _OnDisk) -> _Answer:
         from safetensors import SafetensorError
@@ -223,17 +215,13 @@ class FakeWeights:
         loaded = {name: str(path) for name, path in self._adapters.items()}
         return {"success": not error, "error_message": error, "loaded_adapters": loaded}
 
-    async def use_adapter(self, name: str | None) -> None:
-        """Sample with this adapter from now on.
-
-        Raises:
-            ValueError: no adapter of this name was loaded.
-        """
+    async def _prepare(self, body: GenerateRequest) -> None:
+        name = body.lora_path
         if name == self._adapter:
             return
         if name is not None and name not in self._adapters:
             raise ValueError(f"Got LoRA adapter that has never been loaded: {name}")
-        async with self._quiet():
+        async with self.quiet():
             if name != self._adapter:
                 weights = self._base()
                 if name is not None:
@@ -244,16 +232,15 @@ class FakeWeights:
                 await self._publish(weights)
                 self._adapter = name
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probabilities of `token_ids[1:]` at temperature 1."""
-        return await asyncio.to_thread(self._score, token_ids)
+    async def _score(self, token_ids: list[int]) -> list[float]:
+        return await asyncio.to_thread(self._scores, token_ids)
 
-    def _score(self, token_ids: list[int]) -> list[float]:
+    def _scores(self, token_ids: list[int]) -> list[float]:
         import torch
 
         from areal_gym.models.tiny import causal_attend, load_checkpoint
 
-        decoder = load_checkpoint(self._policy)
+        decoder = load_checkpoint(Path(self.model_path))
         decoder.load_state_dict(self._base())
         ids = torch.tensor(token_ids)
         with torch.no_grad():
@@ -265,20 +252,19 @@ class FakeWeights:
     def _base(self) -> dict[str, Any]:
         """Return the weights without any adapter."""
         if not self._weights:
-            self._weights = _read_weights(self._policy)
+            self._weights = _read_weights(Path(self.model_path))
         return self._weights
 
     async def _publish(self, tensors: dict[str, Any]) -> None:
-        engine = self._engine
-        if not isinstance(engine, LocalEngine):
+        if not isinstance(self.engine, LocalEngine):
             raise EngineError("the engine behind this server takes no weights")
         self._num_published += 1
-        await engine.publish(tensors.items(), self._num_published)
+        await self.engine.publish(tensors.items(), self._num_published)
 
     async def _load(self, tensors: dict[str, Any], version: str | None, message: str) -> _Answer:
         complete = {**self._weights, **tensors}
         failures = (EngineError, AttributeError, RuntimeError, TypeError, ValueError)
-        async with self._quiet():
+        async with self.quiet():
             with _refusing("Failed to update weights", *failures):
                 await self._publish(complete)
             self._weights, self._adapter = complete, None
@@ -288,7 +274,7 @@ class FakeWeights:
         return message
 
     def _require_session(self, route: str) -> None:
-        if self._has_update_sessions and not self._is_in_session:
+        if self.has_update_sessions and not self._is_in_session:
             between = "must run between begin_weight_update() and end_weight_update()"
             raise _RefusedError(f"{route} {between}")
 

@@ -32,11 +32,7 @@ class ServerProcess(Protocol):
         """Whether the process lives; it may still be starting."""
 
     async def start(self) -> None:
-        """Start the server, and return when it serves.
-
-        Raises:
-            EngineError: the server does not come up.
-        """
+        """Start the server, and return when it serves; EngineError: it does not come up."""
 
     async def aclose(self) -> None:
         """End the server. Idempotent."""
@@ -107,10 +103,12 @@ class LaunchedServer:
         client = ServerClient(self.url)
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await _is_up(client):
-                    if not self.is_running:
-                        raise self._failure("ended while it was starting")
+                while self.is_running:
+                    with contextlib.suppress(EngineError):
+                        await client.get("/health")
+                        return
                     await asyncio.sleep(_POLL_S)
+                raise self._failure("ended while it was starting")
         except TimeoutError:
             raise self._failure(f"did not serve within {self._start_timeout_s:g} s") from None
         finally:
@@ -132,10 +130,9 @@ class LaunchedServer:
 
     def last_lines(self, limit: int = 20) -> list[str]:
         """Return the end of its log."""
-        try:
+        with contextlib.suppress(OSError):
             return self.log.read_text(errors="replace").splitlines()[-limit:]
-        except OSError:
-            return []
+        return []
 
     def _run(self) -> None:
         environment = dict(os.environ)
@@ -166,14 +163,6 @@ class LaunchedServer:
             f"the server {problem}: {shlex.join(self._arguments)}",
             hints=[f"its log: {self.log}", *self.last_lines()],
         )
-
-
-async def _is_up(client: ServerClient) -> bool:
-    try:
-        await client.get("/health")
-    except EngineError:
-        return False
-    return True
 
 
 def _split(command: str | Sequence[str] | None) -> list[str]:

@@ -109,31 +109,20 @@ class ServerClient:
         Raises:
             EngineError: the server refused and keeps its weights.
         """
-        body = {
-            "model_path": str(Path(directory).absolute()),
-            "weight_version": str(version),
-            "flush_cache": True,
-        }
+        path = str(Path(directory).absolute())
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         await self.post("/update_weights_from_disk", body, timeout_s=_DISK_S)
         self.loaded_from = (Path(directory), version)
 
     async def weight_version(self, *, timeout_s: float = _QUICK_S) -> str:
-        """Return the server's name for its weights; "default" before the first update.
-
-        Raises:
-            EngineError: as `get`.
-        """
+        """Return the server's name for its weights; "default" before the first update."""
         info = await self.get("/model_info", timeout_s=timeout_s)
         if "weight_version" not in info:
             raise EngineError(f"{self.url} is not an SGLang server: it has no weight version")
         return str(info["weight_version"])
 
     async def probe(self) -> ServerFacts:
-        """Ask what the server can do; sets `needs_update_session` and `num_ranks`.
-
-        Raises:
-            EngineError: as `get`, or it is not an SGLang server.
-        """
+        """Ask what the server can do; sets `needs_update_session` and `num_ranks`."""
         weight_version = await self.weight_version()
         info = await self.get("/server_info")
         max_prompt = info.get("max_req_input_len")
@@ -164,10 +153,8 @@ class ServerClient:
             await session.close()
 
     async def _vocab_size(self) -> int | None:
-        """Return the model's vocabulary size; SGLang reports it only in refusals of a logit bias.
-
-        It must be known before sampling: a prompt with a larger id crashes the server.
-        """
+        # SGLang reports it only in refusals of a logit bias. It must be known before sampling: a
+        # prompt with a larger id crashes the server.
         sampling = {"max_new_tokens": 1, "logit_bias": {str(2**30): 0.0}}
         try:
             await self.post("/generate", {"input_ids": [0], "sampling_params": sampling})
@@ -201,9 +188,8 @@ class ServerClient:
                 body = await response.read()
                 status = response.status
         except TimeoutError as error:
-            raise EngineUnreachableError(
-                f"{self.url}{route} gave no answer within {timeout_s:g} s"
-            ) from error
+            message = f"{self.url}{route} gave no answer within {timeout_s:g} s"
+            raise EngineUnreachableError(message) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnreachableError(
                 f"no answer from {self.url}: {_reason(error)}",
@@ -212,28 +198,24 @@ class ServerClient:
         return self._read(route, status, response.content_type, body)
 
     def _read(self, route: str, status: int, content_type: str, body: bytes) -> dict[str, Any]:
-        answer: Any
+        answer: Any = {"message": body.decode("utf-8", "replace").strip()}
         if content_type == "application/json" and body:
             try:
                 answer = json.loads(body)
             except ValueError:
-                raise EngineError(
-                    f"{self.url}{route} answers invalid JSON: {_text(body[:80])!r}"
-                ) from None
+                excerpt = body[:80].decode("utf-8", "replace")
+                raise EngineError(f"{self.url}{route} answers invalid JSON: {excerpt!r}") from None
         elif content_type == "text/html":
             raise EngineError(
                 f"{self.url} answers HTML: it is not an SGLang server",
                 hints=[f"start one: {self.start_command}"],
             )
-        else:
-            answer = {"message": _text(body)}
         if status == 200 and answer is None:
             return {}
         if status == 200 and isinstance(answer, dict) and answer.get("success") is not False:
             return answer
-        raise RefusedError(
-            f"{self.url}{route} refused (HTTP {status}): {_message(answer)}", status=status
-        )
+        message = f"{self.url}{route} refused (HTTP {status}): {_message(answer)}"
+        raise RefusedError(message, status=status)
 
 
 def is_refused(error: BaseException) -> bool:
@@ -242,7 +224,6 @@ def is_refused(error: BaseException) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return why the server does not answer, without aiohttp's prefix."""
     if isinstance(error, aiohttp.ClientConnectorError) and (error.os_error.errno or 0) > 0:
         return os.strerror(error.os_error.errno or 0)
     return str(error) or type(error).__name__
@@ -256,7 +237,3 @@ def _message(answer: Any) -> str:
                 inner = answer[key]
                 return _message(inner) if isinstance(inner, dict) else str(inner)
     return json.dumps(answer)[:300] if answer else "no reason given"
-
-
-def _text(body: bytes) -> str:
-    return body.decode("utf-8", "replace").strip()

@@ -131,26 +131,19 @@ class ServerPool:
         return not self.serving and any(state.is_outdated for state in self.servers)
 
     async def start(self) -> None:
-        """Probe every server, and check them periodically from then on.
-
-        Raises:
-            EngineError: one does not answer, or is not an SGLang server.
-        """
+        """Probe every server, and check them periodically from then on."""
         await asyncio.gather(*(self._connect(state) for state in self.servers))
         for state in self.servers:
             self._spawn(self._watch(state))
 
     async def _connect(self, state: ServerState) -> None:
         """Make a server's current weights version 0, whatever an earlier run left behind."""
-        if self.is_guest:
-            state.facts = await state.client.probe()
-            self.admit(state)
-            return
-        with suppress(EngineError):  # `probe` gives the better error
-            # A run that was killed during a publication leaves the server paused.
-            await state.client.post("/continue_generation", {})
+        if not self.is_guest:
+            with suppress(EngineError):  # `probe` gives the better error
+                # A run that was killed during a publication leaves the server paused.
+                await state.client.post("/continue_generation", {})
         state.facts = await state.client.probe()
-        if version_of(state.facts.weight_version) != 0:
+        if not self.is_guest and version_of(state.facts.weight_version) != 0:
             # A number from another run would look like one of this run.
             body = {"new_version": INITIAL_WEIGHTS, "abort_all_requests": False}
             await state.client.post("/update_weight_version", body)
@@ -162,9 +155,8 @@ class ServerPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(state.client.aclose() for state in self.servers))
-        await asyncio.gather(
-            *(state.process.aclose() for state in self.servers if state.process is not None)
-        )
+        processes = (state.process for state in self.servers)
+        await asyncio.gather(*(process.aclose() for process in processes if process is not None))
 
     # ---- routing requests ---------------------------------------------------------------------
 
@@ -302,12 +294,9 @@ class ServerPool:
                 self.admit(state)
 
     def _checkpoint_of(self, version: int) -> Path | None:
-        for state in self.servers:
-            if state.client.loaded_from is not None:
-                directory, loaded = state.client.loaded_from
-                if loaded == version and directory.is_dir():
-                    return directory
-        return None
+        loaded = (state.client.loaded_from for state in self.servers)
+        places = (place[0] for place in loaded if place is not None and place[1] == version)
+        return next((directory for directory in places if directory.is_dir()), None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
