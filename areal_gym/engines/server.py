@@ -74,12 +74,7 @@ class EngineServer:
     """Whether answers name the weights of each token."""
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        model_path: str = "engine",
-        host: str = "127.0.0.1",
-        port: int = 0,
+        self, engine: Engine, *, model_path: str = "engine", host: str = "127.0.0.1", port: int = 0
     ) -> None:
         self.engine = engine
         self.model_path = model_path

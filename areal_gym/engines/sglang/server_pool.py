@@ -90,12 +90,7 @@ class ServerPool:
     """
 
     def __init__(
-        self,
-        servers: Sequence[ServerState],
-        *,
-        grace_s: float,
-        interval_s: float,
-        is_guest: bool,
+        self, servers: Sequence[ServerState], *, grace_s: float, interval_s: float, is_guest: bool
     ) -> None:
         self.servers = list(servers)
         self.is_guest = is_guest

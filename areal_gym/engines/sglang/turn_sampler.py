@@ -35,12 +35,7 @@ class TurnSampler:
     """
 
     def __init__(
-        self,
-        pool: ServerPool,
-        gate: PublicationGate,
-        *,
-        max_retries: int,
-        request_timeout_s: float,
+        self, pool: ServerPool, gate: PublicationGate, *, max_retries: int, request_timeout_s: float
     ) -> None:
         self.adapter: str | None = None
         """The name of the policy's LoRA adapter on the servers."""
@@ -155,11 +150,7 @@ class TurnSampler:
         raise EngineError("the engine was closed")
 
     async def _request(
-        self,
-        state: ServerState,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        max_new_tokens: int,
+        self, state: ServerState, prompt_ids: list[int], params: SamplingParams, max_new_tokens: int
     ) -> Reply:
         assert state.facts is not None
         sampling = sampling_params(params, max_new_tokens, has_seeds=state.facts.has_seeds)
