@@ -6,73 +6,25 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_gym.envs.search.corpus import Passage
 
 _NUM_TOWNS, _NUM_PEOPLE, _NUM_BOOKS, _NUM_COMPANIES = 80, 480, 240, 120
 
-_STARTS = (
-    "Bal",
-    "Dor",
-    "Fen",
-    "Gar",
-    "Hel",
-    "Ker",
-    "Lin",
-    "Mor",
-    "Nor",
-    "Pel",
-    "Ros",
-    "Sil",
-    "Tor",
-)
-_ENDS = ("ath", "ben", "dale", "ham", "mar", "nik", "ona", "rick", "sted", "ta", "vik", "wen")
-_FIRST_NAMES = (
-    *("Ada", "Ben", "Cleo", "Dirk", "Elsa", "Finn", "Gita", "Hugo", "Ines", "Jon", "Kira", "Leo"),
-    *(
-        "Mona",
-        "Nils",
-        "Olga",
-        "Paul",
-        "Rita",
-        "Sven",
-        "Tara",
-        "Ugo",
-        "Vera",
-        "Walt",
-        "Yara",
-        "Zeno",
-    ),
-)
-_JOBS = ("baker", "farmer", "miller", "painter", "poet", "sailor", "singer", "tailor", "weaver")
-_ADJECTIVES = (
-    "Blue",
-    "Broken",
-    "Cold",
-    "Golden",
-    "Hidden",
-    "Last",
-    "Lost",
-    "Quiet",
-    "Red",
-    "White",
-)
-_NOUNS = (
-    "Bell",
-    "Bridge",
-    "Castle",
-    "Door",
-    "Garden",
-    "Harbour",
-    "Lamp",
-    "Mirror",
-    "River",
-    "Tree",
-)
-_TRADES = ("Boats", "Books", "Bread", "Clocks", "Glass", "Paper", "Shoes", "Tea", "Tools", "Toys")
-_PROVINCES = ("Arden", "Brena", "Corvia", "Delmark", "Estria", "Falun", "Gorland", "Hestia")
-_RIVERS = ("Alne", "Brook", "Cray", "Dove", "Esk", "Fleet", "Glen", "Hull", "Isen", "Kyle")
+# The words that names are made of.
+_WORDS = {
+    "start": "Bal Dor Fen Gar Hel Ker Lin Mor Nor Pel Ros Sil Tor",
+    "end": "ath ben dale ham mar nik ona rick sted ta vik wen",
+    "first name": "Ada Ben Cleo Dirk Elsa Finn Gita Hugo Ines Jon Kira Leo "
+    "Mona Nils Olga Paul Rita Sven Tara Ugo Vera Walt Yara Zeno",
+    "job": "baker farmer miller painter poet sailor singer tailor weaver",
+    "adjective": "Blue Broken Cold Golden Hidden Last Lost Quiet Red White",
+    "noun": "Bell Bridge Castle Door Garden Harbour Lamp Mirror River Tree",
+    "trade": "Boats Books Bread Clocks Glass Paper Shoes Tea Tools Toys",
+    "province": "Arden Brena Corvia Delmark Estria Falun Gorland Hestia",
+    "river": "Alne Brook Cray Dove Esk Fleet Glen Hull Isen Kyle",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +49,7 @@ class Question:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Fact:
-    """The fact that one passage states about a thing."""
-
+class _Fact(NamedTuple):
     passage: Passage
     value: str
 
@@ -111,20 +60,25 @@ class World:
     def __init__(self, seed: int = 0) -> None:
         rng = random.Random(seed)
         self.passages: list[Passage] = []
-        towns = rng.sample([a + b for a in _STARTS for b in _ENDS], _NUM_TOWNS)
-        surnames = [a + b for a in _STARTS for b in _ENDS if a + b not in towns]
-        people = rng.sample([f"{a} {b}" for a in _FIRST_NAMES for b in surnames], _NUM_PEOPLE)
-        books = [f"The {a} {b} of {c}" for a in _ADJECTIVES for b in _NOUNS for c in towns[:6]]
-        companies = [f"{a} {b}" for a in surnames for b in _TRADES]
+        words = {kind: text.split() for kind, text in _WORDS.items()}
+        names = [start + end for start in words["start"] for end in words["end"]]
+        towns = rng.sample(names, _NUM_TOWNS)
+        surnames = [name for name in names if name not in towns]
+        people = rng.sample(
+            [f"{a} {b}" for a in words["first name"] for b in surnames], _NUM_PEOPLE
+        )
+        titles = [f"The {a} {b}" for a in words["adjective"] for b in words["noun"]]
+        books = [f"{title} of {town}" for title in titles for town in towns[:6]]
+        companies = [f"{a} {b}" for a in surnames for b in words["trade"]]
         self._province, self._river, self._home, self._maker = {}, {}, {}, {}
         for town in towns:
-            province, river = rng.choice(_PROVINCES), rng.choice(_RIVERS)
+            province, river = rng.choice(words["province"]), rng.choice(words["river"])
             passage = self._tell(town, f"a town in {province} on the river {river}")
             self._province[town] = _Fact(passage, province)
             self._river[town] = _Fact(passage, river)
         for person in people:
             town = rng.choice(towns)
-            passage = self._tell(person, f"a {rng.choice(_JOBS)} from {town}")
+            passage = self._tell(person, f"a {rng.choice(words['job'])} from {town}")
             self._home[person] = _Fact(passage, town)
         for book in rng.sample(books, _NUM_BOOKS):
             person = rng.choice(people)
@@ -141,19 +95,16 @@ class World:
         for person in self._home:
             yield self._ask(f"From which town is {person}?", person, self._home)
             yield self._ask(f"From which province is {person}?", person, self._home, self._province)
-            yield self._ask(
-                f"On which river is the home of {person}?", person, self._home, self._river
-            )
+            question = f"On which river is the home of {person}?"
+            yield self._ask(question, person, self._home, self._river)
         for thing in self._maker:
             is_book = thing.startswith("The ")
             maker = f"the author of {thing}" if is_book else f"the owner of {thing}"
-            yield self._ask(
-                f"Who wrote {thing}?" if is_book else f"Who owns {thing}?", thing, self._maker
-            )
+            question = f"Who wrote {thing}?" if is_book else f"Who owns {thing}?"
+            yield self._ask(question, thing, self._maker)
             yield self._ask(f"From which town is {maker}?", thing, self._maker, self._home)
-            yield self._ask(
-                f"From which province is {maker}?", thing, self._maker, self._home, self._province
-            )
+            question = f"From which province is {maker}?"
+            yield self._ask(question, thing, self._maker, self._home, self._province)
 
     def _tell(self, title: str, text: str) -> Passage:
         passage = Passage(f"p{len(self.passages)}", title, text)

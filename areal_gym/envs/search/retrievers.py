@@ -10,11 +10,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from areal_gym.envs.search.bm25 import MemoryIndex
-from areal_gym.envs.search.corpus import Hit, Passage
+from areal_gym.envs.search.corpus import Hit, MemoryIndex, Passage
 from areal_gym.errors import ConfigError, EnvError, ToolError
+
+if TYPE_CHECKING:
+    from areal_gym.envs.search.tantivy_index import TantivyIndex
 
 _REFUSED_QUERY = (400, 413, 414, 422)
 """Statuses of servers that refuse a query: the query is at fault."""
@@ -29,7 +31,6 @@ class Retriever(Protocol):
         Raises:
             EnvError: it failed, and no query is to blame: the episode ends, and counts nowhere.
         """
-        ...
 
     async def get(self, id: str) -> Passage | None:
         """Return the passage of that id; None if there is none.
@@ -37,7 +38,6 @@ class Retriever(Protocol):
         Raises:
             EnvError: it failed.
         """
-        ...
 
 
 class Bm25Retriever:
@@ -54,20 +54,19 @@ class Bm25Retriever:
 
     def __init__(self, corpus: Path | None, *, index: str | Path | None = None) -> None:
         if corpus is None:
-            self.index: Any = _world_index()
+            self._index: MemoryIndex | TantivyIndex = _world_index()
         else:
             from areal_gym.envs.search.tantivy_index import open_index
 
-            self.index = open_index(corpus, None if index is None else Path(index))
+            self._index = open_index(corpus, None if index is None else Path(index))
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """Return the `k` best passages for each query, best first."""
-        return [self.index.search(query, k) for query in queries]
+        return [self._index.search(query, k) for query in queries]
 
     async def get(self, id: str) -> Passage | None:
         """Return the passage of that id; None if there is none."""
-        found: Passage | None = self.index.get(id)
-        return found
+        return self._index.get(id)
 
 
 @cache

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+import string
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from areal_gym.chat.tool_call_formats import DEFAULT_DIALECT, require_dialect, write_call
 from areal_gym.envs.base import Response
-from areal_gym.envs.data_files import SourceRow, text_field
+from areal_gym.envs.data_files import SourceRow, text_field, texts_field
 from areal_gym.envs.grading import extract_answer
 from areal_gym.envs.questions import QuestionEnv, file_tasks
 from areal_gym.envs.search.corpus import Hit
 from areal_gym.envs.search.generated_world import world
 from areal_gym.envs.search.retrievers import Retriever
-from areal_gym.envs.search.scoring import citation_score, cited_ids, exact_match, f1_score
 from areal_gym.envs.tasks import Draft, RowTasks, key_of_text
-from areal_gym.envs.tools import Tool, cut_text
-from areal_gym.errors import ConfigError, DataError, ToolError, UsageError
+from areal_gym.envs.tools import chosen_tools, cut_text, one_argument_tool
+from areal_gym.errors import ConfigError, ToolError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.types import Message
 
 _MAX_QUERY = 1_000
 _MAX_QUERIES = 10
-_TOOLS = ("search", "batch_search", "open")
 _OWN_RETRIEVERS = ("bm25", "http")
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CITATION = re.compile(r"\[([^\[\]\s]{1,80})\]")
+_VERDICTS = {"yes", "no", "noanswer"}
+"""Answers without a partial F1, since half a verdict is worthless (HotpotQA)."""
 
 
 class SearchEnv(QuestionEnv):
@@ -109,13 +116,11 @@ class SearchEnv(QuestionEnv):
             raise UsageError(
                 f'score = {score!r}, citations = {citations!r}: "em" or "f1", and 0 to below 1'
             )
-        chosen = None if hops is None else tuple(hops)
         if questions is None:
-            tasks = _world_tasks(chosen)
+            tasks = _world_tasks(None if hops is None else tuple(hops))
         else:
-            test = None if test_questions is None else Path(test_questions)
-            tasks = _question_tasks(
-                Path(questions), test, skip_broken, json.dumps(dict(where or {}))
+            tasks = file_tasks(
+                questions, test_questions, _draft, skip_broken=skip_broken, where=where
             )
         super().__init__(tasks, render_mode=render_mode)
         self.max_turns = max_turns
@@ -133,7 +138,20 @@ class SearchEnv(QuestionEnv):
         self._score, self._citations = score, citations
         self._num_searches = self._num_pages = self._num_opened = 0
         self._shown: set[str] = set()
-        self.tools = self._chosen_tools(tools)
+        query = {"type": "string", "description": "words to look for"}
+        queries = {"type": "array", "items": query}
+        id = {"type": "string", "description": "as search shows it in brackets"}
+        self.tools = chosen_tools(
+            tools,
+            one_argument_tool("search", "Find passages.", {"query": query}, self._search),
+            one_argument_tool(
+                "batch_search",
+                "Find passages for several queries.",
+                {"queries": queries},
+                self._batch_search,
+            ),
+            one_argument_tool("open", "Read a whole passage.", {"id": id}, self._open),
+        )
 
     def first_messages(self, task: Any) -> Sequence[Message]:
         """Return the instruction and the question."""
@@ -191,39 +209,6 @@ class SearchEnv(QuestionEnv):
         return Response(reward=reward, reward_parts=parts, is_terminated=True, metrics=metrics)
 
     # ---- tools ---------------------------------------------------------------------------------
-
-    def _chosen_tools(self, names: Sequence[str]) -> tuple[Tool, ...]:
-        wrong = [name for name in names if name not in _TOOLS]
-        if wrong or not names or isinstance(names, str):
-            raise UsageError(f"tools = {names!r}: a list of {', '.join(_TOOLS)}")
-        query = {"type": "string", "description": "words to look for"}
-        made: Mapping[str, tuple[str, str, Mapping[str, Any], Callable[..., Any]]] = {
-            "search": ("Find passages.", "query", query, self._search),
-            "batch_search": (
-                "Find passages for several queries.",
-                "queries",
-                {"type": "array", "items": query},
-                self._batch_search,
-            ),
-            "open": (
-                "Read a whole passage.",
-                "id",
-                {"type": "string", "description": "as search shows it in brackets"},
-                self._open,
-            ),
-        }
-        tools = []
-        for name in dict.fromkeys(names):
-            description, argument, schema, function = made[name]
-            parameters = {
-                "type": "object",
-                "properties": {argument: schema},
-                "required": [argument],
-            }
-            tools.append(
-                Tool(name=name, description=description, parameters=parameters, function=function)
-            )
-        return tuple(tools)
 
     async def _search(self, query: str) -> str:
         return (await self._find([query]))[0]
@@ -286,35 +271,19 @@ def _world_tasks(hops: tuple[int, ...] | None) -> RowTasks:
     return RowTasks("the built-in world", rows, _draft)
 
 
-@cache
-def _question_tasks(path: Path, test_path: Path | None, skip_broken: bool, where: str) -> RowTasks:
-    return file_tasks(path, test_path, _draft, skip_broken=skip_broken, where=json.loads(where))
-
-
 def _draft(row: SourceRow) -> Draft:
     """Convert a row with `answers`, or one `answer`; `support` and `queries` are lists of texts."""
     question = text_field(row, "question")
-    data: dict[str, Any] = {"question": question}
-    if "answers" in row.data:
-        data["answers"] = _texts(row, "answers")
-    else:
-        data["answers"] = [text_field(row, "answer")]
-    if not data["answers"]:
-        raise DataError(f"{row.where}: there is no answer")
+    is_several = "answers" in row.data
+    answers = texts_field(row, "answers") if is_several else [text_field(row, "answer")]
+    data: dict[str, Any] = {"question": question, "answers": answers}
     for name in ("support", "queries"):
         if row.data.get(name):
-            data[name] = _texts(row, name)
+            data[name] = texts_field(row, name)
     for name in ("hops", "type"):
         if isinstance(row.data.get(name), int | str):
             data[name] = row.data[name]
     return Draft(key_of_text(question), data, row.data.get("split"))
-
-
-def _texts(row: SourceRow, name: str) -> list[str]:
-    values = row.data[name]
-    if not isinstance(values, list) or not all(isinstance(v, str) and v.strip() for v in values):
-        raise DataError(f"{row.where}: field {name!r} is {values!r}; a list of texts is needed")
-    return values
 
 
 @cache
@@ -330,3 +299,45 @@ def _shared_retriever(id: str, corpus: str | None, kwargs: str) -> Retriever:
             hints=[f"its arguments: areal-gym show {id} --kind retrievers"],
         ) from error
     return made
+
+
+# ---- scores: exact match and F1, as SQuAD and HotpotQA count them --------------------------------
+
+
+def normalize(answer: str) -> str:
+    """Return the answer in lower case, without punctuation, articles and extra space."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, golds: Iterable[str]) -> float:
+    """Return 1 if the answer is one of the right ones, else 0."""
+    given = normalize(answer)
+    return float(bool(given) and any(given == normalize(gold) for gold in golds))
+
+
+def f1_score(answer: str, golds: Iterable[str]) -> float:
+    """Return the best harmonic mean of precision and recall over words."""
+    return max((_f1(normalize(answer), normalize(gold)) for gold in golds), default=0.0)
+
+
+def _f1(given: str, gold: str) -> float:
+    if given != gold and (given in _VERDICTS or gold in _VERDICTS):
+        return 0.0
+    given_words, gold_words = given.split(), gold.split()
+    num_shared = sum((Counter(given_words) & Counter(gold_words)).values())
+    return _harmonic_mean(num_shared, len(given_words), len(gold_words))
+
+
+def cited_ids(text: str) -> list[str]:
+    """Return the texts in square brackets, in order, each once: `[w00009]`."""
+    return list(dict.fromkeys(_CITATION.findall(text)))
+
+
+def citation_score(cited: Collection[str], support: Collection[str]) -> float:
+    """Return the F1 of the cited passages against those that support the answer."""
+    wanted = set(support)
+    return _harmonic_mean(len(wanted & set(cited)), len(set(cited)), len(wanted))
+
+
+def _harmonic_mean(num_shared: int, num_given: int, num_wanted: int) -> float:
+    return 2 * num_shared / (num_given + num_wanted) if num_shared else 0.0

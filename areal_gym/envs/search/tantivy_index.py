@@ -1,5 +1,4 @@
-"""BM25 by tantivy for corpora of any size: an index on disk, built once and memory-mapped (the
-extra `search`)."""
+"""BM25 by tantivy (the extra `search`): an index on disk, built once and memory-mapped."""
 
 from __future__ import annotations
 
@@ -127,7 +126,7 @@ def _build(corpus: Path, digest: str, place: Path) -> None:
         (draft / _FACTS).write_text(json.dumps(facts))
         try:
             draft.rename(place)
-        except OSError:  # somebody else was faster
+        except OSError:  # another process was faster
             if not (place / _FACTS).exists():
                 raise
     finally:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import areal_gym
 from areal_gym.chat.tool_call_formats import write_call
-from areal_gym.envs.search.bm25 import MemoryIndex
-from areal_gym.envs.search.corpus import Hit, Passage, read_corpus, terms, words
+from areal_gym.envs.search.corpus import Hit, MemoryIndex, Passage, read_corpus, terms, words
 from areal_gym.envs.search.generated_world import world
 from areal_gym.envs.search.retrievers import HttpRetriever
 from areal_gym.errors import ConfigError, DataError, EnvError, UsageError

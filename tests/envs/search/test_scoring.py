@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_gym.envs.search.scoring import citation_score, cited_ids, exact_match, f1_score
+from areal_gym.envs.search.search_env import citation_score, cited_ids, exact_match, f1_score
 
 
 @pytest.mark.parametrize(

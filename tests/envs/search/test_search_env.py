@@ -139,7 +139,7 @@ def test_wrong_search_settings_are_refused(tmp_path):
     ("row", "problem"),
     [
         ({"question": "?"}, "no field 'answer'"),
-        ({"question": "?", "answers": []}, "there is no answer"),
+        ({"question": "?", "answers": []}, "a list of texts"),
         ({"question": "?", "answers": "a"}, "a list of texts"),
         ({"question": "?", "answers": ["a"], "support": [1]}, "a list of texts"),
         ({"question": "?", "answers": ["a"], "split": "dev"}, "split 'dev'"),
