@@ -20,11 +20,11 @@ class ChatClient:
 
     Args:
         url: of the server, with or without `/v1`.
-        model: the name that the server knows it by.
+        model: its name on the server.
         temperature: 0 is greedy.
         max_tokens: of an answer.
         timeout_s: of one try.
-        num_tries: before it is given up; the waits between them double.
+        num_tries: after the last one the client gives up; the waits between them double.
 
     The key, where the server wants one, is taken from OPENAI_API_KEY.
     """
@@ -58,9 +58,9 @@ class ChatClient:
         """
         import aiohttp
 
-        body = {**self._body, "messages": list(messages)} | (
-            {"tools": list(tools)} if tools else {}
-        )
+        body = {**self._body, "messages": list(messages)}
+        if tools:
+            body["tools"] = list(tools)
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         trouble = ""

@@ -1,4 +1,4 @@
-"""Does the test set leak into the training set? Finds equal and nearly equal questions."""
+"""Finds questions of the test set that leak into the training set, equal or nearly equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUM_GENERATED = 1_000
 """Number of tasks that are compared of an endless split."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Overlap:
     """A held-out task, and a training task with the same or nearly the same question."""
 
@@ -30,7 +30,7 @@ class Overlap:
     question: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Contamination:
     """The overlaps of two splits."""
 
@@ -67,20 +67,12 @@ def find_contamination(
     for id, text in measured:
         twin = same.get(key_of_text(text))
         if twin is not None:
-            overlaps.append(_overlap(id, twin, 1.0, text))
+            overlaps.append(Overlap(id, twin, 1.0, text))
         elif nearest := _nearest(_shingles(text), by_shingle, threshold):
             number, similarity = nearest
             # Rewordings may have all the passages, and are not the same.
-            overlaps.append(_overlap(id, learned[number][0], min(similarity, 0.999), text))
-    return Contamination(
-        num_train=len(learned), num_heldout=len(measured), overlaps=tuple(overlaps)
-    )
-
-
-def _overlap(heldout_id: str, train_id: str, similarity: float, question: str) -> Overlap:
-    return Overlap(
-        heldout_id=heldout_id, train_id=train_id, similarity=similarity, question=question
-    )
+            overlaps.append(Overlap(id, learned[number][0], min(similarity, 0.999), text))
+    return Contamination(len(learned), len(measured), tuple(overlaps))
 
 
 def _questions(env: TextEnv, split: str) -> Iterable[tuple[str, str]]:
@@ -101,8 +93,6 @@ def _nearest(
     if len(shingles) < _MIN_SHINGLES:
         return None
     counts = Counter(number for shingle in shingles for number in by_shingle.get(shingle, ()))
-    if not counts:
-        return None
-    number, count = min(counts.items(), key=lambda item: (-item[1], item[0]))
+    number, count = min(counts.items(), key=lambda item: (-item[1], item[0]), default=(0, 0))
     similarity = count / len(shingles)
-    return (number, similarity) if similarity >= threshold else None
+    return (number, similarity) if count and similarity >= threshold else None

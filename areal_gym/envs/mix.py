@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tasks import asked_for
-from areal_gym.errors import UsageError, did_you_mean
+from areal_gym.errors import UsageError, choices
 from areal_gym.plugins import registry
 from areal_gym.types import Message, Task
 
@@ -50,6 +49,7 @@ class MixedEnv(TextEnv):
             self._weights.append(weight)
         self.suspends = any(env.suspends for env in self._envs.values())
         self._name = next(iter(self._envs))
+        self._turns = _Turns(list(self._envs.values()), self._weights)
 
     @property
     def playing(self) -> TextEnv:
@@ -148,10 +148,6 @@ class MixedEnv(TextEnv):
             options = {**options, "index": index}
         return list(self._envs)[number], options
 
-    @cached_property
-    def _turns(self) -> _Turns:
-        return _Turns(list(self._envs.values()), self._weights)
-
 
 def _task_of(name: str, task: Task) -> Task:
     data = {"env": name, "task": task.to_dict()}
@@ -162,11 +158,8 @@ def _checked(given: Mapping[str, Any], others: Mapping[str, TextEnv]) -> tuple[s
     """Return name and weight."""
     wrong = [key for key in given if key not in _KEYS]
     if wrong or "id" not in given:
-        near = did_you_mean(wrong[0], _KEYS) if wrong else None
-        raise UsageError(
-            f"an environment of a mix is {dict(given)!r}",
-            hints=[*filter(None, [near]), f"keys: {', '.join(_KEYS)}"],
-        )
+        hints = choices(wrong[0] if wrong else "", _KEYS)
+        raise UsageError(f"an environment of a mix is {dict(given)!r}", hints=hints)
     name, weight = str(given.get("name", given["id"])), given.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
         raise UsageError(f"the weight of {name} is {weight!r}; a number above 0 is needed")

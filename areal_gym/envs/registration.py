@@ -6,8 +6,7 @@ from areal_gym.plugins import EnvSpec, registry
 
 
 def gymnasium_id(spec: EnvSpec) -> str:
-    """Return `areal_gym/math-multi-turn-v0` for `math/multi-turn`: Gymnasium allows one namespace
-    only."""
+    """Return `areal_gym/math-multi-turn-v0` for `math/multi-turn`; namespaces do not nest."""
     name = spec.id.replace("/", "-").replace(":", "-")
     return f"areal_gym/{name}-v{spec.version}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -105,9 +105,8 @@ class GymnasiumEnv(TextEnv):
         action = self._action(message["content"])
         if action is None:
             text = f"There is no action in that. Choose one of: {', '.join(self._numbers)}."
-            return Response(
-                messages=[{"role": "user", "content": text}], metrics={"invalid_actions": 1}
-            )
+            messages: list[Message] = [{"role": "user", "content": text}]
+            return Response(messages=messages, metrics={"invalid_actions": 1})
         observation, reward, is_terminated, is_truncated, _ = self._env.step(action)
         return Response(
             messages=[{"role": "user", "content": self._seen(observation)}],
@@ -155,5 +154,4 @@ def _render_modes(name: str) -> Sequence[str]:
 
     entry_point = gymnasium.spec(name).entry_point
     creator: Any = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    modes: Sequence[str] = getattr(creator, "metadata", {}).get("render_modes", ())
-    return modes
+    return cast(Sequence[str], getattr(creator, "metadata", {}).get("render_modes", ()))

@@ -7,12 +7,12 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from areal_gym.envs.adapters import reasoning_scores
-from areal_gym.envs.adapters.reasoning_scores import NUM_INDEXES, is_plain, open_dataset
+from areal_gym.envs.adapters.reasoning_scores import NUM_INDEXES, open_dataset
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task
 from areal_gym.errors import EnvError
@@ -38,9 +38,18 @@ def _tasks(name: str, settings: str) -> GeneratedTasks:
 
 
 @cache
+def _properties(name: str, settings: str) -> tuple[bool, bool]:
+    """Return whether the dataset knows answers, and whether it only compares them as texts."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    dataset = open_dataset(name, settings)
+    is_plain = type(dataset).score_answer is ProceduralDataset.score_answer
+    return dataset[0]["answer"] is not None, is_plain
+
+
+@cache
 def _grader() -> Any:
-    """Return the grader, which runs in other processes: graders of datasets may run for ever
-    (9^9^9^9)."""
+    """Return the grader, which has processes of its own: some would compute for ever (9^9^9^9)."""
     from areal_gym.sandbox import Grader
 
     return Grader(
@@ -81,11 +90,8 @@ class ReasoningGymEnv(TextEnv):
     ) -> None:
         super().__init__(render_mode=render_mode)
         self._key = (dataset, json.dumps(dict(config or {}), sort_keys=True))
-        known = open_dataset(*self._key)
         self._tasks = _tasks(*self._key)
-        self.has_gold = _has_gold(*self._key)
-        # Comparing two texts costs nothing.
-        self._is_plain = is_plain(known)
+        self.has_gold, self._is_plain = _properties(*self._key)
 
     def num_tasks(self, split: str) -> int | None:
         """Return None: the tasks are endless."""
@@ -134,10 +140,4 @@ class ReasoningGymEnv(TextEnv):
                 f"task {self.task.id} is another one in this version of reasoning_gym",
                 hints=["install the version that made it"],
             )
-        reward, num_errors = graded
-        return reward, num_errors
-
-
-@cache
-def _has_gold(name: str, settings: str) -> bool:
-    return open_dataset(name, settings)[0]["answer"] is not None
+        return cast(tuple[float, int], graded)

@@ -1,5 +1,4 @@
-"""reasoning_gym's datasets and graders, in a module of their own because workers import only
-this."""
+"""reasoning_gym's datasets and graders, apart because workers import only this."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from areal_gym.errors import UnknownIdError, UsageError, did_you_mean
+from areal_gym.errors import UnknownIdError, UsageError, choices
 
 NUM_INDEXES = 2**30
 """Size of every dataset: problems are made from their index, practically without end."""
@@ -33,13 +32,8 @@ def open_dataset(name: str, settings: str) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        near = did_you_mean(name, DATASETS)
         raise UnknownIdError(
-            f"reasoning_gym has no dataset {name!r}",
-            hints=[
-                *([near] if near else []),
-                f"there are {len(DATASETS)}: {', '.join(sorted(DATASETS))}",
-            ],
+            f"reasoning_gym has no dataset {name!r}", hints=choices(name, sorted(DATASETS))
         )
     try:
         arguments = json.loads(settings)
@@ -80,10 +74,3 @@ def score(
         if entry["answer"] is not None:
             dataset.score_answer(entry["answer"], entry)
         return 0.0, 1
-
-
-def is_plain(dataset: Any) -> bool:
-    """Return whether the dataset only compares texts, without a grader of its own."""
-    from reasoning_gym.dataset import ProceduralDataset
-
-    return type(dataset).score_answer is ProceduralDataset.score_answer

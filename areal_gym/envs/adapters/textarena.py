@@ -95,8 +95,7 @@ class TextArenaEnv(TextEnv):
 
     @contextlib.contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """Give the global generators the game's state in this block, and restore them
-        afterwards."""
+        """Lend the global generators the game's state while the block runs."""
         with _generators:
             before = random.getstate(), np.random.get_state()
             if self._states is not None:
@@ -118,10 +117,10 @@ def _make(game: str, options: dict[str, Any]) -> Any:
 
         if game not in ENV_REGISTRY:
             games = sorted({re.sub(r"-v\d.*", "", name) for name in ENV_REGISTRY})
-            near = did_you_mean(game, ENV_REGISTRY)
+            near = filter(None, [did_you_mean(game, ENV_REGISTRY)])
             raise UnknownIdError(
                 f"TextArena has no game {game!r}",
-                hints=[*([near] if near else []), f"available: {', '.join(games)} (with -v0)"],
+                hints=[*near, f"available: {', '.join(games)} (with -v0)"],
             )
         # The raw form tells what is new; the other one repeats the whole game every time.
         raw = f"{game}-raw"

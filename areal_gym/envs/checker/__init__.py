@@ -14,35 +14,26 @@ from typing import Any
 from areal_gym.envs.base import TextEnv
 from areal_gym.envs.checker import behaviour, isolation
 from areal_gym.envs.checker.adversarial import HOSTILE_ACTIONS
-from areal_gym.envs.checker.checked_episodes import play
 from areal_gym.envs.checker.env_under_test import (
     Rule,
     RuleResult,
     RuleViolation,
     Skipped,
     describe_error,
+    play,
     subject_of,
 )
 
 __all__ = ["HOSTILE_ACTIONS", "RuleResult", "check_env", "play"]
 
-_RULES: Mapping[str, Rule] = {
-    "gymnasium": behaviour.check_gymnasium,
-    "documented": behaviour.check_documented,
-    "tools": behaviour.check_tools,
-    "deterministic": isolation.check_deterministic,
-    "processes": isolation.check_processes,
-    "reset": isolation.check_reset,
-    "globals": isolation.check_globals,
-    "gold": behaviour.check_gold,
-    "noop": behaviour.check_noop,
-    "hostile": behaviour.check_hostile,
-    "ends": behaviour.check_ends,
-    "options": behaviour.check_options,
-    "splits": behaviour.check_splits,
-    "tasks": behaviour.check_tasks,
-    "concurrent": isolation.check_concurrent,
-}
+_RULES: tuple[Rule, ...] = (
+    *(behaviour.check_gymnasium, behaviour.check_documented, behaviour.check_tools),
+    *(isolation.check_deterministic, isolation.check_processes, isolation.check_reset),
+    *(isolation.check_globals, behaviour.check_gold, behaviour.check_noop),
+    *(behaviour.check_hostile, behaviour.check_ends, behaviour.check_options),
+    *(behaviour.check_splits, behaviour.check_tasks, isolation.check_concurrent),
+)
+"""The rules in the order in which they are checked; each is named after its function."""
 
 
 def check_env(
@@ -70,7 +61,8 @@ def check_env(
     )
     subject.make().close()
     results = []
-    for name, rule in _RULES.items():
+    for rule in _RULES:
+        name = rule.__name__.removeprefix("check_")
         if started is not None:
             started(name)
         summary = (rule.__doc__ or "").strip().removesuffix(".")

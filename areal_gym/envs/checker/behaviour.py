@@ -13,12 +13,15 @@ from typing import Any
 
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.checker.adversarial import HOSTILE_ACTIONS, hostile_calls
-from areal_gym.envs.checker.checked_episodes import best, noop, play, total_reward
 from areal_gym.envs.checker.env_under_test import (
     EnvUnderTest,
     RuleViolation,
     Skipped,
+    best,
     describe_error,
+    noop,
+    play,
+    total_reward,
 )
 from areal_gym.errors import UsageError
 from areal_gym.types import Message, content_hash
@@ -59,9 +62,7 @@ def check_tools(subject: EnvUnderTest) -> str | None:
         raise RuleViolation(f"two tools have one name: {', '.join(names)}")
     for tool in env.tools:
         if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", tool.name):
-            raise RuleViolation(
-                f"{tool.name!r} is no name that APIs take; letters, digits, _ and -"
-            )
+            raise RuleViolation(f"{tool.name!r} is no name for APIs: letters, digits, _ and -")
         if not tool.description.strip():
             raise RuleViolation(f"{tool.name} has no description; the policy reads it")
         try:
@@ -82,7 +83,7 @@ def check_tools(subject: EnvUnderTest) -> str | None:
 def check_gold(subject: EnvUnderTest) -> None:
     """The gold policy earns the full reward, 1."""
     if not subject.make().has_gold:
-        raise Skipped("nobody knows a perfect policy (has_gold = False)")
+        raise Skipped("no perfect policy is known (has_gold = False)")
     for env, options in subject.episodes():
         total = total_reward(play(env, best, options=options))
         if not math.isclose(total, 1.0):
@@ -185,32 +186,28 @@ def _require_usage_error(call: Any, what: str) -> None:
 def check_splits(subject: EnvUnderTest) -> None:
     """Indexes name distinct tasks, and no test task occurs in training."""
     env = subject.make()
-    asked: dict[str, list[Mapping[str, Any]]] = {}
+    texts: dict[str, set[str]] = {}
     for split in ("train", "test"):
-        asked[split] = []
+        infos = []
         for index in subject.indexes(split):
             _, info = env.reset(options={"split": split, "index": index})
-            asked[split].append(info)
+            infos.append(info)
             if info["task"]["split"] != split:
                 raise RuleViolation(f"task {info['task_id']} says split {info['task']['split']!r}")
-    drawn = [
-        env.reset(seed=seed, options={"split": "train"})[1] for seed in range(4 * subject.num_tasks)
-    ]
-    env.close()
-    for split, infos in asked.items():
-        ids = {info["task_id"] for info in infos}
-        if len({_asked_text(info) for info in infos}) < len(infos) or len(ids) < len(infos):
+        texts[split] = {_asked_text(info) for info in infos}
+        if min(len(texts[split]), len({info["task_id"] for info in infos})) < len(infos):
             raise RuleViolation(f"split {split!r}: two indexes name the same task")
-    shared = {_asked_text(info) for info in (*asked["train"], *drawn)} & {
-        _asked_text(i) for i in asked["test"]
-    }
+    for seed in range(4 * subject.num_tasks):
+        _, info = env.reset(seed=seed, options={"split": "train"})
+        texts["train"].add(_asked_text(info))
+    env.close()
+    shared = texts["train"] & texts["test"]
     if shared:
         raise RuleViolation(f"{len(shared)} tasks are in both splits, such as {min(shared)!r}")
 
 
 def _asked_text(info: Mapping[str, Any]) -> str:
-    """Return the opening messages and a hash of the data, which may differ behind equal
-    openings."""
+    """Return the opening messages, and a hash of the data, which they may not show."""
     asked = "\n".join(message["content"] for message in info["messages"])
     return f"{asked}\n{content_hash(info['task']['data'])}"
 
@@ -231,9 +228,7 @@ def check_tasks(subject: EnvUnderTest) -> None:
         ):
             _, again = env.reset(options={"task": task})
             if again["messages"] != info["messages"]:
-                raise RuleViolation(
-                    f"the same task, after a trip as {how}, opens with other messages"
-                )
+                raise RuleViolation(f"the same task, sent as {how}, opens with other messages")
         _require_portable([info, *steps])
     env.close()
 

@@ -1,15 +1,17 @@
-"""The environment under test, and the results of rules."""
+"""The environment under test, its episodes with policies that see it, and the rules' results."""
 
 from __future__ import annotations
 
+import json
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from areal_gym.envs.base import TextEnv
+from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.plugins import EnvSpec, registry
+from areal_gym.types import content_hash
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +61,7 @@ class EnvUnderTest:
         return range(self.num_tasks if known is None else min(self.num_tasks, known))
 
     def episodes(self) -> Iterator[tuple[TextEnv, dict[str, Any]]]:
-        """Yield an environment and the options of its next episode, for the tasks of both
-        splits."""
+        """Yield an environment and its next episode's options, for the tasks of both splits."""
         env = self.make()
         for split in ("train", "test"):
             for index in self.indexes(split):
@@ -85,25 +86,81 @@ def subject_of(
         UnknownIdError: there is no such environment.
     """
     entry_point = None
-    make: Callable[[], TextEnv]
     if isinstance(env, str):
-        env_id, spec = env, registry().get("envs", env).spec
+        spec = registry().get("envs", env).spec
         assert isinstance(spec, EnvSpec)
         entry_point = spec.entry_point
         kwargs = {**spec.kwargs, **kwargs}
+    elif isinstance(env, type):
+        # What a script or a function defines, no other process can import.
+        is_importable = env.__module__ != "__main__" and "<locals>" not in env.__qualname__
+        entry_point = f"{env.__module__}:{env.__qualname__}" if is_importable else None
 
-        def make() -> TextEnv:
-            made: TextEnv = registry().make("envs", env_id, **kwargs)
-            return made
-    else:
-        cls = env
-        if isinstance(cls, type) and "<locals>" not in cls.__qualname__:
-            # What a script defines, nobody else can import.
-            entry_point = (
-                None if cls.__module__ == "__main__" else f"{cls.__module__}:{cls.__qualname__}"
-            )
-
-        def make() -> TextEnv:
-            return cls(**kwargs)
+    def make() -> TextEnv:
+        made = registry().make("envs", env, **kwargs) if isinstance(env, str) else env(**kwargs)
+        return cast(TextEnv, made)
 
     return EnvUnderTest(make, num_tasks, num_concurrent, entry_point, kwargs)
+
+
+# ---- episodes ------------------------------------------------------------------------------------
+
+Policy = Callable[[TextEnv], str]
+
+
+def best(env: TextEnv) -> str:
+    """Return the gold action, or the action that does nothing where no gold policy is known."""
+    return env.gold_action() if env.has_gold else env.noop_action()
+
+
+def noop(env: TextEnv) -> str:
+    """Return the action that does nothing."""
+    return env.noop_action()
+
+
+def play(
+    env: TextEnv,
+    policy: Policy,
+    *,
+    seed: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[StepResult]:
+    """Play one episode with a policy that sees the environment itself, and return its steps."""
+    env.reset(seed=seed, options=options)
+    steps: list[StepResult] = []
+    while not _is_over(steps):
+        steps.append(env.step(policy(env)))
+    return steps
+
+
+async def play_async(env: TextEnv, policy: Policy, seed: int) -> list[StepResult]:
+    """Play one episode among others, and release its resources."""
+    await env.areset(seed=seed)
+    steps: list[StepResult] = []
+    while not _is_over(steps):
+        steps.append(await env.astep(policy(env)))
+    await env.aclose()
+    return steps
+
+
+def _is_over(steps: Sequence[StepResult]) -> bool:
+    if len(steps) >= 1_000:
+        raise RuleViolation(f"an episode does not end within {len(steps):,} steps")
+    return bool(steps) and (steps[-1].terminated or steps[-1].truncated)
+
+
+def total_reward(steps: Sequence[StepResult]) -> float:
+    """Return the sum of the rewards."""
+    return sum(step.reward for step in steps)
+
+
+def digest(make: Callable[[], TextEnv], seeds: range) -> str:
+    """Return a hash of everything that the best policy and the idle one see."""
+    env = make()
+    seen: list[Any] = []
+    for seed in seeds:
+        for policy in (best, noop):
+            observation, info = env.reset(seed=seed)
+            seen.append([observation, info, *play(env, policy, seed=seed)])
+    env.close()
+    return content_hash(json.loads(json.dumps(seen, default=repr)))

@@ -6,18 +6,26 @@ import asyncio
 import json
 import os
 import pickle
+import pkgutil
 import random
 import subprocess
 import sys
 import time
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from areal_gym.envs.base import StepResult, run_on_kept_loop
-from areal_gym.envs.checker.checked_episodes import best, digest, noop, play, play_async
-from areal_gym.envs.checker.env_under_test import EnvUnderTest, RuleViolation, Skipped
+from areal_gym.envs.checker.env_under_test import (
+    EnvUnderTest,
+    RuleViolation,
+    Skipped,
+    best,
+    digest,
+    noop,
+    play,
+    play_async,
+)
 from areal_gym.utils.statistics import rss_mb
 
 _MOST_S = 300.0
@@ -39,9 +47,7 @@ def check_processes(subject: EnvUnderTest) -> None:
         raise Skipped("no other process can import it")
     seeds = range(min(subject.num_tasks, 4))
     argument = json.dumps([subject.entry_point, dict(subject.kwargs), len(seeds)])
-    code = (
-        "import sys; from areal_gym.envs.checker.isolation import print_digest as p; p(sys.argv[1])"
-    )
+    code = f"import sys; from {__name__} import print_digest; print_digest(sys.argv[1])"
     here = digest(subject.make, seeds)
     for hash_seed in ("1", "2"):
         process = subprocess.run(
@@ -60,18 +66,13 @@ def check_processes(subject: EnvUnderTest) -> None:
         if process.returncode != 0:
             raise RuleViolation(f"another process fails: {process.stderr.strip()[-300:]}")
         if process.stdout.strip().splitlines()[-1:] != [here]:
-            raise RuleViolation(
-                "another process plays other episodes; is a set or hash() involved?"
-            )
+            raise RuleViolation("another process plays differently; is a set or hash() involved?")
 
 
 def print_digest(argument: str) -> None:
     """Print the digest of episodes: the program that `check_processes` runs."""
     entry_point, kwargs, num_seeds = json.loads(argument)
-    module, _, path = entry_point.partition(":")
-    env_class: Any = import_module(module)
-    for name in path.split("."):
-        env_class = getattr(env_class, name)
+    env_class = pkgutil.resolve_name(entry_point)
     print(digest(lambda: env_class(**kwargs), range(num_seeds)))
 
 
@@ -136,9 +137,7 @@ def check_concurrent(subject: EnvUnderTest) -> str:
     env = subject.make()
     for seed in range(min(subject.num_tasks, 8, len(seeds))):
         if play(env, best, seed=seed) != together[seed]:
-            raise RuleViolation(
-                f"seed {seed} plays differently; is state shared between instances?"
-            )
+            raise RuleViolation(f"seed {seed} plays differently; do instances share state?")
     env.close()
     num_steps = sum(map(len, together))
     measured = (

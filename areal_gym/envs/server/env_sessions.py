@@ -46,10 +46,8 @@ class Session:
         """
         try:
             return self.env.noop_action()
-        except GymError:
-            raise
-        except Exception:
-            if not self.is_over:
+        except Exception as error:
+            if isinstance(error, GymError) or not self.is_over:
                 raise
             raise UsageError("the episode is over", hints=["reset the session"]) from None
 
@@ -78,11 +76,11 @@ class Session:
             UsageError: it is another turn's time; besides what the environment raises.
         """
         async with self.lock:
-            if turn is not None and turn == self.env.num_turns and self.last is not None:
-                return self.last
-            if turn is not None and turn != self.env.num_turns + 1:
-                raise UsageError(f"turn {turn} cannot be played; {self.env.num_turns} were")
             num_turns = self.env.num_turns
+            if turn is not None and turn == num_turns and self.last is not None:
+                return self.last
+            if turn not in (None, num_turns + 1):
+                raise UsageError(f"turn {turn} cannot be played; {num_turns} were")
             try:
                 self.last = await self.env.astep(message)
             except BaseException:

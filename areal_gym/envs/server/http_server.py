@@ -94,11 +94,7 @@ class EnvServer:
         return http_address(self._host, self._port)
 
     async def __aenter__(self) -> Self:
-        """Listen.
-
-        Raises:
-            InfrastructureError: the port is taken.
-        """
+        """Listen; raises InfrastructureError where the port is taken."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_tell_errors, self._guard])
         session = "/v1/sessions/{session}"
         app.add_routes(

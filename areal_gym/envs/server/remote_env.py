@@ -22,8 +22,8 @@ from areal_gym.envs.server.wire_format import (
     error_from,
     owner_keys,
     plain,
-    tools_from,
 )
+from areal_gym.envs.tools import Tool
 from areal_gym.errors import EnvError, EnvUnreachableError, UsageError
 from areal_gym.types import Message, Task
 from areal_gym.utils.per_loop import PerLoop
@@ -91,7 +91,7 @@ class RemoteEnv(TextEnv):
         if card is None:
             card = _cards[self._card_key] = self._ask_now("/v1/env")
         self._card = card
-        self.tools = tools_from(card["tools"])
+        self.tools = tuple(Tool(**row) for row in card["tools"])
         self.max_turns = card["max_turns"]
         self.tool_dialect = card["tool_dialect"]
         self.has_gold = card["has_gold"]
@@ -163,24 +163,24 @@ class RemoteEnv(TextEnv):
 
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         content = b"" if body is None else json.dumps(body).encode()
-        for is_last in (False, True):
+        is_again = False
+        while True:
+            request = _sessions.get(_open_session).request(
+                method,
+                self.url + path,
+                data=BytesIO(content),
+                headers=self._headers,
+                timeout=timeout,
+            )
             try:
-                async with _sessions.get(_open_session).request(
-                    method,
-                    self.url + path,
-                    data=BytesIO(content),
-                    headers=self._headers,
-                    timeout=timeout,
-                ) as response:
+                async with request as response:
                     return self._answer(await response.read())
-            except aiohttp.ServerDisconnectedError as error:
-                # A kept connection that the server has just given up; turns are numbered, and what
-                # was played already is not played again.
-                if is_last:
-                    raise self._unreachable(error) from error
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                raise self._unreachable(error) from error
-        raise AssertionError("never reached")
+                # The server may have just given up a kept connection. Turns are numbered: what was
+                # played already is not played again.
+                if is_again or not isinstance(error, aiohttp.ServerDisconnectedError):
+                    raise self._unreachable(error) from error
+            is_again = True
 
     def _ask_now(self, path: str) -> dict[str, Any]:
         """Send a request that is answered at once, also without a running event loop."""

@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.server.env_sessions import FullError, GoneError
-from areal_gym.envs.tools import Tool
 from areal_gym.errors import (
     EnvError,
     EnvUnreachableError,
@@ -87,11 +86,6 @@ def _num_tasks(env: TextEnv, split: str) -> int | None:
         return env.num_tasks(split)
     except (KeyError, UsageError):  # it has no such split
         return 0
-
-
-def tools_from(rows: list[dict[str, Any]]) -> tuple[Tool, ...]:
-    """Return the tools of a card: described here, run by the server."""
-    return tuple(Tool(**row) for row in rows)
 
 
 def step_body(result: StepResult) -> dict[str, Any]:
