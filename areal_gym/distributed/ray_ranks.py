@@ -1,9 +1,7 @@
 """A trainer whose ranks are Ray's actors: on this machine, or on others.
 
-    RayTrainer --groups, in the object store--> a rank for each place: Serving
+    RayTrainer --groups or examples, in the object store--> a rank for each place: Serving
                <--metrics; the first rank's whole weights, through the object store--
-
-    RaySupervised: the same with examples
 
 The ranks meet at the first one's address. When one of them dies, the others wait for it in vain:
 all are ended, and that is a `LostRankError`.
@@ -14,8 +12,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,11 +21,10 @@ from areal_gym.distributed.cluster import Cluster
 from areal_gym.errors import GymError, LostRankError
 from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.trainer.out_of_memory import MEMORY_HINTS
-from areal_gym.trainer.parallel.worker import (
-    ProcessSupervised,
-    ProcessTrainer,
+from areal_gym.trainer.parallel.remote_trainer import (
     RemoteTrainer,
     Serving,
+    TrainerRecipe,
     readable,
 )
 from areal_gym.utils.statistics import rss_mb
@@ -37,8 +33,8 @@ _END_S = 10.0
 """How long the other ranks may take when one has raised an error: as a rule all raise it."""
 
 
-class _Placed(RemoteTrainer):
-    """A `RemoteTrainer` whose processes are placed by Ray.
+class RayTrainer(RemoteTrainer):
+    """A trainer whose processes are placed by Ray.
 
     Args:
         cluster: has the places of the role "rank".
@@ -62,20 +58,28 @@ class _Placed(RemoteTrainer):
     ) -> None:
         import ray
 
-        self.decoder = decoder
-        self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
+        super().__init__(decoder)
         # A checkpoint is waited for while the next step is being taken.
         rank = ray.remote(concurrency_groups={"saved": 1})(_Rank)
         self._ranks = [
-            rank.options(**cluster.options("rank", index)).remote(index)
+            rank.options(**cluster.options("rank", index)).remote()
             for index in range(config.num_ranks)
         ]
         try:
             (meeting,) = self._answers([self._ranks[0].meeting.remote()])
             weights = ray.put(_arrays(decoder))
-            shape = (type(decoder), decoder.config)
-            making = (trainer_class, shape, config, cluster.device, meeting, arguments)
-            self._answers([rank.begin.remote(making, weights) for rank in self._ranks])
+            recipe = TrainerRecipe(
+                trainer_class=trainer_class,
+                decoder_class=type(decoder),
+                decoder_config=decoder.config,
+                config=config,
+                device=cluster.device,
+                meeting=meeting,
+                arguments=arguments,
+            )
+            self._answers(
+                [rank.begin.remote(recipe, i, weights) for i, rank in enumerate(self._ranks)]
+            )
         except BaseException:
             self.close()
             raise
@@ -83,8 +87,7 @@ class _Placed(RemoteTrainer):
     @property
     def pids(self) -> list[int]:
         """Process ids of the ranks; each on its own machine."""
-        found: list[int] = self._answers([rank.pid.remote() for rank in self._ranks])
-        return found
+        return self._answers([rank.pid.remote() for rank in self._ranks])
 
     def close(self) -> None:
         """End the ranks. Idempotent."""
@@ -94,33 +97,25 @@ class _Placed(RemoteTrainer):
             ray.kill(rank)
         self._saving.shutdown(wait=False)
 
-    def save(self, directory: Path) -> Future[None]:
-        """See `Trainer.save`; all ranks write there, wherever they are."""
-        return super().save(directory.absolute())
-
-    def load(self, directory: Path) -> None:
-        """See `Trainer.load`."""
-        super().load(directory.absolute())
-
-    def _saved(self) -> None:
+    def _wait_for_checkpoint(self) -> None:
         (error,) = self._answers(
             [self._ranks[0].written.options(concurrency_group="saved").remote()]
         )
         if error is not None:
             raise error
 
-    def _ask(self, what: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
 
         shared = ray.put(arguments)  # once for all ranks of a machine
-        answers = self._answers([rank.do.remote(what, shared) for rank in self._ranks])
-        if what in ("step", "load"):
+        answers = self._answers([rank.call.remote(method, shared) for rank in self._ranks])
+        if method in ("step", "load"):
             (arrays,) = self._answers([self._ranks[0].weights.remote()])
-            _take(self.decoder, arrays)
+            _take(arrays, self.decoder)
         return answers[0]
 
     def _answers(self, asked: list[Any]) -> list[Any]:
-        """What each rank answers.
+        """Return what each rank answers.
 
         Raises:
             GymError: what one of them raised.
@@ -156,35 +151,22 @@ class _Placed(RemoteTrainer):
         return float(sum(self._answers([rank.rss_mb.remote() for rank in self._ranks])))
 
 
-class RayTrainer(_Placed, ProcessTrainer):
-    """A `ProcessTrainer` whose processes are placed by Ray."""
-
-
-class RaySupervised(_Placed, ProcessSupervised):
-    """A `ProcessSupervised` whose processes are placed by Ray."""
-
-
 def _arrays(decoder: Decoder) -> dict[str, Any]:
     """Arrays go through Ray's object store without a copy; tensors do not."""
     return {name: tensor.detach().numpy() for name, tensor in decoder.state_dict().items()}
 
 
-def _take(decoder: Decoder, arrays: dict[str, Any]) -> None:
+def _take(arrays: dict[str, Any], decoder: Decoder) -> None:
     import torch
 
     for name, tensor in decoder.state_dict().items():
         tensor.copy_(torch.tensor(arrays[name]))  # in the object store it is for reading only
 
 
-# ---- in the rank -----------------------------------------------------------------------------
-
-
 class _Rank:
-    """One rank; but for `written`, calls come one after the other."""
+    """The actor of one rank; but for `written`, calls come one after the other."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._whole: Decoder | None = None
+    def __init__(self) -> None:
         self._serving: Serving | None = None
         self._written: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -195,7 +177,7 @@ class _Rank:
         return rss_mb() or 0.0
 
     def meeting(self) -> str:
-        """An address of this machine where nobody listens yet."""
+        """Return an address of this machine that has no listener yet."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -203,42 +185,26 @@ class _Rank:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def begin(self, making: tuple[Any, ...], arrays: dict[str, Any]) -> GymError | None:
-        """Meet the others and make the trainer; what was wrong with it, if anything was."""
-        import torch
-
-        trainer_class, shape, config, device, meeting, arguments = making
-        torch.set_num_threads(config.num_threads)
+    def begin(self, recipe: TrainerRecipe, rank: int, arrays: dict[str, Any]) -> GymError | None:
+        """Meet the others and make the trainer; return what was wrong with it, if anything."""
         try:
-            kind, decoder_config = shape
-            self._whole = kind(decoder_config)
-            _take(self._whole, arrays)
-            self._serving = Serving(
-                self._rank,
-                self._written.put,
-                trainer_class,
-                self._whole,
-                config,
-                device,
-                meeting,
-                arguments,
-            )
+            self._serving = Serving(recipe, rank, partial(_take, arrays), self._written.put)
         except Exception as error:
             return readable(error)
         return None
 
-    def do(self, what: str, arguments: tuple[Any, ...]) -> Any:
-        """The trainer's answer, or what it raised."""
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Return the trainer's answer, or what it raised."""
         assert self._serving is not None
         try:
-            return self._serving.do(what, *arguments)
+            return self._serving.call(method, *arguments)
         except Exception as error:
             return readable(error)
 
     def written(self) -> BaseException | None:
-        """Wait until the checkpoint that was begun is on the disk; what is wrong, if anything."""
+        """Wait for the checkpoint that was begun; return what is wrong with it, if anything."""
         return self._written.get()
 
     def weights(self) -> dict[str, Any]:
-        assert self._whole is not None
-        return _arrays(self._whole)
+        assert self._serving is not None
+        return _arrays(self._serving.whole)

@@ -104,22 +104,22 @@ class _Maker:
             require_exact_packing(model, _pack)
             return self.trainer_class(model, settings, **arguments)
         if self.cluster is not None and settings.runs_in != "thread":
-            from areal_gym.distributed.ray_ranks import RaySupervised, RayTrainer
+            from areal_gym.distributed.ray_ranks import RayTrainer
 
-            placed = RaySupervised if is_supervised else RayTrainer
             decoder = self.load(source)
-            return placed(self.cluster, self.trainer_class, decoder, settings, **arguments)
+            return RayTrainer(self.cluster, self.trainer_class, decoder, settings, **arguments)
         overlaps = (
             not is_supervised and self.config.rollout.max_staleness > 0 and device.type == "cpu"
         )
         is_apart = settings.runs_in == "process" or (settings.runs_in == "auto" and overlaps)
         if is_apart or settings.num_ranks > 1:
-            from areal_gym.trainer.parallel.worker import ProcessSupervised, ProcessTrainer
+            from areal_gym.trainer.parallel.worker import ProcessTrainer
 
             _require_devices(device, settings.num_ranks)
-            apart = ProcessSupervised if is_supervised else ProcessTrainer
             decoder = self.load(source)
-            return apart(self.trainer_class, decoder, settings, device=device.type, **arguments)
+            return ProcessTrainer(
+                self.trainer_class, decoder, settings, device=device.type, **arguments
+            )
         return self.trainer_class(self.load(source, device=device), settings, **arguments)
 
     def _require_one_process(self, source: Path) -> None:

@@ -1,14 +1,20 @@
-"""What the updates of a step amount to: tokens, padding, operations, memory."""
+"""What the updates of a step amount to: metrics, tokens, padding, operations, memory."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from areal_gym.models.flops import peak_flops, training_flops
 from areal_gym.models.policy_model import Shape
+from areal_gym.trainer.algorithms.token_loss import Proximal
+from areal_gym.trainer.batch.experience import TokenBatch
 from areal_gym.trainer.batch.packing import PackedBatch
+from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
 from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
 
@@ -47,7 +53,7 @@ class StepStats:
         )
 
     def metrics(self, seconds: float, ranks: Ranks = ALONE) -> dict[str, float]:
-        """What it comes to, all ranks together, for a step whose training took so many seconds."""
+        """Return the metrics of all ranks, for a step whose training took so many seconds."""
         counts = ranks.sum(self._counts)
         flops = training_flops(
             self._shape,
@@ -69,4 +75,103 @@ class StepStats:
             allocated = torch.cuda.max_memory_allocated(self._device)
             metrics["memory/gpu_peak_mb"] = allocated / 1e6
             metrics["memory/gpu_reserved_mb"] = torch.cuda.memory_reserved(self._device) / 1e6
+        return metrics
+
+
+class Totals(dict[str, float]):
+    """Sums of metrics over micro-batches."""
+
+    def add(self, name: str, values: Tensor, count: int = 1) -> None:
+        """Add the sum of `values`, divided by `count`."""
+        self[name] = self.get(name, 0.0) + float(values.detach().sum()) / count
+
+
+class MeansByLag:
+    """Means of a value per token, by the staleness of the token: 0 to 4, and more."""
+
+    _MAX = 5
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(self._MAX + 1)
+        self._counts = torch.zeros(self._MAX + 1)
+
+    def add(self, lags_T: Tensor, values_T: Tensor) -> None:
+        """Add the values of some tokens."""
+        # After --from-step, the journal may have groups of versions that are still in the future.
+        lags_T = lags_T.cpu().clamp(0, self._MAX)
+        self._sums.index_add_(0, lags_T, values_T.cpu().float())
+        self._counts += lags_T.bincount(minlength=self._MAX + 1)
+
+    def metrics(self, prefix: str, ranks: Ranks = ALONE) -> dict[str, float]:
+        """Return the means over all ranks, as `{prefix}{lag}`, of the lags that occur."""
+        sums, counts = torch.stack(ranks.gather(torch.stack((self._sums, self._counts)))).sum(0)
+        return {
+            f"{prefix}{lag}{'+' if lag == self._MAX else ''}": float(sums[lag] / count)
+            for lag, count in enumerate(counts.tolist())
+            if count
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What the updates of one step share, and what they sum up."""
+
+    rows: list[TokenSequence]
+    columns: TokenBatch
+    proximal: Proximal
+    version: int
+    work: StepStats
+    totals: Totals = field(default_factory=Totals)
+    by_lag: MeansByLag = field(default_factory=MeansByLag)
+    gap_by_lag: MeansByLag = field(default_factory=MeansByLag)
+    """|log-probability of the trainer - recorded one| at the first update."""
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    """Of this rank's rows, by place: what each token had when its own update began."""
+
+    def trajectory_lengths(self, members: Sequence[int]) -> Counter[int]:
+        """Return how many tokens each trajectory trains in the rows `members`."""
+        lengths_G: Counter[int] = Counter()
+        for i in members:
+            lengths_G[self.rows[i].trajectory_id] += self.rows[i].num_trainable
+        return lengths_G
+
+    def add(
+        self,
+        batch: PackedBatch,
+        indexes: Sequence[int],
+        logprobs_T: Tensor,
+        metrics: Mapping[str, Tensor],
+        *,
+        num_tokens: int,
+        is_first: bool,
+    ) -> None:
+        """Count a micro-batch of the rows `indexes`.
+
+        Args:
+            batch: the packed rows.
+            indexes: their places in the batch of the step.
+            logprobs_T: of the policy.
+            metrics: per token, [T].
+            num_tokens: of the whole update, over which the metrics are means.
+            is_first: the weights are those at the beginning of the step.
+        """
+        self.work.add(batch, len(logprobs_T))
+        for name, values_T in metrics.items():
+            self.totals.add(name, values_T, num_tokens)
+        lengths = [self.rows[i].num_trainable for i in indexes]
+        self.logprobs.update(zip(indexes, torch.split(logprobs_T, lengths), strict=True))
+        lags_T = self.version - self.columns.take("versions", indexes)
+        self.by_lag.add(lags_T, metrics["approx_kl"])
+        if is_first:
+            self.gap_by_lag.add(lags_T, (logprobs_T - self.columns.take("old", indexes)).abs())
+
+    def metrics(self, ranks: Ranks, *, num_updates: int, is_stale: bool) -> dict[str, float]:
+        """Return the means over all ranks and updates."""
+        sums = ranks.sum(self.totals)
+        metrics = {f"train/{name}": total / num_updates for name, total in sums.items()}
+        if is_stale:
+            metrics |= self.by_lag.metrics("train/approx_kl_stale", ranks)
+        gaps = self.gap_by_lag.metrics("", ranks)
+        if "0" in gaps:
+            metrics["train/engine_gap"] = gaps["0"]
         return metrics

@@ -361,6 +361,6 @@ def test_only_truncated_rows_bootstrap_a_final_value(initial):
     rows = sequences_of([dataclasses.replace(groups[0], trajectories=tuple(members))])
     trained = learner(initial, algorithm="ppo")
     torch.nn.init.ones_(trained._critic.head.weight)
-    values_T, final_G = trained._values(rows, len(members))
+    values_T, final_G = trained._passes.values(rows, trained._critic, len(members))
     assert len(values_T) == sum(row.num_trainable for row in rows)
     assert [bool(value) for value in final_G] == [False, True, False, False]

@@ -17,7 +17,6 @@ from areal_gym.trainer.algorithms.advantages import grpo, reinforce, reinforce_b
 from areal_gym.trainer.algorithms.losses import LossOutput, cispo, gspo, ppo_clip
 from areal_gym.trainer.algorithms.token_advantages import gae
 from areal_gym.trainer.batch.bins import Row, split_by_tokens
-from areal_gym.trainer.batch.experience import MeansByLag
 from areal_gym.trainer.batch.packing import pack
 from areal_gym.trainer.batch.sequences import make_sequences, sequences_of
 from areal_gym.trainer.checkpoint import (
@@ -30,6 +29,7 @@ from areal_gym.trainer.checkpoint import (
 )
 from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.trainer.states import prefixed
+from areal_gym.trainer.step_stats import MeansByLag
 from areal_gym.trainer.trainer import Trainer
 from areal_gym.types import Group, TokenSpan, Trajectory
 from tests._support.tiny_training import (
@@ -627,6 +627,6 @@ def test_running_baseline_by_hand():
 
 def test_tokens_of_future_versions_have_no_lag():
     """As `--from-step` leaves them in the journal: the run goes back, and they are there."""
-    means = MeansByLag(version=3)
-    means.add(torch.tensor([5, 3, 2]), torch.tensor([1.0, 2.0, 4.0]))
+    means = MeansByLag()
+    means.add(torch.tensor([-2, 0, 1]), torch.tensor([1.0, 2.0, 4.0]))
     assert means.metrics("lag") == {"lag0": 1.5, "lag1": 4.0}

@@ -11,7 +11,6 @@ from areal_gym.config import TrainerConfig
 from areal_gym.trainer.algorithms.advantages import AdvantageInputs
 from areal_gym.trainer.algorithms.reward_shaping import overlong_penalty, shape_rewards
 from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
-from areal_gym.trainer.parallel.rank_group import ALONE, Ranks
 
 
 class TokenBatch:
@@ -98,41 +97,6 @@ def advantage_inputs(
         known["teacher_logprobs_T"] = trained(rows, "teacher_logprobs")
     group_ids = [row.group_id for row in heads]
     return AdvantageInputs.from_turns(turn_rewards, turn_lengths, group_ids, **known)
-
-
-class Totals(dict[str, float]):
-    """Sums of metrics over micro-batches."""
-
-    def add(self, name: str, values: Tensor, count: int = 1) -> None:
-        """Add the sum of `values`, divided by `count`."""
-        self[name] = self.get(name, 0.0) + float(values.detach().sum()) / count
-
-
-class MeansByLag:
-    """Means of a value per token, by the staleness of the token: 0 to 4, and more."""
-
-    _MAX = 5
-
-    def __init__(self, version: int) -> None:
-        self._version = version
-        self._sums = torch.zeros(self._MAX + 1)
-        self._counts = torch.zeros(self._MAX + 1)
-
-    def add(self, versions_T: Tensor, values_T: Tensor) -> None:
-        """Add the values of some tokens."""
-        # After --from-step, the journal may have groups of versions that are still in the future.
-        lags_T = (self._version - versions_T.cpu()).clamp(0, self._MAX)
-        self._sums.index_add_(0, lags_T, values_T.cpu().float())
-        self._counts += lags_T.bincount(minlength=self._MAX + 1)
-
-    def metrics(self, prefix: str, ranks: Ranks = ALONE) -> dict[str, float]:
-        """Return the means over all ranks, as `{prefix}{lag}`, of the lags that occur."""
-        sums, counts = torch.stack(ranks.gather(torch.stack((self._sums, self._counts)))).sum(0)
-        return {
-            f"{prefix}{lag}{'+' if lag == self._MAX else ''}": float(sums[lag] / count)
-            for lag, count in enumerate(counts.tolist())
-            if count
-        }
 
 
 def batch_metrics(rows: Sequence[TokenSequence], version: int) -> dict[str, float]:

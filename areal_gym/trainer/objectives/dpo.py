@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_gym.errors import ConfigError
-from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.batch.examples import Example
 from areal_gym.trainer.batch.packing import PackedBatch
 from areal_gym.trainer.chunked_logprobs import score_tokens
-from areal_gym.trainer.objectives.supervised import Judgement, Objective
+from areal_gym.trainer.objectives.supervised import Freeze, Judgement, Objective
 
 
 def preference_loss(
@@ -61,7 +61,7 @@ class Dpo(Objective):
 
     def __init__(
         self,
-        reference: Decoder | Path,
+        reference: PolicyModel | Path,
         *,
         kind: Literal["sigmoid", "ipo"] = "sigmoid",
         beta: float = 0.1,
@@ -72,7 +72,7 @@ class Dpo(Objective):
         self._kind = kind
         self._beta = beta
 
-    def prepare(self, freeze: Callable[[Decoder | Path], Decoder]) -> None:
+    def prepare(self, freeze: Freeze) -> None:
         """Load the reference."""
         self._reference = freeze(self._reference)
 
@@ -81,7 +81,7 @@ class Dpo(Objective):
         return 1
 
     def __call__(
-        self, decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]
+        self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
         """Judge each pair."""
         gained_P2 = _row_logprobs(decoder, batch, examples) - self._referred(batch, examples)
@@ -100,11 +100,11 @@ class Dpo(Objective):
     @torch.no_grad()
     def _referred(self, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
         # Scored anew in each epoch: several ranks must all do so in the same passes.
-        assert isinstance(self._reference, Decoder)
+        assert isinstance(self._reference, PolicyModel)
         return _row_logprobs(self._reference, batch, examples)
 
 
-def _row_logprobs(decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
+def _row_logprobs(decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]) -> Tensor:
     """[P, 2]: the log-probability of what is marked in the chosen and in the rejected rows."""
     rows = [row for pair in examples for row in pair]
     scores = score_tokens(decoder, batch, [row.mask for row in rows])

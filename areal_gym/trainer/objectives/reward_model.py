@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from areal_gym.chat import Renderer
 from areal_gym.chat.template import ToolSchemas
 from areal_gym.chat.transcript import closing_ids, transcribe
-from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.models.tiny.scored_decoder import RewardModel, load_reward_model
 from areal_gym.trainer.batch.examples import Example, TokenRow, placed_micro_batches
 from areal_gym.trainer.batch.packing import PackedBatch
@@ -39,7 +39,7 @@ class BradleyTerry(Objective):
         return 1
 
     def __call__(
-        self, decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]
+        self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
         """Judge each pair.
 
@@ -109,7 +109,7 @@ def load(directory: Path | str, *, device: torch.device | str = "cpu") -> Grader
     return Grader(model, Renderer.from_checkpoint(Path(directory)))
 
 
-def _rewards(decoder: Decoder, batch: PackedBatch) -> torch.Tensor:
+def _rewards(decoder: PolicyModel, batch: PackedBatch) -> torch.Tensor:
     """[B]: at the last token of each row."""
     if not isinstance(decoder, RewardModel):
         raise TypeError(f"a reward model is needed, not a {type(decoder).__name__}")

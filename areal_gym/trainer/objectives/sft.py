@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.policy_model import PolicyModel
 from areal_gym.trainer.batch.examples import Example
 from areal_gym.trainer.batch.packing import PackedBatch
 from areal_gym.trainer.chunked_logprobs import score_tokens
@@ -27,7 +27,7 @@ class Sft(Objective):
         return sum(row.num_marked for row in example)
 
     def __call__(
-        self, decoder: Decoder, batch: PackedBatch, examples: Sequence[Example]
+        self, decoder: PolicyModel, batch: PackedBatch, examples: Sequence[Example]
     ) -> Judgement:
         """Judge each marked token."""
         masks = [row.mask for rows in examples for row in rows]

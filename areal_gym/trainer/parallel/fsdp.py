@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +81,13 @@ def drop_gathered(*modules: object) -> None:
     for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def autocast(device: torch.device, config: TrainerConfig) -> AbstractContextManager[Any]:
+    """Compute in the type of the settings."""
+    if config.dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def full(tensor: Tensor) -> Tensor:

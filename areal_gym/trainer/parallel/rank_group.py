@@ -7,7 +7,7 @@ exchange small data here: metrics, and values per token known before the first u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -54,9 +54,18 @@ class Ranks:
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
-    def largest(self, number: int) -> int:
-        """Return the maximum over all ranks."""
-        return max(int(other) for other in self.gather(number))
+    def equal_passes(
+        self, microbatches: Sequence[list[int]], spare: int
+    ) -> Iterator[tuple[list[int], bool]]:
+        """Yield the members of this rank's micro-batches, and whether they count.
+
+        All ranks make the same number of passes, for each gathers the others' weights: a rank that
+        has none left passes the member `spare`, which does not count.
+        """
+        for members in microbatches:
+            yield members, True
+        for _ in range(max(self.gather(len(microbatches))) - len(microbatches)):
+            yield [spare], False
 
 
 ALONE = Ranks()

@@ -1,0 +1,206 @@
+"""A trainer that works in other processes: seen from here, and in each of these, its ranks.
+
+RemoteTrainer.step  --what starts the ranks: `worker`, `distributed.ray_ranks`-->  Serving.call
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_gym.config import TrainerConfig
+from areal_gym.errors import GymError, TrainError
+from areal_gym.models.tiny.decoder import Decoder
+from areal_gym.models.tiny.decoder_config import DecoderConfig
+from areal_gym.trainer.batch.examples import Example
+from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
+from areal_gym.trainer.out_of_memory import out_of_memory
+from areal_gym.trainer.parallel.rank_group import Ranks
+from areal_gym.types import Group, Task
+
+
+class RemoteTrainer(ABC):
+    """Forwards what `Trainer` and `Supervised` do to the ranks; arguments and errors are theirs.
+
+    `decoder` is on the CPU and holds the whole weights, which are new after each step.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self._saving = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saved")
+
+    def step(self, batch: Sequence[Group] | Sequence[Example], version: int) -> dict[str, float]:
+        """Train on a batch once and return its metrics.
+
+        Raises:
+            TrainError: a rank died, or what the trainer raises.
+        """
+        slim = [_slim(item) if isinstance(item, Group) else item for item in batch]
+        metrics: dict[str, float] = self._ask("step", slim, version)
+        metrics["memory/trainer_rss_mb"] = self._held_mb()
+        return metrics
+
+    def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Return loss and metrics on examples that are not trained on."""
+        metrics: dict[str, float] = self._ask("evaluate", examples)
+        return metrics
+
+    def score(self, rows: list[TokenSequence]) -> list[Tensor]:
+        """Return the log-probabilities of each row's trained tokens."""
+        scores: list[list[float]] = self._ask("score", rows)
+        return [torch.tensor(score) for score in scores]
+
+    def recompute_proximal(self) -> None:
+        """Take ratios against the trainer's own log-probabilities from now on."""
+        self._ask("recompute_proximal")
+
+    def trained_tokens(self) -> list[dict[str, Any]]:
+        """Return what the last step made of each row of its batch."""
+        rows: list[dict[str, Any]] = self._ask("trained_tokens")
+        return rows
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and the live tensors; copy them before the next step."""
+        for name, tensor in self.decoder.state_dict().items():
+            yield name, tensor.detach()
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Return peft's names and the adapter's tensors."""
+        weights: dict[str, list[Any]] = self._ask("adapter")
+        return {name: torch.tensor(values) for name, values in weights.items()}
+
+    def checkpoint_bytes(self) -> int:
+        """Return about how many bytes a checkpoint takes."""
+        num_bytes: int = self._ask("checkpoint_bytes")
+        return num_bytes
+
+    def save(self, directory: Path) -> Future[None]:
+        """Write the states, all ranks together; they can take steps while this is written."""
+        self._ask("save", directory.absolute())
+        return self._saving.submit(self._wait_for_checkpoint)
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called."""
+        self._ask("load", directory.absolute())
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
+
+    @abstractmethod
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Return the first rank's answer, once all have answered."""
+
+    @abstractmethod
+    def _wait_for_checkpoint(self) -> None:
+        """Return when all ranks have written; raise what went wrong."""
+
+    @abstractmethod
+    def _held_mb(self) -> float:
+        """Return the memory of all ranks, in 10^6 bytes."""
+
+
+def _slim(group: Group) -> Group:
+    """Drop what no trainer reads: texts and task rows."""
+    task = Task(id=group.task.id, data={}, split=group.task.split)
+    return replace(
+        group,
+        task=task,
+        trajectories=tuple(replace(t, task=task, messages=(), metrics={}) for t in group),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerRecipe:
+    """What every rank needs to make its trainer; picklable."""
+
+    trainer_class: Callable[..., Any]
+    decoder_class: type[Decoder]
+    decoder_config: DecoderConfig
+    config: TrainerConfig
+    device: str
+    """"cpu" or "cuda"; a process that sees several GPUs takes the one of its rank."""
+    meeting: str
+    """URL by which the ranks find each other (`torch.distributed`'s `init_method`)."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `trainer_class`."""
+
+
+class Serving:
+    """A trainer that is one of the ranks.
+
+    Args:
+        recipe: what makes the trainer.
+        rank: which one this is.
+        fill: puts the weights into the whole decoder, on the CPU, that it is given; the first
+            rank keeps that decoder up to date.
+        tell: called in a thread when a checkpoint is on the disk (None), or could not be written;
+            by the first rank only.
+    """
+
+    def __init__(
+        self,
+        recipe: TrainerRecipe,
+        rank: int,
+        fill: Callable[[Decoder], None],
+        tell: Callable[[BaseException | None], None],
+    ) -> None:
+        config, is_on_gpu = recipe.config, recipe.device == "cuda"
+        torch.set_num_threads(config.num_threads)
+        self.whole = decoder = recipe.decoder_class(recipe.decoder_config)
+        fill(self.whole)
+        arguments = dict(recipe.arguments)
+        if config.num_ranks > 1:
+            if is_on_gpu:
+                torch.cuda.set_device(rank % torch.cuda.device_count())
+            backend = "nccl" if is_on_gpu else "gloo"
+            if is_on_gpu and config.cpu_offload:
+                backend = "cpu:gloo,cuda:nccl"  # the gradients' norm is summed where they are
+            torch.distributed.init_process_group(
+                backend, init_method=recipe.meeting, rank=rank, world_size=config.num_ranks
+            )
+            arguments["ranks"] = Ranks(rank, config.num_ranks)
+        if config.num_ranks > 1 or is_on_gpu or config.lora is not None:
+            decoder = recipe.decoder_class(recipe.decoder_config, device=recipe.device)
+            decoder.load_state_dict(self.whole.state_dict())
+        self._is_writer = rank == 0
+        self._tell = tell
+        self._trainer = recipe.trainer_class(decoder, config, **arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call the trainer's method; after a step, the whole weights are new."""
+        answer = getattr(self._trainer, method)(*arguments)
+        if method == "score":
+            return [logprobs_T.tolist() for logprobs_T in answer]
+        if method == "adapter":
+            return {name: tensor.tolist() for name, tensor in answer.items()}
+        if method == "save":
+            if self._is_writer:
+                answer.add_done_callback(self._tell_of_checkpoint)
+            return None
+        if method in ("step", "load") and self._trainer.decoder is not self.whole:
+            shared = self.whole.state_dict()
+            for name, tensor in self._trainer.weights():
+                if self._is_writer:
+                    shared[name].copy_(tensor)
+        return answer
+
+    def _tell_of_checkpoint(self, written: Future[None]) -> None:
+        error = written.exception()
+        # A full disk is the disk's matter, not the trainer's: it goes as it is.
+        self._tell(error if error is None or isinstance(error, OSError) else readable(error))
+
+
+def readable(error: BaseException) -> GymError:
+    """Return what a trainer raised as an error for the process that asked it."""
+    if isinstance(error, GymError):
+        return error
+    no_memory = out_of_memory(error)
+    return no_memory or TrainError(f"the trainer failed: {type(error).__name__}: {error}")

@@ -1,0 +1,141 @@
+"""What trainers on groups and on fixed data share: weights, optimizer, ranks and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from areal_gym.config import TrainerConfig
+from areal_gym.errors import ConfigError, NotFiniteError
+from areal_gym.models.backend import load_model
+from areal_gym.models.policy_model import PolicyModel
+from areal_gym.trainer.lora import add_adapter, merged_weights
+from areal_gym.trainer.optimizer import Optimizer
+from areal_gym.trainer.parallel.fsdp import full, prepare_decoder
+from areal_gym.trainer.parallel.rank_group import Ranks
+from areal_gym.trainer.states import StateFiles, below, prefixed, room_for, saved_tensors
+
+_MAX_BAD_UPDATES = 3
+"""Updates in a row without a finite loss and gradient after which training stops."""
+
+
+class PolicyTrainer:
+    """Trains a decoder in this process, alone or as one of several ranks.
+
+    A subclass calls `_prepare_training` at the end of its own `__init__`, after it has copied the
+    weights that it needs as they are at first.
+
+    Raises:
+        ConfigError: weights that are not float32.
+    """
+
+    def __init__(self, decoder: PolicyModel, config: TrainerConfig, ranks: Ranks) -> None:
+        if any(p.dtype != torch.float32 for p in decoder.parameters()):
+            raise ConfigError(
+                "master weights must be float32: in bfloat16 most updates round to nothing",
+                hints=["trainer.dtype=bfloat16 computes in bfloat16 with float32 weights"],
+            )
+        self.decoder = decoder
+        self.config = config
+        self.num_steps = 0
+        self._ranks = ranks
+        self._device = next(decoder.parameters()).device
+        self._files = StateFiles(ranks)
+        self._num_bad = 0
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and tensors, an adapter merged; copy them before the next step."""
+        if self.config.lora is None:
+            yield from self.decoder.published(full)
+        else:
+            yield from merged_weights(self.decoder, self.config.lora)
+
+    def checkpoint_bytes(self) -> int:
+        """Return about how many bytes a checkpoint takes: weights, and AdamW's two per weight."""
+        return room_for(self.decoder)
+
+    def states(self) -> dict[str, Tensor]:
+        """Everything but the policy's whole weights that a checkpoint keeps, by name: live tensors.
+
+        No random state is among it: nothing in here draws. Tasks, sampling and curriculum derive
+        their seeds from the run's seed and a group's number, which is the rollout's to keep.
+        """
+        counts = {"num_steps": self.num_steps, "num_bad": self._num_bad}
+        states = {name: torch.tensor(count) for name, count in counts.items()}
+        states |= prefixed("optimizer", self._optimizer.states())
+        if self.config.lora is None:
+            return states
+        parameters = self.decoder.named_parameters()
+        adapter = {name: p.detach() for name, p in parameters if p.requires_grad}
+        return states | prefixed("adapter", adapter)
+
+    def save(self, directory: Path) -> Future[None]:
+        """Write `states` into a new directory: when this returns, they may change already.
+
+        The result is done when all is on the disk; else it has the OSError, or what else happened.
+        """
+        return self._files.save(self.states(), directory)
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called, by as many ranks or by others.
+
+        Raises:
+            TrainError: these are the states of another optimizer, or of no critic.
+        """
+        self._allocate(saved_tensors(directory))
+        states = self.states()
+        self._files.load(states, directory)
+        self.num_steps, self._num_bad = int(states["num_steps"]), int(states["num_bad"])
+
+    def _allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
+        self._optimizer.allocate(below("optimizer", saved))
+
+    def _prepare_training(self, heads: Sequence[str] = ()) -> None:
+        """Add the adapter, shard the decoder and make its optimizer.
+
+        `heads` are modules that are trained beside an adapter.
+        """
+        if self.config.lora is not None:
+            add_adapter(self.decoder, self.config.lora)
+            for name in heads:
+                self.decoder.get_submodule(name).requires_grad_(True)
+        prepare_decoder(self.decoder, self.config, self._ranks)
+        self._optimizer = Optimizer(self.decoder, self.config)
+
+    def _frozen(self, policy: PolicyModel | Path) -> PolicyModel:
+        if isinstance(policy, Path):
+            policy = load_model(policy, device=self._device)
+        policy.requires_grad_(False)
+        prepare_decoder(policy, self.config, self._ranks)
+        return policy
+
+    def _lr_scale(self) -> float:
+        return min(1.0, (self.num_steps + 1) / max(1, self.config.warmup_steps))
+
+    def _note_update(self, norm: float, *, is_loss_finite: bool, hints: Sequence[str] = ()) -> bool:
+        """Return whether the update was applied; stop when several in a row were not.
+
+        Raises:
+            NotFiniteError: this is one of too many.
+        """
+        if is_loss_finite and math.isfinite(norm):
+            self._num_bad = 0
+            return True
+        self._num_bad += 1
+        if self._num_bad == _MAX_BAD_UPDATES:
+            self._num_bad = 0  # a caller that goes on from here may try as often
+            raise NotFiniteError(
+                f"{'the gradient' if is_loss_finite else 'the loss'} was not finite "
+                f"{_MAX_BAD_UPDATES} times in a row; nothing was applied",
+                hints=[
+                    *hints,
+                    f"a smaller learning rate may help: trainer.lr={self.config.lr / 10:g}",
+                ],
+            )
+        return False

@@ -1,0 +1,116 @@
+"""Passes a batch's rows through the policy in micro-batches; each rank passes its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from areal_gym.config import TrainerConfig
+from areal_gym.models.policy_model import PolicyModel
+from areal_gym.trainer.batch.bins import Row, split_by_tokens
+from areal_gym.trainer.batch.packing import PackedBatch, pack
+from areal_gym.trainer.batch.sequences import Sequence as TokenSequence
+from areal_gym.trainer.chunked_logprobs import TokenScores, score_tokens
+from areal_gym.trainer.critic import Critic
+from areal_gym.trainer.parallel.fsdp import autocast, drop_gathered
+from areal_gym.trainer.parallel.rank_group import Ranks
+
+
+class RowPasses:
+    """Forward passes of rows of tokens. `temperature` is that of sampling."""
+
+    def __init__(
+        self, decoder: PolicyModel, config: TrainerConfig, ranks: Ranks, temperature: float
+    ) -> None:
+        self._decoder = decoder
+        self._config = config
+        self._ranks = ranks
+        self._temperature = temperature
+        self._device = next(decoder.parameters()).device
+
+    def microbatches(
+        self, rows: Sequence[TokenSequence], members: Sequence[int]
+    ) -> Iterator[tuple[PackedBatch, list[int], bool]]:
+        """Yield this rank's micro-batches of the rows `members`: packed, which rows, whether they
+        count (`Ranks.equal_passes`).
+        """
+        share = self._decoder.can_share_prompts
+        packed = {
+            i: Row(token_ids=rows[i].token_ids, num_shared=share * rows[i].num_prompt_tokens)
+            for i in members
+        }
+        mine = self._ranks.share(members, [len(rows[i]) for i in members])
+        parts = split_by_tokens([packed[i] for i in mine], self._config.tokens_per_microbatch)
+        spare = min(members, key=lambda i: len(rows[i]))
+        passes = self._ranks.equal_passes([[mine[j] for j in part] for part in parts], spare)
+        for indexes, is_mine in passes:
+            yield pack([packed[i] for i in indexes], self._device), indexes, is_mine
+
+    def scores(
+        self,
+        batch: PackedBatch,
+        rows: Sequence[TokenSequence],
+        decoder: PolicyModel | None = None,
+        *,
+        has_entropy_gradient: bool = False,
+    ) -> TokenScores:
+        """Score the trained tokens of a packed batch of `rows`, by default with the policy."""
+        masks = [row.loss_mask for row in rows]
+        with autocast(self._device, self._config):
+            return score_tokens(
+                decoder or self._decoder,
+                batch,
+                masks,
+                self._temperature,
+                has_entropy_gradient=has_entropy_gradient,
+            )
+
+    def logprobs(
+        self, rows: Sequence[TokenSequence], decoder: PolicyModel | None = None
+    ) -> list[Tensor]:
+        """Return log-probabilities of each row's trained tokens, by default under the policy."""
+
+        def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
+            logprobs_T = self.scores(batch, packed, decoder).logprobs
+            return torch.split(logprobs_T, [row.num_trainable for row in packed])
+
+        return self._without_gradient(rows, look, decoder or self._decoder)
+
+    def values(
+        self, rows: Sequence[TokenSequence], critic: Critic, num_trajectories: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the critic's values before each token [T], and at the end of what was cut [G]."""
+
+        def look(batch: PackedBatch, packed: list[TokenSequence]) -> Sequence[Tensor]:
+            masks = [row.loss_mask for row in packed]
+            with autocast(self._device, self._config):
+                before_T, after_B = critic.before_and_after(self._decoder, batch, masks)
+            parts = torch.split(before_T, [row.num_trainable for row in packed])
+            return [torch.cat(pair) for pair in zip(parts, after_B.split(1), strict=True)]
+
+        values_of_rows = self._without_gradient(rows, look, self._decoder, critic.trunk)
+        final_values_G = torch.zeros(num_trajectories, dtype=torch.float64)
+        for row, values in zip(rows, values_of_rows, strict=True):
+            # Of a trajectory with several branches the last one counts.
+            final_values_G[row.trajectory_id] = float(values[-1]) if row.is_truncated else 0.0
+        return torch.cat([values[:-1] for values in values_of_rows]), final_values_G
+
+    @torch.no_grad()
+    def _without_gradient(
+        self,
+        rows: Sequence[TokenSequence],
+        look: Callable[[PackedBatch, list[TokenSequence]], Sequence[Tensor]],
+        *gathered: object,
+    ) -> list[Tensor]:
+        """Return what `look` gives for each row, in order; `gathered` modules are passed."""
+        by_row: dict[int, Tensor] = {}
+        for batch, indexes, is_mine in self.microbatches(rows, range(len(rows))):
+            values = look(batch, [rows[i] for i in indexes])
+            if is_mine:
+                by_row.update(zip(indexes, values, strict=True))
+        drop_gathered(*gathered)
+        for share in self._ranks.gather(by_row):
+            by_row |= share
+        return [by_row[i] for i in range(len(rows))]
