@@ -1,4 +1,15 @@
-"""One call of a cell, and its result."""
+"""One call of a cell: its request, what the cell answers, and its result.
+
+A cell's message is one line of ASCII; an answer has a text after it:
+
+    ready
+    NONCE begun
+    NONCE STATUS PEAK_KB value|traceback|nothing
+    TEXT
+
+It is flat, so that nothing can nest, and its numbers have at most twelve digits. Messages are
+untrusted: the constants limit their length and their number per call.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +17,83 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import secrets
 import signal
 import sys
 import termios
 from typing import NamedTuple
 
-from areal_gym.sandbox import messages
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
 
+READY = b"ready"
+MESSAGE_BYTES = 128 * 1024
+"""Longer messages are cut, which only shortens their text."""
+MESSAGES_PER_CALL = 1024
+"""An honest call sends two messages. The cell is ended after this many, invalid ones included."""
+_BYTES_PER_CALL = 8 << 20  # of all messages together; beyond it the cell is ended
 FLOOD_BYTES = 16 << 20
 """Bytes beyond its limit that a snippet may write, and that are dropped, before it is ended."""
 _CHUNK_BYTES = 32 * 1024
 _READ_BYTES = 64 * 1024
 
+_MAX_HEAD_BYTES = 64
+_HEAD = re.compile(
+    rb"([0-9a-f]{16}) (?:(begun)|(ok|error|memory) ([0-9]{1,12}) (value|traceback|nothing))"
+)
+
+
+class CellMessage(NamedTuple):
+    """A well-formed message about the call `nonce`; it may still be forged."""
+
+    nonce: str
+    status: str  # "begun", or "ok", "error" or "memory" in an answer
+    peak_kb: int = 0
+    value: str | None = None
+    traceback: str = ""
+
+
+def parse_cell_message(data: bytes) -> CellMessage | None:
+    """Return the message in `data`, or None if it is not valid; never raises."""
+    end = data.find(b"\n", 0, _MAX_HEAD_BYTES + 1)
+    head = data[: end if end >= 0 else _MAX_HEAD_BYTES + 1]
+    match = _HEAD.fullmatch(head)
+    if match is None:
+        return None
+    nonce, begun, status, peak_kb, kind = match.groups()
+    if begun:
+        return CellMessage(nonce.decode(), "begun")
+    text = data[end + 1 :].decode("utf-8", "replace") if end >= 0 else ""
+    return CellMessage(
+        nonce.decode(),
+        status.decode(),
+        int(peak_kb),
+        value=text if kind == b"value" else None,
+        traceback=text if kind == b"traceback" else "",
+    )
+
 
 class Exit(NamedTuple):
     """The end of a cell's process, as the fork server reports it."""
 
-    status: int
-    """The status of waitpid(2); -1 when the fork server was lost or could not fork."""
+    status: int  # of waitpid(2); -1 when the fork server was lost or could not fork
     cpu_s: float = 0.0
     peak_kb: int = 0
-    is_starved: bool = False
-    """Its processes used too much memory together."""
-    is_crowded: bool = False
-    """It had too many threads and processes, on systems where the kernel does not limit them."""
-    is_overfull: bool = False
-    """Its files used too much disk space together."""
+    excess: str = ""  # what all its processes together used too much of: a key of `_EXCESSES`
     error: str = ""
+
+
+_EXCESSES = {
+    "memory": "MemoryError: its processes held more than {limits.memory_mb} MB together\n",
+    "processes": "Killed: more than {limits.num_processes} threads and processes\n",
+    "files": "Killed: its files held too much of the disk together\n",
+}
+_OVERFLOW = "OutputLimit: more than {limits.output_bytes} bytes were printed\n"
+_STOPPED = {
+    SandboxStatus.TIMEOUT: "TimeoutError: no result after {limits.wall_s:g} s\n",
+    SandboxStatus.OUTPUT: _OVERFLOW,
+    SandboxStatus.KILLED: "Killed: it flooded the sandbox's own channel\n",
+}
 
 
 class Capture:
@@ -79,12 +138,25 @@ class Call:
         self.finished = finished
         self.nonce = secrets.token_hex(8)
         self.captures = (Capture(limits.output_bytes), Capture(limits.output_bytes))
-        self.answer: messages.CellMessage | None = None
+        self.answer: CellMessage | None = None
         self.has_begun = False
         self.stopped: SandboxStatus | None = None
         self.giving_up: asyncio.TimerHandle | None = None
-        self._messages_left = messages.MESSAGES_PER_CALL
-        self._bytes_left = messages.BYTES_PER_CALL
+        self._messages_left = MESSAGES_PER_CALL
+        self._bytes_left = _BYTES_PER_CALL
+
+    def request(self, code: str) -> list[bytes]:
+        """Return the messages that send a snippet to a cell."""
+        source = code.encode("utf-8", "surrogatepass")
+        names = ("cpu_s", "memory_mb", "file_mb", "num_processes")
+        header = {
+            "nonce": self.nonce,
+            "size": len(source),
+            "is_fresh": self.is_fresh,
+            "limits": {name: getattr(self.limits, name) for name in names},
+        }
+        data = json.dumps(header).encode() + b"\n" + source
+        return [data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES)]
 
     def admits(self, size: int) -> bool:
         """Count a message of `size` bytes, and return whether the protocol's bounds allow it."""
@@ -102,82 +174,47 @@ class Call:
         status, reason = self._status(exit)
         stdout, stderr = (capture.text() for capture in self.captures)
         answer = self.answer
-        explanation = (answer.traceback if answer else "") or reason
+        explanation = (answer.traceback if answer else "") or reason.format(limits=self.limits)
         if explanation and stderr and not stderr.endswith("\n"):
             stderr += "\n"
+        measured = exit or answer
         return SandboxResult(
             status=status,
             stdout=stdout,
             stderr=stderr + explanation,
             value=answer.value if answer and status is SandboxStatus.OK else None,
             elapsed_s=elapsed_s,
-            peak_memory_mb=self._peak_kb(exit) / 1024,
+            peak_memory_mb=measured.peak_kb / 1024 if measured else 0.0,
         )
 
-    def _peak_kb(self, exit: Exit | None) -> int:
-        if exit is not None:
-            return exit.peak_kb
-        return self.answer.peak_kb if self.answer else 0
-
     def _status(self, exit: Exit | None) -> tuple[SandboxStatus, str]:
-        limits = self.limits
-        overflow = f"OutputLimit: more than {limits.output_bytes} bytes were printed\n"
-        if self.stopped is SandboxStatus.TIMEOUT:
-            return SandboxStatus.TIMEOUT, f"TimeoutError: no result after {limits.wall_s:g} s\n"
-        if self.stopped is SandboxStatus.OUTPUT:
-            return SandboxStatus.OUTPUT, overflow
-        if self.stopped is SandboxStatus.KILLED:
-            return SandboxStatus.KILLED, "Killed: it flooded the sandbox's own channel\n"
-        if exit is not None and exit.is_starved:
-            text = f"MemoryError: its processes held more than {limits.memory_mb} MB together\n"
-            return SandboxStatus.MEMORY, text
-        if exit is not None and exit.is_crowded:
-            text = f"Killed: more than {limits.num_processes} threads and processes\n"
-            return SandboxStatus.KILLED, text
-        if exit is not None and exit.is_overfull:
-            return SandboxStatus.KILLED, "Killed: its files held too much of the disk together\n"
+        if self.stopped is not None:
+            return self.stopped, _STOPPED[self.stopped]
+        if exit is not None and exit.excess:
+            is_memory = exit.excess == "memory"
+            status = SandboxStatus.MEMORY if is_memory else SandboxStatus.KILLED
+            return status, _EXCESSES[exit.excess]
         if exit is not None and exit.status < 0:
             return SandboxStatus.KILLED, "Killed: the interpreter was lost\n"
         code = 0 if exit is None else os.waitstatus_to_exitcode(exit.status)
         if exit is not None and code < 0:
             # On a busy machine the kernel's limit, in ticks, triggers before its accounting does.
-            if exit.cpu_s >= 0.5 * limits.cpu_s and -code in (signal.SIGKILL, signal.SIGXCPU):
-                text = f"TimeoutError: more than {limits.cpu_s:g} s of processor time\n"
+            is_used_up = exit.cpu_s >= 0.5 * self.limits.cpu_s
+            if is_used_up and -code in (signal.SIGKILL, signal.SIGXCPU):
+                text = "TimeoutError: more than {limits.cpu_s:g} s of processor time\n"
                 return SandboxStatus.TIMEOUT, text
             return SandboxStatus.KILLED, f"Killed: {_signal_name(-code)}\n"
-        if self.answer and self.answer.status == "memory":
-            return SandboxStatus.MEMORY, ""
-        if self.answer and self.answer.status == "error":
-            return SandboxStatus.ERROR, ""
+        if self.answer and self.answer.status != "ok":
+            return SandboxStatus(self.answer.status), ""
         if code != 0:
             return SandboxStatus.ERROR, f"SystemExit: {code}\n"
         if any(capture.num_lost for capture in self.captures):
-            return SandboxStatus.OUTPUT, overflow
+            return SandboxStatus.OUTPUT, _OVERFLOW
         return SandboxStatus.OK, ""
 
 
-def request(code: str, call: Call) -> list[bytes]:
-    """Return the messages that send a snippet to a cell."""
-    source = code.encode("utf-8", "surrogatepass")
-    limits = call.limits
-    header = {
-        "nonce": call.nonce,
-        "size": len(source),
-        "is_fresh": call.is_fresh,
-        "limits": {
-            "cpu_s": limits.cpu_s,
-            "memory_mb": limits.memory_mb,
-            "file_mb": limits.file_mb,
-            "num_processes": limits.num_processes,
-        },
-    }
-    message = json.dumps(header).encode() + b"\n" + source
-    return [message[start : start + _CHUNK_BYTES] for start in range(0, len(message), _CHUNK_BYTES)]
-
-
 def _signal_name(number: int) -> str:
-    """Return the name of a signal; real-time signals only have numbers."""
     try:
         return signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"
+        return f"signal {number}"  # real-time signals only have numbers

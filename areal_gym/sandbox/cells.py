@@ -4,9 +4,9 @@ Three descriptors connect to a cell: a message socket, standard output and stand
 server, which a cell cannot reach, reports how the process ended.
 
 Nothing that a cell writes can keep a call from ending: one function that never raises parses
-messages (`messages`), they are counted, output is read in chunks, and nothing is read between
-calls. A call ends with the cell's answer, the end of its process, or its deadline; a fork server
-that does not report the end of a killed process is abandoned.
+messages, they are counted, output is read in chunks, and nothing is read between calls. A call ends
+with the cell's answer, the end of its process, or its deadline; a fork server that does not report
+the end of a killed process is abandoned.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from areal_gym.errors import SandboxError
-from areal_gym.sandbox import messages
+from areal_gym.sandbox import calls
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
-from areal_gym.sandbox.calls import FLOOD_BYTES, Call, Capture, Exit, request
+from areal_gym.sandbox.calls import Call, Capture, Exit
 
 _MESSAGES_PER_TURN = 16
 """Messages read at a time, before the event loop serves others."""
@@ -36,11 +36,9 @@ class CellControl(NamedTuple):
     """Orders to a cell's fork server; none of them waits."""
 
     kill: Callable[[], None]
-    hold_soon: Callable[[], None]
-    """Stop the cell's processes unless `resume` comes soon."""
+    hold_soon: Callable[[], None]  # stops the cell's processes unless `resume` comes soon
     resume: Callable[[], None]
-    give_up: Callable[[], None]
-    """Close the fork server, which does not follow orders."""
+    give_up: Callable[[], None]  # closes the fork server, which does not follow orders
 
 
 class Cell:
@@ -52,15 +50,15 @@ class Cell:
         self._loop = asyncio.get_running_loop()
         self._channel = channel
         self._outputs = (stdout, stderr)
-        self._watched: set[int] = set()
-        """Descriptors that the loop watches."""
+        self._watched: set[int] = set()  # descriptors that the loop watches
         self._unsent: deque[bytes] = deque()
         self._control = control
         self.memory_mb = 0
         """The memory limit of all its processes together, as last sent to the fork server."""
         self._ready = self._loop.create_future()
         self._exit: Exit | None = None
-        self._gone = asyncio.Event()
+        self.gone = asyncio.Event()
+        """Set when the process and its children have ended."""
         self._call: Call | None = None
         self._watch()
 
@@ -90,7 +88,7 @@ class Cell:
                 call.finish()
             else:
                 self._watch()
-                self._unsent.extend(request(code, call))
+                self._unsent.extend(call.request(code))
                 self._send()
             await call.finished
         except BaseException:
@@ -100,9 +98,9 @@ class Cell:
             deadline.cancel()
             self._end_call(call)
         elapsed_s = time.monotonic() - started
-        if self._exit is not None:
+        if self._exit is not None and call.stopped is None:
             is_lost = self.was_lost and (is_fresh or call.answer is None)
-            if call.stopped is None and (is_lost or not call.has_begun):
+            if is_lost or not call.has_begun:
                 raise SandboxError("a sandbox process was lost through no fault of its snippet")
         return call.result(self._exit, elapsed_s)
 
@@ -176,47 +174,45 @@ class Cell:
             if self._call is not None and self._call.finished.done():
                 return True
             try:
-                data = self._channel.recv(messages.MESSAGE_BYTES)
+                data = self._channel.recv(calls.MESSAGE_BYTES)
             except BlockingIOError:
                 return True
             except OSError:
                 return False
-            if not data and self._is_hung_up():
-                return False
+            if not data:
+                # The cell closed the channel, or wrote an empty message, which looks the same.
+                poll = select.poll()
+                poll.register(self._channel, select.POLLRDHUP)
+                if poll.poll(0):
+                    return False
             self._take_message(data)
         return True
-
-    def _is_hung_up(self) -> bool:
-        """Return whether the cell closed the channel: an empty message looks the same."""
-        poll = select.poll()
-        poll.register(self._channel, select.POLLRDHUP)
-        return bool(poll.poll(0))
 
     def _take_message(self, data: bytes) -> None:
         call = self._call
         if call is None:
-            if data == messages.READY and not self._ready.done():
+            if data == calls.READY and not self._ready.done():
                 self._ready.set_result(None)
             return
         if not call.admits(len(data)):
             self._stop(SandboxStatus.KILLED)
             return
-        message = messages.parse_cell_message(data)
+        message = calls.parse_cell_message(data)
         if message is None or message.nonce != call.nonce:
             return  # written by the snippet
         if message.status == "begun":
             call.has_begun = True
-            return
-        call.answer = message
-        if not call.is_fresh:
-            call.finish()
+        else:
+            call.answer = message
+            if not call.is_fresh:
+                call.finish()
 
     def _on_output(self, fd: int) -> None:
         # Between calls nothing is read; the next call reads it.
         capture = None if self._call is None else self._call.captures[fd == self._outputs[1]]
         if capture is None or not capture.read(fd):
             self._unwatch(fd)
-        elif capture.num_lost > FLOOD_BYTES:
+        elif capture.num_lost > calls.FLOOD_BYTES:
             self._stop(SandboxStatus.OUTPUT)
 
     def _stop(self, reason: SandboxStatus) -> None:
@@ -233,7 +229,7 @@ class Cell:
     def on_exit(self, exit: Exit) -> None:
         """Handle the fork server's report that the process and its children are gone."""
         self._exit = exit
-        self._gone.set()
+        self.gone.set()
         if not self._ready.done():
             capture = Capture(4096)
             capture.drain(self._outputs[1])
@@ -245,7 +241,7 @@ class Cell:
             return
         try:
             # At most what the socket holds: the writers are gone.
-            self._read_messages(messages.MESSAGES_PER_CALL)
+            self._read_messages(calls.MESSAGES_PER_CALL)
         finally:
             self._call.finish()
 
@@ -257,12 +253,8 @@ class Cell:
     async def aclose(self) -> None:
         """Kill the process and its children, and wait until they are gone."""
         self.kill()
-        await self.wait_until_gone()
+        await self.gone.wait()
         self.close()
-
-    async def wait_until_gone(self) -> None:
-        """Wait until the process and its children are gone."""
-        await self._gone.wait()
 
     def close(self) -> None:
         """Close the descriptors. Idempotent."""

@@ -18,13 +18,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import SandboxError, SandboxUnreachableError
 from areal_gym.sandbox.base import SandboxLimits
 from areal_gym.sandbox.process import ENVIRONMENT
+from areal_gym.sandbox.zygotes import Server
 
 LABEL = "areal-gym.sandbox"
 """The label of all containers; its value names the sandbox object that created them."""
@@ -91,25 +91,20 @@ def _require_listener(host: str) -> None:
             probe.connect(host.removeprefix("unix://"))
 
 
-@dataclass(slots=True)
-class Container:
-    """A container as the home of a fork server."""
+class Container(Server):
+    """A container as the home of a fork server, which is its first process.
 
-    has_modules: bool
-    pid: int
-    num_leases: int = 0
+    It ends with the server's socket, and the engine removes the rest.
+    """
 
-    @property
-    def scratch(self) -> str:
-        """The scratch directory, seen through the container's first process; needs root."""
-        return f"/proc/{self.pid}/root{_SCRATCH}"
+    def __init__(self, has_modules: bool, pid: int) -> None:
+        super().__init__(pid, f"/proc/{pid}/root{_SCRATCH}")  # which only root can read
+        self.has_modules = has_modules
+        self.num_leases = 0
 
     def complaint(self) -> str:
         """Return a fixed text: nothing is left of the container to ask."""
         return "its container ended"
-
-    def end(self) -> None:
-        """Do nothing: the first process ends with the socket, and the engine removes the rest."""
 
 
 class ContainerEngine:

@@ -8,16 +8,16 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import ClassVar, Self
 
 from areal_gym.errors import SandboxError
-from areal_gym.sandbox.base import SandboxLimits, SandboxReport, SandboxResult
+from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult
 from areal_gym.sandbox.cells import Cell
 from areal_gym.sandbox.zygotes import Zygote
 
 
-class ForkingSandbox(ABC):
+class ForkingSandbox(Sandbox, ABC):
     """Runs snippets in cells of fork servers. Subclasses decide where the servers run.
 
     An object belongs to one event loop; `shared_sandbox` keeps one per loop.
@@ -59,18 +59,6 @@ class ForkingSandbox(ABC):
     @abstractmethod
     def zygotes(self) -> list[Zygote]:
         """Return the current fork servers."""
-
-    @abstractmethod
-    async def report(self) -> SandboxReport:
-        """Return the protections between the snippets and this machine.
-
-        Raises:
-            SandboxError: the sandbox does not start, or protects less than required.
-        """
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """End every worker. Idempotent."""
 
     async def run(self, code: str, *, limits: SandboxLimits | None = None) -> SandboxResult:
         """Execute `code` in a fresh interpreter.
@@ -153,8 +141,7 @@ class ForkingSession:
     def __init__(self, sandbox: ForkingSandbox) -> None:
         self._sandbox = sandbox
         self._current: tuple[Zygote, Cell] | None = None
-        self._has_names = False
-        """Whether a call has run in the current interpreter."""
+        self._has_names = False  # whether a call has run in the current interpreter
         self._turn = asyncio.Lock()
 
     async def run(self, code: str, *, limits: SandboxLimits | None = None) -> SandboxResult:
@@ -199,19 +186,13 @@ class ForkingSession:
                 raise SandboxError("the session's interpreter was lost through no fault of its own")
             self._give_back()
         sandbox = self._sandbox
-        await sandbox._places.acquire()
-        try:
+        with ExitStack() as undo:
+            await sandbox._places.acquire()
+            undo.callback(sandbox._places.release)
             zygote = await sandbox._lease(code)
-        except BaseException:
-            sandbox._places.release()
-            raise
-        try:
-            cell = zygote.take(is_retry=is_retry)
-        except BaseException:
-            sandbox._release(zygote)
-            sandbox._places.release()
-            raise
-        self._current = (zygote, cell)
+            undo.callback(sandbox._release, zygote)
+            self._current = (zygote, zygote.take(is_retry=is_retry))
+            undo.pop_all()
         zygote.refill()
         return self._current
 

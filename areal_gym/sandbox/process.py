@@ -22,7 +22,7 @@ from areal_gym.sandbox.forking import ForkingSandbox
 from areal_gym.sandbox.levels import MIN_LEVEL_VARIABLE, default_min_level, note_level
 from areal_gym.sandbox.worker.cleaning import remove_tree
 from areal_gym.sandbox.worker.groups import remove_groups
-from areal_gym.sandbox.zygotes import Zygote
+from areal_gym.sandbox.zygotes import Server, Zygote
 
 __all__ = ["ENVIRONMENT", "ProcessSandbox", "level_of"]
 
@@ -177,7 +177,7 @@ class ProcessSandbox(ForkingSandbox):
         return zygote
 
 
-class _LocalServer:
+class _LocalServer(Server):
     """A fork server that is a child of this process.
 
     It is a fresh interpreter, not a fork: it has none of this process's memory, open files or
@@ -185,25 +185,20 @@ class _LocalServer:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], scratch: str, group: str = "") -> None:
+        super().__init__(process.pid, scratch)
         self._process = process
-        self.scratch = scratch
         self._group = group
-        self.pid = process.pid
 
     def complaint(self) -> str:
-        """Return its error output; it has ended or is ending, so this read ends."""
-        stderr = self._process.stderr
-        return "" if stderr is None else stderr.read().decode(errors="replace").strip()
+        assert self._process.stderr is not None
+        return self._process.stderr.read().decode(errors="replace").strip()
 
     def end(self) -> None:
-        """Wait until it has cleaned up and ended, which it does when its socket closes."""
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        with self._process as process:  # which closes its error output
+            try:
+                process.wait(5.0)  # it cleans up when its socket closes
+            except subprocess.TimeoutExpired:
+                process.kill()
         # Only a killed server leaves these behind.
         remove_tree(self.scratch)
         if self._group:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import socket
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox.calls import Exit
@@ -22,26 +23,24 @@ _HOLD_AFTER_S = 0.05
 _NUMBERS_PER_ORDER = 200
 
 
-class Server(Protocol):
-    """The process of a fork server."""
+class Server:
+    """The process of a fork server.
 
-    @property
-    def pid(self) -> int:
-        """The process id on this machine."""
-        ...
+    Args:
+        pid: its process id on this machine.
+        scratch: the parent of its cells' directories, as a path here; absent with a private root.
+    """
 
-    @property
-    def scratch(self) -> str:
-        """The parent of its cells' directories, as a path here; absent with a private root."""
-        ...
+    def __init__(self, pid: int, scratch: str) -> None:
+        self.pid = pid
+        self.scratch = scratch
 
     def complaint(self) -> str:
         """Return why it did not start; called when it has ended or is ending."""
-        ...
+        raise NotImplementedError
 
     def end(self) -> None:
         """Make sure that it ends, and free its resources; called when its socket is closed."""
-        ...
 
 
 class Zygote:
@@ -64,13 +63,11 @@ class Zygote:
         self._is_exclusive = is_exclusive
         self._warm: deque[Cell] = deque()
         self._cells: dict[int, Cell] = {}
-        self._idle: set[int] = set()
-        """Sessions that `_holding` will stop."""
+        self._idle: set[int] = set()  # sessions that `_holding` will stop
         self._held: set[int] = set()
         self._holding: asyncio.TimerHandle | None = None
-        self._last_number = 0
-        self._memory_mb = 0
-        """The memory limit of a new cell's processes together, if the kernel enforces one."""
+        self._numbers = itertools.count(1)
+        self._memory_mb = 0  # the limit of a new cell's processes together, if there is one
         self._started = self._loop.create_future()
         self._control = control
         control.setblocking(False)
@@ -91,12 +88,11 @@ class Zygote:
         try:
             async with asyncio.timeout(_START_S):
                 await zygote._started
-        except TimeoutError:
+        except BaseException as error:
             zygote.close()
-            message = f"the sandbox's fork server did not start within {_START_S:g} s"
-            raise SandboxError(message) from None
-        except BaseException:
-            zygote.close()
+            if isinstance(error, TimeoutError):
+                message = f"the sandbox's fork server did not start within {_START_S:g} s"
+                raise SandboxError(message) from None
             raise
         zygote.refill()
         return zygote
@@ -104,9 +100,8 @@ class Zygote:
     def take(self, *, is_retry: bool = False) -> Cell:
         """Return an unused cell: a ready one, or a new one.
 
-        Args:
-            is_retry: another cell was just lost. The ready ones may have been lost with it, even
-                if that was not reported yet.
+        When another cell was just lost (`is_retry`), the ready ones may have been lost with it,
+        even if that was not reported yet.
         """
         while self._warm and (self._is_exclusive or not is_retry):
             cell = self._warm.popleft()
@@ -129,8 +124,6 @@ class Zygote:
         """
         if not self.is_alive:
             raise SandboxError("the sandbox's fork server is gone")
-        self._last_number += 1
-        number = self._last_number
         try:
             channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stdout, their_stdout = os.pipe()
@@ -140,6 +133,7 @@ class Zygote:
         channel.setblocking(False)
         os.set_blocking(stdout, False)
         os.set_blocking(stderr, False)
+        number = next(self._numbers)
         control = CellControl(
             kill=partial(self._order, "kill", [number]),
             hold_soon=partial(self._hold_soon, number),
@@ -226,10 +220,11 @@ class Zygote:
                 self._started.set_result(None)
             return
         number = event.pop("number")
+        exit = Exit(**event)
         self._held.discard(number)
         cell = self._cells.pop(number, None)
         if cell is not None:
-            cell.on_exit(Exit(**event))
+            cell.on_exit(exit)
 
     @property
     def num_cells(self) -> int:
@@ -244,7 +239,7 @@ class Zygote:
     async def settle(self) -> None:
         """Wait until all used cells have ended."""
         for cell in set(self._cells.values()).difference(self._warm):
-            await cell.wait_until_gone()
+            await cell.gone.wait()
 
     def _lose(self) -> None:
         """Handle the death of the server; the kernel has ended its cells."""

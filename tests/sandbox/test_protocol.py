@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import ProcessSandbox, SandboxLimits, SandboxStatus, cells
-from areal_gym.sandbox.messages import MESSAGE_BYTES, CellMessage, parse_cell_message
+from areal_gym.sandbox.calls import MESSAGE_BYTES, CellMessage, parse_cell_message
 from areal_gym.sandbox.process import _LocalServer
 from areal_gym.sandbox.zygotes import Zygote
 

@@ -25,8 +25,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from . import tasks
-from .limits import lower_limit
+from .limits import lower_limit, note_num_processes
 
 CHUNK_BYTES = 32 * 1024
 """The longest message on the socket."""
@@ -69,7 +68,7 @@ def serve(channel: socket.socket, base_memory: int, *, counts_processes: bool) -
         if counts_processes:
             lower_limit(resource.RLIMIT_NPROC, request["limits"]["num_processes"])
         else:
-            tasks.note_limit(request["limits"]["num_processes"])
+            note_num_processes(request["limits"]["num_processes"])
         _apply_limits(request["limits"], base_memory, is_last=is_last)
         outcome, exit_code = _execute(source, namespace)
         _flush()

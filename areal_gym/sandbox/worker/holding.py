@@ -12,21 +12,18 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
-from . import memory
+from . import usage
 
 PERIOD_S = 0.01
 """Seconds between two checks of a session that has not stopped yet."""
 _NUM_CHECKS = 2
 _MAX_TICKS = 0.5 * os.sysconf("SC_CLK_TCK")
-_AT_REST = "TtZX"
+_AT_REST = "TtZX"  # states of /proc: stopped, traced, ended, dead
 
 
 class _Held:
-    """One session that is being stopped."""
-
     def __init__(self) -> None:
-        self.fds: dict[int, int] = {}
-        """Descriptors of its processes other than the interpreter, by pid."""
+        self.fds: dict[int, int] = {}  # descriptors of its children, by pid
         self.checks_at_rest = 0
         self.first_ticks: int | None = None
 
@@ -128,7 +125,7 @@ class Holding:
     def _processes(self, pid: int) -> Iterator[tuple[int, int]]:
         """Yield pids with those of their parents, parents first."""
         if not self._is_container:
-            yield from memory.tree(self._proc, pid)
+            yield from usage.tree(self._proc, pid)
             return
         for name in os.listdir(self._proc):
             if name.isdigit() and int(name) != os.getpid():
@@ -158,7 +155,7 @@ def _is_own(proc: int) -> bool:
 
 def _stat(proc: int, pid: int) -> tuple[str, int, int] | None:
     """Return state, parent and CPU time in ticks, including waited-for children."""
-    fields = memory.read(proc, f"{pid}/stat").rpartition(")")[2].split()
+    fields = usage.stat_fields(proc, pid)
     if len(fields) < 15:
         return None
     return fields[0], int(fields[1]), sum(map(int, fields[11:15]))

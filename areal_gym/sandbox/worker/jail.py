@@ -7,7 +7,7 @@ There are three situations, determined by trying:
 - an ordinary user with user namespaces: the same without private uids. Each child has a user
   namespace of its own, so that its threads are counted separately; it may not fork;
 - neither: Landlock and seccomp, again without fork, so that nothing can be left behind. The fork
-  server counts the threads of an ordinary user's children (`tasks`).
+  server counts the threads of an ordinary user's children (`usage`).
 
 No child is ever uid 0: a root process without another uid for them is refused (`RefusedError`).
 

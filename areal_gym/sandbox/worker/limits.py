@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import resource
 
+_RLIMIT_LOCKS = 10  # unused by the kernel since Linux 2.4: stores a number that /proc shows
+NOTED_LIMIT = "Max file locks"
+"""The name in /proc/PID/limits of what `note_num_processes` has stored."""
 _GVISOR_LACKS = (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)
 
 
@@ -14,6 +17,11 @@ def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
     if ceiling != resource.RLIM_INFINITY:
         limit = min(limit, ceiling)
     resource.setrlimit(kind, (min(soft, limit), limit))
+
+
+def note_num_processes(num_processes: int) -> None:
+    """Store how many threads and processes this cell may have, for the fork server to count."""
+    lower_limit(_RLIMIT_LOCKS, num_processes)
 
 
 def limit_cell(*, is_container: bool) -> None:

@@ -20,9 +20,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import cell, kernel, memory
+from . import cell, holding, kernel, usage
 from .groups import Groups
-from .holding import PERIOD_S as HOLDING_PERIOD_S
 from .holding import Holding
 from .jail import Jail, RefusedError
 from .usage import Usage
@@ -41,66 +40,49 @@ def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]
         control: the message socket to the parent.
         parent_fd: a pidfd of the parent, which a fork cannot hold open, unlike a socket; None in a
             container, which cannot have one.
-        settings: `without`, `paths` to import from, `readable` paths, `scratch`, `modules`,
-            `is_container`; outside of containers `group`, the name of its control groups, and
-            `memory_mb`, the limit of most calls.
+        settings: those of `ProcessSandbox._start`, and of `ContainerEngine` for a container.
     """
     os.environ.clear()
     os.chdir("/")
     sys.executable = os.path.realpath(sys.executable)
     sys.path += settings["paths"]
-    is_container = settings["is_container"]
     for name in (*_PRELOADED, *settings["modules"]):
         try:
             importlib.import_module(name)
         except ImportError:
             continue  # a snippet that imports it gets the error
-    groups = None
-    if not is_container and "memory group" not in settings["without"]:
-        with contextlib.suppress(OSError):
-            groups = Groups(settings["group"], settings["memory_mb"])
-    try:
-        jail = Jail(
-            without=settings["without"],
-            readable=settings["readable"],
-            scratch=settings["scratch"],
-            is_container=is_container,
-        )
-    except RefusedError as error:
-        if groups is not None:
-            groups.close()
-        sys.exit(str(error))
-    # After the jail: /dev/null is on a read-only mount, if there is one.
-    null = os.open("/dev/null", os.O_RDWR)
-    _Zygote(control, parent_fd, jail, null, groups, is_container=is_container).serve()
+    _Zygote(control, parent_fd, settings).serve()
 
 
 class _Zygote:
     def __init__(
-        self,
-        control: socket.socket,
-        parent_fd: int | None,
-        jail: Jail,
-        null: int,
-        groups: Groups | None,
-        *,
-        is_container: bool,
+        self, control: socket.socket, parent_fd: int | None, settings: dict[str, Any]
     ) -> None:
         self._control = control
         self._parent_fd = parent_fd
-        self._jail = jail
-        self._null = null
-        self._groups = groups
-        self._is_container = is_container
-        self._cells: dict[int, int] = {}
-        """The number of each running cell, by pid."""
-        self._slots: dict[int, int] = {}
-        """The slot (one of the jail's uids) of each running cell, by pid."""
+        self._is_container = is_container = settings["is_container"]
+        self._groups = None
+        if not is_container and "memory group" not in settings["without"]:
+            with contextlib.suppress(OSError):
+                self._groups = Groups(settings["group"], settings["memory_mb"])
+        try:
+            self._jail = jail = Jail(
+                without=settings["without"],
+                readable=settings["readable"],
+                scratch=settings["scratch"],
+                is_container=is_container,
+            )
+        except RefusedError as error:
+            if self._groups is not None:
+                self._groups.close()
+            sys.exit(str(error))
+        # After the jail: /dev/null is on a read-only mount, if there is one.
+        self._null = os.open("/dev/null", os.O_RDWR)
+        self._cells: dict[int, int] = {}  # the number of each running cell, by pid
+        self._slots: dict[int, int] = {}  # the slot (one of the jail's uids) of each, by pid
         self._last_slot = 0
-        self._cleaners: set[int] = set()
-        """Pids of forks that remove the files of a cell."""
-        self._base_memory = 0
-        self._usage = Usage(jail, groups, is_container=is_container, kill=_kill_cell)
+        self._cleaners: set[int] = set()  # pids of forks that remove the files of a cell
+        self._usage = Usage(jail, self._groups, is_container=is_container, kill=_kill_cell)
         # Without seccomp nothing forbids a fork.
         is_alone = jail.has_seccomp and not jail.can_fork
         self._holding = Holding(
@@ -123,18 +105,17 @@ class _Zygote:
         gc.freeze()
         gc.disable()
         os.dup2(self._null, 2)  # until here the parent reads error messages
-        self._base_memory = self._usage.base_memory = self._jail.address_space()
+        self._usage.base_memory = self._jail.address_space()
         protections = [*self._jail.protections]
         # The kernel counts a container's memory.
         if self._jail.can_fork and not self._is_container:
             protections.append("memory sum")
         if self._groups is not None:
             protections.append("memory group")
-        period_ms = memory.PERIOD_S * 1000 if self._usage.is_watched else None
         memory_mb = 0 if self._groups is None else self._groups.default_mb
         self._report(event="started", protections=protections, memory_mb=memory_mb)
         while True:
-            events = poll.poll(self._poll_timeout_ms(period_ms))
+            events = poll.poll(self._poll_timeout_ms())
             self._usage.check(self._cells)
             if self._holding.has_restless:
                 self._holding.check()
@@ -153,10 +134,10 @@ class _Zygote:
                     self._stop()
                 self._execute(json.loads(message), fds)
 
-    def _poll_timeout_ms(self, period_ms: float | None) -> float | None:
+    def _poll_timeout_ms(self) -> float | None:
         if self._holding.has_restless:
-            return HOLDING_PERIOD_S * 1000
-        return period_ms if self._cells else None
+            return holding.PERIOD_S * 1000
+        return usage.PERIOD_S * 1000 if self._cells and self._usage.is_watched else None
 
     def _execute(self, order: dict[str, Any], fds: list[int]) -> None:
         if order["order"] == "spawn":
@@ -231,19 +212,19 @@ class _Zygote:
             # The parent shows this text in its SandboxError.
             os.write(2, traceback.format_exc().encode())
             os._exit(70)
-        cell.serve(channel, self._base_memory, counts_processes=self._jail.counts_processes)
+        cell.serve(channel, self._usage.base_memory, counts_processes=self._jail.counts_processes)
 
     def _reap(self) -> None:
         while True:
             try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                pid, status, spent = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            self._clean_up(pid, status, usage)
+            self._clean_up(pid, status, spent)
 
-    def _clean_up(self, pid: int, status: int, usage: resource.struct_rusage) -> None:
+    def _clean_up(self, pid: int, status: int, spent: resource.struct_rusage) -> None:
         """Clean up after an ended child; report the end of a cell."""
         number = self._cells.pop(pid, None)
         if number is None:
@@ -259,11 +240,9 @@ class _Zygote:
             event="exit",
             number=number,
             status=status,
-            cpu_s=usage.ru_utime + usage.ru_stime,
-            peak_kb=max(peak_kb, usage.ru_maxrss),
-            is_starved=excess == "memory",
-            is_overfull=excess == "files",
-            is_crowded=excess == "processes",
+            cpu_s=spent.ru_utime + spent.ru_stime,
+            peak_kb=max(peak_kb, spent.ru_maxrss),
+            excess=excess,
         )
 
     def _clean(self, number: int) -> None:
@@ -328,11 +307,11 @@ class _Zygote:
         os._exit(0)
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # not yet a process group, or already gone
-        os.killpg(pid, signal.SIGKILL)
-
-
 def _kill_cell(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)  # our child, not yet waited for, so the pid is still its own
     _kill_group(pid)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # not yet a process group, or already gone
+        os.killpg(pid, signal.SIGKILL)
