@@ -29,9 +29,8 @@ def states(sandbox):
     process_states = []
     for pid in descendants(zygote.server.pid):
         try:
-            process_states.append(
-                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            )
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            process_states.append(stat.rpartition(")")[2].split()[0])
         except OSError:
             continue
     return process_states
@@ -95,6 +94,23 @@ def test_channel_flood_by_a_thread_ends_only_its_session(without):
     statuses, served = asyncio.run(go())
     assert statuses <= {SandboxStatus.OK, SandboxStatus.KILLED}
     assert served == "6"
+
+
+def test_name_that_is_not_text_does_not_end_other_sessions():
+    """The fork server reads the names of processes, which a snippet chooses, while it stops them."""
+
+    async def go():
+        async with ProcessSandbox(num_workers=1) as sandbox:
+            session, other = await sandbox.session(), await sandbox.session()
+            await other.run("kept = 6", limits=LIMITS)
+            rename = r"import ctypes; ctypes.CDLL(None).prctl(15, b'\xff\xfe', 0, 0, 0)"
+            assert (await session.run(rename, limits=LIMITS)).value == "0"
+            await until_stopped(sandbox, 2)
+            assert (await other.run("kept", limits=LIMITS)).value == "6"
+            await session.aclose()
+            await other.aclose()
+
+    asyncio.run(go())
 
 
 SPINNING_CHILDREN = """

@@ -296,7 +296,8 @@ def _fair(proc: int, pid: int) -> int:
 def _read(proc: int, path: str) -> str:
     """Return the text of a file of /proc; empty if the process is gone."""
     try:
-        with open(path, opener=functools.partial(os.open, dir_fd=proc)) as file:
+        # A snippet chooses its name, and so the bytes of /proc/PID/stat.
+        with open(path, errors="replace", opener=functools.partial(os.open, dir_fd=proc)) as file:
             return file.read(1 << 16)
     except OSError:
         return ""
