@@ -11,7 +11,7 @@ import pytest
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import ProcessSandbox, SandboxLimits
 from areal_gym.sandbox.containers import connect
-from areal_gym.sandbox.image.build import import_host
+from areal_gym.sandbox.image import import_host
 
 # Generous: the machine may be busy.
 LIMITS = SandboxLimits(wall_s=20.0, cpu_s=20.0)

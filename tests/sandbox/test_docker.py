@@ -16,7 +16,7 @@ import pytest
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.sandbox import DockerSandbox, SandboxLevel, SandboxLimits, SandboxStatus
 from areal_gym.sandbox.containers import LABEL
-from areal_gym.sandbox.image.build import build_image
+from areal_gym.sandbox.image import build_image
 from tests._support.paths import ROOT
 
 LIMITS = SandboxLimits(wall_s=20.0, cpu_s=20.0, memory_mb=256)

@@ -97,7 +97,7 @@ def test_channel_flood_by_a_thread_ends_only_its_session(without):
 
 
 def test_name_that_is_not_text_does_not_end_other_sessions():
-    """The fork server reads the names of processes, which a snippet chooses, while it stops them."""
+    """The fork server reads the names of processes, which snippets choose, while it stops them."""
 
     async def go():
         async with ProcessSandbox(num_workers=1) as sandbox:

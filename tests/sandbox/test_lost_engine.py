@@ -13,7 +13,7 @@ import pytest
 from areal_gym.errors import SandboxError
 from areal_gym.sandbox import DockerSandbox, ProcessSandbox, SandboxLimits
 from areal_gym.sandbox.containers import connect
-from areal_gym.sandbox.image.build import import_host
+from areal_gym.sandbox.image import import_host
 from tests._support.container_engines import OwnEngine
 
 LONG = SandboxLimits(wall_s=300.0, cpu_s=300.0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 
 from areal_gym.errors import GymError
 from areal_gym.sandbox.containers import connect
 from areal_gym.sandbox.docker import DEFAULT_IMAGE
-from areal_gym.sandbox.image.build import build_image, import_host
+from areal_gym.sandbox.image import build_image, import_host
 
 
 def main() -> int:
@@ -19,26 +20,18 @@ def main() -> int:
     )
     parser.add_argument("--tag", default=DEFAULT_IMAGE, help="its name (default: %(default)s)")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--from-host",
-        action="store_true",
-        help="use the files of this interpreter; needs no registry",
-    )
+    host_help = "use the files of this interpreter; needs no registry"
+    source.add_argument("--from-host", action="store_true", help=host_help)
     source.add_argument("--base", help="build the Dockerfile on this image")
     options = parser.parse_args()
     try:
-        client = connect()
-        try:
+        with closing(connect()) as client:
             if options.from_host:
                 image_id = import_host(client, options.tag)
             else:
                 image_id = build_image(client, options.tag, base=options.base)
-        finally:
-            client.close()
     except GymError as error:
-        print(f"areal-gym: error: {error.message}", file=sys.stderr)
-        for hint in error.hints:
-            print(f"  {hint}", file=sys.stderr)
+        print("\n  ".join([f"areal-gym: error: {error.message}", *error.hints]), file=sys.stderr)
         return error.exit_code
     print(f"{options.tag}  {image_id}")
     return 0

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = _run(options)
     except GymError as error:
-        print(f"areal-gym: error: {error.message}", file=sys.stderr)
-        for hint in error.hints:
-            print(f"  {hint}", file=sys.stderr)
+        print("\n  ".join([f"areal-gym: error: {error.message}", *error.hints]), file=sys.stderr)
         return error.exit_code
     if options.json:
         print(json.dumps(report))
@@ -48,48 +47,25 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m areal_gym.sandbox.suite",
         description="Run hostile programs in a sandbox and report what was not contained.",
     )
-    parser.add_argument(
-        "files",
-        nargs="*",
-        type=Path,
-        metavar="FILE",
-        help="JSON or TOML; default: the built-in programs",
-    )
-    parser.add_argument(
-        *("--sandbox", "--backend"),
-        dest="backend",
-        default="process",
-        metavar="ID",
-        help="id of a sandbox, built-in or from a plugin (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--level",
-        choices=[str(SandboxLevel.ISOLATED), str(SandboxLevel.FILTERED)],
-        help="for `process`: the level to test, with stronger protections left out",
-    )
-    parser.add_argument("--image", help="for `docker`: the image")
-    parser.add_argument("--runtime", help="for `docker`: a container runtime, such as runsc")
-    parser.add_argument(
-        *("-p", "--plugin"),
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import a plugin, which may provide a sandbox",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of the sandbox; VALUE is JSON or text",
-    )
-    parser.add_argument("--only", default="", metavar="NAME,...", help="programs or categories")
-    parser.add_argument("--without", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--one-by-one", action="store_true", help="run one program at a time")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument(
-        "--unsafe", action="store_true", help="required for `none`: only on a disposable machine"
-    )
+    add = parser.add_argument
+    files_help = "JSON or TOML; default: the built-in programs"
+    add("files", nargs="*", type=Path, metavar="FILE", help=files_help)
+    id_help = "id of a sandbox, built-in or from a plugin (default: %(default)s)"
+    add("--sandbox", "--backend", dest="backend", default="process", metavar="ID", help=id_help)
+    level_help = "for `process`: the level to test, with stronger protections left out"
+    add("--level", choices=["isolated", "filtered"], help=level_help)
+    add("--image", help="for `docker`: the image")
+    add("--runtime", help="for `docker`: a container runtime, such as runsc")
+    plugin_help = "import a plugin, which may provide a sandbox"
+    add("-p", "--plugin", action="append", default=[], metavar="MODULE", help=plugin_help)
+    set_help = "a setting of the sandbox; VALUE is JSON or text"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
+    add("--only", default="", metavar="NAME,...", help="programs or categories")
+    add("--without", default="", help=argparse.SUPPRESS)
+    add("--one-by-one", action="store_true", help="run one program at a time")
+    add("--json", action="store_true", help="one JSON object")
+    unsafe_help = "required for `none`: only on a disposable machine"
+    add("--unsafe", action="store_true", help=unsafe_help)
     return parser
 
 
@@ -105,8 +81,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         programs = [p for p in programs if chosen & {p.name, p.category}]
     if not programs:
         raise DataError("there are no snippets to run")
-    # Orphans become children of this process, so that they can be counted.
-    kernel.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    kernel.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become our children and are counted
     fds = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # `--unsafe` is explicit enough
@@ -156,17 +131,14 @@ async def _attack(sandbox: Any, programs: Sequence[Program], num_together: int) 
         promised = [p for p in programs if not p.levels or report.level in p.levels]
         outcomes = await attack(sandbox, promised, num_together=num_together)
     failures = {o.name: o.problems for o in outcomes if o.problems}
-    categories: dict[str, dict[str, int]] = {}
-    for outcome in outcomes:
-        counts = categories.setdefault(outcome.category, {"contained": 0, "of": 0})
-        counts["of"] += 1
-        counts["contained"] += not outcome.problems
+    contained = Counter(o.category for o in outcomes if not o.problems)
+    totals = Counter(o.category for o in outcomes)
     return {
         **dataclasses.asdict(report),
         "contained": len(outcomes) - len(failures),
         "of": len(outcomes),
         "not_promised": [p.name for p in programs if p not in promised],
-        "categories": categories,
+        "categories": {name: {"contained": contained[name], "of": n} for name, n in totals.items()},
         "failures": failures,
         "statuses": {o.name: o.status for o in outcomes},
         "elapsed_s": {o.name: round(o.elapsed_s, 2) for o in outcomes},

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 from areal_gym.errors import DataError, UsageError
 from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus, Session
@@ -53,17 +55,14 @@ async def attack(
     with ExitStack() as stack:
         bait = Bait(stack)
         runner = _Attacker(sandbox, bait, can_fork="no fork" not in report.protections)
-        outcomes: dict[str, Outcome] = {}
+        outcomes: list[Outcome] = []
         together = [program for program in programs if not program.runs_alone]
         size = _BATCH if num_together > 1 else 1
         for start in range(0, len(together), size):
-            batch = together[start : start + size]
-            for outcome in await runner.run_batch(batch, num_together):
-                outcomes[outcome.name] = outcome
-        for program in programs:
-            if program.runs_alone:
-                outcomes[program.name] = await runner.run_alone(program)
-        return [outcomes[program.name] for program in programs]
+            outcomes += await runner.run_batch(together[start : start + size], num_together)
+        outcomes += [await runner.run_alone(program) for program in programs if program.runs_alone]
+        by_name = {outcome.name: outcome for outcome in outcomes}
+        return [by_name[program.name] for program in programs]
 
 
 class _Attacker:
@@ -71,7 +70,7 @@ class _Attacker:
         self._sandbox = sandbox
         self._bait = bait
         self._can_fork = can_fork
-        self._num_runs = 0
+        self._numbers = itertools.count(1)
 
     async def run_batch(self, batch: Sequence[Program], num_together: int) -> list[Outcome]:
         outcomes, traces = await self._run_together(batch, num_together)
@@ -109,14 +108,13 @@ class _Attacker:
         return problems + await self._check_next_call()
 
     async def _run(self, program: Program) -> Outcome:
-        self._num_runs += 1
-        mark = f"mark{os.getpid()}x{self._num_runs}"
+        fill = partial(self._bait.fill, mark=f"mark{os.getpid()}x{next(self._numbers)}")
         program = dataclasses.replace(
             program,
-            code=self._bait.fill(program.code, mark),
-            then=self._bait.fill(program.then, mark),
-            checks=tuple(self._bait.fill(check, mark) for check in program.checks),
-            then_checks=tuple(self._bait.fill(check, mark) for check in program.then_checks),
+            code=fill(program.code),
+            then=fill(program.then),
+            checks=tuple(map(fill, program.checks)),
+            then_checks=tuple(map(fill, program.then_checks)),
         )
         watch = Watch(self._sandbox, self._bait.free_port)
         is_watched = any(check.startswith(_WATCHED) for check in program.checks)
@@ -143,32 +141,24 @@ class _Attacker:
     ) -> tuple[list[tuple[Sequence[str], SandboxResult]], list[str]]:
         """Make the calls of one program; return each with its checks, and problems in between."""
         problems: list[str] = []
-        limits = program.limits
-        later = dataclasses.replace(limits, wall_s=_INNOCENT_S, cpu_s=_INNOCENT_S)
-        if not program.is_session:
-            others = []
-            if program.beside:
-                others.append(self._call(self._sandbox, program.beside, later))
-            first, *beside = await asyncio.gather(
-                self._call(self._sandbox, program.code, limits), *others
-            )
-            calls: list[tuple[Sequence[str], SandboxResult]] = [(program.checks, first)]
-            calls += [(program.beside_checks, result) for result in beside]
+        later = dataclasses.replace(program.limits, wall_s=_INNOCENT_S, cpu_s=_INNOCENT_S)
+        async with AsyncExitStack() as stack:
+            target: Sandbox | Session = self._sandbox
+            if program.is_session:
+                target = await stack.enter_async_context(aclosing(await self._sandbox.session()))
+            calls = [self._call(target, program.code, program.limits)]
+            checks = [program.checks]
+            if program.beside and not program.is_session:
+                calls.append(self._call(self._sandbox, program.beside, later))
+                checks.append(program.beside_checks)
+            results = await asyncio.gather(*calls)
+            if program.is_session:
+                problems += await wait_until_quiet(self._sandbox)
+                problems += await self._check_next_call()
             if program.then:
-                result = await self._call(self._sandbox, program.then, later)
-                calls.append((program.then_checks, result))
-            return calls, problems
-        session = await self._sandbox.session()
-        try:
-            calls = [(program.checks, await self._call(session, program.code, limits))]
-            problems += await wait_until_quiet(self._sandbox)
-            problems += await self._check_next_call()
-            if program.then:
-                result = await self._call(session, program.then, later)
-                calls.append((program.then_checks, result))
-        finally:
-            await session.aclose()
-        return calls, problems
+                results.append(await self._call(target, program.then, later))
+                checks.append(program.then_checks)
+        return list(zip(checks, results, strict=True)), problems
 
     async def _call(
         self, target: Sandbox | Session, code: str, limits: SandboxLimits
@@ -178,13 +168,12 @@ class _Attacker:
                 return await target.run(code, limits=limits)
         except TimeoutError:
             text = f"no answer {_OVERDUE_S:g} s after the deadline: the sandbox is wedged"
-            return SandboxResult(status=SandboxStatus.UNAVAILABLE, stderr=text)
         except (UsageError, DataError):
             raise
         except Exception as error:
             # A program that makes the sandbox fail voids its episode, which is as bad as an escape.
             text = f"{type(error).__name__}: {error}"
-            return SandboxResult(status=SandboxStatus.UNAVAILABLE, stderr=text)
+        return SandboxResult(status=SandboxStatus.UNAVAILABLE, stderr=text)
 
     def _was_refused_to_fork(self, check: str, code: str, result: SandboxResult) -> bool:
         """Return whether the output is missing because this sandbox refuses forks."""

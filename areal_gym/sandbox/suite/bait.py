@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+from areal_gym.utils.files import remove
+
+
+def _listen(stack: ExitStack, family: int, address: Any) -> socket.socket:
+    listener = stack.enter_context(socket.socket(family))
+    listener.bind(address)
+    listener.listen()
+    listener.setblocking(False)
+    return listener
 
 
 class Bait:
@@ -37,25 +46,18 @@ class Bait:
         os.set_inheritable(fd, True)
         stack.callback(os.close, fd)
         self.abstract = "areal-gym-" + os.urandom(4).hex()
-        self.tcp = self._listen(stack, socket.AF_INET, ("127.0.0.1", 0))
-        self.unix = self._listen(stack, socket.AF_UNIX, str(self.root / "socket"))
-        self.named = self._listen(stack, socket.AF_UNIX, "\0" + self.abstract)
+        self._listeners = {
+            "tcp": _listen(stack, socket.AF_INET, ("127.0.0.1", 0)),
+            "unix": _listen(stack, socket.AF_UNIX, str(self.root / "socket")),
+            "abstract": _listen(stack, socket.AF_UNIX, "\0" + self.abstract),
+        }
         self.udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         self.udp.bind(("127.0.0.1", 0))
         self.udp.setblocking(False)
         os.chmod(self.root / "socket", 0o777)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as free:
             self.free_port: int = free.getsockname()[1]
-
         self._metadata = {path: _metadata(path) for path in (self.canary, *self._texts)}
-
-    def _listen(self, stack: ExitStack, family: int, address: Any) -> socket.socket:
-        listener = stack.enter_context(socket.socket(family))
-        listener.bind(address)
-        listener.listen()
-        listener.setblocking(False)
-        return listener
 
     def fill(self, text: str, mark: str) -> str:
         """Return `text` with its placeholders replaced."""
@@ -67,7 +69,7 @@ class Bait:
             "SECRET_FILE": self.secret_file,
             "CANARY_DIR": self.canary,
             "HOME": self.root / "home",
-            "PORT": self.tcp.getsockname()[1],
+            "PORT": self._listeners["tcp"].getsockname()[1],
             "UDP_PORT": self.udp.getsockname()[1],
             "FREE_PORT": self.free_port,
             "A300000": "a" * 300_000,
@@ -80,17 +82,13 @@ class Bait:
 
     def taken(self) -> Iterator[str]:
         """Yield what happened to the bait since the last check, and restore it."""
-        for name, listener in (("tcp", self.tcp), ("unix", self.unix), ("abstract", self.named)):
-            try:
+        for name, listener in self._listeners.items():
+            with suppress(BlockingIOError):
                 listener.accept()[0].close()
                 yield f"connected to {name}"
-            except BlockingIOError:
-                pass
-        try:
+        with suppress(BlockingIOError):
             self.udp.recv(100)
             yield "sent udp"
-        except BlockingIOError:
-            pass
         if self._restore_canary():
             yield "canary directory changed"
         for path, text in self._texts.items():
@@ -99,7 +97,7 @@ class Bait:
                 yield f"{path.name} changed"
         for name in ("leak", "home"):
             if (self.root / name).exists():
-                _remove(self.root / name)
+                remove(self.root / name)
                 yield f"wrote {name}"
         if os.environ.get("API_KEY") != self.secret:
             os.environ["API_KEY"] = self.secret
@@ -111,13 +109,11 @@ class Bait:
 
     def _restore_canary(self) -> bool:
         """Remove new files in the canary directory; return whether any were new or missing."""
-        is_changed = False
         expected = {path for path in self._texts if path.parent == self.canary}
-        for path in self.canary.iterdir():
-            if path not in expected:
-                _remove(path)
-                is_changed = True
-        return is_changed or not all(path.exists() for path in expected)
+        present = set(self.canary.iterdir())
+        for path in present - expected:
+            remove(path)
+        return present != expected
 
 
 def _metadata(path: Path) -> tuple[object, ...]:
@@ -126,13 +122,6 @@ def _metadata(path: Path) -> tuple[object, ...]:
     attributes = {name: os.getxattr(path, name) for name in os.listxattr(path)}
     owner = (status.st_mode, status.st_uid, status.st_gid)
     return (*owner, status.st_nlink, status.st_mtime_ns, attributes)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _restore(name: str, value: str | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,6 @@ HANG_S, WALL_S = 0.6, 30.0
 _HERE = Path(__file__).parent
 # These checks measure the whole sandbox, so no other program may run meanwhile.
 _ALONE = ("max_procs", "peak_tree_rss_mb", "disk_mb", "not_reachable", "harness_rss_growth_mb")
-_FIELDS = {
-    *("name", "category", "code", "checks", "safe_expected", "timeout", "limits", "is_session"),
-    *("then", "then_checks", "beside", "beside_checks", "levels", "about"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +49,10 @@ class Program:
         return self.is_session or any(check.startswith(_ALONE) for check in self.checks)
 
 
+_PROGRAM_FIELDS = {field.name for field in fields(Program)}
+_FIELDS = {*_PROGRAM_FIELDS, "safe_expected", "timeout", "about"}
+
+
 def builtin_files() -> list[Path]:
     """Return the files of the built-in programs."""
     return [_HERE / "hostile.json", *sorted((_HERE / "programs").glob("*.toml"))]
@@ -70,7 +70,8 @@ def read_programs(files: Sequence[Path]) -> list[Program]:
 def _rows(file: Path) -> list[dict[str, Any]]:
     try:
         text = file.read_text(encoding="utf-8")
-        rows = tomllib.loads(text)["program"] if file.suffix == ".toml" else _snippets(text)
+        is_toml = file.suffix == ".toml"
+        rows = tomllib.loads(text)["program"] if is_toml else json.loads(text)["snippets"]
         return [dict(row) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
@@ -80,11 +81,6 @@ def _rows(file: Path) -> list[dict[str, Any]]:
                 "TOML: [[program]] tables with name, code and checks",
             ],
         ) from None
-
-
-def _snippets(text: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(text)["snippets"]
-    return rows
 
 
 def _program(row: Mapping[str, Any], file: Path) -> Program:
@@ -104,16 +100,6 @@ def _program(row: Mapping[str, Any], file: Path) -> Program:
         limits = SandboxLimits(**{"wall_s": HANG_S if hangs else WALL_S, **row.get("limits", {})})
     except TypeError as error:
         raise DataError(f"{file}, program {row['name']!r}: limits: {error}") from None
-    return Program(
-        name=row["name"],
-        category=row.get("category", file.stem),
-        code=row["code"],
-        checks=tuple(row["checks"]),
-        limits=limits,
-        is_session=bool(row.get("is_session", False)),
-        then=row.get("then", ""),
-        then_checks=tuple(row.get("then_checks", ())),
-        beside=row.get("beside", ""),
-        beside_checks=tuple(row.get("beside_checks", ("status:ok",))),
-        levels=tuple(row.get("levels", ())),
-    )
+    values = {name: row[name] for name in row.keys() & _PROGRAM_FIELDS}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Program(**{"category": file.stem, **values, **lists, "limits": limits})

@@ -16,14 +16,21 @@ _QUIET_TICKS = 2
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
+def read_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the name: state, parent, ...; none if it is gone.
+
+    The name itself is chosen by the process, and may be no text.
+    """
+    with suppress(OSError):
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return text.rpartition(")")[2].split()
+    return []
+
+
 def descendants(pid: int) -> set[int]:
     """Return all direct and indirect children of `pid`."""
-    parents = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with suppress(OSError):
-                text = Path(f"/proc/{entry}/stat").read_text()
-                parents[int(entry)] = int(text.rpartition(")")[2].split()[1])
+    stats = {int(name): read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    parents = {child: int(fields[1]) for child, fields in stats.items() if fields}
     processes: set[int] = set()
     new = {pid}
     while new:
@@ -55,10 +62,9 @@ def _zygotes(sandbox: Sandbox) -> list[Zygote]:
 
 
 def _processes(sandbox: Sandbox) -> set[int]:
-    """Return all processes of `sandbox`."""
     if not isinstance(sandbox, ForkingSandbox):
         return descendants(os.getpid())
-    return {pid for z in _zygotes(sandbox) for pid in descendants(z.server.pid)}
+    return {pid for zygote in _zygotes(sandbox) for pid in descendants(zygote.server.pid)}
 
 
 async def leftovers(sandbox: Sandbox) -> list[str]:
@@ -85,22 +91,19 @@ async def wait_until_quiet(sandbox: Sandbox) -> list[str]:
 
 
 def _cpu_ticks(pid: int) -> int:
-    with suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-    return 0
+    return sum(map(int, read_stat(pid)[11:13]))
 
 
 def _extras(zygote: Zygote) -> list[str]:
-    pid = zygote.server.pid
+    server = zygote.server
     problems = []
     # With a user namespace, the server is a child of the process that was started.
     num_own = zygote.num_cells + ("user namespace" in zygote.protections)
-    num_extra = len(descendants(pid)) - num_own
+    num_extra = len(descendants(server.pid)) - num_own
     if num_extra > 0:
         problems.append(f"{num_extra} processes survive")
     with suppress(OSError):
-        num_extra = len(os.listdir(zygote.server.scratch)) - zygote.num_cells
+        num_extra = len(os.listdir(server.scratch)) - zygote.num_cells
         if num_extra > 0:
             problems.append(f"{num_extra} directories are left")
     return problems
