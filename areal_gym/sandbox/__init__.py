@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     )
     from areal_gym.sandbox.docker import DockerSandbox
     from areal_gym.sandbox.grader import Grader
-    from areal_gym.sandbox.none import NoSandbox
-    from areal_gym.sandbox.process import ProcessSandbox
+    from areal_gym.sandbox.process import NoSandbox, ProcessSandbox
     from areal_gym.sandbox.shared_pool import shared_calls, shared_reports, shared_sandbox
 
 __all__ = [
@@ -44,7 +43,7 @@ __all__ = [
 _MODULES = {
     "DockerSandbox": "docker",
     "Grader": "grader",
-    "NoSandbox": "none",
+    "NoSandbox": "process",
     "ProcessSandbox": "process",
     "shared_calls": "shared_pool",
     "shared_reports": "shared_pool",

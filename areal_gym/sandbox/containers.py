@@ -8,7 +8,6 @@ fork server. So a call costs a fork, not a `docker exec`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
@@ -16,8 +15,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def connect() -> Any:
             "the sandbox 'docker' needs the package docker",
             hints=("pip install 'areal-gym[docker]'",),
         ) from None
-    host = _engine_host()
+    host = os.environ.get("DOCKER_HOST") or _DEFAULT_HOST
     try:
         _require_listener(host)
         return docker.from_env()
@@ -74,10 +73,6 @@ def connect() -> Any:
             f"no Docker engine answers at {host}: {error}",
             hints=("start one: systemctl start docker", "or name another in DOCKER_HOST"),
         ) from error
-
-
-def _engine_host() -> str:
-    return os.environ.get("DOCKER_HOST") or _DEFAULT_HOST
 
 
 def _require_listener(host: str) -> None:
@@ -110,11 +105,7 @@ class Container(Server):
 class ContainerEngine:
     """Creates containers of one image for one sandbox.
 
-    Args:
-        image: the image's name.
-        runtime: the container runtime's name; None takes the engine's default.
-        limits: the limits of a container's calls.
-        owner: the value of the containers' label.
+    They are labelled with their `owner`; without a `runtime` the engine's default runs them.
     """
 
     def __init__(
@@ -136,7 +127,7 @@ class ContainerEngine:
         """
         async with self._connecting:
             if self._client is None:
-                self._host = _engine_host()
+                self._host = os.environ.get("DOCKER_HOST") or _DEFAULT_HOST
                 self._client = await asyncio.to_thread(connect)
                 await asyncio.to_thread(_remove_abandoned, self._client)
         with _listening() as (listener, directory):
@@ -171,14 +162,13 @@ class ContainerEngine:
                 ),
             ) from None
         except (docker.errors.DockerException, OSError) as error:
-            is_gone = isinstance(error, ConnectionError | FileNotFoundError)
-            is_gone |= isinstance(error, requests.ConnectionError)
+            gone = (ConnectionError, FileNotFoundError, requests.ConnectionError)
+            is_gone = isinstance(error, gone)
             if not is_gone:
                 self._require_runtime()
+            by_runtime = f" by the runtime {self.runtime!r}" if self.runtime else ""
             raise (SandboxUnreachableError if is_gone else SandboxError)(
-                f"no container of {self.image!r} could be started"
-                + (f" by the runtime {self.runtime!r}" if self.runtime else "")
-                + f": {error}",
+                f"no container of {self.image!r} could be started{by_runtime}: {error}",
                 hints=("the engine must run on this machine: it mounts a local socket",),
             ) from error
         finally:
@@ -248,14 +238,11 @@ class ContainerEngine:
         except (docker.errors.DockerException, requests.RequestException):
             return  # the engine is gone; its last error says so
         if known and self.runtime not in known:
+            setting = f'{{"runtimes": {{"{self.runtime}": {{"path": "..."}}}}}}'
             raise SandboxError(
                 f"the engine has no container runtime {self.runtime!r}; "
                 f"it has: {', '.join(sorted(known))}",
-                hints=(
-                    "register it: "
-                    f'{{"runtimes": {{"{self.runtime}": {{"path": "..."}}}}}} '
-                    "in /etc/docker/daemon.json, and restart the engine",
-                ),
+                hints=(f"register it: {setting} in /etc/docker/daemon.json, restart the engine",),
             ) from None
 
     async def _accept(self, listener: socket.socket, handle: Any) -> socket.socket:
@@ -306,19 +293,13 @@ def _listening() -> Iterator[tuple[socket.socket, Path]]:
 
 def _remove_all(client: Any, owner: str) -> None:
     """Wait until no container of `owner` is left; remove those that stay by force."""
-    import docker
-
     deadline = time.monotonic() + 2.0
-    try:
+    with closing(client):
         filters = {"label": f"{LABEL}={owner}"}
         while left := client.containers.list(all=True, sparse=True, filters=filters):
             if time.monotonic() > deadline:
-                for container in left:
-                    with contextlib.suppress(docker.errors.APIError):
-                        container.remove(force=True)
+                _remove_by_force(left)
             time.sleep(0.02)
-    finally:
-        client.close()
 
 
 def _remove_abandoned(client: Any) -> None:
@@ -326,15 +307,19 @@ def _remove_abandoned(client: Any) -> None:
 
     All other containers end, and the engine removes them, when the socket of their owner closes.
     """
-    import docker
-
     oldest = time.time() - _ABANDONED_S
     filters = {"label": LABEL, "status": "created"}
-    for container in client.containers.list(all=True, sparse=True, filters=filters):
-        if container.attrs["Created"] < oldest:
-            with contextlib.suppress(docker.errors.APIError):
-                container.remove(force=True)
+    containers = client.containers.list(all=True, sparse=True, filters=filters)
+    _remove_by_force([c for c in containers if c.attrs["Created"] < oldest])
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/socket"):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if directory.stat().st_mtime < oldest:
                 shutil.rmtree(directory.parent)
+
+
+def _remove_by_force(containers: Iterable[Any]) -> None:
+    import docker
+
+    for container in containers:
+        with suppress(docker.errors.APIError):
+            container.remove(force=True)

@@ -85,7 +85,7 @@ class DockerSandbox(ForkingSandbox):
         return list(self._containers)
 
     async def report(self) -> SandboxReport:
-        """Return the protections between the snippets and this machine.
+        """Return the active protections.
 
         Raises:
             SandboxError: no engine answers, or it cannot start a container of the image.
@@ -159,14 +159,14 @@ class DockerSandbox(ForkingSandbox):
             self._shelve(await starting)
 
     def _release(self, zygote: Zygote) -> None:
+        async def shelve_when_settled() -> None:
+            await zygote.settle()
+            self._shelve(zygote)
+
         if zygote.is_settled:
             self._shelve(zygote)
         elif not self._is_closed:
-            self._begin(self._shelve_when_settled(zygote))
-
-    async def _shelve_when_settled(self, zygote: Zygote) -> None:
-        await zygote.settle()
-        self._shelve(zygote)
+            self._begin(shelve_when_settled())
 
     def _shelve(self, zygote: Zygote) -> None:
         """Keep a container for its next lease, unless it is used up or enough are ready."""

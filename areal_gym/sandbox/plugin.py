@@ -23,6 +23,6 @@ def register_sandboxes() -> Iterable[SandboxSpec]:
     )
     yield SandboxSpec(
         id="none",
-        entry_point="areal_gym.sandbox.none:NoSandbox",
+        entry_point="areal_gym.sandbox.process:NoSandbox",
         summary="no confinement: code runs with your permissions",
     )

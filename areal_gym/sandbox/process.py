@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from areal_gym.sandbox.worker.cleaning import remove_tree
 from areal_gym.sandbox.worker.groups import remove_groups
 from areal_gym.sandbox.zygotes import Server, Zygote
 
-__all__ = ["ENVIRONMENT", "ProcessSandbox", "level_of"]
+__all__ = ["ENVIRONMENT", "NoSandbox", "ProcessSandbox", "level_of"]
 
 # A fixed hash seed gives sets of strings the same order in every interpreter, so that episodes
 # repeat. One thread, because a process with more cannot be forked safely. One memory arena: glibc
@@ -123,7 +124,7 @@ class ProcessSandbox(ForkingSandbox):
         return list(self._zygotes.values())
 
     async def report(self) -> SandboxReport:
-        """Return the protections between the snippets and this machine.
+        """Return the active protections.
 
         Raises:
             SandboxError: the sandbox does not start, or is weaker than `min_level`.
@@ -136,7 +137,7 @@ class ProcessSandbox(ForkingSandbox):
     async def aclose(self) -> None:
         """End every worker. Idempotent."""
         self._is_closed = True
-        _close_all(self._zygotes)
+        self._forget()
 
     def _forget(self) -> None:
         _close_all(self._zygotes)
@@ -159,12 +160,12 @@ class ProcessSandbox(ForkingSandbox):
         settings = {
             "modules": modules,
             "without": self._without,
-            "paths": self._paths,
+            "paths": self._paths,  # to import from
             "readable": self._readable,
             "scratch": f"{tempfile.gettempdir()}/areal-gym-{token}",
             "is_container": False,
-            "group": f"{os.getpid()}-{token}",
-            "memory_mb": self.limits.memory_mb,
+            "group": f"{os.getpid()}-{token}",  # the name of its control groups
+            "memory_mb": self.limits.memory_mb,  # of most calls
         }
         control, server = _launch(settings)
         zygote = await Zygote.start(control, server, num_warm=self.num_workers)
@@ -175,6 +176,37 @@ class ProcessSandbox(ForkingSandbox):
             zygote.close()
             raise
         return zygote
+
+
+class NoSandbox(ProcessSandbox):
+    """Runs Python as this user, who can reach files, network and processes.
+
+    Use it for code that you would run yourself, on kernels without any protection. Time, output
+    and memory of each process are limited and the environment is empty, as in `ProcessSandbox`;
+    processes that a snippet leaves behind are ended where possible.
+
+    Warns:
+        RuntimeWarning: always.
+    """
+
+    backend: ClassVar[str] = "none"
+
+    def __init__(
+        self,
+        *,
+        num_workers: int | None = None,
+        limits: SandboxLimits | None = None,
+        modules: Sequence[str] = ("numpy", "sympy"),
+    ) -> None:
+        message = "sandbox 'none': what a policy writes runs as you and can do what you can"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        super().__init__(
+            num_workers=num_workers,
+            limits=limits,
+            modules=modules,
+            min_level=SandboxLevel.NONE,
+            without=("namespaces", "private uid", "private root", "landlock", "seccomp"),
+        )
 
 
 class _LocalServer(Server):
