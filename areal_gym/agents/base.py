@@ -21,16 +21,13 @@ class PolicyEndpoint(Protocol):
     @property
     def base_url(self) -> str:
         """The gateway's URL, with `/v1`."""
-        ...
 
     @property
     def api_key(self) -> str:
         """The episode's secret. It is worth nothing after the episode."""
-        ...
 
     async def claimed(self) -> None:
         """Offer the episode to external programs, and wait until one has opened it."""
-        ...
 
     async def ended(self) -> None:
         """Wait until that program has ended the episode.
@@ -38,7 +35,6 @@ class PolicyEndpoint(Protocol):
         Raises:
             AgentError: the program reports that it has failed.
         """
-        ...
 
 
 @runtime_checkable
@@ -51,17 +47,14 @@ class Episode(Protocol):
     @property
     def first_messages(self) -> Sequence[Message]:
         """System and user messages that open the episode."""
-        ...
 
     @property
     def tools(self) -> Sequence[Tool]:
         """The environment's tools, in their fixed order."""
-        ...
 
     @property
     def is_over(self) -> bool:
         """Whether the episode has ended, by the environment or by a limit."""
-        ...
 
     async def ask(
         self, new_messages: Sequence[Message], *, replaces_history: bool = False
@@ -74,11 +67,9 @@ class Episode(Protocol):
         Raises:
             EngineError: the policy could not be sampled.
         """
-        ...
 
     async def act(self, message: Message) -> StepResult:
         """Hand an assistant message to the environment (Gymnasium's `step`, with names)."""
-        ...
 
     # ---- for agents that are programs and call the policy over HTTP ----------------------------
 
@@ -88,7 +79,6 @@ class Episode(Protocol):
         Args:
             max_calls: further calls are refused, and the episode is then truncated.
         """
-        ...
 
     async def call_tool(self, call_id: str) -> str:
         """Return the output of a tool call that the policy has made over HTTP.
@@ -98,11 +88,9 @@ class Episode(Protocol):
         Raises:
             AgentError: the policy made no such call.
         """
-        ...
 
     async def reply(self, answer: str) -> Sequence[Message]:
         """Hand a text to the environment; return its reply, empty at the end of the episode."""
-        ...
 
     async def finish(
         self,
@@ -121,11 +109,9 @@ class Episode(Protocol):
         Raises:
             AgentError: the reward is not a finite number.
         """
-        ...
 
     def idle(self) -> AbstractContextManager[None]:
         """Return a context whose time does not count against the episode's limit."""
-        ...
 
 
 @runtime_checkable
@@ -134,4 +120,3 @@ class Agent(Protocol):
 
     async def play(self, episode: Episode) -> None:
         """Play one episode to its end. Exceptions are recorded as `agent_error`."""
-        ...

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar
 
 from areal_gym.agents.base import Episode, PolicyEndpoint
 from areal_gym.agents.function_loading import ImportableFunction
@@ -68,7 +69,9 @@ async def close_client(client: Any) -> None:
 
 
 class _FunctionAgent:
-    """Plays episodes by calling a function; the subclasses make its client."""
+    """Plays episodes by calling a function with a client of OpenAI or Anthropic."""
+
+    _client: ClassVar[str]  # the name of the client's class; its package has the same in lower case
 
     def __init__(
         self, function: str | Callable[..., Any], max_calls: int = 256, max_retries: int = 2
@@ -104,7 +107,14 @@ class _FunctionAgent:
             )
 
     def _make_client(self, endpoint: PolicyEndpoint, *, is_async: bool) -> Any:
-        raise NotImplementedError
+        package = import_module(self._client.lower())
+        is_openai = self._client == "OpenAI"
+        return getattr(package, f"Async{self._client}" if is_async else self._client)(
+            api_key=endpoint.api_key,
+            base_url=endpoint.base_url if is_openai else endpoint.base_url.removesuffix("/v1"),
+            max_retries=self._max_retries,
+            timeout=None,
+        )
 
 
 class OpenAIFunctionAgent(_FunctionAgent):
@@ -117,16 +127,7 @@ class OpenAIFunctionAgent(_FunctionAgent):
         max_retries: how often the client retries after 429, 503 and the like.
     """
 
-    def _make_client(self, endpoint: PolicyEndpoint, *, is_async: bool) -> Any:
-        import openai
-
-        client_class = openai.AsyncOpenAI if is_async else openai.OpenAI
-        return client_class(
-            api_key=endpoint.api_key,
-            base_url=endpoint.base_url,
-            max_retries=self._max_retries,
-            timeout=None,
-        )
+    _client = "OpenAI"
 
 
 class AnthropicFunctionAgent(_FunctionAgent):
@@ -138,13 +139,4 @@ class AnthropicFunctionAgent(_FunctionAgent):
         max_retries: how often the client retries after 429, 503 and the like.
     """
 
-    def _make_client(self, endpoint: PolicyEndpoint, *, is_async: bool) -> Any:
-        import anthropic
-
-        client_class = anthropic.AsyncAnthropic if is_async else anthropic.Anthropic
-        return client_class(
-            api_key=endpoint.api_key,
-            base_url=endpoint.base_url.removesuffix("/v1"),
-            max_retries=self._max_retries,
-            timeout=None,
-        )
+    _client = "Anthropic"

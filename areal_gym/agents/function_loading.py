@@ -23,9 +23,8 @@ class ImportableFunction:
     """
 
     def __init__(self, given: str | Callable[..., Any]) -> None:
-        if isinstance(given, str) and _is_file(given.rpartition(":")[0]):
-            file, _, name = given.rpartition(":")
-            given = f"{Path(file).absolute()}:{name}"
+        if isinstance(given, str) and given.rpartition(":")[0].endswith(".py"):
+            given = str(Path(given).absolute())  # for processes that start elsewhere
         self._given = given
         self.function = load_function(given) if isinstance(given, str) else given
 
@@ -41,11 +40,10 @@ def load_function(path: str) -> Any:
     """
     module_name, _, name = path.rpartition(":")
     if not module_name:
-        raise ConfigError(
-            f"{path!r} names no function", hints=["write package.module:name, or file.py:name"]
-        )
+        hint = "write package.module:name, or file.py:name"
+        raise ConfigError(f"{path!r} names no function", hints=[hint])
     try:
-        is_file = _is_file(module_name)
+        is_file = module_name.endswith(".py")
         module = _load_file(Path(module_name)) if is_file else import_module(module_name)
     except Exception as error:
         hints = []
@@ -60,10 +58,6 @@ def load_function(path: str) -> Any:
         near = did_you_mean(name, [key for key, v in vars(module).items() if callable(v)])
         raise ConfigError(f"{module_name} has no function {name!r}", hints=[near] if near else [])
     return function
-
-
-def _is_file(name: str) -> bool:
-    return name.endswith(".py")
 
 
 @cache

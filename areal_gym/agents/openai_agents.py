@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from areal_gym.agents.base import Episode
@@ -41,17 +42,18 @@ class OpenAIAgentsAgent:
     async def play(self, episode: Episode) -> None:
         """Run the agent; its final output is the answer."""
         import agents
+        import openai
 
         endpoint = await episode.access(max_calls=self._max_calls)
-        client = self._clients.get(lambda: _make_client(endpoint.base_url, endpoint.api_key))
-        client = client.with_options(api_key=endpoint.api_key)
-        if self._api == "chat":
-            model = agents.OpenAIChatCompletionsModel("policy", client)
-        else:
-            model = agents.OpenAIResponsesModel("policy", client)
+        key, url = endpoint.api_key, endpoint.base_url
+        make_client = partial(openai.AsyncOpenAI, api_key=key, base_url=url, timeout=None)
+        client = self._clients.get(make_client).with_options(api_key=key)
+        is_chat = self._api == "chat"
+        model_class = agents.OpenAIChatCompletionsModel if is_chat else agents.OpenAIResponsesModel
+        model = model_class("policy", client)
         system = [m["content"] for m in episode.first_messages if m["role"] == "system"]
         messages = [m for m in episode.first_messages if m["role"] != "system"]
-        tools = sdk_tools(episode)
+        tools = [_sdk_tool(episode, tool) for tool in episode.tools]
         if self._build is not None:
             agent = self._build.function(tools)
         else:
@@ -73,12 +75,8 @@ class OpenAIAgentsAgent:
             await episode.finish(str(result.final_output))
 
 
-def sdk_tools(episode: Episode) -> list[Any]:
-    """Wrap the environment's tools as tools of the SDK; calls run in the environment."""
-    return [_sdk_tool(episode, tool) for tool in episode.tools]
-
-
 def _sdk_tool(episode: Episode, tool: Tool) -> Any:
+    """Wrap a tool of the environment as one of the SDK; calls run in the environment."""
     from agents import FunctionTool
     from agents.tool_context import ToolContext
 
@@ -92,9 +90,3 @@ def _sdk_tool(episode: Episode, tool: Tool) -> Any:
         on_invoke_tool=invoke,
         strict_json_schema=False,
     )
-
-
-def _make_client(base_url: str, api_key: str) -> Any:
-    import openai
-
-    return openai.AsyncOpenAI(api_key=api_key, base_url=base_url, timeout=None)

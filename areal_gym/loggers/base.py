@@ -40,7 +40,6 @@ class MetricsLogger(Protocol):
         Returns:
             Where people find it: an address, or what to type.
         """
-        ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record values by name (docs/metrics.md); some may be NaN or infinite.
@@ -48,8 +47,6 @@ class MetricsLogger(Protocol):
         A step is logged once with its training metrics. What was evaluated at it is logged by
         itself, and later: steps do not only grow.
         """
-        ...
 
     def close(self) -> None:
         """Finish: everything must have arrived."""
-        ...

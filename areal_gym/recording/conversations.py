@@ -22,8 +22,7 @@ from typing import Any
 from areal_gym.chat import Dialogue, Prompt
 from areal_gym.chat.dialogue import Point
 from areal_gym.errors import ConfigError
-from areal_gym.recording.raw import RawText
-from areal_gym.recording.recorder import Recorder
+from areal_gym.recording.recorder import RawText, Recorder
 from areal_gym.types import Message
 
 

@@ -10,21 +10,13 @@ from areal_gym.envs.base import StepResult
 from areal_gym.errors import EpisodeError
 from areal_gym.types import FinishReason, Message, StopReason, TokenSpan, Turn
 
-_STOP_REASONS = {
-    "env": StopReason.ENV_ERROR,
-    "reward": StopReason.REWARD_ERROR,
-    "agent": StopReason.AGENT_ERROR,
-    "engine": StopReason.ENGINE_ERROR,
-    "sandbox": StopReason.SANDBOX_ERROR,
-    "worker": StopReason.WORKER_ERROR,
-    "timeout": StopReason.TIMEOUT,
-    "episode": StopReason.ENV_ERROR,  # an environment may raise the base class
-}
-
 
 def stop_reason_of(error: EpisodeError) -> StopReason:
     """Return the stop reason of an episode that failed with this error."""
-    return _STOP_REASONS[error.boundary]
+    if error.boundary == "episode":
+        return StopReason.ENV_ERROR  # an environment may raise the base class
+    name = "timeout" if error.boundary == "timeout" else f"{error.boundary}_error"
+    return StopReason(name)
 
 
 @dataclass(slots=True)

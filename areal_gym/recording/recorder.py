@@ -16,14 +16,14 @@ import itertools
 import struct
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from areal_gym.chat import Dialogue, Prompt, Renderer
 from areal_gym.engines.base import Engine, Generation, Piece, SamplingParams, stream_from
 from areal_gym.errors import EngineError
-from areal_gym.recording.raw import RawText
 from areal_gym.recording.record import EpisodeRecord, TurnDraft
 from areal_gym.types import FinishReason, Message, TokenSpan
 
@@ -50,6 +50,31 @@ class InFlight:
         return self.episodes - self.engine - self.env
 
 
+class RawText:
+    """One text, written in turns. As with a `Dialogue`, sampled ids are never encoded again."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self._renderer = renderer
+
+    def prompt(self, text: str) -> Prompt:
+        """Return the prompt for which the policy continues `text`, which begins with this one."""
+        new: list[Message] = [{"role": "user", "content": text[len(self.text) :]}]
+        added = tuple(self._renderer.tokenizer.encode(text[len(self.text) :]))
+        return Prompt((*self.token_ids, *added), added, 0, new)
+
+    def answer(
+        self, prompt: Prompt, sampled_ids: Sequence[int], *, text: str | None = None
+    ) -> Message:
+        """Append the tokens that the policy has sampled after `prompt`."""
+        if text is None:
+            text = self._renderer.decode(sampled_ids)
+        self.token_ids += [*prompt.added, *sampled_ids]
+        self.text += prompt.messages[0]["content"] + text
+        return {"role": "assistant", "content": text}
+
+
 class ContextFullError(Exception):
     """The prompt leaves no room for an answer."""
 
@@ -63,13 +88,8 @@ class ContextFullError(Exception):
 class Recorder(EpisodeRecord):
     """The record of an episode whose policy an engine samples.
 
-    Args:
-        engine: samples the policy.
-        renderer: messages to ids.
-        params: how to sample, where the caller does not say; stop tokens are the renderer's.
-        seed: the episode's seed.
-        in_flight: counters to keep up to date.
-        keeps: whether spans and turns are kept. Without, it only samples.
+    `params` say how to sample where the caller does not; stop tokens are the renderer's. Without
+    `keeps` it only samples, and keeps neither spans nor turns.
     """
 
     def __init__(
@@ -88,13 +108,12 @@ class Recorder(EpisodeRecord):
         self.params = params
         self.seed = seed
         self.name = f"episode-{next(_names)}"
-        self.num_calls = 0
-        """Calls that were started."""
+        self.num_calls = 0  # calls that were started
         self.in_flight = in_flight or InFlight()
         self._keeps = keeps
         self._branches: dict[tuple[Dialogue | RawText, int], int] = {}
+        # The engine's names of dialogues; the first is named like the episode.
         self._names: dict[Dialogue | RawText, str] = {}
-        """The engine's names of dialogues; the first is named like the episode."""
         self._numbers = itertools.count()
         self._turn_of: dict[int, int] = {}
 
@@ -177,11 +196,10 @@ class Recorder(EpisodeRecord):
     # ---- inside -------------------------------------------------------------------------------
 
     def _name_of(self, dialogue: Dialogue | RawText) -> str:
-        name = self._names.get(dialogue)
-        if name is None:
+        if dialogue not in self._names:
             number = next(self._numbers)
-            name = self._names[dialogue] = f"{self.name}/{number}" if number else self.name
-        return name
+            self._names[dialogue] = f"{self.name}/{number}" if number else self.name
+        return self._names[dialogue]
 
     async def _stream(
         self,
@@ -215,39 +233,23 @@ class Recorder(EpisodeRecord):
         )
 
     def _keep(self, prompt: Prompt, generation: Generation, branch: int, engine_s: float) -> None:
-        turn = len(self.turns)
+        span = partial(TokenSpan, turn=len(self.turns), branch=branch)
         self._spans.append(
-            TokenSpan(
-                origin="env" if prompt.num_kept else "prompt",
-                token_ids=prompt.added,
-                turn=turn,
-                branch=branch,
-            )
+            span(origin="env" if prompt.num_kept else "prompt", token_ids=prompt.added)
         )
         start = 0
         while start < len(generation.token_ids):  # one span per run of tokens with the same version
             version = generation.versions[start]
             end = bisect_right(generation.versions, version, lo=start)
+            ids, logprobs = generation.token_ids[start:end], generation.logprobs[start:end]
             self._spans.append(
-                TokenSpan(
-                    origin="policy",
-                    token_ids=generation.token_ids[start:end],
-                    logprobs=generation.logprobs[start:end],
-                    policy_version=version,
-                    turn=turn,
-                    branch=branch,
-                )
+                span(origin="policy", token_ids=ids, logprobs=logprobs, policy_version=version)
             )
             start = end
         self.turns.append(TurnDraft(generation.finish_reason, engine_s, branch))
 
 
 def _check(generation: Generation) -> None:
-    """Check that a generation can be recorded.
-
-    Raises:
-        EngineError: it cannot.
-    """
     if generation.finish_reason is FinishReason.ABORT:
         raise EngineError("the engine aborted the turn")
     num_tokens, versions = len(generation.token_ids), generation.versions

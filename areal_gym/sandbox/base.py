@@ -105,11 +105,9 @@ class Session(Protocol):
         Raises:
             SandboxError: the sandbox itself failed.
         """
-        ...
 
     async def aclose(self) -> None:
         """End the interpreter and everything it started."""
-        ...
 
 
 @runtime_checkable
@@ -122,11 +120,9 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: the sandbox itself failed, not the snippet.
         """
-        ...
 
     async def session(self) -> Session:
         """Open a new persistent interpreter."""
-        ...
 
     async def report(self) -> SandboxReport:
         """Return the protections between the snippets and this machine.
@@ -134,11 +130,9 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: the sandbox does not start, or protects less than required.
         """
-        ...
 
     async def aclose(self) -> None:
         """End every worker. Idempotent."""
-        ...
 
     async def __aenter__(self) -> Self: ...
 

@@ -24,12 +24,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RequestBodyError(UsageError):
-    """A body did not arrive, or is not what its headers say.
-
-    Args:
-        message: what is wrong.
-        status: the HTTP status that says so.
-    """
+    """A body did not arrive, or is not what its headers say; `status` is the answer's."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
@@ -39,10 +34,8 @@ class RequestBodyError(UsageError):
 class HttpSite:
     """An aiohttp application at an address.
 
-    Args:
-        app: the application; it gets one more middleware.
-        limits: what one client can hold; by default `ConnectionLimits()`.
-        handler_cancellation: whether a handler is cancelled when its client hangs up.
+    Its connections are held to `limits`; with `handler_cancellation` a handler is cancelled when
+    its client hangs up.
     """
 
     def __init__(
@@ -66,10 +59,10 @@ class HttpSite:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int, *, backlog: int = 2048) -> int:
-        """Listens, and returns the port; 0 asks for any that is free.
+        """Listen, and return the port; 0 asks for any that is free.
 
         Raises:
-            OSError: the address is not to be had.
+            OSError: the address is taken, or is not this machine's.
         """
         await self.runner.setup()
         server = self.runner.server
@@ -85,7 +78,7 @@ class HttpSite:
         return number
 
     async def aclose(self) -> None:
-        """Stops listening and closes all connections. Idempotent."""
+        """Stop listening and close all connections. Idempotent."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -94,9 +87,9 @@ class HttpSite:
         self.guard.close()
 
     def abort_connections(self) -> None:
-        """Hangs up on everybody, as a process that is killed would."""
+        """Hang up on all clients, as a process that is killed would."""
         server = self.runner.server
-        for connection in [] if server is None else server.connections:
+        for connection in server.connections if server else ():
             if connection.transport is not None:
                 connection.transport.abort()
 
@@ -108,7 +101,7 @@ async def _in_progress(request: web.Request, handler: Handler) -> web.StreamResp
 
 
 async def read_body(request: web.Request) -> bytes:
-    """Returns the whole body of a request.
+    """Return the whole body of a request.
 
     Raises:
         RequestBodyError: it is too large, too slow, or not encoded as its headers say.
@@ -119,13 +112,12 @@ async def read_body(request: web.Request) -> bytes:
         async with asyncio.timeout(request.app[_LIMITS].body_s):
             return await request.read()
     except TimeoutError:
-        raise RequestBodyError("the body of the request did not arrive in time", status=408) from (
-            None
-        )
+        text = "the body of the request did not arrive in time"
+        raise RequestBodyError(text, status=408) from None
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestBodyError(f"the request is too large: {error.text}", status=413) from None
     except ConnectionError:
-        raise  # nobody is there to be told
+        raise  # the client that could be told is gone
     except Exception as error:
         # aiohttp has no common base for what can be wrong with an encoding or with chunks. What
         # is left of the body means nothing: aiohttp would wait for it, fail and log that.
@@ -135,13 +127,13 @@ async def read_body(request: web.Request) -> bytes:
 
 
 def parse_json(body: bytes) -> Any:
-    """Returns the value of a JSON text that is nested moderately.
+    """Return the value of a JSON text that is nested moderately.
 
     NaN and infinities are let through: Python's clients write them, and what a policy hands to
     a tool is for the tool to judge.
 
     Raises:
-        RequestBodyError: it is no such text.
+        RequestBodyError: the body is not such a text.
     """
     try:
         value = json.loads(body)
@@ -150,7 +142,3 @@ def parse_json(body: bytes) -> Any:
     if is_nested_deeper(value, MAX_JSON_DEPTH):
         raise RequestBodyError(f"the body is nested more than {MAX_JSON_DEPTH} levels deep")
     return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(name)

@@ -29,14 +29,10 @@ async def serve_asgi(
     has_lifespan: bool = False,
     max_body_bytes: int = _MAX_BODY_BYTES,
 ) -> None:
-    """Answers requests until cancelled or interrupted; WebSockets are refused.
+    """Answer requests until cancelled or interrupted; WebSockets are refused.
 
-    Args:
-        app: what answers.
-        listener: a socket that listens; the caller closes it.
-        limits: what one client can hold; by default `ConnectionLimits()`.
-        has_lifespan: whether the application wants to be told of beginning and end.
-        max_body_bytes: larger requests are refused.
+    The caller closes `listener`. Connections are held to `limits`, and larger bodies than
+    `max_body_bytes` are refused; an application `has_lifespan` if it handles its start and end.
     """
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -81,7 +77,7 @@ async def serve_asgi(
 
 
 class _Bounded:
-    """Reads a request's body, in time and within bounds, before the application is asked."""
+    """Reads a request's body, in time and within bounds, before the application is called."""
 
     def __init__(self, app: ASGIApp, body_s: float, max_body_bytes: int) -> None:
         self._app = app
@@ -98,41 +94,30 @@ class _Bounded:
                     body = await self._read(receive)
             except TimeoutError:
                 await _refuse(send, 408, "the body of the request did not arrive in time")
-            except _TooLargeError:
+                return
+            if body is None:
+                return  # the client has gone away
+            if len(body) > self._max_body_bytes:
                 await _refuse(send, 413, f"more than {self._max_body_bytes} bytes")
-            else:
-                if body is not None:
-                    await self._app(scope, _replayed(body, receive), send)
+                return
+            unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def replay() -> Message:
+                return unread.pop() if unread else await receive()
+
+            await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """Returns the body, or None when the client has gone away."""
+        """Return the body, or as much as shows that it is too large; None without a client."""
         body = bytearray()
-        while True:
+        has_more = True
+        while has_more and len(body) <= self._max_body_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                raise _TooLargeError
-            if not message.get("more_body", False):
-                return bytes(body)
-
-
-class _TooLargeError(Exception):
-    """A body has more bytes than it may."""
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    is_read = False
-
-    async def replay() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
+            has_more = message.get("more_body", False)
+        return bytes(body)
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:

@@ -14,7 +14,9 @@ import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
+
+T = TypeVar("T")
 
 _RESERVED_FILES = 128
 """Open files that connections leave to the rest of the process."""
@@ -43,7 +45,7 @@ class ConnectionLimits:
     """Further connections are told to come back; less where the process may open fewer files."""
 
     def effective_max_connections(self) -> int:
-        """Returns `max_connections`, or what the limit of open files leaves."""
+        """Return `max_connections`, or what the limit of open files leaves."""
         max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if max_files == resource.RLIM_INFINITY:
             return self.max_connections
@@ -51,11 +53,7 @@ class ConnectionLimits:
 
 
 class ConnectionGuard:
-    """Bounds all connections of one server.
-
-    Args:
-        limits: what is allowed.
-    """
+    """Bounds all connections of one server."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -70,19 +68,17 @@ class ConnectionGuard:
     def protected(
         self, make_protocol: Callable[[], asyncio.Protocol]
     ) -> Callable[[], asyncio.Protocol]:
-        """Returns a protocol factory whose connections are bounded."""
+        """Return a protocol factory whose connections are bounded."""
         return lambda: _Connection(self, make_protocol())
 
     def close(self) -> None:
-        """Stops looking at connections; they are the server's to close."""
+        """Stop looking at connections, which the server closes."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    # ---- called by connections ----------------------------------------------------------------
-
     def admit(self, connection: _Connection) -> bool:
-        """Returns False if there are too many connections."""
+        """Return False if there are too many connections."""
         if len(self._connections) >= self._max_connections:
             return False
         self._connections.add(connection)
@@ -91,7 +87,7 @@ class ConnectionGuard:
         return True
 
     def forget(self, connection: _Connection) -> None:
-        """Removes a connection that is closed."""
+        """Remove a connection that is closed."""
         self._connections.discard(connection)
 
     def _sweep(self) -> None:
@@ -106,18 +102,6 @@ class ConnectionGuard:
 class _Connection(asyncio.Protocol):
     """Passes everything on to a server's own protocol, and keeps the time."""
 
-    __slots__ = (
-        "_guard",
-        "_inner",
-        "_is_idle",
-        "_is_late",
-        "_num_requests",
-        "_read_deadline_s",
-        "_transport",
-        "_write_deadline_s",
-        "loop",
-    )
-
     def __init__(self, guard: ConnectionGuard, inner: asyncio.Protocol) -> None:
         self.loop = asyncio.get_running_loop()
         self._guard = guard
@@ -129,23 +113,21 @@ class _Connection(asyncio.Protocol):
         self._read_deadline_s = self.loop.time() + guard.limits.header_s
         self._write_deadline_s = math.inf
 
-    # ---- requests, as the application sees them -----------------------------------------------
-
     def begin_request(self) -> None:
-        """A complete header has arrived."""
+        """Note that a complete header has arrived."""
         self._num_requests += 1
         self._is_idle = False
         self._read_deadline_s = math.inf
 
     def end_request(self) -> None:
-        """The application has answered it."""
+        """Note that the application has answered."""
         self._num_requests -= 1
         if not self._num_requests:
             self._is_idle = True
             self._read_deadline_s = self.loop.time() + self._guard.limits.idle_s
 
     def close_if_late(self, now_s: float) -> None:
-        """Closes the connection if its client has missed a deadline."""
+        """Close the connection if its client has missed a deadline."""
         transport = self._transport
         if transport is None or now_s < min(self._read_deadline_s, self._write_deadline_s):
             return
@@ -157,8 +139,6 @@ class _Connection(asyncio.Protocol):
                 transport.write(_TOO_SLOW)
             transport.close()
 
-    # ---- the protocol -------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if not self._guard.admit(self):
@@ -167,11 +147,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
             return
         assert self._inner is not None
-        token = _connection.set(self)
-        try:
-            self._inner.connection_made(transport)
-        finally:
-            _connection.reset(token)
+        self._run_inside(self._inner.connection_made, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._guard.forget(self)
@@ -186,9 +162,12 @@ class _Connection(asyncio.Protocol):
         if self._is_idle:
             self._is_idle = False
             self._read_deadline_s = self.loop.time() + self._guard.limits.header_s
+        self._run_inside(self._inner.data_received, data)
+
+    def _run_inside(self, handle: Callable[[T], None], argument: T) -> None:
         token = _connection.set(self)
         try:
-            self._inner.data_received(data)
+            handle(argument)
         finally:
             _connection.reset(token)
 
@@ -212,20 +191,19 @@ _connection: ContextVar[_Connection | None] = ContextVar("areal_gym_connection",
 
 @contextlib.contextmanager
 def request_in_progress() -> Iterator[None]:
-    """Tells the guard, inside, that the connection's client waits for us and not we for it."""
+    """Tell the guard, inside, that the connection's client waits for us and not we for it."""
     connection = _connection.get()
-    if connection is None:
-        yield
-        return
-    connection.begin_request()
+    if connection is not None:
+        connection.begin_request()
     try:
         yield
     finally:
-        connection.end_request()
+        if connection is not None:
+            connection.end_request()
 
 
 async def stop_listening(servers: Iterable[asyncio.Server]) -> None:
-    """Closes listening sockets, and loses no connection that was accepted already.
+    """Close listening sockets, and lose no connection that was accepted already.
 
     asyncio accepts a connection in one turn of the loop and makes its transport in the next; when
     its server is closed in between, Python 3.11 leaves the socket open and unowned. So accepting
