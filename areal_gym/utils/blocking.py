@@ -44,7 +44,7 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
         loop, task = begun[0]
         loop.call_soon_threadsafe(task.cancel)
 
-    run = _run_beside if _is_inside_loop() else asyncio.run
+    run = asyncio.run if asyncio._get_running_loop() is None else _run_beside
     with interruptible(interrupt):
         try:
             return run(announced())
@@ -52,14 +52,6 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
             if is_interrupted:
                 raise KeyboardInterrupt from None
             raise
-
-
-def _is_inside_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _run_beside(main: Coroutine[Any, Any, T]) -> T:

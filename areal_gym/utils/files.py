@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +31,9 @@ _MOST_MERGED = 16
 """The limit of aliases in a YAML file with merges, which multiply them."""
 _MOST_YAML = 2**24
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {
+    *(errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ELOOP),
+}
 
 
 def path_hints(path: Path) -> list[str]:
@@ -53,10 +57,7 @@ def path_hints(path: Path) -> list[str]:
 def write_atomic(file: Path, data: str | bytes, *, is_synced: bool = True) -> None:
     """Replace the content of `file` atomically: it has the old content, or all of the new.
 
-    Args:
-        file: the file to replace.
-        data: the new content.
-        is_synced: wait until it is on the disk; otherwise a power cut may lose it.
+    With `is_synced` it waits until the content is on the disk; else a power cut may lose it.
 
     Raises:
         TrainError: the disk is full.
@@ -73,7 +74,12 @@ def write_atomic(file: Path, data: str | bytes, *, is_synced: bool = True) -> No
                     os.fsync(stream.fileno())
             temporary.replace(file)
             if is_synced:
-                _sync_directory(file.parent)
+                # The rename survives a power cut only when the directory is on the disk too.
+                descriptor = os.open(file.parent, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -93,20 +99,12 @@ def readable_disk_errors(path: Path) -> Iterator[None]:
                     "then continue: the same command with --resume",
                 ],
             ) from error
-        if error.errno == errno.ENOENT:
-            raise TrainError(
-                f"cannot write {path} ({error.strerror})",
-                hints=["was its directory deleted or moved?"],
-            ) from error
-        if error.errno in (
-            *(errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST),
-            errno.ELOOP,
-        ):
-            raise TrainError(
-                f"cannot write {path} ({error.strerror})",
-                hints=["choose another directory with --out"],
-            ) from error
-        raise
+        hint = "was its directory deleted or moved?" if error.errno == errno.ENOENT else ""
+        if error.errno in _FORBIDDEN:
+            hint = "choose another directory with --out"
+        if not hint:
+            raise
+        raise TrainError(f"cannot write {path} ({error.strerror})", hints=[hint]) from error
 
 
 def remove(path: Path) -> None:
@@ -118,17 +116,17 @@ def remove(path: Path) -> None:
 
 
 def append_text(file: Path, text: str) -> None:
-    """Append to a file: all of the text, or nothing.
+    """Append text to a file, like `append_bytes`."""
+    append_bytes(file, text.encode("utf-8", "surrogatepass"))
+
+
+def append_bytes(file: Path, raw: bytes) -> None:
+    """Append to a file: all of the bytes, or nothing.
 
     Raises:
         TrainError: the disk is full.
         DataError: it is a link to another file.
     """
-    append_bytes(file, text.encode("utf-8", "surrogatepass"))
-
-
-def append_bytes(file: Path, raw: bytes) -> None:
-    """Append bytes to a file, like `append_text`."""
     with readable_disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with _open_for_appending(file) as stream:
@@ -240,14 +238,10 @@ def _require_bounded_yaml(text: bytes, loader: Any) -> None:
 
     depth, num_aliases, has_merge = 0, 0, False
     for event in yaml.parse(text, loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        elif isinstance(event, yaml.AliasEvent):
-            num_aliases += 1
-        elif isinstance(event, yaml.ScalarEvent) and event.value == "<<":
-            has_merge = True
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        num_aliases += isinstance(event, yaml.AliasEvent)
+        has_merge |= isinstance(event, yaml.ScalarEvent) and event.value == "<<"
         if depth > MAX_JSON_DEPTH:
             raise ValueError("it is nested too deeply")
         if has_merge and num_aliases > _MOST_MERGED:
@@ -257,10 +251,8 @@ def _require_bounded_yaml(text: bytes, loader: Any) -> None:
 def read_lines(file: Path, *, skips_torn_end: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON lines file; a torn last line is left out.
 
-    Args:
-        file: the file, read line by line.
-        skips_torn_end: also leave out whole lines at the end that are not JSON: a crash of the
-            machine can leave such an end.
+    With `skips_torn_end` it also leaves out whole lines at the end that are not JSON: a crash of
+    the machine can leave such an end.
 
     Raises:
         DataError: a line is not a JSON object, or is longer than `MOST_BYTES`.
@@ -276,14 +268,12 @@ def read_lines(file: Path, *, skips_torn_end: bool = False) -> Iterator[dict[str
                     raise DataError(f"{file}, line {number} is longer than {MOST_BYTES} bytes")
                 return
             row = _row(line)
-            if isinstance(row, dict) and torn is not None:
+            if isinstance(row, str):
+                torn = torn or DataError(f"{file}, line {number} is not valid JSON: {row}")
+            if torn is not None and (isinstance(row, dict) or not skips_torn_end):
                 raise torn
             if isinstance(row, dict):
                 yield row
-                continue
-            torn = torn or DataError(f"{file}, line {number} is not valid JSON: {row}")
-            if not skips_torn_end:
-                raise torn
 
 
 def _row(line: bytes) -> dict[str, Any] | str:
@@ -298,16 +288,13 @@ def _row(line: bytes) -> dict[str, Any] | str:
 def cut_torn_end(file: Path) -> str | None:
     """Cut off an end that a crash has torn: an unfinished line, and lines that are not JSON.
 
-    What is cut off is added to FILE.torn, so that nothing is lost.
-
-    Returns:
-        What was done, in words; None when the file was whole.
+    What is cut off is added to FILE.torn, so that nothing is lost. The result says in words what
+    was done; it is None when the file was whole.
     """
     if not file.exists():
         return None
-    whole = 0
+    whole = offset = 0
     with open_data(file) as stream:
-        offset = 0
         while line := stream.readline(MOST_BYTES):
             offset += len(line)
             if line.endswith(b"\n") and isinstance(_row(line), dict):
@@ -318,31 +305,21 @@ def cut_torn_end(file: Path) -> str | None:
         torn = stream.read(MOST_BYTES)
         stream.seek(0)
         good = stream.read(whole)
-    aside = file.with_name(file.name + ".torn")
-    append_bytes(aside, torn)
+    append_bytes(file.with_name(file.name + ".torn"), torn)
     write_atomic(file, good)
     return (
         f"{file.name} ended in {offset - whole} bytes that a crash has torn: they are cut off, and "
-        f"kept in {aside.name}"
+        f"kept in {file.name}.torn"
     )
-
-
-def _sync_directory(path: Path) -> None:
-    # The rename itself survives a power cut only when the directory is on the disk too.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Return JSON that any language can read: NaN and infinity become null."""
+    dumps = partial(json.dumps, indent=indent, ensure_ascii=False, default=_plain)
     try:
-        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False, default=_plain)
+        return dumps(value, allow_nan=False)
     except ValueError:
-        # JSON has no NaN; other languages cannot read Python's.
-        return json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=_plain)
+        return dumps(_finite(value))
 
 
 def _plain(value: Any) -> Any:
@@ -366,12 +343,9 @@ def is_nested_deeper(value: Any, depth: int) -> bool:
     """Return whether objects and lists in a value are nested more than `depth` levels deep."""
     level = [value]
     for _ in range(depth + 1):
-        level = [
-            child
-            for item in level
-            if isinstance(item, dict | list)
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
+        dicts = (item.values() for item in level if isinstance(item, dict))
+        lists = (item for item in level if isinstance(item, list))
+        level = list(itertools.chain.from_iterable(itertools.chain(dicts, lists)))
         if not level:
             return False
     return True

@@ -41,10 +41,8 @@ def relax_garbage_collection() -> Callable[[], None]:
 def next_threshold(threshold: int, collection_s: float, interval_s: float) -> int:
     """Return how many new objects there may be before the next collection.
 
-    Args:
-        threshold: how many there were before the last one.
-        collection_s: how long that took.
-        interval_s: the time since the end of the one before it.
+    There were `threshold` before the last one, which took `collection_s` and ended `interval_s`
+    after the one before it.
     """
     if collection_s > _MAX_TIME_SHARE * interval_s:
         return min(_MOST, 8 * threshold)
@@ -52,8 +50,6 @@ def next_threshold(threshold: int, collection_s: float, interval_s: float) -> in
 
 
 class _Pace:
-    """Measures each collection and sets the threshold of the next."""
-
     def __init__(self) -> None:
         self._begin_s = self._end_s = time.perf_counter()
         self._set_threshold(_FEWEST)

@@ -48,15 +48,9 @@ class Panel:
 def progress_bar(
     label: str, total: int, shown: bool | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar inside this context.
+    """Show a progress bar inside this context; by default on terminals and in notebooks only.
 
-    Args:
-        label: the name of the work.
-        total: the number of units, as far as it is known.
-        shown: None shows it on terminals and in notebooks only.
-
-    Returns:
-        A function to call, from any thread, with (units done, total units).
+    Yields a function to call, from any thread, with (units done, total units).
     """
     if shown is False or not (shown or in_notebook() or is_terminal()):
         yield lambda done, total: None

@@ -119,9 +119,9 @@ def cpu_s() -> float:
 
 
 def rss_mb(pid: int | None = None) -> float | None:
-    """Memory that a process holds, in 1e6 bytes; without a `pid`, this one.
+    """Return the memory that a process (by default this one) holds, in 1e6 bytes.
 
-    Without Linux's /proc, our own peak must do, and of others nothing is known (None).
+    Without Linux's /proc it is our own peak, and None for others.
     """
     try:
         with open(f"/proc/{pid or 'self'}/statm") as statm:
