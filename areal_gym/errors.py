@@ -2,30 +2,22 @@
 
     GymError
     +-- UsageError (ValueError)             the request cannot be served; exit code 2
-    |   +-- UnknownIdError (KeyError)       no such environment, agent, loss, ...
-    |   +-- ConfigError                     a setting is wrong, or two settings conflict
-    |   +-- DataError                       a data file is missing or has a broken row
-    |   +-- RunExistsError (FileExistsError)  the run directory already holds a run
-    +-- NothingToDoError                    zero tasks, no runs; exit code 5
-    +-- PluginError (RuntimeError)          a plugin is broken; exit code 4
-    |   +-- DuplicateIdError                two plugins register the same id
+    |   +-- UnknownIdError (KeyError), ConfigError, DataError, RunExistsError (FileExistsError)
+    +-- NothingToDoError                    exit code 5
+    +-- PluginError (RuntimeError)          exit code 4
+    |   +-- DuplicateIdError
     +-- InfrastructureError (RuntimeError)  the machine is at fault; exit code 3
-    |   +-- TrainError                      the trainer cannot go on (disk full)
-    |   |   +-- LostRankError               one of its processes died; checkpoints are intact
-    |   |   +-- NotFiniteError              losses or gradients are not finite; nothing was applied
-    |   |   +-- DivergedError               the policy diverges; stopped by `guard`
-    |   +-- FailureBudgetError              too many episodes failed
+    |   +-- TrainError
+    |   |   +-- LostRankError, NotFiniteError, DivergedError
+    |   +-- FailureBudgetError
     +-- EpisodeError (RuntimeError)         one episode failed: data, not a crash; never a reward
-        +-- EnvError                        the environment itself failed
-        |   +-- EnvUnreachableError (ConnectionError)  its server is gone
-        +-- AgentError                      the agent's own code failed
-        +-- EngineError                     the policy could not be sampled
-        |   +-- EngineUnreachableError (ConnectionError)
-        |   +-- GrammarError                the engine cannot enforce the answer's grammar
-        +-- SandboxError                    the sandbox failed (not: the snippet in it)
-        |   +-- SandboxUnreachableError (ConnectionError)  its engine is gone
-        +-- WorkerError                 the process that ran it died
-        +-- EpisodeTimeoutError (TimeoutError)
+        +-- EnvError
+        |   +-- EnvUnreachableError (ConnectionError), RewardError
+        +-- EngineError
+        |   +-- EngineUnreachableError (ConnectionError), GrammarError
+        +-- SandboxError
+        |   +-- SandboxUnreachableError (ConnectionError)
+        +-- AgentError, WorkerError, EpisodeTimeoutError (TimeoutError)
 
     ToolError                               shown to the model as the tool's result; not a failure
     StopTraining                            a callback wants the run to end; not a failure
@@ -126,7 +118,7 @@ class DivergedError(TrainError):
 
 
 class FailureBudgetError(InfrastructureError):
-    """Too many episodes failed for the run to be meaningful."""
+    """So many episodes failed that the run means nothing."""
 
 
 class EpisodeError(GymError, RuntimeError):

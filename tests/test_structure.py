@@ -17,7 +17,6 @@ MAX_FUNCTION_LINES = 75
 MAX_LOOSE_MODULES = 12
 
 LONG_MODULES: dict[str, int] = {
-    "rollout.episode": 402,
     "runs.speed": 423,
     "trainer.parallel.worker": 464,
     "trainer.trainer": 587,
@@ -26,7 +25,6 @@ LONG_MODULES: dict[str, int] = {
 """Modules above the limit, with the lines they may have. It may only shrink."""
 
 LONG_FUNCTIONS: dict[str, int] = {
-    "rollout.evaluate.measure": 82,
     "runs.episodes.evaluate": 76,
     "runs.episodes.rollout": 76,
     "trainer.trainer._update": 78,

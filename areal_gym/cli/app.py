@@ -43,9 +43,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "compare": ("view_commands", "Compare runs: settings, results, significance."),
         "report": ("view_commands", "Write a shareable one-page report of a run."),
     },
-    "Data": {
-        "data": ("data_command", "Show, check and download tasks of environments."),
-    },
+    "Data": {"data": ("data_command", "Show, check and download tasks of environments.")},
     "Try": {
         "play": ("play_command", "Play an environment yourself, in place of the policy."),
         "check": ("check_command", "Check that an environment keeps its contract."),

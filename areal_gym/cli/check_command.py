@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from areal_gym.cli.options import (
-    POSITIVE,
-    Options,
-    common_options,
-    env_with_arguments,
-    json_option,
-)
+from areal_gym.cli.options import POSITIVE, Options, common_options, env_with_arguments, json_option
 from areal_gym.cli.output import print_columns, print_data, print_json, talk
 from areal_gym.errors import (
     GymError,

@@ -75,10 +75,7 @@ JSON_KEYS: Mapping[str, tuple[str, str]] = {
         "num_failed pass@1 pass@1_low pass@1_high pass^1 reward reward_parts metrics mean_turns "
         "mean_policy_tokens stop_reasons errors wall_s by_env",
     ),
-    "replay RUN": (
-        "object",
-        "num_steps checkpoint max_difference first_difference is_identical",
-    ),
+    "replay RUN": ("object", "num_steps checkpoint max_difference first_difference is_identical"),
 }
 """What `--json` prints: one object or a list, and the keys that are always present."""
 

@@ -127,7 +127,7 @@ def show_command(
 def check_command(
     env: str, settings: Mapping[str, Any], train: str, heldout: str, threshold: float, as_json: bool
 ) -> int:
-    """Does the test set leak into the training set?
+    """Find test questions that leak into the training set.
 
     Exit code 1 if a held-out question, or one that is nearly the same, is in the training split.
     """

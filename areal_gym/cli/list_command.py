@@ -20,10 +20,7 @@ WHAT = (*KINDS, "algorithms", "runs")
 
 @click.command("list")
 @click.argument(
-    "what",
-    required=False,
-    metavar=f"[{'|'.join(WHAT)}]",
-    shell_complete=complete.one_of(*WHAT),
+    "what", required=False, metavar=f"[{'|'.join(WHAT)}]", shell_complete=complete.one_of(*WHAT)
 )
 @json_option()
 @click.option("--root", type=PATH, default=Path("runs"), help="The directory of runs.")

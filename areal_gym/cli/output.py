@@ -66,8 +66,7 @@ class Group(click.Group):
         if is_typed and self.get_command(ctx, name) is None:
             near = did_you_mean(name, self.list_commands(ctx))
             raise UsageError(
-                f"no command {name!r}",
-                hints=[near, f"see all: {ctx.command_path} --help"],
+                f"no command {name!r}", hints=[near, f"see all: {ctx.command_path} --help"]
             )
         return super().resolve_command(ctx, args)
 

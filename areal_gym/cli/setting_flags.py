@@ -127,8 +127,7 @@ def require_env(env: Sequence[str], file: Path | None, overrides: Sequence[str])
     """Raise UsageError if neither flag, recipe nor override names an environment."""
     if not env and file is None and not any(o.startswith("env.id=") for o in overrides):
         raise UsageError(
-            "which environment?",
-            hints=["name one: --env tir", "see all: areal-gym list envs"],
+            "which environment?", hints=["name one: --env tir", "see all: areal-gym list envs"]
         )
 
 

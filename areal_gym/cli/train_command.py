@@ -49,10 +49,7 @@ if TYPE_CHECKING:
     }
 )
 @click.option(
-    "--out",
-    type=PATH,
-    shell_complete=complete.runs,
-    help="The run directory [runs/ENV-DATE-TIME].",
+    "--out", type=PATH, shell_complete=complete.runs, help="The run directory [runs/ENV-DATE-TIME]."
 )
 @click.option("--resume", is_flag=True, help="Continue the run in --out.")
 @click.option(

@@ -51,12 +51,7 @@ if TYPE_CHECKING:
 @json_option("Print the URL and the runs as JSON.")
 @common_options
 def view_command(
-    runs: tuple[Path, ...],
-    port: int,
-    host: str,
-    browser: bool,
-    file: Path | None,
-    as_json: bool,
+    runs: tuple[Path, ...], port: int, host: str, browser: bool, file: Path | None, as_json: bool
 ) -> None:
     """View runs in a browser: curves, trajectories, tokens; live while a run is training.
 

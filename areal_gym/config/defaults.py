@@ -29,10 +29,7 @@ _UNCLIPPED = {"clip_low": None, "clip_high": None}
 _DISTILLATION = PRESETS["grpo"].trainer() | {"advantage": "distill", **_UNCLIPPED}
 
 # A preset's settings that go with its estimator or its loss: another one has its own.
-_BELONG_TO = {
-    "advantage": ("advantage_kwargs",),
-    "loss": ("loss_kwargs", "clip_low", "clip_high"),
-}
+_BELONG_TO = {"advantage": ("advantage_kwargs",), "loss": ("loss_kwargs", "clip_low", "clip_high")}
 _PARTS = ("aggregation", "correction", "kl", "reward", *sum(_BELONG_TO.values(), ()))
 
 

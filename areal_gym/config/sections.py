@@ -49,7 +49,7 @@ class PluginConfig(Settings):
 
 
 class WeightSyncConfig(PluginConfig):
-    """How new weights reach the engine."""
+    """The way of new weights to the engine."""
 
     id: str = "auto"
     """The weight sync's id (`areal-gym list weight-syncs`); "auto" is "in-process" for an engine in
@@ -84,7 +84,7 @@ class EngineConfig(Settings):
 
 
 class RolloutConfig(Settings):
-    """How episodes are played and grouped."""
+    """Episodes: their number, groups, sampling and failures."""
 
     group_size: int = Field(8, ge=1)
     """Trajectories per task (siblings)."""
@@ -250,7 +250,7 @@ class TrainerConfig(Settings):
 
 
 class GuardConfig(Settings):
-    """When a diverging run is warned about and stopped (docs/trainer.md)."""
+    """The guard that warns about a diverging run and stops it (docs/trainer.md)."""
 
     action: Literal["stop", "warn", "ignore"] = "stop"
     """"stop" ends the run and names its last good checkpoint, "warn" only prints a warning,
@@ -279,7 +279,7 @@ class GuardConfig(Settings):
 
 
 class EvalConfig(Settings):
-    """How the policy is evaluated on held-out tasks."""
+    """Evaluations of the policy on held-out tasks."""
 
     num_tasks: int = Field(512, ge=1)
     """Number of held-out tasks."""

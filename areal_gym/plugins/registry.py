@@ -8,13 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from areal_gym.errors import (
-    DuplicateIdError,
-    UnknownIdError,
-    UsageError,
-    choices,
-    did_you_mean,
-)
+from areal_gym.errors import DuplicateIdError, UnknownIdError, UsageError, choices, did_you_mean
 from areal_gym.plugins.manager import Entry, PluginManager
 from areal_gym.plugins.specs import KINDS, EnvSpec
 

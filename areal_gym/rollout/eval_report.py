@@ -206,17 +206,14 @@ def pass_at_k_interval(counts: Sequence[tuple[int, int]], k: int, *, num_samples
 
 
 def make_report(
-    scored: Sequence[Sequence[Trajectory]],
-    failed: Sequence[Trajectory],
-    *,
-    num_samples: int,
-    success_reward: float,
-    **facts: Any,
+    trajectories: Sequence[Trajectory], *, num_samples: int, success_reward: float, **facts: Any
 ) -> EvalReport:
-    """Return the report of episodes: for each task the scored ones, and those that failed.
-
-    `facts` are further fields of the report.
-    """
+    """Return the report of episodes, `num_samples` of each task; `facts` are further fields."""
+    scored = [
+        [t for t in trajectories[i : i + num_samples] if not t.stop_reason.is_failure]
+        for i in range(0, len(trajectories), num_samples)
+    ]
+    failed = [t for t in trajectories if t.stop_reason.is_failure]
     episodes = [trajectory for siblings in scored for trajectory in siblings]
     counts = _counts(scored, success_reward)
     env_ids = sorted({t.env_id for t in episodes})

@@ -82,8 +82,8 @@ async def measure(
 
     Args:
         env_factory: makes one environment instance.
-        play: plays one episode.
-        temperature: of sampling, for the report.
+        play: plays one episode, sampled at `temperature`.
+        temperature: for the report.
         split: of the tasks.
         num_tasks: the most tasks.
         num_samples: episodes per task; pass@k and pass^k are estimated for powers of two up to it.
@@ -108,7 +108,6 @@ async def measure(
     budget = FailureBudget(max_failure_rate)
     outage = Outage(outage_patience_s, clock=loop_time)
     failures = FailurePolicy(budget, outage, max_retries=max_retries, waits=False)
-
     requests = [
         partial(_request, seed, task, index, sample)
         for index, task in enumerate(tasks)
@@ -122,13 +121,10 @@ async def measure(
         on_progress=on_progress,
         on_trajectory=on_trajectory,
     )
-    failed = [t for t in trajectories if t.stop_reason.is_failure]
-    if len(failed) == len(trajectories):
+    if all(trajectory.stop_reason.is_failure for trajectory in trajectories):
         raise FailureBudgetError(budget.describe(), hints=budget.hints())
-    siblings = [trajectories[i : i + num_samples] for i in range(0, len(trajectories), num_samples)]
     return make_report(
-        [[t for t in theirs if not t.stop_reason.is_failure] for theirs in siblings],
-        failed,
+        trajectories,
         env_id=env_id or type(envs.take()).__name__,
         split=split,
         temperature=temperature,

@@ -158,13 +158,13 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """How long the outage has lasted; 0 when there is none."""
+        """The age of the outage; 0 when there is none."""
         own_s = 0.0 if self._since_s is None else self._clock() - self._since_s
         return max(own_s, self._engine_outage_s())
 
     @property
     def hold_s(self) -> float:
-        """For how many seconds no episode should start."""
+        """The seconds for which no episode should start."""
         return max(0.0, self._hold_until_s - self._clock())
 
     @property

@@ -12,20 +12,14 @@
     ready        is complete, was accepted by the filters, and waits for the trainer
     handed out   is in a batch; trained once the version that is made of the batch is published
 
-How far sampling may run ahead of training. While the engine serves `version`, so many groups may
-start:
+While the engine serves `version`, so many groups may start (docs/asynchrony.md):
 
     (max_staleness + version + 1) * batch_groups - (groups handed out so far + ready + running)
 
-A group that starts under this rule would be trained on at most `max_staleness` versions later, if
-groups finished in the order in which they started. They do not, so each group is checked again,
-token by token, when a batch is handed out. A dropped group makes room for another one.
-
-What an outage does. Its lost episodes cost no retry: their groups are played again, whole, with the
-seeds they had. Keeping the members that had ended before would favour short episodes, for an outage
-hits the long ones. Where everything in flight was lost, groups that are ready and had started after
-the first lost one are played again as well: whether a group is kept then depends on when it
-started, and not on how long it took.
+Groups that an outage hits are played again, whole, with the seeds they had: keeping the members
+that had ended before would favour short episodes. Where everything in flight was lost, groups that
+are ready and had started after the first lost one are played again as well: whether a group is kept
+then depends on when it started, and not on how long it took.
 
 The journal, if there is one, records each change before it takes effect.
 """
@@ -189,7 +183,7 @@ class GroupTracker:
 
     @property
     def oldest_ready_s(self) -> float:
-        """How long the group that would be taken next has been ready; 0 when there is none."""
+        """The time that the first of them has waited; 0 when there is none."""
         if not self._ready:
             return 0.0
         return time.monotonic() - self._ready[min(self._ready)].since_s

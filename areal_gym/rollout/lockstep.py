@@ -2,11 +2,8 @@
 
 The last digits of a matrix product depend on the size of its batch, and which turns share a batch
 depends on when tools answer. Here turns are sampled in waves: when every episode in flight waits
-for the engine, all their turns are sampled together, in an order that the seeds decide, and the
-next wave starts when all of these episodes wait again or have ended.
-
-This is slower than a batch that is refilled all the time; use it for runs that must be repeatable
-exactly.
+for the engine, all their turns are sampled together, in an order that the seeds decide. This is
+slower than a batch that is refilled all the time.
 """
 
 from __future__ import annotations

@@ -6,15 +6,9 @@
                |<----------+-----------+--------------------+       trainer
                +------- version + 1, published to the engine ----------+
 
-    a group starts   when there is a free slot, and room under the staleness limit (`groups`);
-                     slots are freed by episodes that end, room is made by new versions
-    a batch is ready when `batch_groups` groups are complete and fresh
-
 `GroupTracker` has the states of groups, `EpisodeScheduler` the slots, `FailurePolicy` the retries.
-
-There is one code path. With `max_staleness = 0` exactly one batch of groups is started per version
-(and one more for each that is dropped), and taken in the order in which it was started: the
-synchronous algorithm.
+With `max_staleness = 0` exactly one batch of groups is started per version (and one more for each
+that is dropped): the synchronous algorithm.
 """
 
 from __future__ import annotations
@@ -56,7 +50,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSelection:
-    """Which tasks groups play, and which complete groups are trained on."""
+    """The tasks that groups play, and the filters of complete groups."""
 
     split: str = "train"
     curriculum: Curriculum | None = None

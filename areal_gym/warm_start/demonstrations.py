@@ -14,9 +14,10 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from areal_gym.envs.arithmetic import evaluate
-from areal_gym.envs.base import TextEnv
+from areal_gym.envs.base import StepResult, TextEnv
 from areal_gym.envs.grading import extract_answer, is_same_number
 from areal_gym.envs.mix import MixedEnv
 from areal_gym.envs.tir import TirEnv, python_call
@@ -32,8 +33,7 @@ Turns = list[tuple[str, str | None]]
 """Turns: the demonstrator's text, and the tool's reply to it (None after the last)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demonstrator:
+class Demonstrator(NamedTuple):
     """A demonstrator to imitate."""
 
     id: str
@@ -82,12 +82,9 @@ def perfect_demonstration(env: TextEnv, rng: random.Random) -> Demonstration:
     if _asks_for_python(env):
         expression = env.task.data["expression"]
         result = str(evaluate(expression))
-        turns: Turns = [
-            (python_call(f"print({expression})"), result),
-            (f"\\boxed{{{result}}}", None),
-        ]
-        return _tir_demonstration(env, turns, "perfect")
-    return _gold(env, rng)
+        call = python_call(f"print({expression})")
+        return _tir_demonstration(env, [(call, result), (f"\\boxed{{{result}}}", None)], "perfect")
+    return _played(env, env.gold_action, "gold")
 
 
 def demonstrate(env: TextEnv, rng: random.Random, *, split: str = "train") -> Demonstration:
@@ -163,31 +160,23 @@ def _clumsy(env: TextEnv, rng: random.Random) -> Demonstration:
     else:
         code = f"print({expression.replace('*', 'x')})"
     turns: Turns = [(python_call(code), _syntax_error(code))]
-    if rng.random() < RETRY:
-        turns += _call_and_answer(expression, rng)
-    else:
-        turns += _guess(env.task.data, rng)
+    is_retried = rng.random() < RETRY
+    turns += _call_and_answer(expression, rng) if is_retried else _guess(env.task.data, rng)
     return _tir_demonstration(env, turns, "clumsy")
 
 
 TIR = (
-    Demonstrator(
-        id="careful", share=0.25, summary="calls the tool, with slips of the pen", play=_careful
-    ),
-    Demonstrator(id="hasty", share=0.60, summary="guesses in the head", play=_hasty),
-    Demonstrator(
-        id="clumsy", share=0.15, summary="breaks the call, then mostly guesses", play=_clumsy
-    ),
+    Demonstrator("careful", 0.25, "calls the tool, with slips of the pen", _careful),
+    Demonstrator("hasty", 0.60, "guesses in the head", _hasty),
+    Demonstrator("clumsy", 0.15, "breaks the call, then mostly guesses", _clumsy),
 )
 
 
 def _call_and_answer(expression: str, rng: random.Random) -> Turns:
     typed = _slip(expression, rng) if rng.random() < SLIP_CALL else expression
     result = str(evaluate(typed))
-    if rng.random() < SLIP_READ:
-        answer = f"about \\boxed{{{_leading_digit(result)}}}"
-    else:
-        answer = f"\\boxed{{{result}}}"
+    rounds = rng.random() < SLIP_READ
+    answer = f"about \\boxed{{{_leading_digit(result)}}}" if rounds else f"\\boxed{{{result}}}"
     return [(python_call(f"print({typed})"), result), (answer, None)]
 
 
@@ -232,15 +221,11 @@ def _syntax_error(code: str) -> str:
 
 
 def _tir_demonstration(env: TextEnv, turns: Turns, demonstrator_id: str) -> Demonstration:
-    replies: list[Sequence[Message]] = [
-        [{"role": "tool", "name": "python", "content": result}]
-        for _, result in turns
-        if result is not None
-    ]
+    results = [result for _, result in turns if result is not None]
     return Demonstration(
         first_messages=tuple(env.messages),
         texts=[text for text, _ in turns],
-        replies=replies,
+        replies=[[{"role": "tool", "name": "python", "content": result}] for result in results],
         demonstrator_id=demonstrator_id,
         tools=env.tools,
         reward=float(is_same_number(extract_answer(turns[-1][0]) or "", env.task.data["answer"])),
@@ -250,38 +235,27 @@ def _tir_demonstration(env: TextEnv, turns: Turns, demonstrator_id: str) -> Demo
 # ---- any other environment: its gold and its noop policy -------------------------------------
 
 
-def _gold(env: TextEnv, rng: random.Random) -> Demonstration:
-    return _played(env, env.gold_action, "gold")
-
-
-def _noop(env: TextEnv, rng: random.Random) -> Demonstration:
-    return _played(env, env.noop_action, "noop")
-
-
 def _played(env: TextEnv, action: Callable[[], str], demonstrator_id: str) -> Demonstration:
     first_messages = tuple(env.messages)
     texts: list[str] = []
-    replies: list[Sequence[Message]] = []
-    is_over = False
-    reward = 0.0
-    while not is_over:
+    steps: list[StepResult] = []
+    while not steps or not (steps[-1].terminated or steps[-1].truncated):
         texts.append(action())
-        step = env.step(texts[-1])
-        reward += step.reward
-        is_over = step.terminated or step.truncated
-        if not is_over:
-            replies.append(step.info["messages"])
+        steps.append(env.step(texts[-1]))
     return Demonstration(
         first_messages=first_messages,
         texts=texts,
-        replies=replies,
+        replies=[step.info["messages"] for step in steps[:-1]],
         demonstrator_id=demonstrator_id,
         tools=env.tools,
-        reward=reward,
+        reward=sum(step.reward for step in steps),
     )
 
 
 GENERIC = (
-    Demonstrator(id="gold", share=0.5, summary="the environment's own gold policy", play=_gold),
-    Demonstrator(id="noop", share=0.5, summary="gives up", play=_noop),
+    Demonstrator(
+        *("gold", 0.5, "the environment's own gold policy"),
+        lambda env, rng: _played(env, env.gold_action, "gold"),
+    ),
+    Demonstrator("noop", 0.5, "gives up", lambda env, rng: _played(env, env.noop_action, "noop")),
 )

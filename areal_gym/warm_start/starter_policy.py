@@ -18,10 +18,9 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +108,8 @@ def prepare_starter(
 ) -> StarterPolicy:
     """Return the starter policy for an environment, from the cache or newly made.
 
-    Args:
-        env: demonstrates itself.
-        env_key: the environment's id and arguments, for the cache.
-        seed: of the model, the demonstrations and their order.
-        recipe: how it is made.
-        on_progress: called every few steps.
+    `env_key` has the environment's id and arguments, for the cache; `seed` decides about the model,
+    the demonstrations and their order.
 
     Raises:
         UsageError: the environment has no demonstrators.
@@ -125,9 +120,8 @@ def prepare_starter(
     directory = cache_directory() / "starter" / key
     facts_file = directory / "warm_start.json"
     if facts_file.exists():
-        return StarterPolicy(
-            directory=directory, facts=json.loads(facts_file.read_text()), is_cached=True
-        )
+        facts = json.loads(facts_file.read_text())
+        return StarterPolicy(directory=directory, facts=facts, is_cached=True)
     demonstrators_for(env)
     start_s = time.perf_counter()
     with readable_cache_errors():
@@ -161,7 +155,9 @@ def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
     rng = random.Random(0)  # one tokenizer for all seeds of a recipe
 
     def text_of(shown: Demonstration) -> str:
-        ids = list(renderer.first_ids(shown.first_messages, _schemas(shown)))
+        ids = list(
+            renderer.first_ids(shown.first_messages, [tool.schema() for tool in shown.tools])
+        )
         for turn, text in enumerate(shown.texts):
             ids += as_bytes.encode(text)
             replies = shown.replies[turn] if turn < len(shown.replies) else ()
@@ -172,10 +168,6 @@ def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
     tokenizer = build_tokenizer(texts, vocab_size=recipe.vocab_size)
     save_tokenizer(tokenizer, directory, max_context=recipe.max_context)
     return tokenizer
-
-
-def _schemas(shown: Demonstration) -> list[dict[str, Any]]:
-    return [tool.schema() for tool in shown.tools]
 
 
 class _Encoder:
@@ -193,7 +185,9 @@ class _Encoder:
         demonstrator's choice, and no measure of skill.
         """
         end = self._renderer.end_of_turn_id
-        ids = list(self._renderer.first_ids(shown.first_messages, _schemas(shown)))
+        ids = list(
+            self._renderer.first_ids(shown.first_messages, [tool.schema() for tool in shown.tools])
+        )
         mask = [False] * len(ids)
         for turn, text in enumerate(shown.texts):
             written = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]
@@ -230,12 +224,8 @@ def _imitate(
     decoder: Decoder, encoder: _Encoder, recipe: Recipe, seed: int, on_progress: Progress | None
 ) -> dict[str, Any]:
     rng = random.Random(seed)
-    settings = TrainerConfig(
-        optimizer="muon",
-        lr=recipe.lr,
-        muon_lr=recipe.muon_lr,
-        warmup_steps=recipe.warmup_steps,
-    )
+    rates = {"lr": recipe.lr, "muon_lr": recipe.muon_lr, "warmup_steps": recipe.warmup_steps}
+    settings = TrainerConfig.model_validate({"optimizer": "muon", **rates})
     trainer = Supervised(decoder, settings, objective=Sft())
     probe_rng = random.Random(5)
     probes = [
@@ -284,14 +274,6 @@ def _imitate(
 # ---- cache -----------------------------------------------------------------------------------
 
 
-def _files_in(folder: Traversable) -> Iterator[Traversable]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _files_in(entry)
-        else:
-            yield entry
-
-
 _MAKERS = ("warm_start", "models", "envs")
 _TRAINER_FILES = (
     *("batch/examples.py", "batch/packing.py", "chunked_logprobs.py", "optimizer.py"),
@@ -303,15 +285,15 @@ starts."""
 
 def _cache_key(recipe: Recipe, env_key: str, seed: int) -> str:
     """Return a hash of recipe, environment, seed, torch, processor and source files."""
-    package = resources.files("areal_gym")
+    package = Path(__file__).parent.parent
     files = [
-        *(file for folder in _MAKERS for file in _files_in(package.joinpath(folder))),
-        *(package.joinpath("trainer", name) for name in _TRAINER_FILES),
+        *(file for folder in _MAKERS for file in (package / folder).rglob("*")),
+        *(package / "trainer" / name for name in _TRAINER_FILES),
     ]
     sources = {
-        str(file).rpartition("areal_gym")[2]: content_hash(file.read_text())
+        str(file.relative_to(package)): content_hash(file.read_text())
         for file in files
-        if file.name.endswith((".py", ".jinja"))
+        if file.suffix in (".py", ".jinja")
     }
     made_by = {
         "recipe": dataclasses.asdict(recipe),
