@@ -31,19 +31,16 @@ MOVED = {
     "serving.sessions": "envs.server.env_sessions",
     "settings": "config.settings_model",
     "starter": "warm_start",
-    "trainer.advantages": "trainer.algorithms.advantages",
-    "trainer.bins": "trainer.batch.bins",
-    "trainer.corrections": "trainer.algorithms.corrections",
     "trainer.learner": "trainer.trainer",
-    "trainer.losses": "trainer.algorithms.losses",
     "trainer.objective": "trainer.chunked_logprobs",
-    "trainer.packing": "trainer.batch.packing",
-    "trainer.ratios": "trainer.algorithms.ratios",
-    "trainer.sequences": "trainer.batch.sequences",
-    "trainer.token_advantages": "trainer.algorithms.token_advantages",
     "trainer.weight_syncs": "trainer.weight_sync",
     "trainer.weight_syncs.lora": "trainer.weight_sync.adapters",
     "trajectory_files": "run_dir.trajectory_files",
+    **{
+        f"trainer.{name}": f"trainer.algorithms.{name}"
+        for name in ("advantages", "corrections", "losses", "ratios", "token_advantages")
+    },
+    **{f"trainer.{name}": f"trainer.batch.{name}" for name in ("bins", "packing", "sequences")},
 }
 """Old -> new, below `areal_gym`; modules inside of a package that moved are found by its name."""
 RENAMED = {"Learner": "Trainer"}

@@ -22,7 +22,7 @@ from areal_gym.cli.options import (
 from areal_gym.cli.output import Group, print_columns, print_data, print_json, talk
 from areal_gym.errors import UsageError, choices
 from areal_gym.plugins import registry
-from areal_gym.utils.markup import visible
+from areal_gym.utils.markup import short
 
 if TYPE_CHECKING:
     from areal_gym.envs.base import TextEnv
@@ -142,7 +142,7 @@ def check_command(
     if overlaps:
         shown = sorted(overlaps, key=lambda overlap: -overlap.similarity)[:_MAX_SHOWN]
         rows = [
-            (f"{o.similarity:.2f}", o.heldout_id, o.train_id, _short(o.question, 80)) for o in shown
+            (f"{o.similarity:.2f}", o.heldout_id, o.train_id, short(o.question, 80)) for o in shown
         ]
         print_columns([("similarity", heldout, train, "question"), *rows])
         if len(overlaps) > _MAX_SHOWN:
@@ -158,13 +158,8 @@ def check_command(
 def _line(row: dict[str, Any]) -> tuple[str, str, str, str]:
     question = row["messages"][-1]["content"]
     rest = {key: value for key, value in row["data"].items() if value != question}
-    data = "  ".join(f"{key}={_short(str(value), 30)}" for key, value in rest.items())
-    return str(row["index"]), row["id"], _short(question, 70), _short(data, 90)
-
-
-def _short(text: str, limit: int) -> str:
-    text = visible(" ".join(text.split()))
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    data = "  ".join(f"{key}={short(value, 30)}" for key, value in rest.items())
+    return str(row["index"]), row["id"], short(question, 70), short(data, 90)
 
 
 def _pull_with_bar(to: Path | None, url: str, *, force: bool) -> Path:

@@ -16,7 +16,7 @@ from areal_gym.config.algorithm_settings import PRESETS
 from areal_gym.config.objective_settings import OBJECTIVES
 from areal_gym.config.online_settings import ONLINE
 from areal_gym.config.settings_model import merged
-from areal_gym.errors import choices, did_you_mean
+from areal_gym.errors import choices
 
 STARTER_DEFAULTS: Mapping[str, Any] = {
     "engine": {"max_context": 256},
@@ -43,7 +43,7 @@ def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
     """
     objective = str(tree.get("objective", "rl"))
     if objective not in OBJECTIVES:
-        raise ValueError(f"no objective {objective!r}: {_hint(objective, OBJECTIVES)}")
+        raise ValueError(f"no objective {objective!r}: {choices(objective, OBJECTIVES)[0]}")
     sections = ("env", "agent", "trainer", "rollout")
     env, agent, trainer, rollout = (tree.get(section, {}) for section in sections)
     filled = dict(tree)
@@ -68,7 +68,7 @@ def fill_in_trainer(trainer: Mapping[str, Any]) -> dict[str, Any]:
     """
     algorithm = _algorithm_of(trainer) or "grpo"
     if algorithm not in PRESETS:
-        raise ValueError(f"no algorithm {algorithm!r}: {_hint(algorithm, PRESETS)}")
+        raise ValueError(f"no algorithm {algorithm!r}: {choices(algorithm, PRESETS)[0]}")
     preset = PRESETS[algorithm].trainer()
     for part, settings in _BELONG_TO.items():
         if trainer.get(part, preset[part]) != preset[part]:
@@ -101,7 +101,3 @@ def _algorithm_of(trainer: object) -> str:
     if isinstance(trainer, Mapping):
         return str(trainer.get("algorithm", ""))
     return str(getattr(trainer, "algorithm", ""))
-
-
-def _hint(asked: str, available: Mapping[str, Any]) -> str:
-    return did_you_mean(asked, available) or choices(asked, available)[-1]

@@ -41,23 +41,21 @@ class HookSpecs:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One thing that a plugin offers. Subclasses are kinds; their docstring is the contract.
-
-    Class arguments:
-        kind: what messages call one thing of the kind, like "policy loss".
-        plural: the word of `areal-gym list`, like "losses".
-        hook: the function that yields such specs; by default `register_` and the plural.
-        setting: the setting whose value is an id of this kind, like "trainer.loss".
-        set_by: how keyword arguments are set on the command line; `{id}` stands for the id.
-        takes_from_run: whether a run passes the arguments that have no default.
-    """
+    """The description of what a plugin offers. Subclasses are kinds, with class arguments of the
+    same names; their docstring is the contract."""
 
     kind: ClassVar[str] = "thing"
+    """What messages call one thing of the kind, like "policy loss"."""
     plural: ClassVar[str] = ""
+    """The word of `areal-gym list`, like "losses"."""
     hook: ClassVar[str] = ""
+    """The function that yields such specs; by default `register_` and the plural."""
     setting: ClassVar[str] = ""
+    """The setting whose value is an id of this kind, like "trainer.loss"."""
     set_by: ClassVar[str] = ""
+    """How keyword arguments are set on the command line; `{id}` stands for the id."""
     takes_from_run: ClassVar[bool] = False
+    """Whether a run passes the arguments that have no default."""
 
     id: str
     """What people type; `namespace/name` or `name`."""
@@ -70,22 +68,13 @@ class Spec:
     extra: str = ""
     """The extra of the plugin's own distribution that installs them; "" installs them by name."""
 
-    def __init_subclass__(
-        cls,
-        *,
-        kind: str = "",
-        plural: str = "",
-        hook: str = "",
-        setting: str = "",
-        set_by: str = "",
-        takes_from_run: bool = False,
-    ) -> None:
+    def __init_subclass__(cls, *, plural: str = "", **about_kind: Any) -> None:
         super().__init_subclass__()
         if not plural:  # a plugin's own subclass of a kind
             return
-        cls.kind, cls.plural = kind, plural
-        cls.hook = hook or f"register_{plural}"
-        cls.setting, cls.set_by, cls.takes_from_run = setting, set_by, takes_from_run
+        cls.plural, cls.hook = plural, f"register_{plural}"
+        for name, value in about_kind.items():
+            setattr(cls, name, value)
         KINDS[plural] = cls
         setattr(HookSpecs, cls.hook, _hook(cls))
 

@@ -224,8 +224,9 @@ def trained(directory):
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_run_killed_repeatedly_trains_what_an_uninterrupted_run_does(tmp_path, max_staleness):
     num_steps = 40
-    with start(tmp_path / "whole", num_steps, max_staleness) as process:
-        process.communicate(timeout=60)
+    if max_staleness == 0:  # otherwise the groups of a batch depend on time
+        with start(tmp_path / "whole", num_steps, max_staleness) as process:
+            process.communicate(timeout=60)
     directory = tmp_path / "killed"
     rng = random.Random(max_staleness)
     num_kills = num_restored = 0
@@ -234,7 +235,7 @@ def test_run_killed_repeatedly_trains_what_an_uninterrupted_run_does(tmp_path, m
             # Importing takes a random part of this: the moment is anywhere in the run.
             progress = len(trained(directory)) if (directory / "trained.jsonl").exists() else 0
             deadline = time.monotonic() + 30
-            while process.poll() is None and num_kills < 6 and time.monotonic() < deadline:
+            while process.poll() is None and num_kills < 4 and time.monotonic() < deadline:
                 file = directory / "trained.jsonl"
                 if file.exists() and file.read_bytes().count(b"\n") > progress:
                     time.sleep(rng.uniform(0, 0.05))
