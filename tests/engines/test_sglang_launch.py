@@ -29,6 +29,19 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
 """
 """A server that starts quickly, is healthy and has a child process, as SGLang has."""
+SCRIPTED = """
+import asyncio
+from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.sglang import FakeSGLangServer
+
+async def serve():
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    async with FakeSGLangServer(ScriptedEngine([]), port=port):
+        await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+"""A server without a model, which starts without torch."""
 
 
 def members_of(group):
@@ -183,8 +196,7 @@ def test_server_that_keeps_dying_is_not_restarted_again(tiny_policy, tmp_path):
     stub.write_text(
         f"import pathlib, sys\n"
         f"if pathlib.Path({str(flag)!r}).exists(): sys.exit('again')\n"
-        f"pathlib.Path({str(flag)!r}).touch()\n"
-        "from areal_gym.engines.sglang.fake import main\nmain(sys.argv[1:])\n"
+        f"pathlib.Path({str(flag)!r}).touch()\n" + SCRIPTED
     )
 
     async def scenario():

@@ -175,7 +175,7 @@ class MaskedAttention:
         age_BTK = (starts[:, None] + offsets)[..., None] - self._key_positions[:num_keys]
         group = self._config.num_attention_heads // self._config.num_key_value_heads
         return _Bucket(
-            rows_B=_index_of([prompt.row for prompt, _ in members], self._device),
+            rows_B=torch.tensor([prompt.row for prompt, _ in members], device=self._device),
             num_keys=num_keys,
             gather_BT=gather,
             is_real_BT=is_real,
@@ -191,7 +191,7 @@ class MaskedAttention:
 class _Bucket:
     """Prompts of similar length, whose attention is padded to a common length."""
 
-    rows_B: slice | Tensor
+    rows_B: Tensor
     num_keys: int
     gather_BT: Tensor
     """Flat token of each padded query; padding repeats token 0."""
@@ -200,9 +200,3 @@ class _Bucket:
     """Flat tokens of the bucket, in the order of the true entries of `is_real_BT`."""
     bias: dict[int | None, Tensor]
     """The bias added to the scores, by window: [B, 1, G T, num_keys]."""
-
-
-def _index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Return an index of cache rows; consecutive rows become a slice, which needs no copy."""
-    run = range(rows[0], rows[0] + len(rows))
-    return slice(run.start, run.stop) if list(rows) == list(run) else torch.tensor(rows).to(device)

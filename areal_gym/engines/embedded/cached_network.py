@@ -67,13 +67,6 @@ class Step:
         return torch.cat((torch.arange(self.num_decoding), ends)).to(self.positions_N.device)
 
 
-class NetworkWeights(Protocol):
-    """The weights of a network."""
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy a full set of weights, by the checkpoint's names; all or nothing."""
-
-
 class CachedNetwork(Protocol):
     """A policy's network with a cache of rows, one for each sequence; used from one thread."""
 
@@ -83,9 +76,8 @@ class CachedNetwork(Protocol):
     """Whether the beginning of what a row caches can be used alone, here or in another row."""
     device: torch.device
 
-    @property
-    def weights(self) -> NetworkWeights:
-        """The object that takes new weights."""
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy a full set of weights, by the checkpoint's names; all or nothing."""
 
     def copy(self) -> Self:
         """Return another network with a copy of the weights and an empty cache."""

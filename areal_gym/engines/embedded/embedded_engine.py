@@ -22,7 +22,7 @@ from torch import Tensor
 
 from areal_gym.config import EngineConfig
 from areal_gym.engines.base import Generation, Piece, SamplingParams
-from areal_gym.engines.embedded.make_scheduler import checkpoint_scheduler, decoder_scheduler
+from areal_gym.engines.embedded.network import checkpoint_network, decoder_network
 from areal_gym.engines.embedded.requests import EngineStats, Request
 from areal_gym.engines.embedded.scheduler import Scheduler
 from areal_gym.errors import ConfigError, EngineError
@@ -63,7 +63,7 @@ class EmbeddedEngine:
         else:
             weights = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
             options = (num_slots, max_context, dtype, device)
-            scheduler = decoder_scheduler(decoder.config, weights, *options)
+            scheduler = Scheduler(decoder_network(decoder.config, weights, *options), num_slots)
         self._scheduler = scheduler
         self._num_threads = num_threads
         self._max_context = scheduler.network.scratch
@@ -94,8 +94,8 @@ class EmbeddedEngine:
         Raises:
             ConfigError: there is no checkpoint, or this engine cannot sample it.
         """
-        scheduler = checkpoint_scheduler(Path(directory), num_slots, max_context, dtype, device)
-        return cls(scheduler, num_threads=num_threads)
+        network = checkpoint_network(Path(directory), num_slots, max_context, dtype, device)
+        return cls(Scheduler(network, num_slots), num_threads=num_threads)
 
     @classmethod
     def from_settings(cls, policy: Path, settings: EngineConfig) -> Self:

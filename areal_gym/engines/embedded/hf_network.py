@@ -11,7 +11,7 @@ own code, and attention in torch's products with masks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +40,6 @@ class CachedHFPolicy:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._states: list[DynamicCache | None] = [None] * num_rows
-
-    @property
-    def weights(self) -> Self:
-        """The object that takes new weights: this one."""
-        return self
 
     def copy(self) -> CachedHFPolicy:
         """Return another network with a copy of the weights and an empty cache."""

@@ -1,5 +1,7 @@
 """The decoder for inference: fused weights and a preallocated key/value cache.
 
+`checkpoint_network` makes the network that a checkpoint needs: this one, or transformers' own.
+
 One `forward` computes one step of the engine: the decoding rows, one token each, and the new
 prompts, all on one flat token axis, so that they share every matrix product.
 
@@ -10,7 +12,9 @@ layers, `H`, `K` query and key heads, `D` head dimension, `P` positions of a cac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +25,13 @@ from areal_gym.engines.embedded.cache_attention import (
     MaskedAttention,
     StepAttention,
 )
-from areal_gym.engines.embedded.cached_network import Step
+from areal_gym.engines.embedded.cached_network import CachedNetwork, Step
 from areal_gym.engines.embedded.weights import FusedWeights, LayerWeights
+from areal_gym.errors import ConfigError
+from areal_gym.models.backend import is_for_transformers
+from areal_gym.models.device import pick_device
 from areal_gym.models.tiny.attend import softcapped
+from areal_gym.models.tiny.checkpoint_files import read_checkpoint
 from areal_gym.models.tiny.decoder import gated
 from areal_gym.models.tiny.decoder_config import DecoderConfig
 from areal_gym.models.tiny.kernels import pointwise_kernels as pointwise
@@ -77,6 +85,10 @@ class CachedDecoder:
         amplitudes = torch.full_like(angles, rope_amplitude(scaling))
         return torch.polar(amplitudes, angles)[:, None].to(self.device)
 
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy a full set of weights, by the checkpoint's names; all or nothing."""
+        self.weights.load(weights)
+
     def copy(self) -> CachedDecoder:
         """Return another network with a copy of the weights and an empty cache."""
         other = CachedDecoder(
@@ -106,9 +118,8 @@ class CachedDecoder:
     def forward(self, step: Step) -> Tensor:
         """Return float32 logits, [R + B, V]; see `CachedNetwork.forward`."""
         config, weights = self.config, self.weights
-        eps, num_heads = config.rms_norm_eps, config.num_attention_heads
-        head_dim = config.head_dim
-        num_qk = num_heads + config.num_key_value_heads
+        eps, head_dim = config.rms_norm_eps, config.head_dim
+        num_qk = config.num_attention_heads + config.num_key_value_heads
         rotations = self._rotations[step.positions_N]
         local_rotations = rotations
         if self._local_rotations is not None:
@@ -173,3 +184,55 @@ class CachedDecoder:
                 layer.down.add_product(inner, part)
             else:
                 part.add_(rms_norm(layer.down.product(inner), layer.down_norm, eps))
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def decoder_network(
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    num_rows: int,
+    max_context: int,
+    dtype: str,
+    device: str,
+) -> CachedNetwork:
+    """Make the network of a tiny decoder with these weights.
+
+    Raises:
+        ConfigError: an unknown dtype.
+    """
+    network = CachedDecoder(
+        config,
+        num_rows=num_rows,
+        max_context=min(max_context, config.max_positions),
+        dtype=_dtype(dtype),
+        device=pick_device(device),
+    )
+    network.load(weights)
+    return network
+
+
+def checkpoint_network(
+    directory: Path, num_rows: int, max_context: int, dtype: str, device: str
+) -> CachedNetwork:
+    """Make the network of a checkpoint: a tiny decoder, or transformers' own.
+
+    Raises:
+        ConfigError: an unknown dtype, or a checkpoint that cannot be read.
+    """
+    if not is_for_transformers(directory):
+        return decoder_network(*read_checkpoint(directory), num_rows, max_context, dtype, device)
+    from areal_gym.engines.embedded.hf_network import CachedHFPolicy
+    from areal_gym.models.hf.hf_loading import load_policy
+
+    policy = load_policy(directory, device=pick_device(device), dtype=_dtype(dtype))
+    longest = getattr(policy.network.config.get_text_config(), "max_position_embeddings", None)
+    max_context = min(max_context, longest or max_context)
+    return CachedHFPolicy(policy, num_rows=num_rows, max_context=max_context)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ConfigError(f"unknown dtype {name!r}; available: {', '.join(_DTYPES)}")
+    return _DTYPES[name]

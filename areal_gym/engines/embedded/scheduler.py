@@ -114,7 +114,7 @@ class Scheduler:
         prefill each), which are dropped when the turn ends. All other caches are dropped now: no
         later turn or episode uses results of old weights, which makes staleness 0 exact.
         """
-        self.network.weights.load(weights)
+        self.network.load(weights)
         self.version = version
         self._by_prompt.clear()
         for row in self._rows:

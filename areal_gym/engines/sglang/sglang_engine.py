@@ -33,7 +33,7 @@ from areal_gym.engines.checkpoint_config import vocab_size_of
 from areal_gym.engines.sglang.launch import LaunchedServer, ServerProcess
 from areal_gym.engines.sglang.publication import PublicationGate
 from areal_gym.engines.sglang.server_client import ServerClient, ServerFacts
-from areal_gym.engines.sglang.server_pool import ServerPool, ServerState, SGLangStats
+from areal_gym.engines.sglang.server_pool import ServerPool, ServerState
 from areal_gym.engines.sglang.turn_sampler import TurnSampler
 from areal_gym.errors import ConfigError, EngineError, EngineUnreachableError
 
@@ -133,19 +133,9 @@ class SGLangEngine(TurnSampler):
         return cls(policy, urls=settings.url, max_context=settings.max_context, **settings.kwargs)
 
     @property
-    def stats(self) -> SGLangStats:
-        """Counters; read only."""
-        return self._pool.stats
-
-    @property
     def policy_version(self) -> int:
         """The version of the weights that sample now."""
         return self._pool.policy_version
-
-    @property
-    def servers(self) -> Sequence[ServerState]:
-        """All servers, including those that do not serve; read only."""
-        return self._pool.servers
 
     @property
     def num_outages(self) -> int:
@@ -169,8 +159,8 @@ class SGLangEngine(TurnSampler):
             EngineError: one does not answer, or ended while starting.
             ConfigError: one is not an SGLang server, or does not support the settings.
         """
-        servers = self._pool.servers
-        await asyncio.gather(*(s.process.start() for s in servers if s.process is not None))
+        processes = (state.process for state in self.servers)
+        await asyncio.gather(*(process.start() for process in processes if process is not None))
         try:
             await self._pool.start()
         except EngineUnreachableError:
@@ -178,7 +168,7 @@ class SGLangEngine(TurnSampler):
         except EngineError as error:
             raise ConfigError(error.message, hints=error.hints) from error
         vocab_size = vocab_size_of(self._policy)
-        for state in servers:
+        for state in self.servers:
             assert state.facts is not None
             self._check(state.client, state.facts, vocab_size)
             self.max_context = min(self.max_context, state.facts.max_context)

@@ -37,6 +37,10 @@ class TurnSampler:
     def __init__(
         self, pool: ServerPool, gate: PublicationGate, *, max_retries: int, request_timeout_s: float
     ) -> None:
+        self.stats = pool.stats
+        """Counters; read only."""
+        self.servers: Sequence[ServerState] = pool.servers
+        """All servers, including those that do not serve."""
         self.adapter: str | None = None
         """The name of the policy's LoRA adapter on the servers."""
         self.fails_lost_turns = False
@@ -61,7 +65,7 @@ class TurnSampler:
         self, prompt_ids: Sequence[int], params: SamplingParams, room: int, session: str | None
     ) -> Generation:
         """Sample at most `room` tokens."""
-        stats = self._pool.stats
+        stats = self.stats
         stats.num_calls += 1
         draft = Reply()
         budget = _RetryBudget(self._max_retries)
@@ -177,7 +181,7 @@ class TurnSampler:
                 state.drained.set()
 
     def _finish(self, draft: Reply, finish_reason: FinishReason) -> Generation:
-        self._pool.stats.num_tokens += len(draft.token_ids)
+        self.stats.num_tokens += len(draft.token_ids)
         return draft.generation(finish_reason)
 
 
