@@ -1,5 +1,4 @@
-"""Compares formulas with sympy; to be called only in a process that may be killed (see
-`equality`)."""
+"""Compares formulas with sympy; only for a process that may be killed (see `equality`)."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import itertools
 import logging
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 _DIGITS = 30
@@ -22,8 +22,10 @@ _DECIMAL = re.compile(r"-?\d*\.(\d{4,})")
 
 
 def are_same_expressions(a: str, b: str) -> bool:
-    """Return whether two formulas (tidy LaTeX, or plain like `2*sqrt(3)`) are the same. May run
-    long."""
+    """Return whether two formulas (tidy LaTeX, or plain like `2*sqrt(3)`) are the same.
+
+    This may run long.
+    """
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -52,11 +54,10 @@ def _parse(text: str, next_to_pi: bool) -> Any:
         text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", "", text)
     formula = latex2sympy(text, convert_degrees=has_angles)
     if isinstance(formula, sympy.Basic):
-        formula = (
-            formula.doit() if formula.atoms(sympy.Sum, sympy.Integral, sympy.Product) else formula
-        )
-        imaginary = {s: sympy.I for s in formula.free_symbols if s.name in ("i", "I")}
-        formula = formula.xreplace(imaginary) if imaginary else formula
+        if formula.atoms(sympy.Sum, sympy.Integral, sympy.Product):
+            formula = formula.doit()
+        symbols = formula.free_symbols
+        formula = formula.xreplace({s: sympy.I for s in symbols if s.name in ("i", "I")})
     return formula
 
 
@@ -65,13 +66,9 @@ def _unwrapped(text: str) -> str:
 
 
 def _allowance(a: str, b: str) -> float:
-    """Return the allowed difference: one decimal of four places or more is compared to its last
-    place."""
-    places = [_DECIMAL.fullmatch(text) for text in (a, b)]
-    if (places[0] is None) == (places[1] is None):
-        return _TOLERANCE
-    (decimal,) = (place for place in places if place is not None)
-    return float(10.0 ** -len(decimal[1]))
+    """Return the allowed difference, which depends on the places of a single long decimal."""
+    decimals = [decimal for text in (a, b) if (decimal := _DECIMAL.fullmatch(text))]
+    return float(10.0 ** -len(decimals[0][1])) if len(decimals) == 1 else _TOLERANCE
 
 
 def _are_same(a: Any, b: Any, allowance: float) -> bool:
@@ -82,12 +79,9 @@ def _are_same(a: Any, b: Any, allowance: float) -> bool:
         return False  # 1/0 is not 2/0
     if a == b:
         return True
-    if isinstance(a, sympy.Equality) or isinstance(b, sympy.Equality):
-        return (
-            isinstance(a, sympy.Equality)
-            and isinstance(b, sympy.Equality)
-            and _are_same_equations(a, b)
-        )
+    are_equations = [isinstance(side, sympy.Equality) for side in (a, b)]
+    if any(are_equations):
+        return all(are_equations) and _are_same_equations(a, b)
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
         verdict = _agree_at_points(a, b, allowance)
         if verdict is not None:
@@ -99,24 +93,34 @@ def _agree_at_points(a: Any, b: Any, allowance: float) -> bool | None:
     """Return whether both have equal values at sample points; None if no value can be computed."""
     import sympy
 
-    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    num_compared = 0
-    for point in range(_NUM_POINTS if symbols else 1):
-        # Positive and of no pattern: roots and logarithms are real, and nothing cancels by chance.
-        sign = -1 if point % 2 and (a.has(sympy.Abs) or b.has(sympy.Abs)) else 1
-        values = {
-            symbol: sympy.Rational(
-                sign * (7919 + 104_729 * (point + 1) * (k + 2)), 7_368_787 + 15 * k
-            )
-            for k, symbol in enumerate(symbols)
-        }
+    symbols = a.free_symbols | b.free_symbols
+    is_signed = a.has(sympy.Abs) or b.has(sympy.Abs)
+    verdict = None
+    for values in _sample_points(symbols, is_signed=is_signed):
         x, y = (_number(side.xreplace(values)) for side in (a, b))
         if x is None or y is None:
             continue
-        num_compared += 1
         if abs(x - y) > max(allowance, _TOLERANCE * max(abs(x), abs(y))):
             return False
-    return True if num_compared else None
+        verdict = True
+    return verdict
+
+
+def _sample_points(symbols: set[Any], *, is_signed: bool = False) -> Iterator[dict[Any, Any]]:
+    """Yield values of the symbols: of no pattern, so that nothing cancels by chance, and positive.
+
+    Roots and logarithms are real then. With `is_signed`, every other point is negative.
+    """
+    import sympy
+
+    for point in range(_NUM_POINTS if symbols else 1):
+        sign = -1 if point % 2 and is_signed else 1
+        yield {
+            symbol: sympy.Rational(
+                sign * (7919 + 104_729 * (point + 1) * (k + 2)), 7_368_787 + 15 * k
+            )
+            for k, symbol in enumerate(sorted(symbols, key=str))
+        }
 
 
 def _number(expression: Any) -> Any:
@@ -127,25 +131,18 @@ def _number(expression: Any) -> Any:
     if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
         return None
     real, imaginary = value.as_real_imag()
-    if not (real.is_Float or real.is_Rational) or not (imaginary.is_Float or imaginary.is_Rational):
+    if not all(part.is_Float or part.is_Rational for part in (real, imaginary)):
         return None
     return real + sympy.I * imaginary if imaginary else real
 
 
 def _are_same_equations(a: Any, b: Any) -> bool:
     """Return whether one is a multiple of the other: `x = 2y` is `2y - x = 0`."""
-    import sympy
-
     left, right = a.lhs - a.rhs, b.lhs - b.rhs
-    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     if left.free_symbols != right.free_symbols:
         return False
     ratios = []
-    for point in range(_NUM_POINTS):
-        values = {
-            symbol: sympy.Rational(7919 + 104_729 * (point + 1) * (k + 2), 7_368_787 + 15 * k)
-            for k, symbol in enumerate(symbols)
-        }
+    for values in _sample_points(left.free_symbols):
         x, y = (_number(side.xreplace(values)) for side in (left, right))
         if x is None or y is None or y == 0 or x == 0:
             return False

@@ -12,17 +12,10 @@ _RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _SYMBOLS = {
     **{"π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm "},
-    **{
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "∅": r"\emptyset ",
-        "°": r"^\circ ",
-        "√": r"\sqrt ",
-    },
-    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "≈": r"\approx ", "⁄": "/"},
-    **{"−": "-", "–": "-", "’": "'", "′": "'", "θ": r"\theta ", "λ": r"\lambda ", "∛": r"\sqrt[3]"},
-    **{"\x0crac": r"\frac", "\u200b": "", "\xa0": " ", "<=": r"\le ", ">=": r"\ge "},
+    **{"≤": r"\le ", "≥": r"\ge ", "<=": r"\le ", ">=": r"\ge ", "≠": r"\ne ", "≈": r"\approx "},
+    **{"∅": r"\emptyset ", "°": r"^\circ ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "×": r"\times "},
+    **{"·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "θ": r"\theta ", "λ": r"\lambda "},
+    **{"−": "-", "–": "-", "’": "'", "′": "'", "\x0crac": r"\frac", "\u200b": "", "\xa0": " "},
     **{"或": " or ", "和": " and ", "、": ", ", "`": ""},
 }
 _SYMBOL = re.compile("|".join(map(re.escape, _SYMBOLS)))
@@ -46,17 +39,12 @@ _INFINITY = re.compile(r"(?<![\\a-zA-Z])(?:infinity|infty|inf)(?![a-zA-Z])", re.
 _EMPTY = re.compile(r"\b(?:the )?empty set\b", re.IGNORECASE)
 _REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R(?![a-zA-Z])|ℝ|\ball real numbers\b")
 _ALIASES = {
-    **{r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\leq": r"\le"},
-    **{r"\geq": r"\ge", r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\varnothing": r"\emptyset"},
-    **{
-        r"\lbrace": r"\{",
-        r"\rbrace": r"\}",
-        r"\lbrack": "[",
-        r"\rbrack": "]",
-        r"\degree": r"^\circ",
-    },
-    **{r"\ast": "*", r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\dots": "...", r"\ldots": "..."},
-    **{r"\cdots": "...", r"\colon": ":", r"\lvert": "|", r"\rvert": "|", r"\vert": "|"},
+    **{r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\lt": "<", r"\gt": ">"},
+    **{r"\leq": r"\le", r"\leqslant": r"\le", r"\geq": r"\ge", r"\geqslant": r"\ge"},
+    **{r"\neq": r"\ne", r"\varnothing": r"\emptyset", r"\degree": r"^\circ", r"\ast": "*"},
+    **{r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]", r"\colon": ":"},
+    **{r"\lvert": "|", r"\rvert": "|", r"\vert": "|"},
+    **{r"\dots": "...", r"\ldots": "...", r"\cdots": "..."},
 }
 _ALIAS = re.compile("(?:" + "|".join(map(re.escape, _ALIASES)) + ")(?![a-zA-Z])")
 _ESCAPED_TWICE = re.compile(r"(?<!\\)\\\\begin(?![a-zA-Z])")

@@ -14,13 +14,14 @@ from areal_gym.envs.grading.numbers import Number, numbers_agree, parse_tidy_num
 from areal_gym.envs.grading.parts import UNORDERED, Parts, read_collection, read_matrix
 from areal_gym.envs.grading.readings import (
     CHOICE,
+    are_same_times,
     assigned_name,
     bare,
     is_choice,
     name_and_value,
+    read_time,
     readings,
 )
-from areal_gym.envs.grading.times import are_same_times, read_time
 from areal_gym.envs.judging import JudgingBoundary
 from areal_gym.envs.loops import KeptLoop
 
@@ -65,8 +66,7 @@ async def agrees(prediction: str, gold: str) -> bool:
 
 
 async def decide(prediction: str, gold: str) -> bool:
-    """Return `agrees`, but raise the exceptions that an answer provokes, for callers that count
-    them.
+    """Return `agrees`, but raise the exceptions that an answer provokes.
 
     Raises:
         SandboxError: the process that does algebra failed, which says nothing about the answer.
@@ -143,16 +143,13 @@ def _are_same(a: str, b: str, compare: _Compare) -> bool:
         return are_same_times(times[0], times[1])
     if max(len(a), len(b)) > _MAX_SYMBOLIC:
         return False
-    for left, right in readings(a, b):
-        if (left, right) != (a, b):
-            if _are_same(left, right, compare):
-                return True
-        elif _are_same_things(left, right, numbers, compare):
-            return True
-    return False
+    return any(
+        _are_same(*pair, compare) if pair != (a, b) else _are_same_formulas(a, b, numbers, compare)
+        for pair in readings(a, b)
+    )
 
 
-def _are_same_things(
+def _are_same_formulas(
     a: str, b: str, numbers: tuple[Number | None, Number | None], compare: _Compare
 ) -> bool:
     """Compare part by part, and by algebra, where neither numbers nor spelling decide."""
@@ -161,14 +158,14 @@ def _are_same_things(
     for number, text in zip(numbers, (b, a), strict=True):
         if number is not None and _SIDE_BY_SIDE.search(text):
             return False
-    bases = _BASED.fullmatch(a), _BASED.fullmatch(b)
-    if bases[0] and bases[1]:  # 52_8 is another number than 52_9; algebra would drop the base
-        return bases[0].groups() == bases[1].groups()
-    if based := bases[0] or bases[1]:  # a base left out is as good as a unit left out
-        return based[1] == (b if bases[0] else a)
+    based_a, based_b = _BASED.fullmatch(a), _BASED.fullmatch(b)
+    if based_a and based_b:  # 52_8 is another number than 52_9; algebra would drop the base
+        return based_a.groups() == based_b.groups()
+    if based_a or based_b:  # a base left out is as good as a unit left out
+        return (based_a[1] if based_a else a) == (based_b[1] if based_b else b)
     left, right = (read_matrix(text) or read_collection(_points(text) or text) for text in (a, b))
     if (left is None) != (right is None):  # 0,1 next to 1,0 is no decimal
-        left, right = left or _pair(a) or _letters(a, right), right or _pair(b) or _letters(b, left)
+        left, right = left or _as_list(a, right), right or _as_list(b, left)
     if left is not None and right is not None:
         return _are_same_parts(left, right, compare)
     if left is not None or right is not None:  # {5} is as good as 5
@@ -199,18 +196,13 @@ def _points(text: str) -> str | None:
 
 
 _TWO_WHOLE = re.compile(r"-?\d+,-?\d+")
-
-
-def _pair(text: str) -> Parts | None:
-    """Return "0,1" as two numbers; alone it would be a decimal of other countries."""
-    return Parts("", text.split(",")) if _TWO_WHOLE.fullmatch(text) else None
-
-
 _CHOICES = re.compile(r"[A-J]{2,10}")
 
 
-def _letters(text: str, other: Parts | None) -> Parts | None:
-    """Return "ABD" as A, B, D if the other answer is a list of choices."""
+def _as_list(text: str, other: Parts | None) -> Parts | None:
+    """Return what is a list only next to one: "0,1", and "ABD" next to a list of choices."""
+    if _TWO_WHOLE.fullmatch(text):  # alone, a decimal of other countries
+        return Parts("", text.split(","))
     is_asked = other is not None and all(CHOICE.fullmatch(item) for item in other.items)
     return Parts("", list(text)) if is_asked and _CHOICES.fullmatch(text) else None
 
@@ -244,10 +236,8 @@ def _are_same_parts(a: Parts, b: Parts, compare: _Compare) -> bool:
 
 def _as_set(parts: Parts) -> Parts:
     """Drop repeated elements of a set and points of a list; two equal numbers may be two roots."""
-    is_set = parts.brackets == "{}" or (
-        not parts.brackets and all(item.startswith("(") for item in parts.items)
-    )
-    if not is_set:
+    are_points = not parts.brackets and all(item.startswith("(") for item in parts.items)
+    if parts.brackets != "{}" and not are_points:
         return parts
     return parts._replace(items=list({bare(item): item for item in parts.items}.values()))
 

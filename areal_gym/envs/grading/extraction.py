@@ -68,15 +68,14 @@ def extract_answer(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """Return the answer for comparison: the marked one, else the last formula or number, else the
-    text.
+    """Return the answer for comparison: the marked one, else the last formula or number.
 
     A text without any mark is prose when it has several words: then its last formula counts, or
     its last number. Prose that hedges ("2 or 3", "maybe 5") is left whole: it equals nothing.
     """
     if _BARE_NUMBER.fullmatch(text):
         return text
-    # Somebody's "\frac" or "\boxed" that was no raw string.
+    # A "\frac" or "\boxed" that was no raw string.
     text = text[-_MAX_TEXT:].replace("\x0crac", "\\frac").replace("\x08oxed", "\\boxed")
     text = text.rpartition("</think>")[2]
     boxed = _last_boxes(text)
@@ -97,8 +96,7 @@ def _announced(text: str) -> str | None:
 
 
 def _end_of_prose(text: str) -> str:
-    """Return the last formula or number of a text in words; other texts without their opening
-    word."""
+    """Return the last formula or number of prose, and other texts without their opening word."""
     text = _OPENING.sub("", text.strip("*# \t\r\n"))
     left = _TAKEN_BACK.sub("", text)
     if left != text and not _HEDGES.search(left):
@@ -134,8 +132,7 @@ def _inside(match: re.Match[str]) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first line, up to the first full stop that ends a sentence outside of
-    mathematics."""
+    """Return the first line, up to the end of its first sentence."""
     text = text[:_MAX_PROSE].strip("* \t\r\n").partition("\n")[0]
     math = [match.span() for match in _MATH.finditer(text)]
     for stop in _SENTENCE_END.finditer(text):

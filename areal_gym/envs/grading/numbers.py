@@ -121,8 +121,7 @@ def parse_tidy_number(text: str) -> Number | None:
     if len(text) > _MAX_NUMBER:
         return None
     text, num_degrees = _DEGREES.subn("", _CURRENCY.sub("", text).strip())
-    text = text.strip()
-    text = _ABOUT.sub("", text)
+    text = _ABOUT.sub("", text.strip())
     in_words = _IN_WORDS.get(text.lower().replace("-", " "))
     if in_words is not None:
         return Number(Fraction(in_words))
@@ -138,8 +137,7 @@ def parse_tidy_number(text: str) -> Number | None:
     if value is None:
         return None
     last_place = _last_place(text)
-    if last_place is not None:
-        last_place *= scale
+    last_place = None if last_place is None else last_place * scale
     return Number(value * scale, num_percents > 0, unit, last_place)
 
 
@@ -151,11 +149,11 @@ def without_unit(text: str) -> str:
 
 def _split_unit(text: str) -> tuple[str, str, str]:
     """Return the text before a unit, the unit, and "sq " or "cu " for its square or cube."""
-    found = _UNIT.fullmatch(text)
-    if found and _is_unit(found["unit"].rstrip("."), has_space=bool(found["space"])):
-        return found["number"], found["unit"].lower().rstrip("."), _POWERS[found["power"]]
-    if not text.isascii() and (found := _CHINESE_UNIT.fullmatch(text)):
-        return found["number"], found["unit"], ""
+    match = _UNIT.fullmatch(text)
+    if match and _is_unit(match["unit"].rstrip("."), has_space=bool(match["space"])):
+        return match["number"], match["unit"].lower().rstrip("."), _POWERS[match["power"]]
+    if not text.isascii() and (match := _CHINESE_UNIT.fullmatch(text)):
+        return match["number"], match["unit"], ""
     return text, "", ""
 
 
@@ -222,17 +220,6 @@ def _last_place(text: str) -> Fraction | None:
     return Fraction(10) ** (power - len(decimals[0]))
 
 
-def is_rounded(exact: Fraction, rounded: Number) -> bool:
-    """Return whether `rounded` is `exact` to four decimals or more, rounded or cut off."""
-    place = rounded.last_place
-    if place is None:
-        return False
-    difference = rounded.value - exact
-    return abs(difference) <= place / 2 or (
-        abs(difference) < place and abs(rounded.value) < abs(exact)
-    )
-
-
 _SCALES_OF_DEGREES = {"c", "f", "celsius", "fahrenheit", "degrees celsius", "degrees fahrenheit"}
 
 
@@ -266,15 +253,18 @@ def numbers_agree(a: Number, b: Number) -> bool:
 
 
 def _are_same(a: Number, b: Number) -> bool:
+    """Return whether both are equal, or one is the other to four decimals, rounded or cut off."""
     if a.value == b.value:
         return True
-    if (a.last_place is None) == (b.last_place is None):
+    exact, rounded = (a, b) if a.last_place is None else (b, a)
+    if exact.last_place is not None or rounded.last_place is None:
         return False
-    return is_rounded(b.value, a) if b.last_place is None else is_rounded(a.value, b)
+    difference = abs(rounded.value - exact.value)
+    is_cut_off = difference < rounded.last_place and abs(rounded.value) < abs(exact.value)
+    return is_cut_off or difference <= rounded.last_place / 2
 
 
 def is_same_number(prediction: str, gold: str) -> bool:
-    """Return whether both are numbers and equal: exact arithmetic, a few microseconds, never
-    sympy."""
+    """Return whether both are numbers and equal, by exact arithmetic; this takes microseconds."""
     a, b = parse_number(prediction), parse_number(gold)
     return a is not None and b is not None and numbers_agree(a, b)

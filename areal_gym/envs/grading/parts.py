@@ -124,8 +124,7 @@ _PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])|\+/?-(?!\d*\s*\\infty)")
 
 
 def read_collection(text: str) -> Parts | None:
-    """Return the parts of an answer that is a list, a tuple, a set, an interval or a union of
-    them."""
+    """Return the parts of a list, a tuple, a set, an interval or a union of them; else None."""
     text = text.strip()
     if builder := _BUILDER.fullmatch(text):  # {x | x > 2}
         text = builder[1].strip()
@@ -186,11 +185,8 @@ def _split(text: str) -> list[str]:
     """Cut at commas and semicolons outside of brackets, but not at those of thousands."""
     parts, depth, start = [], 0, 0
     for position, character in enumerate(text):
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif character in ",;" and depth == 0:
+        depth += (character in "([{") - (character in ")]}")
+        if character in ",;" and depth == 0:
             parts.append(text[start:position].strip())
             start = position + 1
     parts.append(text[start:].strip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from areal_gym.envs.grading.numbers import NAME, without_unit
 from areal_gym.envs.grading.parts import has_list_words
@@ -17,8 +18,7 @@ _TIGHT = re.compile(r"\s+|\\(?=[ ])")
 
 
 def bare(text: str) -> str:
-    """Return the text for comparison letter by letter: choices lose their parentheses, words their
-    case."""
+    """Return the text for comparison letter by letter, without parentheses of choices and case."""
     choice = CHOICE.fullmatch(_OPTION.sub("", text))
     if choice:
         return (choice[1] or choice[2]).upper()
@@ -32,12 +32,9 @@ def bare(text: str) -> str:
 def is_choice(text: str, letter: str) -> bool:
     """Return whether the text is that choice: "(B) 12" is the choice "B"."""
     single, full = CHOICE.fullmatch(letter), _CHOICE_AND_TEXT.fullmatch(text)
-    return (
-        single is not None
-        and full is not None
-        and (single[1] or single[2]) == full[1]
-        and letter.strip("().: ").isupper()
-    )
+    if single is None or full is None or not letter.strip("().: ").isupper():
+        return False
+    return full[1] == (single[1] or single[2])
 
 
 # "k = 1/2", "f(x) = 2x", "x \in [1, 2]": the name is not part of the answer
@@ -53,13 +50,13 @@ _APPROXIMATELY = re.compile(r"\\approx(?![a-zA-Z])|\\simeq|\\sim(?![a-zA-Z])")
 
 def readings(a: str, b: str) -> list[tuple[str, str]]:
     """Return the pairs of readings, likeliest first: a value without its name or unit, ..."""
-    values = _value(_without_letter(a, b)), _value(_without_letter(b, a))
-    values = _spelled_out(values[0], values[1]), _spelled_out(values[1], values[0])
+    a, b = _value(_without_letter(a, b)), _value(_without_letter(b, a))
+    values = _spelled_out(a, b), _spelled_out(b, a)
     has_equation = len(_sides(values[0])) > 1, len(_sides(values[1])) > 1
     names = assigned_name(values[0]), assigned_name(values[1])
     if all(has_equation) and not all(names):
         return [values]
-    unnamed = _unnamed(values[0]), _unnamed(values[1])
+    unnamed = name_and_value(values[0])[1], name_and_value(values[1])[1]
     if all(has_equation) and names[0] != names[1]:
         return [unnamed, values]  # y = 2x + 3 is f(x) = 2x + 3, and x = 2y is y = x/2
     return [unnamed]
@@ -115,17 +112,54 @@ def assigned_name(text: str) -> str | None:
     return name_and_value(text)[0]
 
 
-def _unnamed(text: str) -> str:
-    """Return the value without its name."""
-    return name_and_value(text)[1]
-
-
 def name_and_value(text: str) -> tuple[str | None, str]:
     """Return the name and the value of an answer such as "x = 3"; the name may be missing."""
-    if "," not in text or text.count("=") < 2:
-        named = _NAMED.match(text)
-        value = text[named.end() :].strip() if named else ""
-        is_whole = named is not None and named[1].count("{") == named[1].count("}")
-        if named and is_whole and value and len(_sides(value)) == 1:
+    named = _NAMED.match(text)
+    if named and ("," not in text or text.count("=") < 2):
+        value = text[named.end() :].strip()
+        is_whole = named[1].count("{") == named[1].count("}")
+        if is_whole and value and len(_sides(value)) == 1:
             return named[1], value
     return None, text
+
+
+# ---- times of day --------------------------------------------------------------------------------
+
+_CLOCK = re.compile(
+    r"(?P<hour>[01]?\d|2[0-3])(?::(?P<minute>[0-5]\d)(?::(?P<second>[0-5]\d))?)?"
+    r"(?: ?(?P<half>[ap])m|(?P<named> noon| midnight))?",
+    re.IGNORECASE,
+)
+
+
+class Time(NamedTuple):
+    """A time of day as an answer writes it."""
+
+    hour: int
+    minutes: tuple[int, int]
+    """Minutes and seconds."""
+    half: str
+    """The half of the day, "a" or "p"; empty when it is left out."""
+
+
+def read_time(text: str) -> Time | None:
+    """Return the time in a tidy text with a colon or "am", "pm", "noon"; None for other texts."""
+    clock = _CLOCK.fullmatch(text)
+    if clock is None or not (clock["minute"] or clock["half"] or clock["named"]):
+        return None
+    half = (clock["half"] or "").lower()
+    if clock["named"]:
+        half = "p" if clock["named"].lower() == " noon" else "a"
+    time = Time(int(clock["hour"]), (int(clock["minute"] or 0), int(clock["second"] or 0)), half)
+    return None if half and not 1 <= time.hour <= 12 else time
+
+
+def are_same_times(a: Time, b: Time) -> bool:
+    """Return whether 17:45 is 5:45 pm, or one of the times leaves "pm" out."""
+    if a.hour == b.hour:
+        return a.minutes == b.minutes and (a.half == b.half or not (a.half and b.half))
+    return a.minutes == b.minutes and _hour_of_day(a) == _hour_of_day(b)
+
+
+def _hour_of_day(time: Time) -> int:
+    return time.hour % 12 + (12 if time.half == "p" else 0) if time.half else time.hour
