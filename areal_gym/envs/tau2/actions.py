@@ -41,14 +41,11 @@ def parse_action(action: str) -> ParsedAction:
 
 def to_functional(name: str, arguments: Mapping[Any, Any]) -> str:
     """Return the call as `name(key='value')`."""
-    return f"{name}({', '.join(f'{key}={_literal(value)}' for key, value in arguments.items())})"
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, str):
-        escaped = value.replace("'", "\\'")
-        return f"'{escaped}'"
-    return repr(value)
+    texts = {
+        key: "'" + value.replace("'", "\\'") + "'" if isinstance(value, str) else repr(value)
+        for key, value in arguments.items()
+    }
+    return f"{name}({', '.join(f'{key}={text}' for key, text in texts.items())})"
 
 
 def _json_call(text: str) -> tuple[str, Mapping[Any, Any]] | None:
@@ -71,12 +68,10 @@ def _functional_call(text: str) -> tuple[str, Mapping[Any, Any]] | None:
         node = ast.parse(text, mode="eval").body
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             return None
-        return node.func.id, {keyword.arg: _value(keyword.value) for keyword in node.keywords}
+        values = [(keyword.arg, keyword.value) for keyword in node.keywords]
+        return node.func.id, {
+            name: value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
+            for name, value in values
+        }
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-
-
-def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name):
-        return node.id
-    return ast.literal_eval(node)

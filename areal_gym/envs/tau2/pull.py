@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +67,9 @@ async def _pull_all(folder: Path, base_url: str, on_progress: Progress | None) -
     total = sum(row["bytes"] for row in facts["files"])
     have = 0
 
-    def counter(path: str, before: int) -> Callable[[int], None]:
-        def count(here: int) -> None:
-            if on_progress is not None:
-                on_progress(path, before + here, total)
-
-        return count
+    def count(path: str, before: int, here: int) -> None:
+        if on_progress is not None:
+            on_progress(path, before + here, total)
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -79,9 +77,9 @@ async def _pull_all(folder: Path, base_url: str, on_progress: Progress | None) -
             file = folder / row["path"]
             if not (file.exists() and _digest(file) == row["sha256"]):
                 url = f"{base_url}/{facts['repository']}/{facts['commit']}/data/{row['path']}"
-                await _pull_file(session, url, file, row, counter(row["path"], have))
+                await _pull_file(session, url, file, row, partial(count, row["path"], have))
             have += row["bytes"]
-            counter(row["path"], have)(0)
+            count(row["path"], have, 0)
 
 
 async def _pull_file(
@@ -105,13 +103,9 @@ async def _pull_file(
             return
         part.unlink()
         trouble = "its checksum is another one"
-    raise InfrastructureError(
-        f"cannot fetch {url}: {trouble}",
-        hints=[
-            "again, it goes on where it stopped: areal-gym data pull tau2",
-            "from elsewhere: areal-gym data pull tau2 --base-url URL",
-        ],
-    )
+    again = "again, it goes on where it stopped: areal-gym data pull tau2"
+    elsewhere = "from elsewhere: areal-gym data pull tau2 --base-url URL"
+    raise InfrastructureError(f"cannot fetch {url}: {trouble}", hints=[again, elsewhere])
 
 
 async def _try(

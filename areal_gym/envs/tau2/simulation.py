@@ -1,7 +1,7 @@
 """One conversation: assistant, user and world take turns until one of them ends it.
 
 Counts and ends are the benchmark's: every message after the greeting is a step, errors are counted
-over the whole conversation, and limits are looked at when nobody waits for a tool.
+over the whole conversation, and limits are looked at when no tool has yet to answer.
 """
 
 from __future__ import annotations
@@ -51,19 +51,15 @@ class Simulation:
         self.termination: str | None = None
         self._max_steps = max_steps
         self._max_errors = max_errors
+        self.is_solo = user_factory is None
         self._user: User | None = None
         if user_factory is not None:
             self._user = user_factory(Scene(domain=domain, case=case, world=self.world))
 
-    @property
-    def is_solo(self) -> bool:
-        """Whether there is no user."""
-        return self._user is None
-
     def open(self) -> str:
         """Greet the user and return the user's reply."""
         assert self._user is not None
-        self._note("assistant", GREETING)
+        self.transcript.append({"role": "assistant", "content": GREETING})
         self.says.append(GREETING)
         return self._hear(self._user.open(GREETING))
 
@@ -134,12 +130,11 @@ class Simulation:
         results = [
             self.world.call(self._side_of(call), call.name, call.arguments) for call in calls
         ]
-        self.calls.extend(calls)
-        self.results.extend(results)
+        self.calls += calls
+        self.results += results
         self.num_steps += 1
         self.num_errors += sum(result.is_error for result in results)
-        for result in results:
-            self._note("tool", result.text)
+        self.transcript += [{"role": "tool", "content": result.text} for result in results]
         return results
 
     def _side_of(self, call: Call) -> Requestor:
@@ -156,7 +151,4 @@ class Simulation:
 
     def _step(self, role: str, text: str | None) -> None:
         self.num_steps += 1
-        self._note(role, text)
-
-    def _note(self, role: str, text: str | None) -> None:
         self.transcript.append({"role": role, "content": text})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -11,9 +12,8 @@ import numpy as np
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.envs.chat_client import ChatClient
 from areal_gym.envs.tau2.actions import parse_action
-from areal_gym.envs.tau2.benchmark_data import POLICIES
-from areal_gym.envs.tau2.domain_state import Tools, load_tools
-from areal_gym.envs.tau2.gold import gold_text
+from areal_gym.envs.tau2.benchmark_data import POLICIES, Case
+from areal_gym.envs.tau2.domain_state import Arguments, load_tools
 from areal_gym.envs.tau2.judge import ForeignJudge, Judge, LLMJudge, NoJudge
 from areal_gym.envs.tau2.mock import Borrower, library_closing
 from areal_gym.envs.tau2.simulation import Simulation
@@ -21,7 +21,7 @@ from areal_gym.envs.tau2.sources import source_of
 from areal_gym.envs.tau2.users.base import STOP, UserFactory
 from areal_gym.envs.tau2.users.customer import Customer
 from areal_gym.envs.tau2.users.llm_user import LLMUser
-from areal_gym.envs.tau2.users.phone_owner import PhoneOwner
+from areal_gym.envs.tau2.users.phone_owner import REQUESTS, PhoneOwner
 from areal_gym.envs.tau2.verdicts import Call, Verdict
 from areal_gym.envs.tools import Tool
 from areal_gym.errors import UsageError, did_you_mean
@@ -129,7 +129,10 @@ class Tau2Env(TextEnv):
         self.judges_all_output = user == "rule"
         self._reads_action_strings = action_strings
         self._limits = {"max_steps": max_steps, "max_errors": max_errors}
-        self.tools = _assistant_tools(self._source.tools, solo)
+        tools = self._source.tools
+        users = [*tools["user"].values()] if solo else []
+        self.tools = tuple(info.tool for info in (*tools["assistant"].values(), *users))
+        self.tools += (_DONE,) if solo else ()
         self._simulation: Simulation | None = None
 
     @property
@@ -239,6 +242,47 @@ class Tau2Env(TextEnv):
         )
 
 
+# ---- the messages of a perfect assistant ---------------------------------------------------------
+
+_REQUESTS = {**REQUESTS, "read_card": "What is your card number?"}
+_TRANSFERRING = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT. PLEASE HOLD ON."
+_CLOSING = "I am sorry, but I cannot do more than that. Is there anything else I can help you with?"
+
+
+def gold_text(case: Case, number: int, *, is_solo: bool, closing: str | None = None) -> str:
+    """Return the message of that number; the last one may have to be repeated.
+
+    In solo mode the assistant calls the user's tools itself, and `done` at the end.
+
+    Args:
+        case: the task.
+        number: of messages before it.
+        is_solo: whether there is no user to be asked.
+        closing: the last text; by default one that tells what has to be communicated.
+    """
+    if number < len(case.gold_actions):
+        action = case.gold_actions[number]
+        if action.requestor == "assistant" or is_solo:
+            return _tool_call(action.name, action.arguments)
+        return _REQUESTS[action.name].format_map(action.arguments)
+    facts = " ".join(f"{info}." for info in case.communicate_info)
+    if is_solo:
+        return f"{closing or facts}\n{_tool_call(_DONE.name, {})}".strip()
+    if any(action.name == "transfer_to_human_agents" for action in case.gold_actions):
+        end = _TRANSFERRING
+    else:
+        end = "Is everything working now?" if case.domain == "telecom" else _CLOSING
+    return closing or f"{facts} {end}".strip()
+
+
+def _tool_call(name: str, arguments: Arguments) -> str:
+    call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+# ---- parts of the environment --------------------------------------------------------------------
+
+
 def _with_action_string(message: Message) -> Message:
     if message.get("tool_calls") or not message["content"].strip():
         return message
@@ -248,13 +292,6 @@ def _with_action_string(message: Message) -> Message:
     function = FunctionCall(name=parsed.name, arguments=dict(parsed.arguments))
     call = ToolCall(id="call00000", type="function", function=function)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def _assistant_tools(tools: Tools, solo: bool) -> tuple[Tool, ...]:
-    assistant_tools = [info.tool for info in tools["assistant"].values()]
-    if solo:
-        assistant_tools += [info.tool for info in tools["user"].values()] + [_DONE]
-    return tuple(assistant_tools)
 
 
 def _metrics_of(verdict: Verdict, task: Task) -> dict[str, float]:
@@ -295,13 +332,9 @@ def _is_url(text: str) -> bool:
 def _imported(path: str, what: str) -> Any:
     module, separator, name = path.partition(":")
     if not separator:
-        raise UsageError(
-            f"no {what} {path!r}",
-            hints=[
-                *([f"{what}=rule"] if what == "user" else []),
-                f"{what}=http://HOST:PORT (OpenAI-compatible), or {what}=package.module:Name",
-            ],
-        )
+        ways = [f"{what}=http://HOST:PORT (OpenAI-compatible), or {what}=package.module:Name"]
+        rule = ["user=rule"] if what == "user" else []
+        raise UsageError(f"no {what} {path!r}", hints=[*rule, *ways])
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:

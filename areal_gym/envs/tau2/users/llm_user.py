@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_gym.envs.chat_client import ChatClient
-from areal_gym.envs.tau2.domain_state import CallResult
+from areal_gym.envs.tau2.domain_state import Arguments, CallResult
 from areal_gym.envs.tau2.users.base import Scene, UserTurn, opening_of
 from areal_gym.errors import EnvError
 
@@ -22,16 +22,12 @@ class LLMUser:
 
     def __init__(self, scene: Scene, client: ChatClient) -> None:
         guidelines = scene.domain.guidelines.replace("<PERSONA_GUIDELINES>", "")
+        prompt = f"{guidelines}\n\n<scenario>\n{describe_scenario(scene)}\n</scenario>"
         self._client = client
         self._opening = opening_of(scene.case)
         self._tools = [info.schema for info in scene.domain.tools["user"].values()]
         self._call_ids: list[str] = []
-        self._history: list[Mapping[str, Any]] = [
-            {
-                "role": "system",
-                "content": f"{guidelines}\n\n<scenario>\n{describe_scenario(scene)}\n</scenario>",
-            }
-        ]
+        self._history: list[Mapping[str, Any]] = [{"role": "system", "content": prompt}]
 
     def open(self, greeting: str) -> str:
         """Return the reason for the call, in the first person."""
@@ -66,28 +62,20 @@ class LLMUser:
         return UserTurn(text, [_parse_call(call) for call in calls])
 
 
-_INSTRUCTIONS = (
-    "domain",
-    "reason_for_call",
-    "known_info",
-    "unknown_info",
-    "task_instructions",
-)
+_FACTS = ("persona", "domain", "reason_for_call", "known_info", "unknown_info", "task_instructions")
 
 
 def describe_scenario(scene: Scene) -> str:
     """Return the description of the role that the model plays."""
-    case = scene.case
-    parts = [("Persona", case.persona)]
-    parts += [
-        (name.replace("_", " ").capitalize(), case.instructions.get(name)) for name in _INSTRUCTIONS
-    ]
+    texts = {**scene.case.instructions, "persona": scene.case.persona}
     return "\n".join(
-        f"{title}:\n\t" + str(text).replace("\n", "\n\t") for title, text in parts if text
+        f"{name.replace('_', ' ').capitalize()}:\n\t" + str(texts[name]).replace("\n", "\n\t")
+        for name in _FACTS
+        if texts.get(name)
     )
 
 
-def _parse_call(call: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _parse_call(call: Mapping[str, Any]) -> tuple[str, Arguments]:
     try:
         name, raw = call["function"]["name"], call["function"].get("arguments") or "{}"
         arguments = json.loads(raw) if isinstance(raw, str) else raw
