@@ -2,7 +2,7 @@ r"""Grades answers: extracts the answer from a text, and compares it with the ri
 
     text --extract_answer--> "\frac{1}{2}" --is_equal--> bool
 
-Pass assistant text only: a number that a tool printed is nobody's answer. Nothing here raises or
+Pass assistant text only: a number that a tool printed is not an answer. Nothing here raises or
 hangs, whatever the text.
 
     numbers     compared exactly and without sympy, in microseconds (`is_same_number`)

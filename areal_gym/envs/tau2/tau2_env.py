@@ -54,7 +54,7 @@ class Tau2Env(TextEnv):
     Tools: the domain's own, see `areal-gym show tau2/retail`. Telecom's user has a phone with 30
         more, which only the user can operate.
     Observation: the policy of the house and what the user says; results of tools.
-    Action: a text for the user, or tool calls. Text beside calls reaches nobody.
+    Action: a text for the user, or tool calls. The user does not read text beside calls.
     Reward: once, at the end: the product of the parts that the task names (database, assertions
         about the world, what was communicated, actions, assertions in natural language), each 0
         or 1. Parts are named as in the benchmark, in lower case.
@@ -64,7 +64,7 @@ class Tau2Env(TextEnv):
     Splits: the benchmark's: `train`, `test`, `base` (both), telecom also `small` and `full`. The
         library: `train` and `test`, endless.
     Metrics: `tool_calls`, `tool_errors`; at the end `db_match`, `nl_unjudged` (1: assertions in
-        natural language stood in the verdict and nobody judged them), `solved_by_inaction` (1:
+        natural language stood in the verdict and were not judged), `solved_by_inaction` (1:
         doing nothing would have been worth 1), `own_tool_texts` (1: the tools were described in
         our words, 0: in those of a file).
     Data: tau2-bench, MIT, Copyright (c) 2025 Sierra Research; not contained, see docs/tau2.md. The

@@ -20,8 +20,8 @@ from areal_gym.envs.tau2.actions import parse_action, to_functional
 from areal_gym.envs.tau2.benchmark_data import DOMAINS, Case, Domain, load_domain
 from areal_gym.envs.tau2.domain_state import World, load_tools
 from areal_gym.envs.tau2.simulation import Simulation
+from areal_gym.envs.tau2.sources import without_descriptions
 from areal_gym.envs.tau2.telecom import TelecomWorld
-from areal_gym.envs.tau2.tool_texts import without_descriptions
 from areal_gym.envs.tau2.users.base import STOP, ScriptedUser, UserTurn
 from areal_gym.envs.tau2.verdicts import Call, Verdict
 from areal_gym.errors import DataError, NothingToDoError

@@ -85,7 +85,7 @@ async def evaluate(
         "ENV_ASSERTION": all(assertions),
         "ACTION": all(actions),
         "COMMUNICATE": all(communicated),
-        # The stand-in where nobody can judge: `is_nl_judged` says so.
+        # The stand-in where there is no judge: `is_nl_judged` says so.
         "NL_ASSERTION": all(judged) if judged is not None else all(communicated),
     }
     breakdown = {name: float(parts[name]) for name in case.reward_basis}

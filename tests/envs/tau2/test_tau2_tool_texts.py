@@ -8,7 +8,7 @@ import pytest
 import areal_gym
 from areal_gym.cli.app import run
 from areal_gym.envs.tau2.domain_state import load_tools
-from areal_gym.envs.tau2.tool_texts import read_tools, without_descriptions
+from areal_gym.envs.tau2.sources import read_tools, without_descriptions
 from areal_gym.envs.tau2.verdict_replay import replay
 from areal_gym.errors import DataError, UsageError
 from tests._support.tau2_data import DATA, FIXTURES, needs_data, needs_fixtures

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_gym.envs.tau2.benchmark_calculator import calculate
 from areal_gym.envs.tau2.database import (
     Database,
     Tables,
@@ -17,7 +16,7 @@ from areal_gym.envs.tau2.database import (
     as_text,
     sorted_text,
 )
-from areal_gym.envs.tau2.domain_state import load_tools
+from areal_gym.envs.tau2.domain_state import calculate, load_tools
 from areal_gym.envs.tau2.retail import RetailWorld
 from areal_gym.errors import DataError
 from tests._support.small_shop import ADDRESS, airline_world, shop_tables, telecom_world

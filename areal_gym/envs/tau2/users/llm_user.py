@@ -17,7 +17,7 @@ class LLMUser:
 
     It sees the conversation with the roles swapped, its own tool calls and their results, and
     nothing of the assistant's. Its first words are made from the scenario by rule, so that `reset`
-    waits for nobody; everything after them is the model's.
+    does not wait; everything after them is the model's.
     """
 
     def __init__(self, scene: Scene, client: ChatClient) -> None:
