@@ -55,17 +55,14 @@ def library_tasks() -> GeneratedTasks:
 
 def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
     """Return the task as a domain of its own with one case."""
-    loans = {card: dict(items) for card, items in data["loans"].items()}
     card, item, wish = data["card"], data["item"], data["wish"]
-    tables = Tables({"loans": {key: {"card": key, "items": loans[key]} for key in loans}})
+    loans = {key: {"card": key, "items": dict(items)} for key, items in data["loans"].items()}
+    tables = Tables({"loans": loans})
     arguments = {"card": card, "item": item}
-    is_refused = wish == "renew" and loans[card][item] == _OVERDUE
+    outcome = _outcome(data)
     gold = [Action("user", "read_card", {}), Action("assistant", "look_up", arguments)]
-    if is_refused:
-        info = _OVERDUE
-    else:
+    if outcome != _OVERDUE:
         gold.append(Action("assistant", wish, arguments))
-        info = "back" if wish == "take_back" else f"day {loans[card][item] + _WEEK}"
     verb = "renew" if wish == "renew" else "return"
     case = Case(
         id=f"{card}/{item}/{wish}",
@@ -77,7 +74,7 @@ def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
         },
         ticket=f"The customer wants to {verb} the {item}.",
         gold_actions=gold,
-        communicate_info=(info,),
+        communicate_info=(outcome,),
     )
     domain = Domain(
         name="mock",
@@ -94,12 +91,15 @@ def library_domain(data: Mapping[str, Any]) -> tuple[Domain, Case]:
 
 def library_closing(data: Mapping[str, Any]) -> str:
     """Return the assistant's last message of a solved task."""
-    item, due = data["item"], data["loans"][data["card"]][data["item"]]
+    outcome = _outcome(data)
+    return f"The {data['item']} is {'due on ' if outcome.startswith('day') else ''}{outcome}."
+
+
+def _outcome(data: Mapping[str, Any]) -> str:
+    due = data["loans"][data["card"]][data["item"]]
     if data["wish"] == "take_back":
-        return f"The {item} is back."
-    if due == _OVERDUE:
-        return f"The {item} is overdue."
-    return f"The {item} is due on day {due + _WEEK}."
+        return "back"
+    return _OVERDUE if due == _OVERDUE else f"day {due + _WEEK}"
 
 
 class LibraryWorld(DatabaseWorld):

@@ -6,6 +6,7 @@ over the whole conversation, and limits are looked at when no tool has yet to an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from areal_gym.envs.tau2.benchmark_data import Case, Domain
 from areal_gym.envs.tau2.domain_state import CallResult, Requestor, load_tools
 from areal_gym.envs.tau2.judge import Judge
 from areal_gym.envs.tau2.users.base import GIVE_UP, STOP_TOKENS, Scene, User, UserFactory
-from areal_gym.envs.tau2.verdicts import Call, Verdict, evaluate
+from areal_gym.envs.tau2.verdicts import STOPS, Call, Verdict, is_assertion_met, is_call_of
 
 GREETING = "Hi! How can I help you today?"
 """The assistant's first message, which every conversation starts with."""
@@ -92,16 +93,43 @@ class Simulation:
         self.termination = self.termination or termination
 
     async def verdict(self, judge: Judge) -> Verdict:
-        """Judge the conversation."""
-        return await evaluate(
-            self.domain,
-            self.case,
-            world=self.world,
-            calls=self.calls,
-            says=self.says,
-            transcript=self.transcript,
-            termination=self.termination or "",
-            judge=judge,
+        """Judge the conversation.
+
+        Raises:
+            EnvError: the judge could not be asked.
+        """
+        case = self.case
+        if self.termination not in STOPS:
+            return Verdict(reward=0.0)
+        if not case.has_criteria:
+            return Verdict(reward=1.0)
+        is_db_equal = self.world.state() == self.domain.gold_state(case)
+        assertions = [is_assertion_met(self.world, row) for row in case.env_assertions]
+        actions = [any(is_call_of(gold, call) for call in self.calls) for gold in case.gold_actions]
+        spoken = [text.lower().replace(",", "") for text in self.says]
+        communicated = [
+            any(info.lower() in text for text in spoken) for info in case.communicate_info
+        ]
+        needs_judge = bool(case.nl_assertions) and "NL_ASSERTION" in case.reward_basis
+        judged = await judge.judge(self.transcript, case.nl_assertions) if needs_judge else []
+        parts = {
+            "DB": is_db_equal,
+            "ENV_ASSERTION": all(assertions),
+            "ACTION": all(actions),
+            "COMMUNICATE": all(communicated),
+            # The stand-in where there is no judge: `is_nl_judged` says so.
+            "NL_ASSERTION": all(judged) if judged is not None else all(communicated),
+        }
+        breakdown = {name: float(parts[name]) for name in case.reward_basis}
+        return Verdict(
+            reward=math.prod(breakdown.values()),
+            breakdown=breakdown,
+            db_match=is_db_equal,
+            env_assertions=assertions,
+            action_checks=actions,
+            communicate_checks=communicated,
+            nl_checks=judged or (),
+            is_nl_judged=judged is not None,
         )
 
     async def _ask_user(self, event: str | Sequence[CallResult]) -> str:

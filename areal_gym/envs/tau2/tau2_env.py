@@ -307,12 +307,8 @@ def _metrics_of(verdict: Verdict, task: Task) -> dict[str, float]:
 def _user_factory(user: str | UserFactory, model: str, domain: str) -> UserFactory:
     if not isinstance(user, str):
         return user
-    if user == "rule":
-        return _RULES[domain]
-    if _is_url(user):
-        client = ChatClient(user, model=model)
-        return lambda scene: LLMUser(scene, client)
-    return _imported(user, "user")  # type: ignore[no-any-return]
+    named = _RULES[domain] if user == "rule" else _named(user, model, "user")
+    return (lambda scene: LLMUser(scene, named)) if isinstance(named, ChatClient) else named
 
 
 def _judge(judge: str | Judge | None, model: str) -> Judge:
@@ -320,16 +316,14 @@ def _judge(judge: str | Judge | None, model: str) -> Judge:
         return NoJudge()
     if not isinstance(judge, str):
         return ForeignJudge(judge)
-    if _is_url(judge):
-        return LLMJudge(ChatClient(judge, model=model))
-    return ForeignJudge(_imported(judge, "judge")())
+    named = _named(judge, model, "judge")
+    return LLMJudge(named) if isinstance(named, ChatClient) else ForeignJudge(named())
 
 
-def _is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
-
-
-def _imported(path: str, what: str) -> Any:
+def _named(path: str, model: str, what: str) -> Any:
+    """Return the client of a URL, or the object at `package.module:Name`."""
+    if path.startswith(("http://", "https://")):
+        return ChatClient(path, model=model)
     module, separator, name = path.partition(":")
     if not separator:
         ways = [f"{what}=http://HOST:PORT (OpenAI-compatible), or {what}=package.module:Name"]

@@ -10,7 +10,7 @@ from areal_gym.envs.tau2.benchmark_data import Action
 from areal_gym.envs.tau2.judge import NoJudge
 from areal_gym.envs.tau2.simulation import GREETING, Simulation
 from areal_gym.envs.tau2.users.base import GIVE_UP, ScriptedUser, UserTurn
-from areal_gym.envs.tau2.verdicts import Call, evaluate, is_solved_by_inaction
+from areal_gym.envs.tau2.verdicts import Call, is_solved_by_inaction
 from tests._support.small_shop import shop_case, shop_domain, telecom_world
 
 
@@ -28,22 +28,13 @@ class Judge:
 
 def verdict_on(case, calls=(), says=(), termination="user_stop", judge=None):
     """Return the verdict on an episode with these calls and messages of the assistant."""
-    domain = shop_domain(case)
-    world = domain.initial_world(case)
+    simulation = Simulation(shop_domain(case), case, None)
     for call in calls:
-        world.call(call.requestor, call.name, call.arguments)
-    return asyncio.run(
-        evaluate(
-            domain,
-            case,
-            world=world,
-            calls=list(calls),
-            says=[GREETING, *says],
-            transcript=[],
-            termination=termination,
-            judge=judge or NoJudge(),
-        )
-    )
+        simulation.world.call(call.requestor, call.name, call.arguments)
+    simulation.calls = list(calls)
+    simulation.says = [GREETING, *says]
+    simulation.end(termination)
+    return asyncio.run(simulation.verdict(judge or NoJudge()))
 
 
 def gold_calls(case):
