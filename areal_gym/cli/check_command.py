@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command("check")
-@env_with_arguments("what", "ENV|PACKAGE")
+@env_with_arguments("target", "ENV|PACKAGE")
 @click.option("-n", "--tasks", "num_tasks", type=POSITIVE, default=16, help="Tasks per rule.")
 @click.option(
     *("--concurrent", "num_concurrent"),
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def check_command(
     options: Options,
-    what: str,
+    target: str,
     settings: Mapping[str, Any],
     num_tasks: int,
     num_concurrent: int,
@@ -65,9 +65,9 @@ def check_command(
     from areal_gym.envs.checker import check_env
 
     if fixtures is not None:
-        return _replay_fixtures(what, fixtures, settings, as_json=as_json)
+        return _replay_fixtures(target, fixtures, settings, as_json=as_json)
     reports: dict[str, list[RuleResult]] = {}
-    for entry in _entries(what):
+    for entry in _entries(target):
         if isinstance(entry.spec, EnvSpec):
             talk(f"checking {entry.id}: {num_tasks} tasks per rule")
             reports[entry.id] = check_env(
@@ -82,26 +82,26 @@ def check_command(
     return int(any(not result.is_ok for report in reports.values() for result in report))
 
 
-def _entries(what: str) -> list[Entry]:
+def _entries(target: str) -> list[Entry]:
     """Return the environment of that id, or the entries of the plugin or distribution."""
     known = registry()
-    plugins = [p for p in known.manager.plugins if what in (p.name, p.distribution)]
-    if any(entry.id == what for entry in known.entries("envs")) or not plugins:
+    plugins = [p for p in known.manager.plugins if target in (p.name, p.distribution)]
+    if any(entry.id == target for entry in known.entries("envs")) or not plugins:
         try:
-            return [known.get("envs", what)]
+            return [known.get("envs", target)]
         except UnknownIdError as error:
             packages = {name for p in known.manager.plugins for name in (p.name, p.distribution)}
-            hints = [did_you_mean(what, sorted(packages)), *error.hints]
+            hints = [did_you_mean(target, sorted(packages)), *error.hints]
             raise UnknownIdError(error.message, hints=hints) from None
     broken = [plugin for plugin in plugins if plugin.problems]
     if broken:
         reasons = [f"{plugin}: {problem}" for plugin in broken for problem in plugin.problems]
-        raise PluginError(f"{what} does not load", hints=reasons)
+        raise PluginError(f"{target} does not load", hints=reasons)
     entries = [entry for entry in known.manager.registrations if entry.plugin in plugins]
     # An adapter is an environment only with a name after the colon.
     checkable = [entry for entry in entries if entry.spec.shown_id == entry.id]
     if not checkable:
-        raise NothingToDoError(f"{what!r} offers nothing that can be checked")
+        raise NothingToDoError(f"{target!r} offers nothing that can be checked")
     return checkable
 
 
@@ -154,15 +154,17 @@ def _print_table(name: str, report: Sequence[RuleResult]) -> None:
 # ---- tau2 --------------------------------------------------------------------------------------
 
 
-def _replay_fixtures(what: str, folder: Path, settings: Mapping[str, Any], *, as_json: bool) -> int:
+def _replay_fixtures(
+    target: str, folder: Path, settings: Mapping[str, Any], *, as_json: bool
+) -> int:
     """Replay a directory of recorded verdicts, print how many agree, return the exit code."""
     from areal_gym.envs.tau2.benchmark_data import DOMAINS
     from areal_gym.envs.tau2.verdict_replay import replay
 
-    package, _, domain = what.partition("/")
+    package, _, domain = target.partition("/")
     if package != "tau2" or domain not in ("", *DOMAINS):
         raise UsageError(
-            f"{what!r} has no recorded verdicts to replay",
+            f"{target!r} has no recorded verdicts to replay",
             hints=["available: tau2, " + ", ".join(f"tau2/{name}" for name in DOMAINS)],
         )
     if unknown := set(settings) - {"data_dir"}:

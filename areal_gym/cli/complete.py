@@ -62,7 +62,7 @@ def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> Ite
 
 def env_arguments(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Complete `key=` of the arguments of the environment named before."""
-    env = ctx.params.get("env") or ctx.params.get("what")
+    env = ctx.params.get("env") or ctx.params.get("target")
     names = inspect.signature(registry().load("envs", str(env))).parameters if env else ()
     return matching(((f"{name}=", "") for name in names), incomplete)
 

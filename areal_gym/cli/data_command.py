@@ -58,16 +58,25 @@ def pull_command(
     """
     if source not in SOURCES:
         raise UsageError(f"no data {source!r} to download", hints=choices(source, SOURCES))
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
     from areal_gym.envs.tau2.benchmark_data import manifest
     from areal_gym.envs.tau2.pull import BASE_URL, pull
 
     facts = manifest()
     talk(f"{facts['repository']} at {facts['commit'][:12]} ({facts['licence']})")
-    url = base_url or BASE_URL
-    if options.is_plain or not sys.stderr.isatty():
-        folder = pull(to, base_url=url, force=force)
-    else:
-        folder = _pull_with_bar(to, url, force=force)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    is_shown = sys.stderr.isatty() and not options.is_plain
+    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
+        task = bar.add_task("")
+
+        def on_progress(path: str, here: int, total: int) -> None:
+            name = path.rpartition("/")[2]
+            bar.update(task, description=name, completed=here, total=total)
+
+        url = base_url or BASE_URL
+        folder = pull(to, base_url=url, force=force, on_progress=on_progress)
     print_data(str(folder))
     if to is not None:
         talk(f"environments find it with: export TAU2_DATA_DIR={folder}")
@@ -160,22 +169,3 @@ def _line(row: dict[str, Any]) -> tuple[str, str, str, str]:
     rest = {key: value for key, value in row["data"].items() if value != question}
     data = "  ".join(f"{key}={short(value, 30)}" for key, value in rest.items())
     return str(row["index"]), row["id"], short(question, 70), short(data, 90)
-
-
-def _pull_with_bar(to: Path | None, url: str, *, force: bool) -> Path:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    from areal_gym.envs.tau2.pull import pull
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("")
-        return pull(
-            to,
-            base_url=url,
-            force=force,
-            on_progress=lambda path, here, total: bar.update(
-                task, description=path.rpartition("/")[2], completed=here, total=total
-            ),
-        )

@@ -15,26 +15,29 @@ from areal_gym.errors import DataError, NothingToDoError, UsageError, choices
 from areal_gym.plugins import KINDS, Entry, Kind, registry
 from areal_gym.utils.markup import counted, short
 
-WHAT = (*KINDS, "algorithms", "runs")
+CHOICES = (*KINDS, "algorithms", "runs")
 
 
 @click.command("list")
 @click.argument(
-    "what", required=False, metavar=f"[{'|'.join(WHAT)}]", shell_complete=complete.one_of(*WHAT)
+    "kind",
+    required=False,
+    metavar=f"[{'|'.join(CHOICES)}]",
+    shell_complete=complete.one_of(*CHOICES),
 )
 @json_option()
 @click.option("--root", type=PATH, default=Path("runs"), help="The directory of runs.")
 @common_options
-def list_command(what: str | None, as_json: bool, root: Path) -> None:
+def list_command(kind: str | None, as_json: bool, root: Path) -> None:
     """List what plugins offer, by kind, with its plugin; or algorithms, or runs."""
-    if what == "runs":
+    if kind == "runs":
         _list_runs(root, as_json)
-    elif what == "algorithms":
+    elif kind == "algorithms":
         _list_algorithms(as_json)
-    elif what is None or what in KINDS:
-        _list_plugins(what, as_json)
+    elif kind is None or kind in KINDS:
+        _list_plugins(kind, as_json)
     else:
-        raise UsageError(f"unknown kind of plugin {what!r}", hints=choices(what, WHAT))
+        raise UsageError(f"unknown kind of plugin {kind!r}", hints=choices(kind, CHOICES))
 
 
 def _list_plugins(only: Kind | None, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from areal_gym.agents.base import Agent
 from areal_gym.chat import Renderer
 from areal_gym.engines.base import Engine, SamplingParams
 from areal_gym.envs.base import TextEnv
-from areal_gym.errors import EpisodeError, FailureBudgetError, NothingToDoError
+from areal_gym.errors import EpisodeError, NothingToDoError
 from areal_gym.recording import derive_seed
 from areal_gym.rollout.episode_runners import (
     EnvPool,
@@ -122,7 +122,7 @@ async def measure(
         on_trajectory=on_trajectory,
     )
     if all(trajectory.stop_reason.is_failure for trajectory in trajectories):
-        raise FailureBudgetError(budget.describe(), hints=budget.hints())
+        raise budget.error()
     return make_report(
         trajectories,
         env_id=env_id or type(envs.take()).__name__,

@@ -107,30 +107,24 @@ class FailureBudget:
         self._num_in_a_row += 1
         if not self.is_outage:
             self._recent.append(stop_reason)
-            if self._failures().total() > self._max_rate * self._window:
-                raise FailureBudgetError(self.describe(), hints=self.hints())
+            num_failed = sum(reason.is_failure for reason in self._recent)
+            if num_failed > self._max_rate * self._window:
+                raise self.error()
         elif (outage_s := self._clock() - self._failing_since) > PATIENCE_S:
-            raise FailureBudgetError(
+            raise self.error(
                 f"no episode has completed for {outage_s:.0f} s, {self._num_in_a_row} failed in "
-                f"a row; {self.describe()}",
-                hints=self.hints(),
+                "a row; "
             )
 
-    def _failures(self) -> Counter[StopReason]:
-        return Counter(reason for reason in self._recent if reason.is_failure)
-
-    def describe(self) -> str:
-        """Describe the share of failures, their boundaries and the last error."""
-        failures = self._failures()
-        where = ", ".join(f"{count} {reason}" for reason, count in failures.most_common())
-        return (
-            f"{failures.total()} of the last {len(self._recent)} episodes failed ({where}); "
-            f"the last error: {self._last_error}"
+    def error(self, cause: str = "") -> FailureBudgetError:
+        """Return an error that names the share of failures, their boundaries and the last error."""
+        failures = Counter(reason for reason in self._recent if reason.is_failure).most_common()
+        where = ", ".join(f"{count} {reason}" for reason, count in failures)
+        return FailureBudgetError(
+            f"{cause}{sum(count for _, count in failures)} of the last {len(self._recent)} "
+            f"episodes failed ({where}); the last error: {self._last_error}",
+            hints=[_HINTS.get(reason) for reason, _ in failures[:1]],
         )
-
-    def hints(self) -> list[str]:
-        """Return what to do about the most common failure."""
-        return [_HINTS[reason] for reason, _ in self._failures().most_common(1) if reason in _HINTS]
 
 
 class Outage:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from areal_gym.config import RolloutConfig
-from areal_gym.errors import EpisodeError, FailureBudgetError, InfrastructureError
+from areal_gym.errors import EpisodeError, InfrastructureError
 from areal_gym.recording import derive_seed, stop_reason_of
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.episode_runners import (
@@ -356,8 +356,7 @@ class RolloutRunner:
         is_allowed = self._num_failed_in_a_row < max(8, 2 * self.config.batch_groups)
         if is_allowed or budget.is_outage:  # an outage has a patience of its own
             return
-        raise FailureBudgetError(
+        raise budget.error(
             f"{self._num_failed_in_a_row} groups in a row completed with fewer than "
-            f"min_group_size = {self.config.min_group_size} members; {budget.describe()}",
-            hints=budget.hints(),
+            f"min_group_size = {self.config.min_group_size} members; "
         )

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,8 @@ def prepare_starter(
         tokenizer = _make_tokenizer(env, recipe, draft)
         renderer = Renderer.from_checkpoint(draft)
         decoder = build_decoder(_decoder_config(recipe, tokenizer), seed=seed)
-        facts = _imitate(decoder, _Encoder(env, tokenizer, renderer), recipe, seed, on_progress)
+        encode = partial(_example, tokenizer, renderer)
+        facts = _imitate(decoder, env, encode, recipe, seed, on_progress)
         facts["warm_start_s"] = round(time.perf_counter() - start_s, 2)
         facts["num_parameters"] = sum(p.numel() for p in decoder.parameters())
         save_checkpoint(
@@ -155,9 +157,8 @@ def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
     rng = random.Random(0)  # one tokenizer for all seeds of a recipe
 
     def text_of(shown: Demonstration) -> str:
-        ids = list(
-            renderer.first_ids(shown.first_messages, [tool.schema() for tool in shown.tools])
-        )
+        schemas = [tool.schema() for tool in shown.tools]
+        ids = list(renderer.first_ids(shown.first_messages, schemas))
         for turn, text in enumerate(shown.texts):
             ids += as_bytes.encode(text)
             replies = shown.replies[turn] if turn < len(shown.replies) else ()
@@ -170,34 +171,27 @@ def _make_tokenizer(env: TextEnv, recipe: Recipe, directory: Path) -> Tokenizer:
     return tokenizer
 
 
-class _Encoder:
-    """Encodes demonstrations as training rows, with the renderer of episodes."""
+def _example(
+    tokenizer: Tokenizer, renderer: Renderer, shown: Demonstration, *, skips_first: bool = False
+) -> Example:
+    """Return token ids of a demonstration, and the mask of those that the demonstrator wrote.
 
-    def __init__(self, env: TextEnv, tokenizer: Tokenizer, renderer: Renderer) -> None:
-        self.env = env
-        self._tokenizer = tokenizer
-        self._renderer = renderer
-
-    def example(self, shown: Demonstration, *, skips_first: bool = False) -> Example:
-        """Return token ids, and the mask of those that the demonstrator wrote.
-
-        `skips_first` leaves out the first token of each turn: what kind of turn to write is the
-        demonstrator's choice, and no measure of skill.
-        """
-        end = self._renderer.end_of_turn_id
-        ids = list(
-            self._renderer.first_ids(shown.first_messages, [tool.schema() for tool in shown.tools])
-        )
-        mask = [False] * len(ids)
-        for turn, text in enumerate(shown.texts):
-            written = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]
-            ids += written
-            mask += [not skips_first] + [True] * (len(written) - 1)
-            if turn < len(shown.replies):
-                bridge = self._renderer.bridge_ids(end, shown.replies[turn])
-                ids += bridge
-                mask += [False] * len(bridge)
-        return (TokenRow(token_ids=tuple(ids), mask=tuple(mask)),)
+    `skips_first` leaves out the first token of each turn: what kind of turn to write is the
+    demonstrator's choice, and no measure of skill.
+    """
+    end = renderer.end_of_turn_id
+    schemas = [tool.schema() for tool in shown.tools]
+    ids = list(renderer.first_ids(shown.first_messages, schemas))
+    mask = [False] * len(ids)
+    for turn, text in enumerate(shown.texts):
+        written = [*tokenizer.encode(text, add_special_tokens=False).ids, end]
+        ids += written
+        mask += [not skips_first] + [True] * (len(written) - 1)
+        if turn < len(shown.replies):
+            bridge = renderer.bridge_ids(end, shown.replies[turn])
+            ids += bridge
+            mask += [False] * len(bridge)
+    return (TokenRow(token_ids=tuple(ids), mask=tuple(mask)),)
 
 
 # ---- imitation -------------------------------------------------------------------------------
@@ -221,7 +215,12 @@ def _decoder_config(recipe: Recipe, tokenizer: Tokenizer) -> DecoderConfig:
 
 
 def _imitate(
-    decoder: Decoder, encoder: _Encoder, recipe: Recipe, seed: int, on_progress: Progress | None
+    decoder: Decoder,
+    env: TextEnv,
+    encode: Callable[..., Example],
+    recipe: Recipe,
+    seed: int,
+    on_progress: Progress | None,
 ) -> dict[str, Any]:
     rng = random.Random(seed)
     rates = {"lr": recipe.lr, "muon_lr": recipe.muon_lr, "warmup_steps": recipe.warmup_steps}
@@ -229,7 +228,7 @@ def _imitate(
     trainer = Supervised(decoder, settings, objective=Sft())
     probe_rng = random.Random(5)
     probes = [
-        encoder.example(perfect_demonstration(encoder.env, probe_rng), skips_first=True)
+        encode(perfect_demonstration(env, probe_rng), skips_first=True)
         for _ in range(recipe.num_probes)
     ]
     rewards: dict[str, list[float]] = {}
@@ -237,14 +236,14 @@ def _imitate(
     step, skill = 0, 0.0
     left: int | None = None  # steps of the decay; None while the rate is held
     while left is None or left > 0:
-        shown = [demonstrate(encoder.env, rng) for _ in range(recipe.batch_size)]
+        shown = [demonstrate(env, rng) for _ in range(recipe.batch_size)]
         for demonstration in shown:
             rewards.setdefault(demonstration.demonstrator_id, []).append(demonstration.reward)
         scale = 1.0
         if left is not None:
             scale = recipe.end_scale + (1 - recipe.end_scale) * left / recipe.decay_steps
             left -= 1
-        loss = trainer.step([encoder.example(d) for d in shown], scale=scale)["train/loss"]
+        loss = trainer.step([encode(each) for each in shown], scale=scale)["train/loss"]
         step += 1
         is_probed = left is None and step >= recipe.min_hold_steps
         if (is_probed and step % recipe.probe_every == 0) or left == 0:
