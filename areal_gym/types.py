@@ -9,15 +9,14 @@ Suffixes of ragged arrays name their axis: `_G` trajectories of a group, `_T` to
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from importlib import import_module
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, NotRequired, TypedDict
@@ -43,10 +42,7 @@ Origin = Literal["prompt", "policy", "env"]
 
 
 class FunctionCall(TypedDict):
-    """The function that a tool call names, and its arguments *as an object*.
-
-    Arguments kept as a JSON string would be quoted a second time by most chat templates.
-    """
+    """A function and its arguments *as an object*: most chat templates would quote a string."""
 
     name: str
     arguments: dict[str, Any]
@@ -65,14 +61,11 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
-    reasoning_content: NotRequired[str]
-    """The reasoning before the answer (role "assistant")."""
+    reasoning_content: NotRequired[str]  # before the answer (role "assistant")
     tool_calls: NotRequired[list[ToolCall]]
     tool_call_id: NotRequired[str]
-    name: NotRequired[str]
-    """The name of the tool (role "tool")."""
-    parse_error: NotRequired[str]
-    """What is malformed in an assistant's tool call; environments reply with it."""
+    name: NotRequired[str]  # of the tool (role "tool")
+    parse_error: NotRequired[str]  # of a malformed tool call; environments reply with it
 
 
 def freeze(value: Any) -> Any:
@@ -99,10 +92,13 @@ def content_hash(value: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+notebook_formats: list[Callable[[Any], str]] = []
+"""The function that formats a record as HTML; `areal_gym` puts it here when it is imported."""
+
+
 def notebook_html(record: Any) -> str:
-    """Return the HTML of a record in a notebook; what formats it is imported on use."""
-    html: str = import_module("areal_gym.report.notebook").html_of(record)
-    return html
+    """Return the HTML of a record in a notebook."""
+    return notebook_formats[0](record)
 
 
 def _short(value: object, limit: int = 80) -> str:
@@ -114,10 +110,7 @@ def _short(value: object, limit: int = 80) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One problem to solve.
-
-    Example: `Task(id="gen/17", data={"question": "2+2?", "answer": "4"})`.
-    """
+    """One problem to solve: `Task(id="gen/17", data={"question": "2+2?", "answer": "4"})`."""
 
     id: str
     """Stable across processes and machines; unique within one environment."""
@@ -129,62 +122,48 @@ class Task:
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", freeze(self.data))
 
-    def __repr__(self) -> str:
-        return f"<{self.headline}: {_short(thaw(self.data), 160)}>"
-
-    _repr_html_ = notebook_html
-
     @property
     def headline(self) -> str:
         """Id and split, on one line."""
         return f"Task {_short(self.id)} ({_short(self.split, 20)})"
 
+    def __repr__(self) -> str:
+        return f"<{self.headline}: {_short(thaw(self.data), 160)}>"
+
+    _repr_html_ = notebook_html
+
     def __reduce__(self) -> tuple[object, ...]:
         # Mapping proxies do not pickle; tasks do cross process borders.
-        return (_task, (self.id, thaw(self.data), self.split))
+        return partial(Task, **self.to_dict()), ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-ready form; `reset(options={"task": task.to_dict()})` accepts it."""
         return {"id": self.id, "split": self.split, "data": thaw(self.data)}
 
 
-def _task(id: str, data: dict[str, Any], split: str) -> Task:
-    return Task(id=id, data=data, split=split)
-
-
 class FinishReason(StrEnum):
-    """Why an engine stopped sampling one turn."""
+    """The reason why an engine stopped sampling one turn."""
 
-    STOP = "stop"
-    """The policy sampled an end-of-turn token, which is the last sampled id."""
-    LENGTH = "length"
-    """The limit of new tokens or the context was reached."""
-    ABORT = "abort"
-    """Generation was interrupted and not continued."""
+    STOP = "stop"  # by an end-of-turn token, which is the last sampled id
+    LENGTH = "length"  # by the limit of new tokens or the context
+    ABORT = "abort"  # generation was interrupted and not continued
 
 
 class StopReason(StrEnum):
-    """Why an episode ended."""
+    """The reason why an episode ended."""
 
-    COMPLETED = "completed"
-    """The environment terminated the episode."""
+    COMPLETED = "completed"  # the environment terminated the episode
     MAX_TURNS = "max_turns"
-    MAX_TOKENS = "max_tokens"
-    """The policy reached its limit of new tokens, or the context is full."""
-    TRUNCATED = "truncated"
-    """The episode reached another limit of the environment."""
+    MAX_TOKENS = "max_tokens"  # the policy's limit of new tokens, or the context is full
+    TRUNCATED = "truncated"  # another limit of the environment
     ENV_ERROR = "env_error"
-    REWARD_ERROR = "reward_error"
-    """A reward was not finite. The episode is not repeated: that would select by reward."""
+    REWARD_ERROR = "reward_error"  # not finite; not repeated, which would select by reward
     AGENT_ERROR = "agent_error"
     ENGINE_ERROR = "engine_error"
     SANDBOX_ERROR = "sandbox_error"
-    WORKER_ERROR = "worker_error"
-    """The process that ran the episode died."""
-    TIMEOUT = "timeout"
-    """The wall-clock limit: an infrastructure failure, because it depends on the machine."""
-    CANCELLED = "cancelled"
-    """The run ended before the episode."""
+    WORKER_ERROR = "worker_error"  # the process that ran the episode died
+    TIMEOUT = "timeout"  # a failure of infrastructure, because it depends on the machine
+    CANCELLED = "cancelled"  # the run ended before the episode
 
     @property
     def is_truncation(self) -> bool:
@@ -201,35 +180,32 @@ class StopReason(StrEnum):
 class TokenSpan:
     """Consecutive tokens with one origin and, for sampled ones, one policy version.
 
-    Example: `TokenSpan(origin="policy", token_ids=(9, 12), logprobs=(-0.1, -0.7),
-    policy_version=3, turn=0)`
+    `TokenSpan(origin="policy", token_ids=(9, 12), logprobs=(-0.1, -0.7), policy_version=3)`
     """
 
     origin: Origin
-    """The author of these tokens; only "policy" tokens are trained on."""
+    """The author of these tokens; only "policy" tokens are trained on, and have `logprobs`."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
-    """Log-probabilities under the sampling distribution, one per token; None unless origin is
-    "policy"."""
+    """Log-probabilities under the sampling distribution, one per token."""
     policy_version: int | None = None
-    """The version of the weights that sampled these tokens; None unless origin is "policy"."""
+    """The version of the weights that sampled these tokens."""
     turn: int = 0
     """Index of the engine call; a prompt or env span has the index of the turn after it."""
     branch: int = 0
     """Index of the token sequence that it belongs to: +1 whenever history was rewritten."""
     teacher_logprobs: tuple[float, ...] | None = None
-    """A teacher's log-probabilities of these tokens, if there is one and origin is "policy"."""
+    """A teacher's log-probabilities of these tokens, if there is one."""
 
     def __post_init__(self) -> None:
-        if self.origin == "policy":
-            if self.logprobs is None or self.policy_version is None:
-                raise ValueError("a policy span needs logprobs and policy_version")
-            if len(self.logprobs) != len(self.token_ids):
-                raise ValueError(
-                    f"{len(self.token_ids)} token ids but {len(self.logprobs)} log-probabilities"
-                )
-        elif self.logprobs is not None or self.policy_version is not None:
-            raise ValueError(f"a span of origin {self.origin!r} was not sampled")
+        num_ids, logprobs = len(self.token_ids), self.logprobs
+        if self.origin != "policy":
+            if logprobs is not None or self.policy_version is not None:
+                raise ValueError(f"a span of origin {self.origin!r} was not sampled")
+        elif logprobs is None or self.policy_version is None:
+            raise ValueError("a policy span needs logprobs and policy_version")
+        elif len(logprobs) != num_ids:
+            raise ValueError(f"{num_ids} token ids but {len(logprobs)} log-probabilities")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -246,13 +222,9 @@ class Turn:
     finish_reason: FinishReason
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of `reward`."""
-    engine_s: float = 0.0
-    """Wall seconds that the engine took, queueing included."""
-    env_s: float = 0.0
-    """Wall seconds of the environment's reply, tools included."""
-    tool_s: float = 0.0
-    """The part of `env_s` that tools took."""
+    engine_s: float = 0.0  # wall time, queueing included
+    env_s: float = 0.0  # wall time of the reply, tools included
+    tool_s: float = 0.0  # the part of `env_s` that tools took
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,17 +239,13 @@ class Trajectory:
     spans: tuple[TokenSpan, ...] = ()
     """Tokens that the engine saw and sampled, in order; `branches` are the exact sequences."""
     turns: tuple[Turn, ...] = ()
-    messages: tuple[Message, ...] = ()
-    """The same dialogue for reading; never re-encoded."""
+    messages: tuple[Message, ...] = ()  # the same dialogue for reading; never re-encoded
     stop_reason: StopReason = StopReason.COMPLETED
-    error: str | None = None
-    """What failed, when `stop_reason.is_failure`."""
+    error: str | None = None  # what failed, when `stop_reason.is_failure`
     is_lost: bool = False
     """Whether an outage ended it: a server, worker or sandbox is gone. The episode is repeated."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Measurements by the environment (tool calls, tool errors, ...)."""
-    seed: int = 0
-    """The seed that the episode was reset with."""
+    metrics: Mapping[str, float] = field(default_factory=dict)  # by the environment
+    seed: int = 0  # which the episode was reset with
 
     def __repr__(self) -> str:
         return f"<{self.headline}>"
@@ -320,7 +288,7 @@ class Trajectory:
 
     @property
     def num_forks(self) -> int:
-        """How often earlier messages were rewritten."""
+        """The number of times that earlier messages were rewritten."""
         return self.spans[-1].branch if self.spans else 0
 
     @property
@@ -339,10 +307,8 @@ class Trajectory:
         return sum(len(span) for span in self.spans if span.origin == "policy")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-ready form, the line format of `trajectories/*.jsonl`.
-
-        The spans come last, so that a list of trajectories can be read without them.
-        """
+        """Return the JSON-ready form, the line format of `trajectories/*.jsonl`."""
+        turns = self.turns
         return {
             "id": self.id,
             "group_id": self.group_id,
@@ -359,46 +325,33 @@ class Trajectory:
             "policy_versions": self.policy_versions,
             "metrics": dict(self.metrics),
             "seed": self.seed,
-            "turns": [
-                {**dataclasses.asdict(turn), "finish_reason": str(turn.finish_reason)}
-                for turn in self.turns
-            ],
+            "turns": [asdict(turn) | {"finish_reason": str(turn.finish_reason)} for turn in turns],
             "messages": list(self.messages),
-            "spans": [dataclasses.asdict(span) for span in self.spans],
+            # The spans come last, so that a list of trajectories can be read without them.
+            "spans": [asdict(span) for span in self.spans],
         }
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
         """Make a trajectory from the form that `to_dict` returns."""
+        as_they_are = ("id", "group_id", "env_id", "agent_id", "error", "metrics", "seed")
         return cls(
-            id=row["id"],
-            group_id=row["group_id"],
+            **{name: row[name] for name in as_they_are},
             task=Task(**row["task"]),
-            env_id=row["env_id"],
-            agent_id=row["agent_id"],
             stop_reason=StopReason(row["stop_reason"]),
-            error=row["error"],
             is_lost=row.get("is_lost", False),
-            metrics=row["metrics"],
-            seed=row["seed"],
             turns=tuple(
-                Turn(**{**turn, "finish_reason": FinishReason(turn["finish_reason"])})
+                Turn(**turn | {"finish_reason": FinishReason(turn["finish_reason"])})
                 for turn in row["turns"]
             ),
             messages=tuple(row["messages"]),
-            spans=tuple(
-                TokenSpan(
-                    origin=span["origin"],
-                    token_ids=tuple(span["token_ids"]),
-                    logprobs=_floats(span["logprobs"]),
-                    policy_version=span["policy_version"],
-                    turn=span["turn"],
-                    branch=span.get("branch", 0),
-                    teacher_logprobs=_floats(span.get("teacher_logprobs")),
-                )
-                for span in row["spans"]
-            ),
+            spans=tuple(map(_span, row["spans"])),
         )
+
+
+def _span(row: Mapping[str, Any]) -> TokenSpan:
+    tuples = {name: _floats(row.get(name)) for name in ("logprobs", "teacher_logprobs")}
+    return TokenSpan(**{**row, **tuples, "token_ids": tuple(row["token_ids"])})
 
 
 def _floats(values: Sequence[float | None] | None) -> tuple[float, ...] | None:
@@ -431,11 +384,9 @@ class Group:
     def headline(self) -> str:
         """Id, task and rewards, on one line."""
         rewards = " ".join(f"{reward:,.4g}" for reward in self.rewards_G[:16])
-        more = " ..." if len(self) > 16 else ""
+        rewards += " ..." if len(self) > 16 else ""
         failed = f", {self.num_failed} failed" if self.num_failed else ""
-        return (
-            f"Group {_short(self.id)}: task {_short(self.task.id)}, rewards {rewards}{more}{failed}"
-        )
+        return f"Group {_short(self.id)}: task {_short(self.task.id)}, rewards {rewards}{failed}"
 
     @property
     def rewards_G(self) -> Sequence[float]:
@@ -445,5 +396,4 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """The oldest policy version that sampled a token of the group; None without tokens."""
-        versions = [v for t in self.trajectories for v in t.policy_versions[:1]]
-        return min(versions, default=None)
+        return min((v for t in self.trajectories for v in t.policy_versions[:1]), default=None)

@@ -25,7 +25,6 @@ FRAGMENTS_LEFT: dict[str, int] = {
     "run_dir": 3,
     "runs": 23,
     "trainer": 33,
-    "types": 3,
     "utils": 1,
 }
 VAGUE_NAMES_LEFT: dict[str, int] = {
