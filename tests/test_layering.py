@@ -79,7 +79,8 @@ MAY_IMPORT = {
     "testing": COMMON | {"trainer"},
     "_gymnasium": {"envs.registration"},
     "__main__": {"cli"},
-    "": {"_gymnasium", "_moved", "agents", "engines", "envs", "rollout", "run_dir", "runs"}
+    "": {"_gymnasium", "_moved", "agents", "engines", "envs", "report.notebook", "rollout"}
+    | {"run_dir", "runs"}
     | COMMON,
 }
 
