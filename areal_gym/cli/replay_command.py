@@ -89,7 +89,7 @@ def replay_command(
 
 def _replay_refused(options: Options, config: RunConfig, run: Path, as_json: bool) -> int:
     from areal_gym.runs.live_display import make_display
-    from areal_gym.runs.nonfinite_step import replay_refused
+    from areal_gym.runs.replay import replay_refused
 
     with contextlib.closing(make_display(is_plain=options.is_plain)) as display:
         report = replay_refused(config, run, display=display)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from areal_gym.report.chart_table import CHARTS, Chart, Line, chart_of, evaluation_of
@@ -12,19 +11,6 @@ from areal_gym.report.chart_table import CHARTS, Chart, Line, chart_of, evaluati
 _LINES = ("#8aa9d6", "#7f7f7f")
 _DOTS = (("#1f4e9c", "o", "-"), ("#c2571a", "s", "--"))
 """Colour, marker and line of the measurements on held-out tasks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CurvePoint:
-    """One evaluation on held-out tasks."""
-
-    step: int
-    sampled: float
-    """Accuracy at the training temperature."""
-    low: float
-    high: float
-    """95% interval of `sampled`."""
-    greedy: float | None = None
 
 
 def draw_learning_curve(

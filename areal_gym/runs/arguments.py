@@ -14,39 +14,37 @@ from pydantic.errors import PydanticUserError
 from areal_gym.errors import ConfigError, GymError, did_you_mean
 
 
-def make_with(thing: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> Any:
-    """Makes `thing(**kwargs)`; whatever fails says which setting is to blame.
+def make_with(factory: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> Any:
+    """Return `factory(**kwargs)`; an error names the setting that is to blame.
 
     Args:
-        thing: a class of a plugin, or of this package.
+        factory: a class of a plugin, or of this package.
         kwargs: from the settings.
         key: the setting that they come from, such as "env.kwargs".
         id: the registered id.
 
     Raises:
         ConfigError: an argument is unknown, is missing, or has the wrong type.
-        GymError: what the thing raises on purpose.
+        GymError: what the factory raises on purpose.
     """
-    check_arguments(thing, kwargs, key=key, id=id)
+    check_arguments(factory, kwargs, key=key, id=id)
     try:
-        return thing(**kwargs)
+        return factory(**kwargs)
     except GymError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"{key}: {id!r} cannot be made with these arguments: {error!r}",
-            hints=[f"its arguments: areal-gym show {id}"],
-        ) from error
+        message = f"{key}: {id!r} cannot be made with these arguments: {error!r}"
+        raise ConfigError(message, hints=[f"its arguments: areal-gym show {id}"]) from error
 
 
-def check_arguments(thing: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> None:
-    """Compares arguments with the signature and its annotations, as far as pydantic knows them.
+def check_arguments(factory: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> None:
+    """Compare arguments with the signature and its annotations, as far as pydantic knows them.
 
     Raises:
         ConfigError: an argument is unknown, is missing, or has the wrong type.
     """
     try:
-        signature = inspect.signature(thing)
+        signature = inspect.signature(factory)
     except (TypeError, ValueError):  # classes in C have none
         return
     hints = [f"its arguments: areal-gym show {id}"]
@@ -55,51 +53,36 @@ def check_arguments(thing: Any, kwargs: Mapping[str, Any], *, key: str, id: str)
     try:
         signature.bind(**kwargs)
     except TypeError as error:
-        why, near = misfit(error, thing, kwargs)
+        known = list(signature.parameters)
+        near = [did_you_mean(name, known) for name in kwargs if name not in known]
+        why = re.sub(r"^[\w.]+\(\) ", "", str(error))
         raise ConfigError(
-            f"{key}: the arguments of {id!r} do not fit: {why}", hints=[*near, *hints]
+            f"{key}: the arguments of {id!r} do not fit: {why}", hints=[*filter(None, near), *hints]
         ) from error
-    check_types(thing, kwargs, key=key, id=id)
+    check_types(factory, kwargs, key=key, id=id)
 
 
-def check_types(thing: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> None:
-    """Compares arguments with the annotations of those parameters that have any.
+def check_types(factory: Any, kwargs: Mapping[str, Any], *, key: str, id: str) -> None:
+    """Compare arguments with the annotations of those parameters that have any.
 
     Raises:
-        ConfigError: one has the wrong type.
+        ConfigError: an argument has the wrong type.
     """
-    types = _annotations(thing)
+    function = factory.__init__ if inspect.isclass(factory) else factory
+    try:
+        types = typing.get_type_hints(function)
+    except Exception:  # names that exist for type checkers only
+        return
     for name, value in kwargs.items():
-        problem = _type_problem(types.get(name), value) if name in types else None
-        if problem is not None:
+        if name not in types:
+            continue
+        try:
+            TypeAdapter(types[name]).validate_python(value, strict=False)
+        except ValidationError as error:
+            problem = str(error.errors()[0]["msg"]).lower()
             raise ConfigError(
                 f"{key}: the arguments of {id!r} do not fit: {name} = {value!r}: {problem}",
                 hints=[f"its arguments: areal-gym show {id}"],
-            )
-
-
-def misfit(error: TypeError, thing: Any, given: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Returns what is wrong with the arguments, and hints at those that may have been meant."""
-    known = list(inspect.signature(thing).parameters)
-    near = [did_you_mean(name, known) for name in given if name not in known]
-    return re.sub(r"^[\w.]+\(\) ", "", str(error)), [hint for hint in near if hint]
-
-
-def _annotations(thing: Any) -> dict[str, Any]:
-    function = thing.__init__ if inspect.isclass(thing) else thing
-    try:
-        return typing.get_type_hints(function)
-    except Exception:  # names that exist for type checkers only
-        return {}
-
-
-def _type_problem(annotation: Any, value: Any) -> str | None:
-    """Returns why the value is not of that type; None where it is, or nobody can tell."""
-    try:
-        adapter = TypeAdapter(annotation)
-        adapter.validate_python(value, strict=False)
-    except ValidationError as error:
-        return str(error.errors()[0]["msg"]).lower()
-    except (PydanticUserError, TypeError, NameError, AttributeError):
-        return None
-    return None
+            ) from None
+        except (PydanticUserError, TypeError, NameError, AttributeError):
+            pass  # types that pydantic does not know

@@ -9,20 +9,28 @@ from typing import Any
 from areal_gym.agents.base import Agent
 from areal_gym.config import AgentConfig, PluginConfig, RunConfig
 from areal_gym.envs.base import TextEnv
-from areal_gym.errors import ConfigError, GymError
 from areal_gym.loggers.base import MetricsLogger
 from areal_gym.plugins import Kind, registry
 from areal_gym.rollout.curriculum import Curriculum
 from areal_gym.rollout.filters import GroupFilter
-from areal_gym.runs.arguments import check_arguments, make_with, misfit
+from areal_gym.runs.arguments import make_with
+from areal_gym.sandbox.base import SandboxLevel, SandboxReport
+from areal_gym.sandbox.shared_pool import reports_of
+
+_MEANING = {
+    SandboxLevel.ISOLATED: "",
+    SandboxLevel.FILTERED: " (no root directory, processes or network of its own)",
+    SandboxLevel.NONE: ": WHAT THE POLICY WRITES RUNS AS YOU, with your files and your network",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """What the settings name, imported."""
+    """The environment and the agent that the settings name, imported."""
 
     env_class: Callable[..., TextEnv]
     env_kwargs: Mapping[str, Any]
+    env_id: str = "ENV"
     agent: Agent
 
     @classmethod
@@ -30,44 +38,54 @@ class Components:
         """Import environment and agent, and try whether they can be made.
 
         Raises:
-            UnknownIdError: nobody registered them.
+            UnknownIdError: no plugin registers them.
             ConfigError: they do not take the arguments that the settings give.
         """
-        found = registry()
-        env = found.get("envs", config.env.id)
-        parts = cls(
+        env = registry().get("envs", config.env.id)
+        components = cls(
             env_class=env.load(),
             env_kwargs={**getattr(env.spec, "kwargs", {}), **config.env.kwargs},
+            env_id=config.env.id,
             agent=_make("agents", config.agent, "agent.kwargs"),
         )
-        check_arguments(parts.env_class, parts.env_kwargs, key="env.kwargs", id=config.env.id)
-        parts.make_env().close()  # a wrong argument is found before anything has been waited for
-        return parts
+        # A wrong argument is found before anything has been waited for.
+        components.make_env().close()
+        return components
 
     def make_env(self) -> TextEnv:
-        """A new instance.
+        """Make a new instance.
 
         Raises:
-            ConfigError: the environment takes no such argument.
+            ConfigError: the environment does not take the arguments.
         """
+        kwargs = self.env_kwargs
+        env: TextEnv = make_with(self.env_class, kwargs, key="env.kwargs", id=self.env_id)
+        return env
+
+    async def announce_sandboxes(self, say: Callable[[str], None]) -> list[SandboxReport]:
+        """Start the environment's sandboxes, say their levels, and return their reports.
+
+        Raises:
+            SandboxError: one does not start, or protects less than it must.
+        """
+        env = self.make_env()
         try:
-            return self.env_class(**self.env_kwargs)
-        except TypeError as error:
-            why, near = misfit(error, self.env_class, self.env_kwargs)
-            hints = [*near, "its arguments: areal-gym show ENV"]
-            hints.append("to leave out those of a run or a recipe: env.kwargs={}")
-            raise ConfigError(f"env.kwargs do not fit: {why}", hints=hints) from error
-        except GymError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"env.kwargs: the environment cannot be made with these arguments: {error!r}",
-                hints=["its arguments: areal-gym show ENV"],
-            ) from error
+            reports = await reports_of(env.sandboxes)
+        finally:
+            await env.aclose()
+        for report in reports:
+            say(describe_sandbox(report))
+        return reports
+
+
+def describe_sandbox(report: SandboxReport) -> str:
+    """Return one line on a sandbox for people."""
+    warning = "warning: " if report.level is SandboxLevel.NONE else ""
+    return f"{warning}sandbox {report.backend}: level {report.level}{_MEANING[report.level]}"
 
 
 def make_filters(config: RunConfig) -> dict[str, GroupFilter]:
-    """The group filters of the settings, by id, in their order.
+    """Make the group filters of the settings: by id, in their order.
 
     Raises:
         ConfigError: one does not take the arguments that the settings give.
@@ -76,7 +94,7 @@ def make_filters(config: RunConfig) -> dict[str, GroupFilter]:
 
 
 def make_loggers(config: RunConfig) -> dict[str, MetricsLogger]:
-    """The loggers of the settings, by id.
+    """Make the loggers of the settings, by id.
 
     Raises:
         ConfigError: what one needs is not installed, or it does not take the arguments.
@@ -85,7 +103,7 @@ def make_loggers(config: RunConfig) -> dict[str, MetricsLogger]:
 
 
 def make_curriculum(config: RunConfig) -> Curriculum | None:
-    """The curriculum of the settings; None takes tasks as they come.
+    """Make the curriculum of the settings; None takes tasks as they come.
 
     Raises:
         ConfigError: it does not take the arguments that the settings give.
@@ -95,5 +113,5 @@ def make_curriculum(config: RunConfig) -> Curriculum | None:
 
 
 def _make(kind: Kind, settings: PluginConfig | AgentConfig, key: str) -> Any:
-    thing = registry().load(kind, settings.id)
-    return make_with(thing, settings.kwargs, key=key, id=settings.id)
+    factory = registry().load(kind, settings.id)
+    return make_with(factory, settings.kwargs, key=key, id=settings.id)

@@ -14,7 +14,7 @@ from areal_gym.config.online_settings import ONLINE, split_address
 from areal_gym.engines.base import Engine, SamplingParams, SnapshotEngine
 from areal_gym.errors import ConfigError, UsageError
 from areal_gym.gateway.shared_gateway import gateway_at
-from areal_gym.report.learning_curve import CurvePoint
+from areal_gym.report.chart_table import evaluation_of
 from areal_gym.rollout.eval_report import EvalReport
 from areal_gym.rollout.evaluate import evaluate as evaluate_policy
 from areal_gym.rollout.evaluate import measure as measure_play
@@ -23,8 +23,7 @@ from areal_gym.runs.components import Components
 from areal_gym.runs.episodes.policies import opened
 from areal_gym.runs.open_engine import open_engine
 from areal_gym.runs.policy_directory import policy_directory
-from areal_gym.runs.run_display import Display, SilentDisplay
-from areal_gym.runs.sandboxes import announce_sandboxes
+from areal_gym.runs.run_display import Display
 from areal_gym.types import Trajectory
 from areal_gym.utils.blocking import run_to_end
 
@@ -53,60 +52,46 @@ def evaluate(
     Raises:
         GymError: see `areal_gym.errors`.
     """
-    shown = display or SilentDisplay()
-    settings = config.eval.model_copy(
-        update={
-            "num_tasks": num_tasks or config.eval.num_tasks,
-            "num_samples": num_samples or config.eval.num_samples,
-        }
-    )
+    display = display or Display()
+    given = {"num_tasks": num_tasks, "num_samples": num_samples}
+    settings = config.eval.model_copy(update={name: n for name, n in given.items() if n})
     config = config.model_copy(update={"eval": settings})
     if config.env.id == ONLINE:
         raise UsageError(
             "an online run has no held-out tasks: programs outside measure the policy",
             hints=["serve it to them: areal-gym serve --run RUN"],
         )
-
-    async def measure() -> EvalReport:
-        components = Components.of(config)
-        kept: list[Trajectory] = []
-        label = f"evaluate ({'greedy' if greedy else 'sampled'})"
-        total = config.eval.num_tasks * (1 if greedy else config.eval.num_samples)
-        await announce_sandboxes(components, shown.say)
-        if checkpoint is None and "://" in config.engine.model:
-            shown.phase(label, total)
-            report = await _measure_words(config, components, greedy, kept, shown.advance)
-        else:
-            policy = checkpoint or policy_directory(config, components, shown)[0]
-            async with (
-                open_engine(config, policy, display=shown) as (engine, renderer),
-                gateway_at(*split_address(config.gateway)),
-            ):
-                shown.phase(label, total)
-                report = await _measure(
-                    config,
-                    components,
-                    engine,
-                    renderer,
-                    greedy=greedy,
-                    keep=kept,
-                    advance=shown.advance,
-                )
-        if out is not None:
-            RunDir(out).save_trajectories(kept, name="eval-greedy" if greedy else "eval")
-        return report
-
-    return run_to_end(measure())
+    return run_to_end(_evaluate(config, checkpoint, out, greedy, display))
 
 
-async def _measure_words(
-    config: RunConfig,
-    components: Components,
-    greedy: bool,
-    keep: list[Trajectory],
-    advance: Callable[..., Any],
+async def _evaluate(
+    config: RunConfig, checkpoint: Path | None, out: Path | None, greedy: bool, display: Display
 ) -> EvalReport:
-    """The policy that an OpenAI-compatible server has: messages in and out, no tokens.
+    components = Components.of(config)
+    await components.announce_sandboxes(display.say)
+    watch = _Watch(display.advance)
+    label = f"evaluate ({'greedy' if greedy else 'sampled'})"
+    total = config.eval.num_tasks * (1 if greedy else config.eval.num_samples)
+    if checkpoint is None and "://" in config.engine.model:
+        display.phase(label, total)
+        report = await _measure_texts(config, components, greedy, watch)
+    else:
+        policy = checkpoint or policy_directory(config, components, display)[0]
+        async with (
+            open_engine(config, policy, display=display) as (engine, renderer),
+            gateway_at(*split_address(config.gateway)),
+        ):
+            display.phase(label, total)
+            report = await _measure(config, components, engine, renderer, greedy, watch)
+    if out is not None:
+        RunDir(out).save_trajectories(watch.trajectories, name="eval-greedy" if greedy else "eval")
+    return report
+
+
+async def _measure_texts(
+    config: RunConfig, components: Components, greedy: bool, watch: _Watch
+) -> EvalReport:
+    """Measure the policy of an OpenAI-compatible server: messages in and out, no tokens.
 
     Raises:
         ConfigError: the settings want what only tokens can give.
@@ -119,25 +104,14 @@ async def _measure_words(
                 "agents play where tokens are recorded: --engine sglang --engine.url URL",
             ],
         )
-    rollout, temperature = config.rollout, 0.0 if greedy else config.rollout.temperature
-    params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
+    options, rollout = _options(config, greedy, watch), config.rollout
+    params = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens, temperature=options["temperature"]
+    )
     name = str(config.engine.kwargs.get("model", "default"))
     timeout_s = rollout.episode_timeout_s
-    going = RunningEval(keep, advance)
     async with opened(config.engine.model, params, name, None, 0, timeout_s, config.env.id) as play:
-        return await measure_play(
-            components.make_env,
-            play,
-            temperature=temperature,
-            split=config.eval.split,
-            num_tasks=config.eval.num_tasks,
-            num_samples=1 if greedy else config.eval.num_samples,
-            max_in_flight=rollout.max_in_flight,
-            seed=config.seed,
-            env_id=config.env.id,
-            on_progress=going.on_progress,
-            on_trajectory=going.on_trajectory,
-        )
+        return await measure_play(components.make_env, play, **options)
 
 
 @dataclass(slots=True)
@@ -157,28 +131,21 @@ class Evaluations:
     display: Display
     log: Callable[[int, Mapping[str, Any]], None]
     """Called with step and metrics of each evaluation, besides `evaluations.jsonl`."""
-    _task: asyncio.Task[CurvePoint] | None = field(default=None, init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
     _step_under_way: int | None = field(default=None, init=False)
 
-    @property
-    def points(self) -> list[CurvePoint]:
-        """All evaluations of the run so far, those before an interruption too."""
-        return points_of(self.directory)
-
     def scores(self) -> dict[int, float | None]:
-        """Sampled held-out accuracy by step; None for the step that is being measured."""
-        measured: dict[int, float | None] = {point.step: point.sampled for point in self.points}
+        """Return sampled held-out accuracy by step; None for the step that is being measured."""
+        measured = {row["step"]: row["sampled"] for row in evaluations_of(self.directory)}
         if self._step_under_way is not None:
             measured.setdefault(self._step_under_way, None)
         return measured
 
     def is_due(self, step: int) -> bool:
-        """Whether the settings want an evaluation at this step, and none is on record."""
-        if self.config.env.id == ONLINE:
-            return False
-        every = self.config.eval.every
-        is_wanted = step == 0 or (every > 0 and step % every == 0) or not self.points
-        return is_wanted and all(point.step != step for point in self.points)
+        """Return whether the settings want an evaluation at this step that is not on record."""
+        every, measured = self.config.eval.every, self._measured()
+        is_wanted = step == 0 or (every > 0 and step % every == 0) or not measured
+        return self.config.env.id != ONLINE and is_wanted and step not in measured
 
     async def measure_start(self, step: int) -> None:
         """Evaluate the policy before anything is trained; a resumed run has that on record."""
@@ -188,7 +155,7 @@ class Evaluations:
     async def measure_end(self, step: int) -> None:
         """Evaluate the policy after training, unless that is on record."""
         await self.settle()
-        if self.config.env.id != ONLINE and all(point.step != step for point in self.points):
+        if self.config.env.id != ONLINE and step not in self._measured():
             await self._play(step, self.engine, is_shown=True)
 
     async def begin(self, step: int) -> None:
@@ -202,6 +169,9 @@ class Evaluations:
             engine = await engine.snapshot()
         self._step_under_way = step
         self._task = asyncio.create_task(self._in_background(step, engine))
+
+    def _measured(self) -> set[int]:
+        return {row["step"] for row in self.directory.read_evaluations()}
 
     async def settle(self) -> None:
         """Wait for the evaluation under way."""
@@ -217,110 +187,88 @@ class Evaluations:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _in_background(self, step: int, engine: Engine) -> CurvePoint:
+    async def _in_background(self, step: int, engine: Engine) -> None:
         if engine is self.engine:
-            return await self._play(step, engine, is_shown=False)
+            await self._play(step, engine, is_shown=False)
+            return
         try:
             await engine.start()
-            return await self._play(step, engine, is_shown=False)
+            await self._play(step, engine, is_shown=False)
         finally:
             await engine.aclose()
 
-    async def _play(self, step: int, engine: Engine, *, is_shown: bool) -> CurvePoint:
+    async def _play(self, step: int, engine: Engine, *, is_shown: bool) -> None:
         config, display = self.config, self.display
         reports: list[EvalReport] = []
-        kept: list[Trajectory] = []
-        for greedy in (False, True):
+        watches = [_Watch(display.advance if is_shown else None) for _ in range(2)]
+        for greedy, watch in zip((False, True), watches, strict=True):
             if is_shown:
                 name = f"held-out, step {step} ({'greedy' if greedy else 'sampled'})"
                 num_samples = 1 if greedy else config.eval.num_samples
                 display.phase(name, config.eval.num_tasks * num_samples)
-            reports.append(
-                await _measure(
-                    config,
-                    self.components,
-                    engine,
-                    self.renderer,
-                    greedy=greedy,
-                    keep=None if greedy else kept,
-                    advance=display.advance if is_shown else None,
-                )
-            )
+            report = await _measure(config, self.components, engine, self.renderer, greedy, watch)
+            reports.append(report)
         sampled, greedy_report = reports
-        self.directory.save_trajectories(kept, name=f"eval-{step:06d}")
-        row = {"step": step, "sampled": sampled.to_dict(), "greedy": greedy_report.to_dict()}
+        self.directory.save_trajectories(watches[0].trajectories, name=f"eval-{step:06d}")
+        row: dict[str, Any] = {"step": step, "sampled": sampled.to_dict()}
+        row["greedy"] = greedy_report.to_dict()
         self.directory.append_evaluation(row)
-        point = _point(row)
-        self.log(
-            step,
-            {
-                "eval/sampled": point.sampled,
-                "eval/sampled_low": point.low,
-                "eval/sampled_high": point.high,
-                "eval/greedy": point.greedy,
-                **{
-                    f"eval/sampled/{name}": score.pass_at_1.mean
-                    for name, score in sampled.by_env.items()
-                },
-            },
-        )
+        accuracy, low, high = (row["sampled"][f"pass@1{end}"] for end in ("", "_low", "_high"))
+        greedy_accuracy = row["greedy"]["pass@1"]
+        metrics = {
+            "eval/sampled": accuracy,
+            "eval/sampled_low": low,
+            "eval/sampled_high": high,
+            "eval/greedy": greedy_accuracy,
+        }
+        for name, score in sampled.by_env.items():
+            metrics[f"eval/sampled/{name}"] = score.pass_at_1.mean
+        self.log(step, metrics)
         versions = sampled.policy_versions
         mixed = f", versions {versions[0]} to {versions[-1]}" if len(versions) > 1 else ""
         display.say(
-            f"held-out at step {step}: {point.sampled:.3f} sampled "
-            f"({point.low:.3f} to {point.high:.3f}), {point.greedy:.3f} greedy, "
-            f"{sampled.num_tasks} tasks{mixed}"
+            f"held-out at step {step}: {accuracy:.3f} sampled ({low:.3f} to {high:.3f}), "
+            f"{greedy_accuracy:.3f} greedy, {sampled.num_tasks} tasks{mixed}"
         )
         for name, score in sampled.by_env.items():
             display.say(
                 f"  {name}: {score.pass_at_1.mean:.3f} sampled, "
                 f"{greedy_report.by_env[name].pass_at_1.mean:.3f} greedy, {score.num_tasks} tasks"
             )
-        return point
 
 
-def points_of(directory: RunDir) -> list[CurvePoint]:
-    """Return the evaluations on record, in their order."""
-    return [_point(row) for row in directory.read_evaluations()]
-
-
-def _point(row: Mapping[str, Any]) -> CurvePoint:
-    sampled = row["sampled"]
-    return CurvePoint(
-        step=row["step"],
-        sampled=sampled["pass@1"],
-        low=sampled["pass@1_low"],
-        high=sampled["pass@1_high"],
-        greedy=row["greedy"]["pass@1"],
-    )
+def evaluations_of(directory: RunDir) -> list[dict[str, Any]]:
+    """Return the evaluations on record, in their order, as `evaluation_of` flattens them."""
+    return [evaluation_of(row) for row in directory.read_evaluations()]
 
 
 @dataclass(slots=True)
-class RunningEval:
+class _Watch:
     """Keeps the trajectories of an evaluation, and shows its progress."""
 
-    keep: list[Trajectory] | None
     advance: Callable[..., Any] | None
-    _reward: float = 0.0
-    _num_scored: int = 0
-    _num_failed: int = 0
-
-    def on_trajectory(self, trajectory: Trajectory) -> None:
-        """Keep the trajectory and count its score."""
-        if self.keep is not None:
-            self.keep.append(trajectory)
-        if trajectory.stop_reason.is_failure:
-            self._num_failed += 1
-        else:
-            self._reward += trajectory.reward
-            self._num_scored += 1
+    trajectories: list[Trajectory] = field(default_factory=list)
 
     def on_progress(self, done: int, total: int) -> None:
-        """Show how many episodes are done, and how many failed."""
         if self.advance is not None:
-            failed = f", {self._num_failed} failures" if self._num_failed else ""
-            reward = self._reward / max(1, self._num_scored)
-            self.advance(done, f"reward {reward:.3f}{failed}")
+            scored = [t.reward for t in self.trajectories if not t.stop_reason.is_failure]
+            num_failed = len(self.trajectories) - len(scored)
+            failed = f", {num_failed} failures" if num_failed else ""
+            self.advance(done, f"reward {sum(scored) / max(1, len(scored)):.3f}{failed}")
+
+
+def _options(config: RunConfig, greedy: bool, watch: _Watch) -> dict[str, Any]:
+    return {
+        "temperature": 0.0 if greedy else config.rollout.temperature,
+        "split": config.eval.split,
+        "num_tasks": config.eval.num_tasks,
+        "num_samples": 1 if greedy else config.eval.num_samples,
+        "max_in_flight": config.rollout.max_in_flight,
+        "seed": config.seed,
+        "env_id": config.env.id,
+        "on_progress": watch.on_progress,
+        "on_trajectory": watch.trajectories.append,
+    }
 
 
 async def _measure(
@@ -328,29 +276,18 @@ async def _measure(
     components: Components,
     engine: Engine,
     renderer: Renderer,
-    *,
     greedy: bool,
-    keep: list[Trajectory] | None,
-    advance: Callable[..., Any] | None,
+    watch: _Watch,
 ) -> EvalReport:
-    going = RunningEval(keep, advance)
     return await evaluate_policy(
         components.make_env,
         components.agent,
         engine,
         renderer,
-        split=config.eval.split,
-        num_tasks=config.eval.num_tasks,
-        num_samples=1 if greedy else config.eval.num_samples,
-        temperature=0.0 if greedy else config.rollout.temperature,
         top_p=1.0 if greedy else config.rollout.top_p,
         top_k=0 if greedy else config.rollout.top_k,
         max_new_tokens=config.rollout.max_new_tokens,
-        max_in_flight=config.rollout.max_in_flight,
         timeout_s=config.rollout.episode_timeout_s,
-        seed=config.seed,
-        env_id=config.env.id,
         agent_id=config.agent.id,
-        on_progress=going.on_progress,
-        on_trajectory=going.on_trajectory,
+        **_options(config, greedy, watch),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from areal_gym.runs.preparation import PreparedRun
 from areal_gym.runs.run_context import BatchStream
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from areal_gym.trainer.update import TrainerThread
 
 
-class ExampleBatches(BatchStream):
+class ExampleBatches(BatchStream["Example"]):
     """Examples in an order that the seed decides, epoch after epoch."""
 
     def __init__(self, prepared: PreparedRun) -> None:
@@ -23,27 +23,17 @@ class ExampleBatches(BatchStream):
         self._batch_size = prepared.config.data.batch_size
         self._seed = prepared.config.seed
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass
-
     async def next_batch(self, version: int) -> Sequence[Example]:
-        """Return the examples of step `version + 1`."""
+        """Return the examples of the step."""
         from areal_gym.trainer.batch.examples import batch_of_step
 
         return batch_of_step(self._examples, version + 1, self._batch_size, self._seed)
 
 
 class ExampleEvaluations:
-    """Loss and metrics on held-out examples, in the trainer's thread, between two steps.
+    """Measures loss and metrics on held-out examples, in the trainer's thread, between two steps.
 
-    Args:
-        prepared: the run, whose directory keeps the results.
-        trainer: has the policy.
-        thread: the trainer's.
-        on_evaluation: called with step and metrics.
+    `on_evaluation` is called with step and metrics.
     """
 
     def __init__(
@@ -67,7 +57,7 @@ class ExampleEvaluations:
         await self.begin(step)
 
     def is_due(self, step: int) -> bool:
-        """Whether the settings want an evaluation at this step."""
+        """Return whether the settings want an evaluation at this step."""
         every = self._prepared.config.eval.every
         return every > 0 and step % every == 0
 

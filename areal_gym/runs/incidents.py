@@ -1,88 +1,43 @@
 """Counts what went wrong during a step: metrics, and a few words on the step line.
 
-One table says which incidents there are. A new one is one more row: its metric, its words, and
-the metrics of the step's row that count it.
+A new kind of incident is one more row of the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from areal_gym.utils.markup import counted
 
 PREFIX = "incidents/"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Incident:
-    """One kind of incident.
-
-    The words may hold `{n}`; `one` is used where there was exactly one.
-    """
+class Incident(NamedTuple):
+    """One kind of incident; the step's count of it is the metric `incidents/<name>`."""
 
     name: str
-    """The step's count is the metric `incidents/<name>`."""
-    one: str
-    many: str
-    counters: tuple[str, ...]
-    """Metrics of the step's row that add up to it; a name that ends with "/" takes all below it."""
-    less: tuple[str, ...] = ()
-    """Metrics that are subtracted, for another incident has them."""
+    noun: str
+    outcome: str
+    counter: str
+    """The metric of the step's row that counts it; one that ends with "/" is all metrics below."""
+    less: str = ""
+    """A metric that is subtracted, because another incident has it."""
     is_total: bool = True
-    """The counters count since the start of the process, and not within the step."""
+    """Whether the metrics count since the start of the process, and not within the step."""
 
+
+_FAILED, _LOST = "rollout/failures/", "rollout/lost_episodes"
 
 INCIDENTS = (
-    Incident(
-        name="failed_episodes",
-        one="1 episode failed",
-        many="{n} episodes failed",
-        counters=("rollout/failures/",),
-        less=("rollout/lost_episodes",),
-    ),
-    Incident(
-        name="retried_episodes",
-        one="1 episode retried",
-        many="{n} episodes retried",
-        counters=("rollout/retries",),
-    ),
-    Incident(
-        name="bad_rewards",
-        one="1 reward was not finite",
-        many="{n} rewards were not finite",
-        counters=("rollout/failures/reward_error",),
-    ),
-    Incident(
-        name="lost_episodes",
-        one="1 episode lost",
-        many="{n} episodes lost",
-        counters=("rollout/lost_episodes",),
-    ),
-    Incident(
-        name="replayed_groups",
-        one="1 group played again",
-        many="{n} groups played again",
-        counters=("rollout/replayed_groups",),
-    ),
-    Incident(
-        name="lost_groups",
-        one="1 group dropped",
-        many="{n} groups dropped",
-        counters=("rollout/failed_groups",),
-    ),
-    Incident(
-        name="shrunken_groups",
-        one="1 group shrunken",
-        many="{n} groups shrunken",
-        counters=("rollout/shrunken_groups",),
-        is_total=False,
-    ),
-    Incident(
-        name="lost_servers",
-        one="1 server lost",
-        many="{n} servers lost",
-        counters=("engine/num_servers_lost",),
-    ),
+    Incident("failed_episodes", "episode", "failed", _FAILED, less=_LOST),
+    Incident("retried_episodes", "episode", "retried", "rollout/retries"),
+    Incident("bad_rewards", "reward", "not finite", "rollout/failures/reward_error"),
+    Incident("lost_episodes", "episode", "lost", _LOST),
+    Incident("replayed_groups", "group", "played again", "rollout/replayed_groups"),
+    Incident("lost_groups", "group", "dropped", "rollout/failed_groups"),
+    Incident("shrunken_groups", "group", "shrunken", "rollout/shrunken_groups", is_total=False),
+    Incident("lost_servers", "server", "lost", "engine/num_servers_lost"),
 )
 
 
@@ -90,28 +45,25 @@ class IncidentCounter:
     """Turns the counters of each step's row into the step's own incidents."""
 
     def __init__(self) -> None:
-        self._before: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
 
     def count(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Returns `incidents/<name>` for each row of the table; remembers the totals."""
+        """Return `incidents/<name>` for each row of the table, and remember the totals."""
         counts = {}
         for incident in INCIDENTS:
-            total = sum(_matching(row, counter) for counter in incident.counters)
-            total -= sum(_matching(row, counter) for counter in incident.less)
-            before = self._before.get(incident.name, 0.0) if incident.is_total else 0.0
-            self._before[incident.name] = total
+            total = _matching(row, incident.counter) - _matching(row, incident.less)
+            before = self._totals.get(incident.name, 0.0) if incident.is_total else 0.0
+            self._totals[incident.name] = total
             counts[PREFIX + incident.name] = max(0.0, total - before)
         return counts
 
 
 def describe_incidents(metrics: Mapping[str, Any]) -> str:
-    """Returns the incidents of a step for people, and "" where nothing went wrong."""
-    parts = []
-    for incident in INCIDENTS:
-        count = round(metrics.get(PREFIX + incident.name) or 0)
-        if count > 0:
-            parts.append(incident.one if count == 1 else incident.many.format(n=count))
-    return ", ".join(parts)
+    """Return the incidents of a step for people, and "" where nothing went wrong."""
+    counts = {each: round(metrics.get(PREFIX + each.name) or 0) for each in INCIDENTS}
+    return ", ".join(
+        f"{counted(n, each.noun)} {each.outcome}" for each, n in counts.items() if n > 0
+    )
 
 
 def _matching(row: Mapping[str, Any], counter: str) -> float:

@@ -20,10 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_gym.runs.incidents import describe_incidents
-from areal_gym.utils.markup import visible
+from areal_gym.runs.run_display import Display
+from areal_gym.utils.markup import counted, visible
 
 _BARS = "▁▂▃▄▅▆▇█"
-
+_MOST_MESSAGES, _MOST_CHARACTERS = 5, 400
 
 Examples = Callable[[int], Sequence[tuple[str, Mapping[str, Any]]]]
 """Returns example trajectories of a step, each with "best" or "worst"."""
@@ -35,12 +36,9 @@ _RECENT = 10
 def make_display(
     *, is_plain: bool = False, stream: TextIO | None = None, examples: Examples | None = None
 ) -> PlainDisplay:
-    """Make the live panel if stderr is a terminal that can show it, else plain lines.
+    """Make the live panel if `stream` (stderr) is a terminal that can show it, else plain lines.
 
-    Args:
-        is_plain: use plain lines anyway.
-        stream: write here instead of stderr.
-        examples: returns the trajectories to show after each step, on a terminal.
+    On a terminal, `examples` returns the trajectories to show after each step.
     """
     stream = stream or sys.stderr
     console = Console(file=stream)
@@ -58,16 +56,14 @@ def sparkline(values: list[float], width: int = 40) -> str:
     return "".join(_BARS[round((v - low) / (high - low) * (len(_BARS) - 1))] for v in shown)
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """One line per event: for logs, pipes and CI."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._phase = ""
-        self._total = 0
-        self._began_s = 0.0
+        self._phase, self._total = "", 0
+        self._began_s = self._next_report_s = 0.0
         self._stepped_s = time.monotonic()
-        self._next_report_s = 0.0
         self._step_s: deque[float] = deque(maxlen=_RECENT)
 
     def say(self, text: str) -> None:
@@ -102,12 +98,6 @@ class PlainDisplay:
     def _left_s(self, step: int, total: int) -> float:
         return sum(self._step_s) / max(1, len(self._step_s)) * (total - step)
 
-    def watch(self, stats: Callable[[], str] | None) -> None:
-        """Show what episodes wait for, from `stats`, at each refresh; None stops that."""
-
-    def close(self) -> None:
-        """Restore the terminal."""
-
 
 class LiveDisplay(PlainDisplay):
     """A panel that refreshes in place: phase, progress, reward trend, what episodes wait for."""
@@ -116,8 +106,7 @@ class LiveDisplay(PlainDisplay):
         super().__init__(console.file)  # type: ignore[arg-type]  # rich types it as IO[str]
         self._console = console
         self._examples = examples
-        self._done = 0
-        self._detail = ""
+        self._done, self._detail = 0, ""
         self._trend: list[float] = []
         self._last: Mapping[str, Any] = {}
         self._stats: Callable[[], str] | None = None
@@ -175,28 +164,24 @@ class LiveDisplay(PlainDisplay):
             Text(duration(elapsed_s), style="dim", no_wrap=True),
             Text(self._eta(elapsed_s), style="dim", no_wrap=True),
         )
-        rows: list[Table | Text] = [bar]
-        if self._detail:
-            rows.append(Text(self._detail))
+        lines = [Text(self._detail)]
         if self._trend:
-            rows.append(self._progress_so_far())
-            if numbers := _learning(self._last):
-                rows.append(Text(numbers, style="dim"))
-            if times := _times(self._last):
-                rows.append(Text(times, style="dim"))
+            lines.append(self._progress_so_far())
+            lines += [Text(_learning(self._last), style="dim"), Text(_times(self._last), "dim")]
             if incidents := describe_incidents(self._last):
-                rows.append(Text(f"! {incidents}", style="yellow"))
+                lines.append(Text(f"! {incidents}", style="yellow"))
         if self._stats is not None:
-            rows.append(Text(self._stats(), style="cyan"))
-        return Panel(Group(*rows), border_style="dim", title="areal-gym", title_align="left")
+            lines.append(Text(self._stats(), style="cyan"))
+        rows = Group(bar, *filter(None, lines))
+        return Panel(rows, border_style="dim", title="areal-gym", title_align="left")
 
     def _progress_so_far(self) -> Text:
         name, value = _progress(self._last)
         text = Text.assemble(f"{name} ", (sparkline(self._trend), "green"), f" {value:.3f}")
         if len(self._trend) > 1:
             before = self._trend[-_RECENT - 1 :]
-            num = len(before) - 1
-            text.append(f"  {value - before[0]:+.3f} in {num} step{'s' * (num > 1)}", "dim")
+            since = counted(len(before) - 1, "step")
+            text.append(f"  {value - before[0]:+.3f} in {since}", "dim")
         return text
 
     def _eta(self, elapsed_s: float) -> str:
@@ -228,10 +213,10 @@ def example_lines(kind: str, step: int, row: Mapping[str, Any]) -> list[Text]:
         for name, value in (turn.get("reward_parts") or {}).items():
             parts[name] = parts.get(name, 0.0) + value
     shown = "".join(f", {_one_line(name)} {value:.2f}" for name, value in parts.items())
-    num_turns = len(row["turns"])
+    turns, task = counted(len(row["turns"]), "turn"), _one_line(row["task"]["id"])
     facts = (
-        f"step {step}, {kind}: reward {row['reward']:.2f}{shown}; {num_turns} "
-        f"turn{'s' * (num_turns > 1)}, {row['stop_reason']}; {_one_line(row['task']['id'])}"
+        f"step {step}, {kind}: reward {row['reward']:.2f}{shown}; {turns}, {row['stop_reason']}; "
+        f"{task}"
     )
     messages = [m for m in row["messages"] if m["role"] != "system"]
     skipped = len(messages) - _MOST_MESSAGES
@@ -246,12 +231,8 @@ def example_lines(kind: str, step: int, row: Mapping[str, Any]) -> list[Text]:
     return lines
 
 
-_MOST_MESSAGES = 5
-_MOST_CHARACTERS = 400
-
-
 def _shortened(message: Mapping[str, Any]) -> str:
-    """Return the end of a long answer, which has its result, or the beginning of other texts."""
+    # The end of a long answer has its result.
     text = _one_line(str(message.get("content") or ""))
     if message["role"] == "assistant" and len(text) > _MOST_CHARACTERS:
         text = "..." + text[-_MOST_CHARACTERS:]
@@ -269,16 +250,14 @@ def step_line(step: int, total: int, metrics: Mapping[str, Any], eta_s: float) -
     """Return a training step as one line."""
     name, value = _progress(metrics)
     numbers = "  ".join(part for part in (_learning(metrics), _times(metrics)) if part)
-    line = (
-        f"step {step:>{len(str(total))}}/{total}  {name} {value:.3f}  {numbers}  "
-        f"eta {duration(eta_s)}"
-    )
     incidents = describe_incidents(metrics)
-    return f"{line}  ! {incidents}" if incidents else line
+    return (
+        f"step {step:>{len(str(total))}}/{total}  {name} {value:.3f}  {numbers}  "
+        f"eta {duration(eta_s)}" + (f"  ! {incidents}" if incidents else "")
+    )
 
 
 def _progress(metrics: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name and the value of the number that shows whether the policy learns."""
     name = "accuracy" if "reward/mean" not in metrics else "reward"
     return name, metrics.get("reward/mean", metrics.get("train/accuracy", 0.0))
 

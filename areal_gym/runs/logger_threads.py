@@ -13,7 +13,7 @@ from areal_gym.config import RunConfig
 from areal_gym.loggers.base import MetricsLogger
 
 _PATIENCE_S = 60.0
-"""How long what was logged may take to arrive after the run's end."""
+"""Seconds after the run's end in which the last metrics may arrive."""
 
 
 class Loggers:
@@ -21,22 +21,16 @@ class Loggers:
 
     Args:
         loggers: by id.
-        say: tells people what fails, and where to look.
+        say: shows people what fails, and where to look.
     """
 
     def __init__(self, loggers: Mapping[str, MetricsLogger], say: Callable[[str], None]) -> None:
         self._loggers = loggers
         self._say = say
-        self._lines: list[_Line] = []
+        self._threads: list[_LoggerThread] = []
 
     def open(self, directory: Path, config: RunConfig, *, first_step: int) -> None:
-        """Begin.
-
-        Args:
-            directory: gets a folder for each logger.
-            config: of the run.
-            first_step: of those that will be logged.
-        """
+        """Open each logger in its own folder of `directory`; the next step is `first_step`."""
         name, settings = directory.parent.resolve().name, config.model_dump(mode="json")
         for id, logger in self._loggers.items():
 
@@ -45,7 +39,7 @@ class Loggers:
                 folder.mkdir(parents=True, exist_ok=True)
                 return logger.open(folder, name=name, config=settings, first_step=first_step)
 
-            self._lines.append(_Line(id, logger, begin, self._say))
+            self._threads.append(_LoggerThread(id, logger, begin, self._say))
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         """Pass a row's numbers on; returns at once."""
@@ -54,69 +48,65 @@ class Loggers:
             for name, value in row.items()
             if name != "step" and isinstance(value, int | float)
         }
-        for line in self._lines:
-            line.log(step, numbers)
+        for thread in self._threads:
+            thread.log(step, numbers)
 
     def metrics(self) -> dict[str, float]:
-        """How often each logger has failed so far."""
-        return {f"loggers/failures/{line.id}": float(line.num_failed) for line in self._lines}
+        """Return the number of failures of each logger so far."""
+        return {f"loggers/failures/{each.id}": float(each.num_failed) for each in self._threads}
 
     def close(self, patience_s: float = _PATIENCE_S) -> None:
         """Wait until everything has arrived, but not for ever."""
         deadline_s = monotonic() + patience_s
-        for line in self._lines:
-            line.finish()
-        for line in self._lines:
-            line.join(max(0.0, deadline_s - monotonic()))
-        self._lines.clear()
+        for thread in self._threads:
+            thread.rows.put(None)
+        for thread in self._threads:
+            thread.finish(max(0.0, deadline_s - monotonic()))
+        self._threads.clear()
 
 
-class _Line:
+class _LoggerThread(Thread):
     """One logger and the thread on which it lives, from `begin` to its `close`."""
 
     def __init__(
         self, id: str, logger: MetricsLogger, begin: Callable[[], str], say: Callable[[str], None]
     ) -> None:
+        # A daemon: a logger that hangs does not keep the program from ending.
+        super().__init__(name=f"areal-gym-logger-{id}", daemon=True)
         self.id = id
         self.num_failed = 0
-        """Calls that came to nothing."""
+        self.rows: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
         self._logger = logger
         self._begin = begin
         self._say = say
-        self._rows: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
-        # A daemon: what hangs does not keep the program from ending.
-        self._thread = Thread(target=self._live, name=f"areal-gym-logger-{id}", daemon=True)
-        self._thread.start()
+        self.start()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self._thread.is_alive():
-            self._rows.put((step, numbers))
+        if self.is_alive():
+            self.rows.put((step, numbers))
         else:
             self.num_failed += 1
 
-    def finish(self) -> None:
-        self._rows.put(None)
-
-    def join(self, patience_s: float) -> None:
-        self._thread.join(patience_s)
-        if self._thread.is_alive():
+    def finish(self, patience_s: float) -> None:
+        self.join(patience_s)
+        if self.is_alive():
             self._say(f"logger {self.id}: not everything has arrived in time; it is left alone")
         elif self.num_failed > 1:
             self._say(f"logger {self.id}: {self.num_failed} calls failed")
 
-    def _live(self) -> None:
+    def run(self) -> None:
         try:
             self._say(f"logger {self.id}: {self._begin()}")
         except Exception as error:
             self._failed(error)
             return
-        while (row := self._rows.get()) is not None:
-            try:
-                self._logger.log(*row)
-            except Exception as error:
-                self._failed(error)
+        while (row := self.rows.get()) is not None:
+            self._try(self._logger.log, *row)
+        self._try(self._logger.close)
+
+    def _try(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
-            self._logger.close()
+            call(*arguments)
         except Exception as error:
             self._failed(error)
 

@@ -1,4 +1,4 @@
-"""What of this machine areal-gym can use, and what to type where something is missing."""
+"""Reports what of this machine areal-gym can use, and what to type where something is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ _MIN_DISK_GB, _MIN_SHARED_GB = 5.0, 1.0
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of `areal-gym doctor`."""
 
@@ -33,7 +33,7 @@ class Finding:
     detail: str
     advice: str = ""
     """What to type, or to do, when it is missing or could be better."""
-    is_required: bool = True
+    is_required: bool = False
     """Whether nothing works without it."""
 
 
@@ -55,46 +55,33 @@ def examine() -> Iterator[Finding]:
 
 def _python() -> Finding:
     is_ok = sys.version_info >= (3, 11) and sys.platform == "linux"
-    return Finding(
-        subject="python",
-        is_ok=is_ok,
-        detail=f"{platform.python_version()} on {platform.system()} {platform.release()}",
-        advice="" if is_ok else "areal-gym needs Python 3.11 or newer, on Linux",
-    )
+    detail = f"{platform.python_version()} on {platform.system()} {platform.release()}"
+    advice = "" if is_ok else "areal-gym needs Python 3.11 or newer, on Linux"
+    return Finding("python", is_ok, detail, advice, is_required=True)
 
 
 def _packages(extra: str, *, is_required: bool) -> Iterator[Finding]:
-    """What areal-gym declares, in the distribution itself (no extra) or in one of its extras."""
+    """Compare what areal-gym, or one of its extras, declares with what is installed."""
     name = f"{_DISTRIBUTION}[{extra}]" if extra else _DISTRIBUTION
     subject = f"packages {extra}".strip()
-    install = f"pip install '{name}'"
     try:
         declared = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         detail = "areal-gym itself is not installed; it runs from its sources"
-        yield Finding(
-            subject=subject,
-            is_ok=False,
-            detail=detail,
-            advice="pip install -e .",
-            is_required=False,
-        )
+        yield Finding(subject, False, detail, "pip install -e .")
         return
-    wanted = [line for line in declared if _belongs(line, extra)]
-    found, missing = [f"{_DISTRIBUTION} {__version__}"] if not extra else [], []
-    for line in wanted:
+    installed, missing = [f"{_DISTRIBUTION} {__version__}"] if not extra else [], []
+    for line in declared:
+        if not _belongs(line, extra):
+            continue
         package = re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            installed.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(package)
-    yield Finding(
-        subject=subject,
-        is_ok=not missing,
-        detail=f"not installed: {', '.join(missing)}" if missing else ", ".join(found),
-        advice=install if missing else "",
-        is_required=is_required,
-    )
+    detail = f"not installed: {', '.join(missing)}" if missing else ", ".join(installed)
+    advice = f"pip install '{name}'" if missing else ""
+    yield Finding(subject, not missing, detail, advice, is_required)
 
 
 def _belongs(requirement: str, extra: str) -> bool:
@@ -107,49 +94,38 @@ def _engine() -> Finding:
     has_torch = importlib.util.find_spec("torch") is not None
     has_sglang = importlib.util.find_spec("sglang") is not None
     return Finding(
-        subject="engines",
-        is_ok=has_torch,
-        detail="embedded: "
-        + ("ok" if has_torch else "needs torch")
-        + f"; sglang: {'ok' if has_sglang else 'not in this environment (a URL will do)'}",
-        advice="" if has_torch else f"pip install '{_DISTRIBUTION}[train]'",
-        is_required=False,
+        "engines",
+        has_torch,
+        f"embedded: {'ok' if has_torch else 'needs torch'}; "
+        f"sglang: {'ok' if has_sglang else 'not in this environment (a URL will do)'}",
+        "" if has_torch else f"pip install '{_DISTRIBUTION}[train]'",
     )
 
 
 def _compiler() -> Finding:
     if importlib.util.find_spec("torch") is None:
-        return _absent("C compiler", "not looked for: torch is not installed")
+        return Finding("C compiler", False, "not looked for: torch is not installed")
     from areal_gym.models.tiny.kernels.kernel_library import problem
 
-    found = problem()
-    if found is None:
-        return Finding(
-            subject="C compiler",
-            is_ok=True,
-            detail="what sampling and training on a CPU have of their own is compiled",
-            is_required=False,
-        )
-    detail = f"sampling and training on a CPU take up to twice as long: {found}"
-    return _absent("C compiler", detail, "install gcc or clang, or name one: CC=...")
+    reason = problem()
+    if reason is None:
+        detail = "what sampling and training on a CPU have of their own is compiled"
+        return Finding("C compiler", True, detail)
+    detail = f"sampling and training on a CPU take up to twice as long: {reason}"
+    return Finding("C compiler", False, detail, "install gcc or clang, or name one: CC=...")
 
 
 def _gpu() -> Finding:
     if importlib.util.find_spec("torch") is None:
-        return _absent("gpu", "not looked for: torch is not installed")
+        return Finding("gpu", False, "not looked for: torch is not installed")
     import torch
 
     if not torch.cuda.is_available():
-        return _absent("gpu", f"none that torch {torch.__version__} can use; training is on CPU")
-    names = []
-    for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
-        names.append(f"{properties.name}, {properties.total_memory / 2**30:.0f} GB")
-    return Finding(subject="gpu", is_ok=True, detail="; ".join(names), is_required=False)
-
-
-def _absent(subject: str, detail: str, advice: str = "") -> Finding:
-    return Finding(subject=subject, is_ok=False, detail=detail, advice=advice, is_required=False)
+        detail = f"none that torch {torch.__version__} can use; training is on CPU"
+        return Finding("gpu", False, detail)
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GB" for gpu in gpus]
+    return Finding("gpu", True, "; ".join(names))
 
 
 _NOT_PROMISED = {
@@ -176,13 +152,10 @@ def _sandbox() -> Finding:
             "sysctl kernel.unprivileged_userns_clone=1",
             SandboxLevel.NONE: "Linux 5.13 has Landlock for any user; or env.kwargs.sandbox=docker",
         }[report.level]
-        return Finding(
-            subject="sandbox",
-            is_ok=result.stdout == "42\n" and report.level is not SandboxLevel.NONE,
-            detail=f"level {report.level}: {', '.join(report.protections)}"
-            + _NOT_PROMISED[report.level],
-            advice=advice,
-        )
+        is_ok = result.stdout == "42\n" and report.level is not SandboxLevel.NONE
+        detail = f"level {report.level}: {', '.join(report.protections)}"
+        detail += _NOT_PROMISED[report.level]
+        return Finding("sandbox", is_ok, detail, advice, is_required=True)
 
     return _unless_it_fails("sandbox", look, is_required=True)
 
@@ -198,66 +171,44 @@ def _docker() -> Finding:
             has_image = bool(client.images.list(name=DEFAULT_IMAGE))
         finally:
             client.close()
-        return Finding(
-            subject="docker",
-            is_ok=has_image,
-            detail=f"engine {version}; "
-            + (f"image {DEFAULT_IMAGE}" if has_image else f"no image {DEFAULT_IMAGE}"),
-            advice="" if has_image else "python -m areal_gym.sandbox.image",
-            is_required=False,
-        )
+        image = f"{'' if has_image else 'no '}image {DEFAULT_IMAGE}"
+        advice = "" if has_image else "python -m areal_gym.sandbox.image"
+        return Finding("docker", has_image, f"engine {version}; {image}", advice)
 
     return _unless_it_fails("docker", look, is_required=False)
 
 
-def _unless_it_fails(subject: str, look: Callable[[], Any], *, is_required: bool) -> Finding:
+def _unless_it_fails(
+    subject: str, look: Callable[[], Coroutine[Any, Any, Finding]], *, is_required: bool
+) -> Finding:
     try:
-        finding: Finding = asyncio.run(look())
+        return asyncio.run(look())
     except SandboxError as error:
-        advice = error.hints[0] if error.hints else ""
-        return Finding(
-            subject=subject,
-            is_ok=False,
-            detail=error.message,
-            advice=advice,
-            is_required=is_required,
-        )
-    return finding
+        return Finding(subject, False, error.message, next(iter(error.hints), ""), is_required)
 
 
 def _ray() -> Finding:
     try:
-        version = importlib.metadata.version("ray")
+        return Finding("ray", True, importlib.metadata.version("ray"))
     except importlib.metadata.PackageNotFoundError:
-        return _absent(
-            "ray", "not installed; one machine does without", f"pip install '{_DISTRIBUTION}[ray]'"
-        )
-    return Finding(subject="ray", is_ok=True, detail=version, is_required=False)
+        detail, advice = "not installed; one machine does without", f"'{_DISTRIBUTION}[ray]'"
+        return Finding("ray", False, detail, f"pip install {advice}")
 
 
 def _disk(subject: str, place: Path, advice: str) -> Finding:
     free_gb = shutil.disk_usage(place).free / 2**30
     is_writable = os.access(place, os.W_OK)
     is_ok = free_gb >= _MIN_DISK_GB and is_writable
-    return Finding(
-        subject=subject,
-        is_ok=is_ok,
-        detail=f"{free_gb:.1f} GB free in {place}"
-        + ("" if is_writable else ", which is read-only"),
-        advice="" if is_ok else advice,
-        is_required=not is_writable,
-    )
+    detail = f"{free_gb:.1f} GB free in {place}{'' if is_writable else ', which is read-only'}"
+    return Finding(subject, is_ok, detail, "" if is_ok else advice, is_required=not is_writable)
 
 
 def _shared_memory() -> Finding:
+    subject = "shared memory"
     if not _SHARED_MEMORY.is_dir():
-        return _absent("shared memory", f"no {_SHARED_MEMORY}", "mount a tmpfs there")
+        return Finding(subject, False, f"no {_SHARED_MEMORY}", "mount a tmpfs there")
     total_gb = shutil.disk_usage(_SHARED_MEMORY).total / 2**30
     is_ok = total_gb >= _MIN_SHARED_GB
-    return Finding(
-        subject="shared memory",
-        is_ok=is_ok,
-        detail=f"{total_gb:.1f} GB in {_SHARED_MEMORY}",
-        advice="" if is_ok else "several GPUs need more; in a container: docker run --shm-size=2g",
-        is_required=False,
-    )
+    advice = "several GPUs need more; in a container: docker run --shm-size=2g"
+    detail = f"{total_gb:.1f} GB in {_SHARED_MEMORY}"
+    return Finding(subject, is_ok, detail, "" if is_ok else advice)

@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING, Any
 from areal_gym.config import RunConfig
 from areal_gym.config.objective_settings import SUPERVISED
 from areal_gym.distributed.cluster import Cluster, open_cluster
+from areal_gym.distributed.rollout_workers import RolloutWorkers, WorkerSetup
 from areal_gym.engines.base import Engine, TakeOverEngine
+from areal_gym.engines.server import EngineServer
+from areal_gym.engines.sglang import SGLangEngine
+from areal_gym.runs.components import Components
 from areal_gym.runs.evaluation import Evaluations
 from areal_gym.runs.example_batches import ExampleBatches, ExampleEvaluations
 from areal_gym.runs.make_trainer import make_supervised_trainer, make_trainer
-from areal_gym.runs.open_engine import open_engine
+from areal_gym.runs.open_engine import open_engine, open_renderer
 from areal_gym.runs.preparation import PreparedRun
 from areal_gym.runs.probe import probe_engine
 from areal_gym.runs.rollout_batches import RolloutBatches, RolloutServices
 from areal_gym.runs.run_context import RunContext
-from areal_gym.runs.sandboxes import announce_sandboxes
 from areal_gym.runs.serve_policy import open_gateway
 from areal_gym.runs.teacher import open_teacher
-from areal_gym.runs.workers import open_workers
 from areal_gym.trainer.base import close_trainer
 
 if TYPE_CHECKING:
-    from areal_gym.trainer.base import Trainer, WeightSync
+    from areal_gym.trainer.base import Trainer
     from areal_gym.trainer.update import TrainerThread
 
 
@@ -57,9 +59,8 @@ async def open_run(prepared: PreparedRun) -> AsyncIterator[RunContext]:
 def _open_supervised(
     stack: AsyncExitStack, prepared: PreparedRun, cluster: Cluster | None, thread: TrainerThread
 ) -> RunContext:
-    trainer = make_supervised_trainer(
-        prepared.config, prepared.source, initial=prepared.policy, cluster=cluster
-    )
+    config, policy = prepared.config, prepared.policy
+    trainer = make_supervised_trainer(config, prepared.source, initial=policy, cluster=cluster)
     _restore(stack, prepared, trainer, thread)
     _write_settings(prepared)
     _announce_start(prepared)
@@ -78,6 +79,7 @@ async def _open_rollouts(
     stack: AsyncExitStack, prepared: PreparedRun, cluster: Cluster | None, thread: TrainerThread
 ) -> RunContext:
     from areal_gym.trainer.update import WeightPublisher
+    from areal_gym.trainer.weight_sync import make_weight_sync
 
     config, display, components = prepared.config, prepared.display, prepared.components
     assert components is not None
@@ -89,7 +91,12 @@ async def _open_rollouts(
         open_engine(config, served, cluster, display)
     )
     teacher = await stack.enter_async_context(open_teacher(config, prepared.policy))
-    weight_sync = _make_weight_sync(config, engine, prepared.directory.path / "weights")
+    weight_sync = make_weight_sync(
+        engine,
+        config.trainer.weight_sync,
+        directory=prepared.directory.path / "weights",
+        lora=config.trainer.lora,
+    )
     stack.push_async_callback(weight_sync.aclose)
     publisher = WeightPublisher(weight_sync, trainer, engine, config.rollout.outage_patience_s)
     if prepared.step or (isinstance(engine, TakeOverEngine) and engine.take_over):
@@ -97,24 +104,19 @@ async def _open_rollouts(
     gap = await probe_engine(config, components, engine, renderer, trainer, display.say)
     _write_settings(prepared)
     prepared.directory.add_provenance(engine_gap=asdict(gap))
-    reports = await announce_sandboxes(components, display.say)
+    reports = await components.announce_sandboxes(display.say)
     prepared.directory.add_provenance(sandboxes=[asdict(report) for report in reports])
     _announce_start(prepared)
     await stack.enter_async_context(open_gateway(config, prepared.directory, display))
     episode_runner = await stack.enter_async_context(
-        open_workers(config, components, prepared.policy, engine, cluster)
+        _open_workers(config, components, prepared.policy, engine, cluster)
     )
     services = RolloutServices(
         engine=engine, renderer=renderer, teacher=teacher, episode_runner=episode_runner
     )
+    log = _on_evaluation(prepared)
     evaluations = Evaluations(
-        config,
-        components,
-        engine,
-        renderer,
-        prepared.directory,
-        display,
-        _on_evaluation(prepared),
+        config, components, engine, renderer, prepared.directory, display, log
     )
     stack.push_async_callback(evaluations.aclose)
     step = prepared.step
@@ -124,31 +126,69 @@ async def _open_rollouts(
         trainer_thread=thread,
         publisher=publisher,
         evaluations=evaluations,
-        make_batches=lambda: RolloutBatches(
-            prepared, services, trainer, publisher, step, rollout_state
+        make_batches=partial(
+            RolloutBatches, prepared, services, trainer, publisher, step, rollout_state
         ),
         step=step,
     )
 
 
+@asynccontextmanager
+async def _open_workers(
+    config: RunConfig, components: Components, policy: Path, engine: Engine, cluster: Cluster | None
+) -> AsyncIterator[RolloutWorkers | None]:
+    """Start the settings' rollout workers; yield None when episodes are played in this process.
+
+    Workers ask servers themselves. An engine in this process is served to them from here.
+
+    Raises:
+        GymError: what a worker's environment, agent or engine raises when it is made.
+        InfrastructureError: a worker does not start.
+    """
+    if cluster is None or not config.cluster.rollout_workers:
+        yield None
+        return
+    policy = policy.absolute()  # workers have a directory of their own
+    async with AsyncExitStack() as stack:
+        if isinstance(engine, SGLangEngine):
+            urls = [state.client.url for state in engine.servers]
+        else:
+            server = EngineServer(engine, model_path=str(policy), host=cluster.host)
+            await stack.enter_async_context(server)
+            urls = [server.url]
+        setup = WorkerSetup(
+            env_factory=components.make_env,
+            agent=components.agent,
+            open_engine=partial(
+                SGLangEngine, policy, urls=urls, max_context=engine.max_context, is_guest=True
+            ),
+            open_renderer=partial(open_renderer, config, policy),
+            rollout=config.rollout,
+            env_id=config.env.id,
+            agent_id=config.agent.id,
+        )
+        workers = RolloutWorkers(cluster, setup, config.cluster.rollout_workers)
+        stack.push_async_callback(workers.aclose)
+        await workers.start()
+        yield workers
+
+
 def _restore(
     stack: AsyncExitStack, prepared: PreparedRun, trainer: Trainer[Any], thread: TrainerThread
 ) -> dict[str, Any] | None:
-    """Bring the trainer's state back, and return the rollouts'; see that checkpoints have room."""
+    # The trainer's state is brought back, and that of the rollouts is returned.
     from areal_gym.trainer.checkpoint import require_space, restore_trainer
 
     stack.callback(close_trainer, trainer)
     stack.callback(thread.close)
-    state = None
-    if prepared.checkpoint is not None:
-        state = restore_trainer(trainer, prepared.source)
+    state = None if prepared.checkpoint is None else restore_trainer(trainer, prepared.source)
     directory = prepared.directory.checkpoints_dir
     require_space(trainer, directory, prepared.config.trainer.keep_checkpoints)
     return state
 
 
 def _write_settings(prepared: PreparedRun) -> None:
-    """Change a directory that exists already: nothing can be refused any more."""
+    # A directory that exists already is changed now that nothing can be refused any more.
     if not prepared.directory.has_begun or prepared.is_resumed:
         prepared.begin()
 
@@ -166,10 +206,3 @@ def _on_evaluation(prepared: PreparedRun) -> Callable[[int, Mapping[str, float]]
         prepared.callbacks.tell("on_evaluation", step, metrics)
 
     return tell
-
-
-def _make_weight_sync(config: RunConfig, engine: Engine, directory: Path) -> WeightSync:
-    from areal_gym.trainer.weight_sync import make_weight_sync
-
-    settings = config.trainer
-    return make_weight_sync(engine, settings.weight_sync, directory=directory, lora=settings.lora)

@@ -1,9 +1,10 @@
-"""A run trained again from its record: no engine, no environment, no sampling.
+"""Runs trained again from their records: no engine, no environment, no sampling.
 
 A run directory holds, step by step, the trajectories that were trained on, with ids,
 log-probabilities and versions, in the order in which they were. That is all that training takes
 in, so the same settings give the same weights, bit for bit on a CPU; other settings show what they
-would have made of the same experience.
+would have made of the same experience. `replay_refused` takes a step again that has ended a run,
+because its loss or gradient was not finite.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_gym.config import RunConfig
 from areal_gym.config.objective_settings import SUPERVISED
-from areal_gym.errors import DataError, NothingToDoError, UsageError
+from areal_gym.errors import DataError, NotFiniteError, NothingToDoError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import Components
@@ -24,8 +25,9 @@ from areal_gym.runs.make_trainer import make_trainer
 from areal_gym.runs.policy_directory import policy_directory, require_same_start
 from areal_gym.runs.preparation import save_settings
 from areal_gym.runs.probe import keep_rounding_from_clips
-from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.runs.run_display import Display
 from areal_gym.trainer.base import close_trainer
+from areal_gym.types import Group
 
 if TYPE_CHECKING:
     from areal_gym.trainer.base import GroupTrainer
@@ -35,7 +37,7 @@ _COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayReport:
-    """How a replay compares with its run."""
+    """The comparison of a replay with its run."""
 
     num_steps: int
     checkpoint: str | None
@@ -51,8 +53,30 @@ class ReplayReport:
         return self.first_difference is None and not self.max_difference
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain and JSON-ready."""
+        """Return the JSON-ready form."""
         return {**asdict(self), "is_identical": self.is_identical}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefusedReport:
+    """The outcome of a refused step that was taken again."""
+
+    step: int
+    reason: str | None
+    """Why it is refused again; None when it is not."""
+    loss: float | None
+    grad_norm: float | None
+    unscorable: tuple[str, ...]
+    """Trajectories to which the policy gives log-probabilities that are not finite."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step was taken."""
+        return self.reason is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON-ready form."""
+        return {**asdict(self), "is_finite": self.is_finite}
 
 
 def replay(
@@ -80,9 +104,7 @@ def replay(
         GymError: see `areal_gym.errors`.
     """
     registry().get("trainers", config.trainer.id).require_installed()
-    import torch
-
-    shown = display or SilentDisplay()
+    display = display or Display()
     if config.objective in SUPERVISED:
         raise UsageError(
             f"{source} has no episodes to replay: its objective is {config.objective}",
@@ -96,34 +118,82 @@ def replay(
             f"{source} has recorded no step to replay",
             hints=[f"let it train first: areal-gym train --resume --out {source}"],
         )
-    # There is nothing to overlap with here.
-    settings = config.trainer.model_copy(update={"runs_in": "thread"})
-    config = config.model_copy(update={"trainer": settings})
-    policy, _ = policy_directory(config, Components.of(config), shown)
-    require_same_start(run, policy)
-    # As training does: the number of threads decides in which order sums are added up.
-    torch.set_num_threads(config.trainer.num_threads)
+    config, policy = _start_of(config, run, display)
     trainer = make_trainer(config, policy)
     gap = run.read_provenance().get("engine_gap", {"max": 0.0})
     keep_rounding_from_clips(gap["max"], config, trainer)  # as the run itself did
     try:
-        return _train_again(config, run, recorded, steps, policy, trainer, shown, out)
+        rows = _train_again(run, steps, trainer, display)
+        if out is not None:
+            _save(config, trainer, out, rows, policy)
+        checkpoint = run.checkpoint(steps[-1])
+        has_checkpoint = checkpoint.is_dir()
+        differing = (row["step"] for row in rows if not _agree(row, recorded[row["step"]]))
+        return ReplayReport(
+            num_steps=len(steps),
+            checkpoint=str(checkpoint) if has_checkpoint else None,
+            max_difference=_largest_difference(trainer, checkpoint) if has_checkpoint else None,
+            first_difference=next(differing, None),
+        )
     finally:
         close_trainer(trainer)
 
 
+def replay_refused(
+    config: RunConfig, source: Path, *, display: Display | None = None
+) -> RefusedReport:
+    """Take the step again for which `source` kept the batch, from the checkpoint before it.
+
+    Args:
+        config: the settings; with `source`'s own it is refused again, others show what would help.
+        source: a run directory.
+        display: where to say what goes on.
+
+    Raises:
+        NothingToDoError: no step was refused.
+        UsageError: the checkpoint before that step is gone.
+        GymError: see `areal_gym.errors`.
+    """
+    registry().get("trainers", config.trainer.id).require_installed()
+    from areal_gym.trainer.checkpoint import checkpoint_of, require_whole, restore_trainer
+
+    run = RunDir(source)
+    refused = run.read_refused()
+    if refused is None:
+        raise NothingToDoError(f"{source} has refused no step: there is nothing to take again")
+    step, groups = refused
+    config, policy = _start_of(config, run, display or Display())
+    before = policy
+    if step > 1:
+        _, before = checkpoint_of(run.checkpoints_dir, step - 1)
+        require_whole(before)
+    trainer = make_trainer(config, before, initial=policy)
+    try:
+        if before is not policy:
+            restore_trainer(trainer, before)
+        return _take(trainer, step, groups)
+    finally:
+        close_trainer(trainer)
+
+
+def _start_of(config: RunConfig, run: RunDir, display: Display) -> tuple[RunConfig, Path]:
+    """Return settings that train in this process, and the policy that the run started with."""
+    import torch
+
+    # There is nothing to overlap with here.
+    settings = config.trainer.model_copy(update={"runs_in": "thread"})
+    config = config.model_copy(update={"trainer": settings})
+    policy, _ = policy_directory(config, Components.of(config), display)
+    require_same_start(run, policy)
+    # As training does: the number of threads decides in which order sums are added up.
+    torch.set_num_threads(config.trainer.num_threads)
+    return config, policy
+
+
 def _train_again(
-    config: RunConfig,
-    run: RunDir,
-    recorded: Mapping[int, Mapping[str, Any]],
-    steps: Sequence[int],
-    policy: Path,
-    trainer: GroupTrainer,
-    shown: Display,
-    out: Path | None,
-) -> ReplayReport:
-    shown.phase("replay", len(steps))
-    first_difference: int | None = None
+    run: RunDir, steps: Sequence[int], trainer: GroupTrainer, display: Display
+) -> list[dict[str, Any]]:
+    display.phase("replay", len(steps))
     rows: list[dict[str, Any]] = []
     for step in steps:
         groups = run.read_groups(step)
@@ -136,25 +206,8 @@ def _train_again(
             )
         metrics = trainer.step(groups, step - 1)
         rows.append({"step": step, **metrics})
-        if first_difference is None and not _agree(metrics, recorded[step]):
-            first_difference = step
-        shown.step(step, len(steps), metrics)
-    if out is not None:
-        _save(config, trainer, out, rows, policy)
-    checkpoint = run.checkpoints_dir / f"step-{steps[-1]:06d}"
-    if not checkpoint.is_dir():
-        return ReplayReport(
-            num_steps=len(steps),
-            checkpoint=None,
-            max_difference=None,
-            first_difference=first_difference,
-        )
-    return ReplayReport(
-        num_steps=len(steps),
-        checkpoint=str(checkpoint),
-        max_difference=_largest_difference(trainer, checkpoint),
-        first_difference=first_difference,
-    )
+        display.step(step, len(steps), metrics)
+    return rows
 
 
 def _agree(metrics: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
@@ -182,3 +235,31 @@ def _save(
         for row in rows:
             directory.append_metrics(row)
         save_trainer(trainer, directory.checkpoints_dir, rows[-1]["step"], policy)
+
+
+def _take(trainer: GroupTrainer, step: int, groups: list[Group]) -> RefusedReport:
+    unscorable = _unscorable(trainer, groups)
+    reason: str | None = None
+    metrics: dict[str, float] = {}
+    try:
+        metrics = trainer.step(groups, step - 1)
+        if metrics["train/skipped_updates"]:
+            reason = "its loss or gradient is not finite"
+    except NotFiniteError as error:
+        reason = error.message
+    loss, grad_norm = metrics.get("train/loss"), metrics.get("train/grad_norm")
+    if reason is not None:
+        loss = grad_norm = None
+    return RefusedReport(
+        step=step, reason=reason, loss=loss, grad_norm=grad_norm, unscorable=unscorable
+    )
+
+
+def _unscorable(trainer: GroupTrainer, groups: list[Group]) -> tuple[str, ...]:
+    from areal_gym.trainer.batch.sequences import sequences_of
+
+    ids = [trajectory.id for group in groups for trajectory in group]
+    rows = [row for row in sequences_of(groups) if row.num_trainable]
+    scores = zip(rows, trainer.score(rows), strict=True)
+    bad = {row.trajectory_id for row, logprobs in scores if not logprobs.isfinite().all()}
+    return tuple(ids[i] for i in sorted(bad))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutServices:
-    """What rollouts sample with."""
+    """The parts that rollouts sample with."""
 
     engine: Engine
     renderer: Renderer
@@ -47,17 +47,13 @@ class RolloutServices:
     """Runs episodes in other processes; None runs them here."""
 
 
-class RolloutBatches(BatchStream):
+class RolloutBatches(BatchStream[Group]):
     """Runs episodes while it is open, and hands out groups.
 
-    Args:
-        prepared: the run.
-        services: what samples.
-        trainer: has the advantages and log-probabilities of the last step.
-        publisher: brings weights to the engine.
-        step: the number of steps that were taken.
-        state: what a checkpoint knew of the tasks to come; None at the beginning.
+    `step` steps were taken before; `state` is what their checkpoint knew of the tasks to come.
     """
+
+    guard: DivergenceGuard
 
     def __init__(
         self,
@@ -77,7 +73,7 @@ class RolloutBatches(BatchStream):
         self._open = AsyncExitStack()
         self._newest = NewestRewards()
         self._incidents = IncidentCounter()
-        self._guard = DivergenceGuard(config, directory, prepared.display, directory.read_metrics())
+        self.guard = DivergenceGuard(config, directory, prepared.display, directory.read_metrics())
         self._journal = self._open_journal()
         engine = services.engine
         if config.env.id == ONLINE and isinstance(engine, InterruptedEngine):
@@ -165,7 +161,7 @@ class RolloutBatches(BatchStream):
             "memory/rss_mb": rss_mb(),
         }
         more |= self._incidents.count({**row, **more})
-        return more | self._guard.observe({**row, **more})
+        return more | self.guard.observe({**row, **more})
 
     def save(self, step: int, batch: Sequence[Group]) -> Sequence[Group]:
         """Write down the trajectories, and what the trainer made of their tokens."""
@@ -175,7 +171,7 @@ class RolloutBatches(BatchStream):
         return batch
 
     async def after_record(self, step: int) -> None:
-        """By the first step the episodes have used whatever sandboxes they use: note which."""
+        """Note the sandboxes: by the first step the episodes have used those that they use."""
         if step == self._first_step:
             reports = [asdict(report) for report in await shared_reports()]
             if reports:
@@ -202,20 +198,6 @@ class RolloutBatches(BatchStream):
         """Let the journal forget what this checkpoint holds."""
         if self._journal is not None:
             self._journal.checkpoint(state)
-
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether the guard wants the policy saved now."""
-        return self._guard.wants_checkpoint
-
-    @property
-    def protected_steps(self) -> Collection[int]:
-        """The guard's last good checkpoint."""
-        return self._guard.protected
-
-    def raise_if_diverged(self) -> None:
-        """Ask the guard."""
-        self._guard.raise_if_diverged()
 
     def close(self) -> None:
         """Close the journal."""

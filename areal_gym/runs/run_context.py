@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from areal_gym.config import RunConfig
 from areal_gym.errors import DivergedError, NotFiniteError, StopTraining
 from areal_gym.run_dir.run_dir import RunDir
+from areal_gym.runs.divergence_guard import DivergenceGuard
 from areal_gym.runs.preparation import PreparedRun
 from areal_gym.runs.saving import Saver
 from areal_gym.types import Group
@@ -22,34 +23,37 @@ if TYPE_CHECKING:
     from areal_gym.trainer.update import TrainerThread, WeightPublisher
 
 
-class BatchStream(ABC):
+_Item = TypeVar("_Item")
+
+
+class BatchStream(ABC, Generic[_Item]):
     """The run's side of a `BatchSource`: what is recorded, kept and watched beside its batches.
 
     An async context manager: batches are made inside of it.
     """
 
-    @abstractmethod
-    async def __aenter__(self) -> BatchStream: ...
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Stop making batches."""
 
     @abstractmethod
-    async def __aexit__(self, *exc_info: object) -> None: ...
-
-    @abstractmethod
-    async def next_batch(self, version: int) -> Sequence[Any]:
+    async def next_batch(self, version: int) -> Sequence[_Item]:
         """Return the next batch to train on, which makes the weights of `version + 1`."""
 
-    def metrics(self, step: int, batch: Sequence[Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    def metrics(self, step: int, batch: Sequence[_Item], row: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is added to the step's row, which has the trainer's metrics."""
         return {}
 
-    def save(self, step: int, batch: Sequence[Any]) -> Sequence[Group]:
+    def save(self, step: int, batch: Sequence[_Item]) -> Sequence[Group]:
         """Write down what was trained on; returns its groups, for callbacks."""
         return ()
 
-    async def after_record(self, step: int) -> None:  # noqa: B027
+    async def after_record(self, step: int) -> None:
         """Do what may take time; nothing of the step is lost when it is cancelled."""
 
-    def refuse(self, error: NotFiniteError, step: int, batch: Sequence[Any]) -> NotFiniteError:
+    def refuse(self, error: NotFiniteError, step: int, batch: Sequence[_Item]) -> NotFiniteError:
         """Return what to raise when the trainer could not take the step."""
         return error
 
@@ -57,23 +61,13 @@ class BatchStream(ABC):
         """Return what a checkpoint keeps, so that a resumed run goes on with the next batch."""
         return {}
 
-    def on_checkpoint(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """A checkpoint with this state is on the disk."""
+    def on_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Take note that a checkpoint with this state is on the disk."""
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether the policy should be saved now, besides the schedule."""
-        return False
+    guard: DivergenceGuard | None = None
+    """Judges each step's metrics; None where nothing can diverge."""
 
-    @property
-    def protected_steps(self) -> Collection[int]:
-        """Steps whose checkpoints must stay."""
-        return ()
-
-    def raise_if_diverged(self) -> None:  # noqa: B027
-        """Raise DivergedError when training should not go on."""
-
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Close files, once the last checkpoint is written."""
 
 
@@ -82,23 +76,18 @@ class RunEvaluations(Protocol):
 
     async def measure_start(self, step: int) -> None:
         """Evaluate the policy before anything is trained, unless that is on record."""
-        ...
 
     async def measure_end(self, step: int) -> None:
         """Evaluate the policy after training, unless that is on record."""
-        ...
 
     def is_due(self, step: int) -> bool:
-        """Whether the settings want an evaluation at this step, and none is on record."""
-        ...
+        """Return whether the settings want an evaluation at this step that is not on record."""
 
     async def begin(self, step: int) -> None:
-        """Evaluate the policy as it is now; returns when training may go on."""
-        ...
+        """Evaluate the policy as it is now; return when training may go on."""
 
     def scores(self) -> Mapping[int, float | None]:
         """Return how good each evaluated policy is (more is better), None while it is measured."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,12 +100,12 @@ class RunContext:
     publisher: WeightPublisher | None
     """None for fixed data: no engine samples."""
     evaluations: RunEvaluations
-    make_batches: Callable[[], BatchStream]
+    make_batches: Callable[[], BatchStream[Any]]
     """Called when training begins."""
     step: int
     """The number of steps that were taken."""
     train_s: float = 0.0
-    _batches: BatchStream = field(init=False)
+    _batches: BatchStream[Any] = field(init=False)
     _saver: Saver = field(init=False)
     _begin_s: float = field(init=False)
     _wait_s: float = field(init=False)
@@ -218,23 +207,29 @@ class RunContext:
         await asyncio.sleep(0)
         self._saver.settle()
         every = self.config.trainer.save_every
-        if (every and step % every == 0) or self._batches.wants_checkpoint:
+        guard = self._batches.guard
+        if (every and step % every == 0) or (guard is not None and guard.wants_checkpoint):
             await self._saver.save(step)
         if self.evaluations.is_due(step) and step < self.config.steps:
             await self.evaluations.begin(step)
         await self._batches.after_record(step)
         self.prepared.callbacks.raise_if_stopped()
-        self._batches.raise_if_diverged()
+        if guard is not None:
+            guard.raise_if_diverged()
 
-    def keep_checkpoints(self, *, protected: Collection[int] = ()) -> str | None:
-        """Delete the checkpoints that are not to be kept, and return the best one's name."""
+    def keep_checkpoints(self, *, protects: bool = False) -> str | None:
+        """Delete the checkpoints that are not to be kept, and return the best one's name.
+
+        While the run goes on, it `protects` the last good one of a policy that may diverge.
+        """
         from areal_gym.trainer.checkpoint import keep_checkpoints
 
+        guard = self._batches.guard
         return keep_checkpoints(
             self.directory.checkpoints_dir,
             self.config.trainer.keep_checkpoints,
             self.evaluations.scores(),
-            protected=protected,
+            protected=guard.protected if protects and guard is not None else (),
         )
 
     def _make_saver(self) -> Saver:
@@ -248,6 +243,6 @@ class RunContext:
             self.prepared.policy,
             self._batches.state,
             on_saved=on_saved,
-            delete_old=lambda: self.keep_checkpoints(protected=self._batches.protected_steps),
+            delete_old=lambda: self.keep_checkpoints(protects=True),
             saved_step=self.step or None,
         )

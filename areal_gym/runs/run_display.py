@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 
-class Display(Protocol):
-    """Shows the progress of a run; `areal_gym.runs.live_display` has the ones for people."""
+class Display:
+    """Shows the progress of a run. This one shows nothing: for scripts and tests.
+
+    `areal_gym.runs.live_display` has the ones for people.
+    """
 
     def say(self, text: str) -> None:
         """Show a line of text."""
-        ...
 
     def phase(self, name: str, total: int = 0) -> None:
         """Begin a new phase of the run; `total` is its number of units, 0 if unknown."""
-        ...
 
     def advance(self, done: int, detail: str = "") -> None:
         """Show that `done` units of the phase are done."""
-        ...
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         """Show a finished training step."""
-        ...
 
     def watch(self, stats: Callable[[], str] | None) -> None:
         """Show what episodes wait for, from `stats`, at each refresh; None stops that."""
-        ...
+
+    def close(self) -> None:
+        """Restore the terminal."""
 
 
-class SilentDisplay:
-    """Shows nothing: for scripts and tests."""
-
-    def say(self, text: str) -> None:
-        """Do nothing."""
-
-    def phase(self, name: str, total: int = 0) -> None:
-        """Do nothing."""
-
-    def advance(self, done: int, detail: str = "") -> None:
-        """Do nothing."""
-
-    def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def watch(self, stats: Callable[[], str] | None) -> None:
-        """Do nothing."""
+SilentDisplay = Display
+"""The name of `Display` where none is wanted."""

@@ -9,7 +9,7 @@ from areal_gym.config.online_settings import ONLINE
 from areal_gym.report import keep_report
 from areal_gym.report.learning_curve import draw_learning_curve
 from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.evaluation import points_of
+from areal_gym.runs.evaluation import evaluations_of
 from areal_gym.runs.run_context import RunContext
 from areal_gym.utils.files import write_atomic
 from areal_gym.utils.markup import counted
@@ -55,14 +55,14 @@ def _heldout_tasks(run: RunContext) -> dict[str, Any]:
     num_tasks = {"num_heldout_tasks": run.config.eval.num_tasks}
     if run.config.env.id == ONLINE:
         return num_tasks
-    points = points_of(run.directory)
-    before, after = points[0], next(point for point in points if point.step == run.step)
+    rows = evaluations_of(run.directory)
+    before, after = rows[0], next(row for row in rows if row["step"] == run.step)
     return {
-        "heldout_before": before.sampled,
-        "heldout_after": after.sampled,
-        "heldout_greedy_before": before.greedy,
-        "heldout_greedy_after": after.greedy,
-        "heldout_after_interval": [after.low, after.high],
+        "heldout_before": before["sampled"],
+        "heldout_after": after["sampled"],
+        "heldout_greedy_before": before["greedy"],
+        "heldout_greedy_after": after["greedy"],
+        "heldout_after_interval": [after["low"], after["high"]],
         **num_tasks,
     }
 

@@ -1,4 +1,4 @@
-"""What a live display asks for again and again: where the episodes are, in one line."""
+"""Shows where the episodes of a run are, and says when it waits for servers that are gone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SAY_EVERY_S = 30.0
 
 
 class ProgressLine:
-    """Called from any thread; the pace is that of the last ten seconds.
+    """Returns a line about the episodes, on any thread; its pace is that of the last ten seconds.
 
     Args:
-        stats: where the runner stands.
-        batch_groups: how many groups a batch has.
-        sandbox_calls: how many calls of sandboxes are not answered yet.
+        stats: returns the counters of the rollout runner.
+        batch_groups: the number of groups in a batch.
+        sandbox_calls: returns the number of calls of sandboxes that are not answered yet.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ProgressLine:
         self._seen: deque[tuple[float, int]] = deque()
 
     def __call__(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         stats = self._stats()
         in_sandbox = min(self._sandbox_calls(), stats.waiting_on_env)
         places = {
@@ -54,11 +54,11 @@ class ProgressLine:
         if num_failed := sum(stats.num_failures.values()):
             parts.append(f"{num_failed} failures")
         if stats.outage_s > 0:
-            parts.insert(0, describe_outage(stats))
+            parts.insert(0, _outage(stats))
         return "; ".join(parts)
 
     def _tokens_per_s(self, stats: RolloutStats) -> float | None:
-        """Of episodes that have ended: what is in flight is not counted yet."""
+        # Of episodes that have ended: those in flight are not counted yet.
         self._seen.append((stats.elapsed_s, stats.num_tokens))
         while len(self._seen) > 2 and stats.elapsed_s - self._seen[1][0] > _WINDOW_S:
             self._seen.popleft()
@@ -68,8 +68,7 @@ class ProgressLine:
         return (stats.num_tokens - num_tokens) / (stats.elapsed_s - elapsed_s)
 
 
-def describe_outage(stats: RolloutStats) -> str:
-    """Returns how long the run has waited for what is gone, and how long it will."""
+def _outage(stats: RolloutStats) -> str:
     return (
         f"waiting for servers, {stats.outage_s:.0f} s of {stats.outage_patience_s:.0f} s; "
         f"{counted(stats.episodes_in_flight + stats.episodes_queued, 'episode')} to be played"
@@ -80,9 +79,9 @@ def describe_outage(stats: RolloutStats) -> str:
 async def saying_outages(
     stats: Callable[[], RolloutStats], say: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Says when an outage begins, that it goes on, and when it is over."""
+    """Say inside of the context when an outage begins, that it goes on, and when it is over."""
 
-    async def tell() -> None:
+    async def watch() -> None:
         longest_s = next_s = 0.0
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -94,12 +93,12 @@ async def saying_outages(
                 continue
             longest_s = max(longest_s, now.outage_s)
             if now.outage_s >= next_s:
-                say(describe_outage(now))
+                say(_outage(now))
                 next_s = now.outage_s + _SAY_EVERY_S
 
-    telling = asyncio.create_task(tell())
+    watcher = asyncio.create_task(watch())
     try:
         yield
     finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)

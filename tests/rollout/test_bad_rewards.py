@@ -80,7 +80,7 @@ def test_step_line_counts_nonfinite_rewards():
     counter = IncidentCounter()
     assert describe_incidents(counter.count({"rollout/failures/reward_error": 0})) == ""
     line = describe_incidents(counter.count({"rollout/failures/reward_error": 2}))
-    assert "2 rewards were not finite" in line
+    assert "2 rewards not finite" in line
 
 
 def test_evaluation_does_not_retry_nonfinite_rewards():

@@ -10,7 +10,7 @@ from areal_gym.config import load_config
 from areal_gym.errors import NotFiniteError, NothingToDoError
 from areal_gym.models.tiny.checkpoint_files import load_checkpoint
 from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.runs.nonfinite_step import replay_refused
+from areal_gym.runs.replay import replay_refused
 from areal_gym.runs.train import train
 
 SMALL = [

@@ -9,8 +9,8 @@ import pytest
 
 import areal_gym
 from areal_gym.errors import ConfigError, SandboxError
+from areal_gym.runs.components import describe_sandbox
 from areal_gym.runs.machine_report import _NOT_PROMISED, _sandbox
-from areal_gym.runs.sandboxes import describe_sandbox
 from areal_gym.sandbox import ProcessSandbox, SandboxLevel, SandboxReport, levels
 from areal_gym.sandbox.process import _require_level
 

@@ -11,7 +11,7 @@ from typing import Any
 from areal_gym.report.chart_table import charts_of
 from areal_gym.report.charts import draw
 from areal_gym.runs.live_display import make_display
-from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.runs.run_display import Display
 from areal_gym.utils.markup import block, escaped
 from areal_gym.utils.progress import Panel, bar, in_notebook, is_terminal
 
@@ -20,7 +20,7 @@ _MOST_ROWS = 600
 _CHARTS = ("Reward", "Loss", "KL", "Entropy", "Time of a step")
 
 
-class NotebookDisplay:
+class NotebookDisplay(Display):
     """The output of a notebook cell: progress, charts and the last messages of the run.
 
     Args:
@@ -58,9 +58,6 @@ class NotebookDisplay:
             self._rows = self._rows[::2]
         self.advance(step)
 
-    def watch(self, stats: Callable[[], str] | None) -> None:
-        """Do nothing: only terminals show what episodes wait for."""
-
     def close(self) -> None:
         """Show the final state."""
         self._show(self.page, is_last=True)
@@ -82,10 +79,9 @@ class NotebookDisplay:
 @contextmanager
 def shown_display(progress: bool | None) -> Iterator[Display]:
     """Yield the display that fits; silent for False, and for None where there is no screen."""
-    if progress is False or not (progress or in_notebook() or is_terminal()):
-        yield SilentDisplay()
-        return
-    display = NotebookDisplay(Panel().show) if in_notebook() else make_display()
+    display: Display = Display()  # shows nothing
+    if progress or (progress is None and (in_notebook() or is_terminal())):
+        display = NotebookDisplay(Panel().show) if in_notebook() else make_display()
     try:
         yield display
     finally:
