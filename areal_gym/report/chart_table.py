@@ -4,26 +4,26 @@ draw from this table."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 _NOISE = 1e-7
 """A chart whose values are nowhere larger than this shows rounding only, and is left out."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ChartSpec:
     """The metrics of one chart, and how its axis runs."""
 
     title: str
-    hint: str = ""
-    unit: str = ""
+    unit: str
+    hint: str
     metrics: Mapping[str, str]
     """Metrics with their labels; `*` stands for any text."""
     total: str = ""
     """The metric of which `metrics` are parts; shown where they are not stacked."""
     heldout: str = ""
-    """What evaluations on held-out tasks measure in the same unit."""
+    """The measurement on held-out tasks in the same unit."""
     floor: float | None = 0.0
     ceiling: float | None = None
     least: float | None = None
@@ -31,10 +31,6 @@ class ChartSpec:
     is_stacked: bool = False
     is_quiet: bool = False
     """Whether it is left out while all values are 0."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON-ready form, for the viewer."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,37 +56,29 @@ class Chart:
 
 CHARTS = (
     ChartSpec(
-        title="Reward",
-        hint="mean of the batch; held-out accuracy with its 95% interval",
-        metrics={"reward/mean": "batch"},
+        *("Reward", "", "mean of the batch; held-out accuracy with its 95% interval"),
+        {"reward/mean": "batch"},
         heldout="sampled",
     ),
     ChartSpec(
-        title="pass@k",
-        hint="share of tasks solved by at least one of k",
-        unit="share of tasks",
-        metrics={"reward/pass@*": "pass@"},
+        *("pass@k", "share of tasks", "share of tasks solved by at least one of k"),
+        {"reward/pass@*": "pass@"},
         ceiling=1,
     ),
     ChartSpec(
-        title="Loss",
-        hint="the loss that is minimized",
-        metrics={"train/loss": "loss", "train/critic_loss": "critic"},
+        *("Loss", "", "the loss that is minimized"),
+        {"train/loss": "loss", "train/critic_loss": "critic"},
         heldout="loss",
         floor=None,
     ),
     ChartSpec(
-        title="Accuracy",
-        hint="on the batch and on held-out examples",
-        unit="share",
-        metrics={"train/accuracy": "batch"},
+        *("Accuracy", "share", "on the batch and on held-out examples"),
+        {"train/accuracy": "batch"},
         heldout="accuracy",
     ),
     ChartSpec(
-        title="KL",
-        hint="from the policy that sampled, from the reference and from the teacher",
-        unit="nats",
-        metrics={
+        *("KL", "nats", "from the policy that sampled, from the reference and from the teacher"),
+        {
             "train/approx_kl": "sampler",
             "train/kl_reference": "reference",
             "train/kl_teacher": "teacher",
@@ -98,92 +86,66 @@ CHARTS = (
         least=1e-5,
     ),
     ChartSpec(
-        title="Entropy",
-        hint="mean entropy of the distributions that tokens were sampled from",
-        unit="nats",
-        metrics={"train/entropy": "entropy"},
+        *("Entropy", "nats", "mean entropy of the distributions that tokens were sampled from"),
+        {"train/entropy": "entropy"},
     ),
     ChartSpec(
-        title="Clipped",
-        hint="share of tokens whose loss is clipped",
-        unit="share of tokens",
-        metrics={"train/clip_fraction": "clipped", "train/corrected_fraction": "corrected"},
+        *("Clipped", "share of tokens", "share of tokens whose loss is clipped"),
+        {"train/clip_fraction": "clipped", "train/corrected_fraction": "corrected"},
         least=0.01,
     ),
+    ChartSpec("Gradient norm", "", "before clipping", {"train/grad_norm": "norm"}),
     ChartSpec(
-        title="Gradient norm",
-        hint="before clipping",
-        metrics={"train/grad_norm": "norm"},
-    ),
-    ChartSpec(
-        title="Groups",
-        hint="solved by all members or by none: there is nothing to learn from these",
-        unit="share of groups",
-        metrics={"reward/solve_all": "all solve", "reward/solve_none": "none solves"},
+        "Groups",
+        "share of groups",
+        "solved by all members or by none: there is nothing to learn from these",
+        {"reward/solve_all": "all solve", "reward/solve_none": "none solves"},
         ceiling=1,
     ),
     ChartSpec(
-        title="Staleness",
-        hint="versions that a token lags behind",
-        unit="versions",
-        metrics={"rollout/staleness_mean": "mean", "rollout/staleness_max": "max"},
+        *("Staleness", "versions", "versions that a token lags behind"),
+        {"rollout/staleness_mean": "mean", "rollout/staleness_max": "max"},
         least=1,
     ),
     ChartSpec(
-        title="Length",
-        hint="tokens sampled per trajectory",
-        unit="tokens",
-        metrics={"rollout/policy_tokens_mean": "mean", "rollout/policy_tokens_max": "max"},
+        *("Length", "tokens", "tokens sampled per trajectory"),
+        {"rollout/policy_tokens_mean": "mean", "rollout/policy_tokens_max": "max"},
     ),
     ChartSpec(
-        title="Turns",
-        hint="engine calls per episode",
-        metrics={
+        *("Turns", "", "engine calls per episode"),
+        {
             "rollout/turns": "turns",
             "env/tool_calls": "tool calls",
             "env/tool_errors": "tool errors",
         },
     ),
     ChartSpec(
-        title="Time of a step",
-        hint="the parts of its wall time",
-        unit="s",
-        metrics={"time/wait_s": "wait", "time/train_s": "train", "time/publish_s": "publish"},
+        *("Time of a step", "s", "the parts of its wall time"),
+        {"time/wait_s": "wait", "time/train_s": "train", "time/publish_s": "publish"},
         total="time/step_s",
         is_stacked=True,
     ),
     ChartSpec(
-        title="Overlap",
-        hint="of generation and training; 100% hides the shorter one entirely",
-        unit="share",
-        metrics={
+        *("Overlap", "share", "of generation and training; 100% hides the shorter one entirely"),
+        {
             "time/overlap_efficiency": "overlap",
             "time/share_engine": "episodes wait for the engine",
         },
         ceiling=1,
     ),
     ChartSpec(
-        title="Throughput",
-        hint="tokens per second, trained on and sampled",
-        unit="tokens/s",
-        metrics={
-            "rollout/tokens_per_s": "whole step",
-            "rollout/generated_tokens_per_s": "sampled",
-        },
+        *("Throughput", "tokens/s", "tokens per second, trained on and sampled"),
+        {"rollout/tokens_per_s": "whole step", "rollout/generated_tokens_per_s": "sampled"},
     ),
     ChartSpec(
-        title="Stop reasons",
-        hint="why the episodes ended",
-        unit="share of episodes",
-        metrics={"rollout/stop/*": ""},
+        *("Stop reasons", "share of episodes", "why the episodes ended"),
+        {"rollout/stop/*": ""},
         ceiling=1,
         is_stacked=True,
     ),
     ChartSpec(
-        title="Failures",
-        hint="episodes lost so far, by cause",
-        unit="episodes",
-        metrics={"rollout/failures/*": "", "rollout/stale_groups": "stale groups"},
+        *("Failures", "episodes", "episodes lost so far, by cause"),
+        {"rollout/failures/*": "", "rollout/stale_groups": "stale groups"},
         is_quiet=True,
     ),
 )
@@ -243,13 +205,8 @@ def evaluation_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a row of `evaluations.jsonl`: `step`, and what the objective measures."""
     if "heldout" in row:
         return {"step": row["step"], **row["heldout"]}
-    sampled, greedy = row["sampled"], row["greedy"]
-    return {
-        "step": row["step"],
-        "sampled": sampled["pass@1"],
-        "low": sampled["pass@1_low"],
-        "high": sampled["pass@1_high"],
-        "greedy": greedy["pass@1"],
-        "greedy_low": greedy["pass@1_low"],
-        "greedy_high": greedy["pass@1_high"],
-    }
+    flat = {"step": row["step"]}
+    for name, prefix in (("sampled", ""), ("greedy", "greedy_")):
+        flat[name] = row[name]["pass@1"]
+        flat |= {f"{prefix}{end}": row[name][f"pass@1_{end}"] for end in ("low", "high")}
+    return flat

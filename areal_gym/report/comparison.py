@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,16 +53,15 @@ _TASK_LABELS = {"reward", "accuracy of the batch", "loss", "truncated", "tokens 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One number of all runs."""
+    """One number of all runs, with 95% intervals where they are known."""
 
     label: str
     values: Sequence[float | None]
     intervals: Sequence[tuple[float, float] | None]
-    """95% intervals, where known."""
     notes: Sequence[str] = ()
     """A note on each value, such as its step."""
     differences: Sequence[tuple[float, float] | None] = ()
-    """95% interval of each value minus that of the first run, where known."""
+    """The interval of each value minus that of the first run."""
     verdicts: Sequence[Verdict | None] = ()
     """Each run against the first one; None: unknown, or it is the first one."""
 
@@ -96,23 +95,13 @@ def compare(paths: Sequence[Path]) -> Comparison:
         DataError: a file of trajectories is damaged.
     """
     sides = [_Side(path) for path in paths]
-    names = _names(sides)
     settings = _differing(sides)
     envs = {side.env for side in sides}
     is_same_task = len(envs) == 1 and not any(key.startswith("env.") for key in settings)
     common = [step for step in sides[0].rows if all(step in side.rows for side in sides)]
     window = common[-WINDOW:]
     return Comparison(
-        runs=[
-            {
-                "name": name,
-                "path": str(side.run.path),
-                "env": side.env,
-                "status": side.run.status,
-                "step": max(side.rows, default=0) if side.config else None,
-            }
-            for name, side in zip(names, sides, strict=True)
-        ],
+        runs=[side.facts(name) for name, side in zip(_names(sides), sides, strict=True)],
         settings=settings,
         heldout=list(_heldout(sides, is_same_task and "eval.split" not in settings)),
         training=list(_training(sides, window, is_same_task)),
@@ -127,7 +116,7 @@ _ALONE = {"sampled": "eval", "greedy": "eval-greedy"}
 
 
 def _differing(sides: Sequence[_Side]) -> dict[str, list[Any]]:
-    """Return the settings that not all runs share; evaluations on their own have none."""
+    # Evaluations on their own have no settings.
     trees = [dict(flat(side.config)) if side.config else None for side in sides]
     runs = [settings for settings in trees if settings is not None]
     return {
@@ -164,6 +153,11 @@ class _Side:
             return str(self.config["env"]["id"])
         except (KeyError, TypeError):
             return next((row["env"] for stem in self.files for row in self._heads(stem, 1)), "?")
+
+    def facts(self, name: str) -> dict[str, Any]:
+        step = max(self.rows, default=0) if self.config else None
+        where = {"name": name, "path": str(self.run.path), "env": self.env}
+        return {**where, "status": self.run.status, "step": step}
 
     def scores(self, stem: str) -> dict[str, float]:
         """Return the share of successful episodes in an evaluation, by task."""
@@ -208,7 +202,6 @@ def _heldout(sides: Sequence[_Side], is_same_task: bool) -> Iterable[Row]:
 
 
 def _point(label: str, name: str, rows: Sequence[Sequence[Mapping[str, Any]]]) -> Row:
-    """Make a row of one evaluation of each run, if it has one."""
     return Row(
         label=label,
         values=[float(r[0][name]) if r else None for r in rows],
@@ -217,30 +210,26 @@ def _point(label: str, name: str, rows: Sequence[Sequence[Mapping[str, Any]]]) -
     )
 
 
-def _alone(name: str, accuracy: Interval) -> dict[str, Any]:
+def _bound_names(name: str) -> tuple[str, str]:
     prefix = "" if name == "sampled" else f"{name}_"
-    return {
-        "step": 0,
-        name: accuracy.mean,
-        f"{prefix}low": accuracy.low,
-        f"{prefix}high": accuracy.high,
-    }
+    return f"{prefix}low", f"{prefix}high"
+
+
+def _alone(name: str, accuracy: Interval) -> dict[str, Any]:
+    low, high = _bound_names(name)
+    return {"step": 0, name: accuracy.mean, low: accuracy.low, high: accuracy.high}
 
 
 def _interval_of(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
-    prefix = "" if name == "sampled" else f"{name}_"
-    low, high = row.get(f"{prefix}low"), row.get(f"{prefix}high")
-    if low is None or high is None:
-        return None
-    return _bounds(Interval(row[name], low, high))
+    low, high = map(row.get, _bound_names(name))
+    return None if low is None or high is None else _bounds(Interval(row[name], low, high))
+
+
+_Evaluation = Mapping[str, Any] | None
 
 
 def _heldout_difference(
-    name: str,
-    first: _Side,
-    ours: Mapping[str, Any] | None,
-    other: _Side,
-    theirs: Mapping[str, Any] | None,
+    name: str, first: _Side, ours: _Evaluation, other: _Side, theirs: _Evaluation
 ) -> Interval | None:
     if ours is None or theirs is None:
         return None
@@ -249,10 +238,10 @@ def _heldout_difference(
         scores = other.scores(other.stem(theirs, name))
         if both := base.keys() & scores.keys():
             return mean_interval([scores[task] - base[task] for task in both])
-    intervals = _interval_of(ours, name), _interval_of(theirs, name)
-    if intervals[0] is None or intervals[1] is None:
+    known = [bounds for row in (ours, theirs) if (bounds := _interval_of(row, name))]
+    if len(known) < 2:
         return None
-    spread = math.hypot(*((bounds[1] - bounds[0]) / 2 for bounds in intervals if bounds))
+    spread = math.hypot(*((high - low) / 2 for low, high in known))
     centre = float(theirs[name]) - float(ours[name])
     return Interval(centre, centre - spread, centre + spread)
 
@@ -266,11 +255,8 @@ def _training(sides: Sequence[_Side], window: Sequence[int], is_same_task: bool)
         if not any(series):
             continue
         estimates = [mean_interval(values) if values else None for values in series]
-        row = Row(
-            label=label,
-            values=[None if estimate is None else estimate.mean for estimate in estimates],
-            intervals=[_bounds(estimate) for estimate in estimates],
-        )
+        means = [None if estimate is None else estimate.mean for estimate in estimates]
+        row = Row(label=label, values=means, intervals=[*map(_bounds, estimates)])
         is_comparable = is_same_task or label not in _TASK_LABELS
         differences = [
             difference_interval(values, series[0]) if values and series[0] else None
@@ -280,13 +266,9 @@ def _training(sides: Sequence[_Side], window: Sequence[int], is_same_task: bool)
 
 
 def _judged(row: Row, differences: Sequence[Interval | None], good: int | None) -> Row:
-    """Return the row with a verdict on each difference; none if `good` is None."""
     judged = [None, *differences[1:]] if good is not None else [None] * len(differences)
-    return Row(
-        label=row.label,
-        values=row.values,
-        intervals=row.intervals,
-        notes=row.notes,
+    return replace(
+        row,
         differences=[_bounds(difference) for difference in judged],
         verdicts=[_verdict(difference, good or 0) for difference in judged],
     )
@@ -322,7 +304,7 @@ def _cost(sides: Sequence[_Side]) -> Iterable[Row]:
 
 
 def _cpu_s(side: _Side) -> float | None:
-    """Return the CPU seconds; None for an interrupted run, which records only its last part."""
+    # An interrupted run records only the seconds of its last part.
     return side.summary.get("cpu_s") if side.summary.get("first_step", 1) == 1 else None
 
 

@@ -56,28 +56,25 @@ def collect(run: RunFiles) -> Report:
     rows = run.read_metrics()
     summary = run.read_summary() or {}
     evaluations = [evaluation_of(row) for row in run.read_evaluations()]
-    settings = run.read_config()
-    provenance = run.read_provenance()
+    settings, provenance = run.read_config(), run.read_provenance()
+    used = provenance.pop("used", [])
     done = max((int(row["step"]) for row in rows), default=0)
     leaves = {name: _shown(value) for name, value in flat(settings)}
-    env = leaves.get("env.id", "?")
-    method = leaves.get("trainer.algorithm", "")
-    objective = leaves.get("objective", "rl")
+    env, objective = leaves.get("env.id", "?"), leaves.get("objective", "rl")
+    method = leaves.get("trainer.algorithm", "") if objective == "rl" else objective
+    files = [path for path in run.trajectories_dir.glob("step-*.jsonl") if step_of(path)]
     return Report(
         title=run.path.absolute().name,
-        lead=f"{method if objective == 'rl' else objective} in {env}, "
-        f"{done} of {leaves.get('steps', '?')} steps" + ("" if summary else ", not finished"),
+        lead=f"{method} in {env}, {done} of {leaves.get('steps', '?')} steps"
+        + ("" if summary else ", not finished"),
         facts=_facts(rows, evaluations, summary),
         evaluations=evaluations,
         charts=list(charts_of(rows, evaluations)),
         changed=_changed(settings, leaves),
         settings=leaves,
-        examples=_examples(run),
-        used=provenance.get("used", []),
-        environment={
-            name: _shown(value)
-            for name, value in flat({k: v for k, v in provenance.items() if k != "used"})
-        },
+        examples=best_and_worst(max(files), _EXAMPLES) if files else [],
+        used=used,
+        environment={name: _shown(value) for name, value in flat(provenance)},
     )
 
 
@@ -87,18 +84,18 @@ def _facts(
     summary: Mapping[str, Any],
 ) -> dict[str, str]:
     facts: dict[str, str] = {}
-    if evaluations:
-        first, last = evaluations[0], evaluations[-1]
-        for name in ("sampled", "greedy", "accuracy", "loss"):
-            if last.get(name) is not None:
-                facts[f"held out, {name}"] = f"{number(first.get(name))} → {number(last[name])}"
+
+    def add_change(rows: Sequence[Mapping[str, Any]], name: str, key: str) -> None:
+        if rows and rows[-1].get(key) is not None:
+            facts[name] = f"{number(rows[0].get(key))} → {number(rows[-1][key])}"
+
+    for name in ("sampled", "greedy", "accuracy", "loss"):
+        add_change(evaluations, f"held out, {name}", name)
     if best := (summary.get("warm_start") or {}).get("best_demonstrator"):
         facts["best demonstrator"] = number(best)
+    add_change(rows, "reward of the batch", "reward/mean")
+    add_change(rows, "entropy", "train/entropy")
     if rows:
-        first, last = rows[0], rows[-1]
-        for name, key in (("reward of the batch", "reward/mean"), ("entropy", "train/entropy")):
-            if last.get(key) is not None:
-                facts[name] = f"{number(first.get(key))} → {number(last[key])}"
         step_s = [row["time/step_s"] for row in rows if row.get("time/step_s") is not None]
         if step_s:
             facts["time of a step"] = f"{number(sum(step_s) / len(step_s))} s"
@@ -139,12 +136,6 @@ def _changed(settings: Mapping[str, Any], leaves: Mapping[str, str]) -> dict[str
     return {name: _shown(value) for name, value in changed.items()}
 
 
-def _examples(run: RunFiles) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the best and the worst trajectories of the newest step."""
-    files = [path for path in run.trajectories_dir.glob("step-*.jsonl") if step_of(path)]
-    return best_and_worst(max(files), _EXAMPLES) if files else []
-
-
 def best_and_worst(path: Path, num: int) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the trajectories with the highest and the lowest rewards, without their tokens.
 
@@ -156,12 +147,10 @@ def best_and_worst(path: Path, num: int) -> list[tuple[str, Mapping[str, Any]]]:
     file = TrajectoryFile(path)
     rows = [head.summary for head in file.page()]
     order = sorted(range(len(rows)), key=lambda place: -rows[place]["reward"])
-    best, worst = _apart(rows, order, num), _apart(rows, order[::-1], num)
-    worst = [place for place in worst if place not in best]
-    return [
-        *(("best", file.read_head(place)) for place in best),
-        *(("worst", file.read_head(place)) for place in worst),
-    ]
+    best = _apart(rows, order, num)
+    worst = [place for place in _apart(rows, order[::-1], num) if place not in best]
+    kinds = {**dict.fromkeys(best, "best"), **dict.fromkeys(worst, "worst")}
+    return [(kind, file.read_head(place)) for place, kind in kinds.items()]
 
 
 def _apart(rows: Sequence[Mapping[str, Any]], order: Sequence[int], num: int) -> list[int]:

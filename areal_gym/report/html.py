@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from areal_gym.report.charts import draw
 from areal_gym.report.content import Report, evaluation_table
-from areal_gym.utils.markup import escaped, message, number, pairs
+from areal_gym.utils.markup import escaped, message, number, pairs, table
 
 _FOLD = 1_500
 """Characters of a message shown unfolded; beyond 20 times as many, it is cut."""
@@ -59,27 +59,23 @@ def as_html(report: Report) -> str:
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'"
     charts = "".join(f"<div>{draw(chart)}</div>" for chart in report.charts)
+    examples = "".join(_example(kind, row) for kind, row in report.examples)
+    settings = f"<summary>all {len(report.settings)}</summary>{pairs(report.settings)}"
+    facts = (
+        f"<div><span>{escaped(name)}</span><b>{escaped(value)}</b></div>"
+        for name, value in report.facts.items()
+    )
     body = [
         f"<h1>{escaped(report.title)}</h1>",
         f'<p class="lead">{escaped(report.lead)}</p>',
-        '<div class="facts">',
-        *(
-            f"<div><span>{escaped(n)}</span><b>{escaped(v)}</b></div>"
-            for n, v in report.facts.items()
-        ),
-        "</div>",
+        f'<div class="facts">{"".join(facts)}</div>',
         _section("Curves", f'<div class="charts">{charts}</div>' if charts else ""),
-        _section("Held-out tasks", _evaluations(report.evaluations)),
+        _section("Held-out tasks", table(*evaluation_table(report.evaluations))),
         _section(
             "Examples from the newest step",
-            f'<div class="examples">{_examples(report.examples)}</div>' if report.examples else "",
+            f'<div class="examples">{examples}</div>' if examples else "",
         ),
-        _section(
-            "Settings",
-            pairs(report.changed)
-            + f"<details><summary>all {len(report.settings)}</summary>"
-            + f"{pairs(report.settings)}</details>",
-        ),
+        _section("Settings", f"{pairs(report.changed)}<details>{settings}</details>"),
         _section("Plugins", _used(report.used)),
         _section("Environment", pairs(report.environment)),
     ]
@@ -101,15 +97,6 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{title}</h2>{body}</section>" if body else ""
 
 
-def _evaluations(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return ""
-    names, table = evaluation_table(rows)
-    head = "".join(f"<th>{escaped(name)}</th>" for name in names)
-    lines = ("<tr>" + "".join(f"<td>{escaped(c)}</td>" for c in cells) + "</tr>" for cells in table)
-    return f"<table><thead><tr>{head}</tr></thead>{''.join(lines)}</table>"
-
-
 def _used(used: Iterable[Mapping[str, Any]]) -> str:
     rows = (
         f"<tr><th>{escaped(entry['kind'])}</th><td>{escaped(entry['id'])} "
@@ -117,14 +104,12 @@ def _used(used: Iterable[Mapping[str, Any]]) -> str:
         f"<td class=from>{escaped(entry['distribution'])} {escaped(entry['version'])}</td></tr>"
         for entry in used
     )
-    return f"<table>{table}</table>" if (table := "".join(rows)) else ""
+    return f"<table>{lines}</table>" if (lines := "".join(rows)) else ""
 
 
-def _examples(examples: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    return "".join(
+def _example(kind: str, row: Mapping[str, Any]) -> str:
+    messages = "".join(message(entry, fold=_FOLD) for entry in row["messages"])
+    return (
         f'<article class="{kind}"><header><b>{escaped(number(row["reward"]))}</b> {kind}, '
-        f"{escaped(row['stop_reason'])}, {escaped(row['task']['id'])}</header>"
-        + "".join(message(entry, fold=_FOLD) for entry in row["messages"])
-        + "</article>"
-        for kind, row in examples
+        f"{escaped(row['stop_reason'])}, {escaped(row['task']['id'])}</header>{messages}</article>"
     )

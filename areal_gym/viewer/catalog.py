@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,13 +15,7 @@ from areal_gym.report.chart_table import CHARTS
 from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.utils.files import path_hints
-from areal_gym.viewer.safe_paths import (
-    GrowingFile,
-    contained,
-    finite,
-    read_object,
-    read_settings,
-)
+from areal_gym.viewer.safe_paths import GrowingFile, contained, finite, read_object, read_settings
 from areal_gym.viewer.vocabulary import Vocabulary
 
 _SPARKS = 60
@@ -77,16 +73,9 @@ class Run:
     """One run directory, with what was read of it so far."""
 
     EMPTY_CARD: ClassVar[dict[str, Any]] = {
-        **dict.fromkeys(
-            ("error", "env", "objective", "algorithm", "seed", "steps", "reward", "train_s")
-        ),
-        "status": "stopped",
-        "model": "",
-        "step": 0,
-        "rewards": [],
-        "heldout": [],
-        "changed_s": 0.0,
-        "problems": [],
+        **dict.fromkeys(("error", "env", "objective", "algorithm", "seed", "steps", "reward")),
+        **{"status": "stopped", "model": "", "step": 0, "rewards": [], "heldout": []},
+        **{"train_s": None, "changed_s": 0.0, "problems": []},
     }
     """The card of a run that cannot be read."""
 
@@ -105,15 +94,16 @@ class Run:
         rewards = [_number(row.get("reward/mean")) for row in self.metrics()]
         evaluations = self.evaluations()
         settings, problems = self.settings(), self._problems()
+        status, error = self._status()
         try:
             summary = self.summary() or {}
-        except DataError as error:
+        except DataError as damage:
             summary = {}
-            problems.append(error.message)
+            problems.append(damage.message)
         return {
             "name": self.name,
-            "status": self._status(),
-            "error": self._error(),
+            "status": status,
+            "error": error,
             "env": _scalar(_at(settings, "env", "id")),
             "objective": _scalar(settings.get("objective")),
             "algorithm": _scalar(_at(settings, "trainer", "algorithm")),
@@ -132,7 +122,7 @@ class Run:
     def pulse(self) -> dict[str, Any]:
         """Return what the page polls to see whether anything has changed."""
         return {
-            "status": self._status(),
+            "status": self._status()[0],
             "step": self.step,
             "evaluations": len(self.evaluations()),
             "files": self.file_names(),
@@ -142,7 +132,7 @@ class Run:
         """Return the card, settings, provenance, evaluations, summary, and which charts to draw."""
         return {
             "card": self.card(),
-            "charts": [spec.to_dict() for spec in CHARTS],
+            "charts": [asdict(spec) for spec in CHARTS],
             "files": self.file_names(),
             "settings": self.settings(),
             "provenance": read_object(self.path, self.directory.plugins_file),
@@ -161,8 +151,7 @@ class Run:
         file = contained(self.path, self.directory.config_file)
         stamp = 0 if file is None else file.stat().st_mtime_ns
         if self._settings[0] != stamp:
-            settings = read_settings(self.path, self.directory.config_file)
-            self._settings = (stamp, settings)
+            self._settings = stamp, read_settings(self.path, self.directory.config_file)
         return self._settings[1]
 
     def summary(self) -> dict[str, Any] | None:
@@ -218,9 +207,41 @@ class Run:
             trained_path = self.directory.trained_dir / path.name
             if trained_path.exists() and contained(self.path, trained_path) is None:
                 raise DataError(f"{trained_path} is not a plain file of this run")
-            trained = TrainedFile(trained_path)
-            self._files[name] = (stamp, TrajectoryFile(path), trained)
+            self._files[name] = (stamp, TrajectoryFile(path), TrainedFile(trained_path))
         return self._files[name]
+
+    def page(self, file: str, start: int = 0, limit: int | None = None) -> dict[str, Any]:
+        """Return a page of a file's trajectories as columns, which keeps ten thousand rows small.
+
+        Besides the columns of `TrajectoryFile`, `advantage` is the mean over the trajectory's
+        tokens. `is_last` says that no more can follow.
+        """
+        trajectories, trained = self.file(file), self.trained(file)
+        heads = trajectories.page(start, limit)
+        columns = {name: [head.summary[name] for head in heads] for name in trajectories.COLUMNS}
+        columns["advantage"] = [trained.advantage(start + i) for i in range(len(heads))]
+        return {"columns": columns, "is_last": limit is None or len(heads) < limit}
+
+    def trajectory(self, file: str, place: int, *, has_texts: bool = True) -> dict[str, Any]:
+        """Read the trajectory at `place`.
+
+        Returns:
+            Its line, with shorter numbers, and `place`; `trained`, the advantages and
+            log-probabilities of its sampled tokens in their order, or null; `texts` of its token
+            ids.
+
+        Raises:
+            UnknownIdError: the file is shorter.
+        """
+        row = self.file(file).read(place)
+        for span in row["spans"]:
+            for name in ("logprobs", "teacher_logprobs"):
+                if span.get(name) is not None:
+                    span[name] = [round(value, 5) for value in span[name]]
+        row |= {"trained": self.trained(file).read(place), "place": place}
+        if has_texts:
+            row["texts"] = self.vocabulary.texts(i for s in row["spans"] for i in s["token_ids"])
+        return row
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -231,29 +252,19 @@ class Run:
 
     def _changed_s(self) -> float:
         files = (self.directory.metrics_file, self.directory.config_file)
-        places = [contained(self.path, file) for file in files]
+        places = (contained(self.path, file) for file in files)
         return max((place.stat().st_mtime for place in places if place is not None), default=0.0)
 
-    def _status(self) -> str:
-        try:
-            return self.directory.status if self._has_own_status else "stopped"
-        except OSError:
-            return "stopped"
-
-    def _error(self) -> str | None:
-        try:
-            return self.directory.error if self._has_own_status else None
-        except OSError:
-            return None
-
-    @property
-    def _has_own_status(self) -> bool:
-        """Whether `status.json` is a file of this directory, or is not there."""
+    def _status(self) -> tuple[str, str | None]:
+        """Return the run's status, and why it has failed; "stopped" where it cannot be read."""
         file = self.directory.status_file
-        return contained(self.path, file) is not None or not os.path.lexists(file)
+        is_own = contained(self.path, file) is not None or not os.path.lexists(file)
+        with suppress(OSError):
+            if is_own:
+                return self.directory.status, self.directory.error
+        return "stopped", None
 
     def _problems(self) -> list[str]:
-        """Return what could not be read, in words."""
         counts = {"metrics.jsonl": self._metrics, "evaluations.jsonl": self._evaluations}
         problems = [
             f"{name}: {file.num_damaged} damaged lines were skipped"

@@ -11,27 +11,24 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from areal_gym.utils.files import write_atomic
+from areal_gym.utils.files import to_json, write_atomic
 from areal_gym.viewer.catalog import Catalog, Run
-from areal_gym.viewer.details import detail, rows, token_ids
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 
 
 def export(catalog: Catalog, file: Path) -> int:
-    """Write the page with all runs of the catalog; returns its size in bytes.
+    """Write the page with all runs of the catalog; return its size in bytes.
 
-    Trajectories are packed file by file, and unpacked by the browser when somebody looks at them.
+    Trajectories are packed file by file, and unpacked by the browser when they are looked at.
     """
     static = resources.files("areal_gym.viewer").joinpath("static")
     chunks: list[str] = []
     runs = [_packed(run, chunks) for run in catalog.runs()]
     script = _bundled()
     style = static.joinpath("style.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    look = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'sha256-{look}'; "
+        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     page = "\n".join(
@@ -54,17 +51,20 @@ def export(catalog: Catalog, file: Path) -> int:
     return len(raw)
 
 
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
 def _packed(run: Run, chunks: list[str]) -> dict[str, Any]:
     names: dict[str, str] = {}
     lists: dict[str, Any] = {}
     ids: set[int] = set()
     for name in run.file_names():
         num = len(run.file(name).page())
-        details = [detail(run, name, place, has_texts=False) for place in range(num)]
-        for trajectory in details:
-            ids.update(token_ids(trajectory["spans"]))
+        details = [run.trajectory(name, place, has_texts=False) for place in range(num)]
+        ids.update(i for row in details for span in row["spans"] for i in span["token_ids"])
         names[name] = f"chunk-{len(chunks)}"
-        lists[name] = rows(run, name)
+        lists[name] = run.page(name)
         text = json.dumps(details, ensure_ascii=False, separators=(",", ":"))
         packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)
         data = base64.b64encode(packed).decode()
@@ -79,9 +79,8 @@ def _packed(run: Run, chunks: list[str]) -> dict[str, Any]:
 
 
 def _inert(value: Any) -> str:
-    """Return JSON for a script element: nothing in it ends the element."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
-    return text.replace("<", "\\u003c")
+    # Nothing in a script element may end it.
+    return to_json(value).replace("<", "\\u003c")
 
 
 def _bundled() -> str:

@@ -20,7 +20,7 @@ _MAX_GROWING_BYTES = 2**28
 
 
 def contained(root: Path, file: Path) -> Path | None:
-    """Returns where a file of a directory really lies; None if outside, missing or not plain.
+    """Return where a file of a directory really lies; None if outside, missing or not plain.
 
     Links may lead to other places of the directory. This does not guard against a
     process that writes to the directory at the same time.
@@ -35,7 +35,7 @@ def contained(root: Path, file: Path) -> Path | None:
 
 
 def read_object(root: Path, file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file of a directory; empty when there is no such file.
+    """Return the object in a JSON file of a directory; empty when there is no such file.
 
     Raises:
         DataError: the file holds something else.
@@ -53,23 +53,10 @@ def read_object(root: Path, file: Path) -> dict[str, Any]:
 
 
 def read_settings(root: Path, file: Path) -> dict[str, Any]:
-    """Returns the settings of a run; empty when there are none that can be read."""
+    """Return the settings of a run as JSON can hold them; empty when they cannot be read."""
     place = contained(root, file)
     if place is None:
         return {}
-    try:
-        settings = read_yaml(place)
-        return plain_settings(settings) if isinstance(settings, dict) else {}
-    except (OSError, DataError):
-        return {}
-
-
-def plain_settings(settings: dict[Any, Any]) -> dict[str, Any]:
-    """Returns settings as JSON can hold them: dates and names become text.
-
-    Raises:
-        DataError: they are too many, or too deep.
-    """
     num_left = _MAX_SETTINGS
 
     def plain(value: Any, depth: int) -> Any:
@@ -85,12 +72,15 @@ def plain_settings(settings: dict[Any, Any]) -> dict[str, Any]:
             return str(value)
         return finite(value) if isinstance(value, int | float) else value
 
-    result: dict[str, Any] = plain(settings, 0)
-    return result
+    try:
+        settings = plain(read_yaml(place), 0)
+    except (OSError, DataError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def finite(value: Any) -> Any:
-    """Returns a number that JSON and a browser can hold, None for any other number."""
+    """Return a number that JSON and a browser can hold, None for any other number."""
     if isinstance(value, bool):
         return value
     try:
@@ -116,11 +106,12 @@ class GrowingFile:
         self._path = path
         self._is_flat = is_flat
         self._lock = Lock()
-        self._key: tuple[int, int] = (0, 0)
+        self._key = (0, 0)
+        """The inode, and the number of bytes that were read."""
         self._rows: list[dict[str, Any]] = []
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows so far; only what was appended since the last time is read."""
+        """Return all rows so far; only what was appended since the last time is read."""
         with self._lock:
             return self._read()
 

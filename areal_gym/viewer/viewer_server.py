@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import math
 import re
 import socket
 from collections.abc import Callable
@@ -32,11 +30,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_gym.errors import DataError, GymError, UnknownIdError
+from areal_gym.utils.files import to_json
 from areal_gym.utils.http_servers.addresses import host_name, is_loopback, is_same_secret
 from areal_gym.utils.http_servers.asgi_site import serve_asgi
 from areal_gym.utils.http_servers.connections import ConnectionLimits
 from areal_gym.viewer.catalog import Catalog, Run
-from areal_gym.viewer.details import detail, rows
 
 STATIC = resources.files("areal_gym.viewer").joinpath("static")
 
@@ -65,19 +63,27 @@ def make_app(catalog: Catalog, *, token: str | None = None) -> ASGIApp:
         token: what a browser must send; None: only requests to a name of this machine are
             answered.
     """
-    api = _Api(catalog)
-    run = "/api/runs/{run}"
+
+    async def runs(request: Request) -> Response:
+        return await _answer(lambda: [_card(run) for run in catalog.runs()])
+
+    def of_run(path: str, make: Callable[[Run, Request], Any]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await _answer(lambda: make(catalog.run(request.path_params["run"]), request))
+
+        return Route(f"/api/runs/{{run}}{path}", endpoint)
+
     app = Starlette(
         routes=[
             Route("/", _page),
             Route("/static/{name}", _static),
-            Route("/api/runs", api.runs),
-            Route(run, api.about),
-            Route(f"{run}/pulse", api.pulse),
-            Route(f"{run}/curves", api.curves),
-            Route(f"{run}/{{file}}", api.rows),
-            Route(f"{run}/{{file}}/search", api.search),
-            Route(f"{run}/{{file}}/{{place}}", api.detail),
+            Route("/api/runs", runs),
+            of_run("", lambda run, request: run.about()),
+            of_run("/pulse", lambda run, request: run.pulse()),
+            of_run("/curves", lambda run, request: run.curves(_whole(request, "after", 0))),
+            of_run("/{file}", _rows),
+            of_run("/{file}/search", _search),
+            of_run("/{file}/{place}", _detail),
         ],
         exception_handlers={GymError: _refuse},
     )
@@ -92,49 +98,24 @@ async def serve(
         await serve_asgi(app, listener, limits=limits, max_body_bytes=_MAX_BODY_BYTES)
 
 
-class _Api:
-    """Answers about the runs; reading and indexing happen in threads."""
+def _rows(run: Run, request: Request) -> Any:
+    start, limit = _whole(request, "start", 0), _whole(request, "limit", 5_000)
+    return run.page(request.path_params["file"], start, limit)
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
 
-    async def runs(self, request: Request) -> Response:
-        return await _answer(lambda: [_card(run) for run in self._catalog.runs()])
+def _search(run: Run, request: Request) -> Any:
+    return run.file(request.path_params["file"]).search(request.query_params.get("q", ""))
 
-    async def about(self, request: Request) -> Response:
-        return await _answer(lambda: self._run(request).about())
 
-    async def pulse(self, request: Request) -> Response:
-        return await _answer(lambda: self._run(request).pulse())
-
-    async def curves(self, request: Request) -> Response:
-        after = _whole(request, "after", 0)
-        return await _answer(lambda: self._run(request).curves(after))
-
-    async def rows(self, request: Request) -> Response:
-        start, limit = _whole(request, "start", 0), _whole(request, "limit", 5_000)
-        return await _answer(
-            lambda: rows(self._run(request), request.path_params["file"], start, limit)
-        )
-
-    async def search(self, request: Request) -> Response:
-        text = request.query_params.get("q", "")
-        return await _answer(
-            lambda: self._run(request).file(request.path_params["file"]).search(text)
-        )
-
-    async def detail(self, request: Request) -> Response:
-        file, place = request.path_params["file"], _number(request.path_params["place"])
-        if place is None:
-            raise UnknownIdError(f"{file} has no trajectory {request.path_params['place']!r}")
-        return await _answer(lambda: detail(self._run(request), file, place))
-
-    def _run(self, request: Request) -> Run:
-        return self._catalog.run(request.path_params["run"])
+def _detail(run: Run, request: Request) -> Any:
+    file, place = request.path_params["file"], _number(request.path_params["place"])
+    if place is None:
+        raise UnknownIdError(f"{file} has no trajectory {request.path_params['place']!r}")
+    return run.trajectory(file, place)
 
 
 class _Door:
-    """Lets in whom it should, and says with each answer what a page may do."""
+    """Lets in requests from here, or with the token, and says what a page may do."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token
@@ -181,9 +162,9 @@ async def _answer(make: Callable[[], Any]) -> Response:
     return _json(await asyncio.to_thread(_made, make))
 
 
-def _made(make: Callable[[], Any]) -> bytes:
+def _made(make: Callable[[], Any]) -> str:
     try:
-        return _encoded(make())
+        return to_json(make())
     except GymError:
         raise
     except Exception as error:
@@ -192,41 +173,24 @@ def _made(make: Callable[[], Any]) -> bytes:
 
 
 def _card(run: Run) -> dict[str, Any]:
-    """Returns the card of a run, or one that says why it cannot be read."""
+    """Return the card of a run, or one that says why it cannot be read."""
     try:
         card = run.card()
-        _encoded(card)
+        to_json(card)
     except Exception as error:
         return {**Run.EMPTY_CARD, "name": run.name, "problems": [f"{error}"]}
     return card
 
 
-def _encoded(value: Any) -> bytes:
-    options: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":"), "default": str}
-    try:
-        text = json.dumps(value, allow_nan=False, **options)
-    except ValueError:  # browsers read no NaN
-        text = json.dumps(_finite(value), **options)
+def _json(text: str, status: int = 200) -> Response:
     # Half a surrogate pair, which a policy may well sample, is no UTF-8.
-    return text.encode("utf-8", "replace")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _json(text: bytes, status: int = 200) -> Response:
-    return Response(text, status, media_type="application/json")
+    return Response(text.encode("utf-8", "replace"), status, media_type="application/json")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, GymError)
     status = 404 if isinstance(error, UnknownIdError) else 422
-    return _json(_encoded({"error": error.message, "hints": list(error.hints)}), status)
+    return _json(to_json({"error": error.message, "hints": list(error.hints)}), status)
 
 
 def _whole(request: Request, name: str, default: int) -> int:
@@ -235,5 +199,5 @@ def _whole(request: Request, name: str, default: int) -> int:
 
 
 def _number(text: str) -> int | None:
-    """Returns a whole number that could count something; None for any other text."""
+    # A whole number that could count something.
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None

@@ -34,10 +34,7 @@ class Vocabulary:
         from tokenizers import Tokenizer
 
         checkpoints = sorted(run.checkpoints_dir.glob("step-*"), reverse=True)
-        for file in (
-            run.tokenizer_file,
-            *(path / "tokenizer.json" for path in checkpoints),
-        ):
+        for file in (run.tokenizer_file, *(path / "tokenizer.json" for path in checkpoints)):
             place = contained(run.path, file)
             if place is None:
                 continue

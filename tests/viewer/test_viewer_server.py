@@ -16,7 +16,6 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.run_dir.trajectory_files import TrainedFile, TrajectoryFile
 from areal_gym.utils.http_servers import addresses
 from areal_gym.viewer import Catalog
-from areal_gym.viewer.details import detail, rows
 from tests._support.run_dirs import add_step, make_run, trajectory
 
 server = pytest.importorskip("areal_gym.viewer.viewer_server", reason="starlette is not installed")
@@ -239,8 +238,8 @@ def test_runs_with_equal_names_are_distinguished(tmp_path):
     catalog = Catalog([tmp_path / "a", tmp_path / "b"])
     assert [run.name for run in catalog.runs()] == ["run", "run~2"]
     assert catalog.run("run~2").path == tmp_path / "b" / "run"
-    assert rows(catalog.run("run"), "step-000001")["is_last"]
-    assert detail(catalog.run("run~2"), "step-000001", 0)["id"] == "g0000-0"
+    assert catalog.run("run").page("step-000001")["is_last"]
+    assert catalog.run("run~2").trajectory("step-000001", 0)["id"] == "g0000-0"
 
 
 def test_view_without_runs_is_refused(tmp_path, capsys):
