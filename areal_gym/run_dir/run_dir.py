@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 from areal_gym.errors import DataError, NothingToDoError, RunExistsError, TrainError, UsageError
 from areal_gym.run_dir.run_files import RunFiles
 from areal_gym.run_dir.run_lock import DirectoryLock
+from areal_gym.run_dir.trajectory_files import step_of
 from areal_gym.types import Trajectory
 from areal_gym.utils.files import (
     append_text,
@@ -46,11 +47,11 @@ class RunDir(RunFiles):
         super().__init__(path)
         self.repairs: list[str] = []
         """What `begin` repaired, in words for people."""
+        self.has_begun = False
+        """Whether it may be written to."""
         self._created: list[Path] = []
         self._mode: RunMode = "new"
-        self._has_begun = False
         self._lock: DirectoryLock | None = None
-        self._is_new = False
         self._has_config = False
 
     @classmethod
@@ -100,16 +101,12 @@ class RunDir(RunFiles):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # A request that cannot be served leaves no run behind.
         is_refused = isinstance(error, UsageError | NothingToDoError)
-        if is_refused and self._is_new and not self.trajectories_dir.exists():
+        is_new = self.has_begun and self._mode != "resume"
+        if is_refused and is_new and not self.trajectories_dir.exists():
             self._clear()
         elif self.is_intact:
             self._status.end(error)
         self.close()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it may be written to."""
-        return self._has_begun
 
     def begin(self) -> None:
         """Make the directory ready for writing: the first change to it. Idempotent.
@@ -118,10 +115,10 @@ class RunDir(RunFiles):
             DataError: a file that grows is a link to another file.
             TrainError: the disk is full or not writable.
         """
-        if self._has_begun:
+        if self.has_begun:
             return
-        growing = (self.metrics_file, self.evaluations_file, self.journal_file)
-        for file in (*growing, self.log_file):
+        rows = (self.metrics_file, self.evaluations_file)
+        for file in (*rows, self.journal_file, self.log_file):
             if self._mode == "resume" and file.is_symlink():
                 raise DataError(
                     f"{file} is a link to {os.readlink(file)}, and is not written through",
@@ -136,10 +133,8 @@ class RunDir(RunFiles):
             if self._mode == "clean":
                 self._clear()
         if self._mode == "resume":
-            repairs = [cut_torn_end(file) for file in (self.metrics_file, self.evaluations_file)]
-            self.repairs += [repair for repair in repairs if repair is not None]
-        self._is_new = self._mode != "resume"
-        self._has_begun = True
+            self.repairs += filter(None, map(cut_torn_end, rows))
+        self.has_begun = True
 
     @property
     def is_intact(self) -> bool:
@@ -158,11 +153,9 @@ class RunDir(RunFiles):
         self._has_config = True
 
     def save_provenance(self, used: Iterable[Mapping[str, Any]], policy: str) -> None:
-        """Save which plugins the run uses; versions of the packages are added.
+        """Save which plugins the run uses, as rows of `Entry.to_dict()`, and the policy's hash.
 
-        Args:
-            used: rows of `Entry.to_dict()`.
-            policy: the hash of the weights that it starts with.
+        The versions of the packages are added.
         """
         facts = {"used": list(used), "initial_policy": policy, **_software()}
         write_atomic(self.plugins_file, to_json(facts, indent=2))
@@ -197,7 +190,7 @@ class RunDir(RunFiles):
     def save_trajectories(self, trajectories: Iterable[Trajectory], *, name: int | str) -> Path:
         """Save the trajectories of a step (`name=12`) or others (`name="eval-0"`) in one file."""
         file = self.trajectories_file(name)
-        write_atomic(file, "".join(to_json(t.to_dict()) + "\n" for t in trajectories))
+        _write_rows(file, (t.to_dict() for t in trajectories))
         return file
 
     def save_refused(self, trajectories: Iterable[Trajectory], step: int) -> Path:
@@ -206,8 +199,7 @@ class RunDir(RunFiles):
 
     def save_trained(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
         """Save the advantages and log-probabilities of a step, one row for each trajectory."""
-        text = "".join(to_json(row) + "\n" for row in rows)
-        write_atomic(self.trained_dir / f"step-{step:06d}.jsonl", text)
+        _write_rows(self.trained_dir / f"step-{step:06d}.jsonl", rows)
 
     def save_tokenizer(self, policy: Path) -> None:
         """Keep the tokenizer of a checkpoint directory, if it has a `tokenizer.json`."""
@@ -219,21 +211,19 @@ class RunDir(RunFiles):
         """Delete what lies after `step`: a run resumes at its checkpoint, not at its metrics."""
         for file in (self.metrics_file, self.evaluations_file):
             rows = [r for r in read_lines(file, skips_torn_end=True) if r.get("step", 0) <= step]
-            write_atomic(file, "".join(to_json(row) + "\n" for row in rows))
+            _write_rows(file, rows)
         for path in (
             *self.trajectories_dir.glob("step-*.jsonl"),
             *self.trained_dir.glob("step-*.jsonl"),
             *self.checkpoints_dir.glob("step-*"),
         ):
-            number = path.stem.removeprefix("step-")
-            if number.isdigit() and int(number) > step:
+            if (step_of(path) or 0) > step:
                 remove(path)
         for file in (self.summary_file, self.report_file):
             file.unlink(missing_ok=True)
 
     def _require_intact(self) -> None:
-        # Files would be written into a directory that holds half a run, and that any process
-        # can claim.
+        # The directory would hold half a run, and any process could claim it.
         if self._lock is None or self.is_intact:
             return
         raise TrainError(
@@ -246,12 +236,14 @@ class RunDir(RunFiles):
         )
 
     def _check_mode(self) -> None:
-        """Refuse a directory that does not go with the mode; nothing is changed."""
         if self._mode == "resume":
             self.recipe()
         elif self.holds_run and self._mode == "new":
+            num_steps = 0
+            with contextlib.suppress(DataError, OSError):
+                num_steps = len(self.read_metrics())
             raise RunExistsError(
-                f"{self.path} already holds a run of {self._num_steps()} steps",
+                f"{self.path} already holds a run of {num_steps} steps",
                 hints=[
                     "continue it:  --resume",
                     "replace it:   --clean",
@@ -265,19 +257,17 @@ class RunDir(RunFiles):
                 hints=["choose another directory with --out"],
             )
 
-    def _num_steps(self) -> int:
-        with contextlib.suppress(DataError, OSError):
-            return len(self.read_metrics())
-        return 0
-
     def _clear(self) -> None:
         # Only what runs write is deleted: a mistyped --out must not cost a home directory.
         for path in self.contents():
             remove(path)
 
 
+def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    write_atomic(file, "".join(to_json(row) + "\n" for row in rows))
+
+
 def _software() -> dict[str, Any]:
-    """Return the versions of what runs: this package, Python, the platform, other packages."""
     packages: dict[str, str] = {}
     for name in ("torch", "transformers", "gymnasium", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

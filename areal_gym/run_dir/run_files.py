@@ -93,7 +93,7 @@ class RunFiles:
 
     @property
     def status(self) -> RunStatus:
-        """What the run is doing, or how it ended; an evaluation on its own is finished."""
+        """The run's state now, or its end; an evaluation on its own is finished."""
         if self.is_finished or not self.config_file.exists():
             return "finished"
         if self.is_being_written:
@@ -103,7 +103,7 @@ class RunFiles:
 
     @property
     def error(self) -> str | None:
-        """Why the run has failed, as `status.json` says."""
+        """The reason why the run has failed, as `status.json` says."""
         record = self._status.read()
         return None if record is None else record.error
 

@@ -17,17 +17,14 @@ from areal_gym.utils.files import path_hints, readable_disk_errors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
-    """What a list of runs shows about one run."""
+    """The row of a run in a list of runs."""
 
     path: Path
     env_id: str
-    num_steps: int
-    """The number of finished steps."""
+    num_steps: int  # finished ones
     is_finished: bool
-    reward: float | None
-    """Mean reward of the newest step."""
-    summary: Mapping[str, Any]
-    """`summary.json`; empty until the run has finished."""
+    reward: float | None  # the mean of the newest step
+    summary: Mapping[str, Any]  # empty until the run has finished
 
 
 def list_runs(root: Path = Path("runs")) -> list[RunInfo]:

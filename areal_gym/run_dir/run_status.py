@@ -15,6 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -35,13 +36,10 @@ class StatusRecord:
     """The content of `status.json`."""
 
     state: RunStatus
-    step: int = 0
-    """Steps that were taken."""
-    steps: int | None = None
-    """Steps that the run is going to take."""
+    step: int = 0  # the steps that were taken
+    steps: int | None = None  # the steps that the run is going to take
     error: str | None = None
-    hints: Sequence[str] = ()
-    """What to type next, after an error."""
+    hints: Sequence[str] = ()  # what to type next, after an error
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     boot_id: str = field(default_factory=lambda: _boot_id())
@@ -55,21 +53,17 @@ class StatusRecord:
         """Make a record from an untrusted file; None if the content is not valid."""
         if row.get("state") not in ("running", *_ENDED):
             return None
-        numbers = {name: row.get(name) for name in ("step", "steps", "pid", "process_start")}
-        texts = {n: row.get(n) for n in ("error", "host", "boot_id", "started_at", "updated_at")}
+        values: dict[str, Any] = {
+            **{"step": 0, "steps": None, "pid": 0, "process_start": 0},
+            **{"error": None, "host": "", "boot_id": "", "started_at": "", "updated_at": ""},
+        }
+        for name in values:
+            kind = int if name in ("step", "steps", "pid", "process_start") else str
+            if type(row.get(name)) is kind:
+                values[name] = row[name]
         hints = row.get("hints")
-        return cls(
-            state=row["state"],
-            hints=tuple(map(str, hints)) if isinstance(hints, list) else (),
-            **{
-                n: v if type(v) is int else (None if n == "steps" else 0)
-                for n, v in numbers.items()
-            },  # type: ignore[arg-type]
-            **{
-                n: v if isinstance(v, str) else (None if n == "error" else "")
-                for n, v in texts.items()
-            },  # type: ignore[arg-type]
-        )
+        values["hints"] = tuple(map(str, hints)) if isinstance(hints, list) else ()
+        return cls(state=row["state"], **values)
 
     @property
     def is_alive(self) -> bool:
@@ -127,21 +121,17 @@ class StatusFile:
         """Record that the run has ended, by an error or without one."""
         if self._record is None:
             return
-        if error is None:
-            self._write(replace(self._record, state="finished"))
-        elif isinstance(error, Exception):
-            hints = error.hints if isinstance(error, GymError) else ()
-            text = error.message if isinstance(error, GymError) else repr(error)
-            self._write(replace(self._record, state="failed", error=text, hints=hints))
-        else:  # KeyboardInterrupt, CancelledError, SystemExit
-            self._write(replace(self._record, state="interrupted"))
+        record = replace(self._record, state="finished" if error is None else "interrupted")
+        if isinstance(error, GymError):
+            record = replace(record, state="failed", error=error.message, hints=error.hints)
+        elif isinstance(error, Exception):  # and no KeyboardInterrupt or CancelledError
+            record = replace(record, state="failed", error=repr(error))
+        self._write(record)
 
     def _write(self, record: StatusRecord) -> None:
         self._record = replace(record, updated_at=_now())
-        try:
+        with suppress(TrainError, OSError):
             write_atomic(self.file, to_json(asdict(self._record), indent=2), is_synced=False)
-        except (TrainError, OSError):
-            return
 
 
 def _now() -> str:

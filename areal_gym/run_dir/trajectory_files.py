@@ -31,38 +31,20 @@ class Head:
     """The place of a trajectory in its file, and everything but its tokens."""
 
     offset: int
-    num_bytes: int
-    """Length of the whole line."""
-    num_head_bytes: int
-    """Length of the line up to its tokens."""
-    summary: Mapping[str, Any]
-    """One row of a list; see `TrajectoryFile.COLUMNS`."""
+    num_bytes: int  # of the whole line
+    num_head_bytes: int  # of the line up to its tokens
+    summary: Mapping[str, Any]  # one row of a list, with `TrajectoryFile.COLUMNS`
 
 
 class TrajectoryFile:
     """One of the files in `trajectories/`, indexed as far as it was read.
 
     Such files appear whole and never grow. Several threads may read.
-
-    Args:
-        path: the file.
     """
 
     COLUMNS = (
-        "id",
-        "group",
-        "task",
-        "env",
-        "reward",
-        "stop",
-        "turns",
-        "tokens",
-        "staleness",
-        "forks",
-        "engine_s",
-        "env_s",
-        "error",
-        "preview",
+        *("id", "group", "task", "env", "reward", "stop", "turns", "tokens"),
+        *("staleness", "forks", "engine_s", "env_s", "error", "preview"),
     )
     """What `Head.summary` has: `tokens` were sampled by the policy; `staleness` is that of the
     oldest token, null where nothing is trained (evaluations); `preview` is how the last message of
@@ -103,16 +85,12 @@ class TrajectoryFile:
             DataError: a line is not a trajectory.
         """
         head = self._head(place)
-        with open_data(self.path) as stream:
-            stream.seek(head.offset)
-            return _parsed(stream.read(head.num_bytes), self.path, place)
+        return _parsed(self._raw(head, head.num_bytes), self.path, place)
 
     def read_head(self, place: int) -> dict[str, Any]:
         """Read the trajectory at `place` without `spans`."""
         head = self._head(place)
-        with open_data(self.path) as stream:
-            stream.seek(head.offset)
-            return _parsed(stream.read(head.num_head_bytes) + b"}", self.path, place)
+        return _parsed(self._raw(head, head.num_head_bytes) + b"}", self.path, place)
 
     def search(self, text: str) -> list[int]:
         """Return the places of the trajectories that contain `text`, in any case."""
@@ -126,6 +104,11 @@ class TrajectoryFile:
                     places.append(place)
         return places
 
+    def _raw(self, head: Head, num_bytes: int) -> bytes:
+        with open_data(self.path) as stream:
+            stream.seek(head.offset)
+            return stream.read(num_bytes)
+
     def _head(self, place: int) -> Head:
         heads = self.page(place, 1) if place >= 0 else ()
         if not heads:
@@ -137,7 +120,11 @@ class TrajectoryFile:
         with open_data(self.path) as stream:
             for place, line in enumerate(stream):
                 if line.endswith(b"\n"):
-                    num_head_bytes, row = _head_of(line, self.path, place)
+                    num_head_bytes = line.rfind(_SPANS)
+                    if num_head_bytes < 0:
+                        message = f"{self.path}, line {place + 1} is not a trajectory: no spans"
+                        raise DataError(message)
+                    row = _parsed(line[:num_head_bytes] + b"}", self.path, place)
                     try:
                         summary = _summary(row, self.step)
                     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -149,10 +136,7 @@ class TrajectoryFile:
 
 
 class TrainedFile:
-    """The advantages and log-probabilities of a step: one of the files in `trained/`.
-
-    Args:
-        path: the file; it may not exist.
+    """The advantages and log-probabilities of a step: a file in `trained/`, which may not exist.
 
     Raises:
         DataError: a line is damaged.
@@ -210,18 +194,6 @@ def step_of(path: Path) -> int | None:
     """Return the training step of a file of trajectories; None for an evaluation."""
     number = path.stem.removeprefix("step-")
     return int(number) if number.isdigit() else None
-
-
-def _head_of(line: bytes, path: Path, place: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of bytes before the tokens, and their content.
-
-    Raises:
-        DataError: the line is not a trajectory.
-    """
-    end = line.rfind(_SPANS)
-    if end < 0:
-        raise DataError(f"{path}, line {place + 1} is not a trajectory: it has no spans")
-    return end, _parsed(line[:end] + b"}", path, place)
 
 
 def _parsed(raw: bytes, path: Path, place: int) -> dict[str, Any]:

@@ -24,12 +24,10 @@ class Callback:
         """The run begins, or goes on, in this directory."""
 
     def on_step(self, step: int, metrics: Mapping[str, Any], groups: Sequence[Group]) -> None:
-        """A step was taken: its row of `metrics.jsonl`, and what was learned from (empty, where
-        that are no episodes)."""
+        """A step was taken: its row of `metrics.jsonl`, and the groups that were learned from."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The policy of `step` was measured on held-out tasks (`eval/...`), some steps ago maybe:
-        training goes on meanwhile."""
+        """The policy of `step`, maybe some steps ago, was measured on held-out tasks."""
 
     def on_checkpoint(self, step: int, directory: Path) -> None:
         """A checkpoint is on the disk; it may be deleted after the next one."""
@@ -65,10 +63,6 @@ class Callbacks:
                 self.stopped = self.stopped or str(stop) or type(callback).__name__
 
     def raise_if_stopped(self) -> None:
-        """Between two steps.
-
-        Raises:
-            StopTraining: one of them wanted that.
-        """
+        """Raise StopTraining if one of them wanted that."""
         if self.stopped is not None:
             raise StopTraining(self.stopped)

@@ -29,11 +29,8 @@ def make_trainer(
 ) -> GroupTrainer:
     """Make the trainer of the settings, which trains on groups; end it with `close_trainer`.
 
-    Args:
-        config: the run's settings.
-        policy: the checkpoint whose weights it starts from.
-        initial: the policy that the run began with, when it goes on from a later checkpoint.
-        cluster: where its ranks become Ray actors.
+    It starts with the weights of the checkpoint `policy`; `initial` is the policy that the run
+    began with, when it goes on from a later one. On a `cluster`, its ranks become Ray actors.
 
     Raises:
         ConfigError: the settings do not fit the trainer.
@@ -44,8 +41,8 @@ def make_trainer(
     plugins, settings = registry(), config.trainer
     loss = plugins.load("losses", settings.loss)
     try_loss(loss, settings)
-    maker = _Maker(config, cluster, plugins.load("trainers", settings.id), load_model)
-    trainer: GroupTrainer = maker.make(
+    place = _Place(config, cluster, plugins.load("trainers", settings.id), load_model)
+    trainer: GroupTrainer = place.make(
         policy,
         initial or policy,
         advantage=plugins.load("advantages", settings.advantage),
@@ -74,22 +71,21 @@ def make_supervised_trainer(
         objective, load = BradleyTerry(), load_reward_model
     elif config.objective == "dpo":
         objective = Dpo(initial.absolute(), kind=config.dpo.kind, beta=config.dpo.beta)
-    maker = _Maker(config, cluster, Supervised, load)
-    trainer: ExampleTrainer = maker.make(policy, initial, objective=objective)
+    place = _Place(config, cluster, Supervised, load)
+    trainer: ExampleTrainer = place.make(policy, initial, objective=objective)
     return trainer
 
 
 @dataclass(frozen=True, slots=True)
-class _Maker:
-    """Makes a trainer where the settings place it."""
+class _Place:
+    """The place where the settings want a trainer: here, in other processes, or on the cluster."""
 
     config: RunConfig
     cluster: Cluster | None
     trainer_class: Callable[..., Any]
-    load: Callable[..., Any]
-    """Reads a checkpoint directory."""
+    load: Callable[..., Any]  # reads a checkpoint directory
 
-    def make(self, policy: Path, initial: Path, **arguments: Any) -> Any:
+    def make(self, policy: Path, initial: Path, **arguments: object) -> Any:
         from areal_gym.models.backend import is_for_transformers
         from areal_gym.models.device import pick_device
 
@@ -123,11 +119,6 @@ class _Maker:
         return self.trainer_class(self.load(source, device=device), settings, **arguments)
 
     def _require_one_process(self, source: Path) -> None:
-        """Refuse what models of transformers cannot do yet.
-
-        Raises:
-            ConfigError: names the setting.
-        """
         settings = self.config.trainer
         wanted = {
             "trainer.num_ranks above 1": settings.num_ranks > 1,
@@ -140,15 +131,11 @@ class _Maker:
                 raise ConfigError(
                     f"{name} is not supported for {source}, whose architecture transformers runs: "
                     "it is trained in one process, all of its weights",
-                    hints=[
-                        "leave the setting out",
-                        "architectures without this limit: docs/models.md",
-                    ],
+                    hints=["leave it out", "architectures without this limit: docs/models.md"],
                 )
 
 
 def _pack(rows: Sequence[Sequence[int]], num_shared: int) -> PackedBatch:
-    """Lay short sequences on a flat axis, to see whether they leak into each other."""
     from areal_gym.trainer.batch.bins import Row
     from areal_gym.trainer.batch.packing import pack
 

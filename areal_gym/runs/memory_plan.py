@@ -1,4 +1,4 @@
-"""What memory a run needs, by arithmetic: a rank of the trainer at its peak, and the engine.
+"""Computes the memory that a run needs: a rank of the trainer at its peak, and the engine.
 
 Nothing is allocated: the parameters are counted on a model without data. Activations are those
 that the backward pass needs, for a full micro-batch; what allocators and libraries take comes on
@@ -24,33 +24,27 @@ _LOGITS = 4 * 4 * 2**22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes; of one rank, where nothing else is said."""
+    """Bytes of one rank, and of the engine."""
 
-    num_parameters: int
-    """Of the policy."""
+    num_parameters: int  # of the policy
     weights: int
     gradients: int
-    states: int
-    """The optimizer's."""
-    frozen: int
-    """The reference policy of a KL term."""
-    gathered: int
-    """Weights that are whole, or in another type, while they are computed with."""
+    states: int  # the optimizer's
+    frozen: int  # the reference policy of a KL term
+    gathered: int  # weights that are whole, or in another type, while they are computed with
     activations: int
-    served: int
-    """The policy in the engine, in bfloat16, all of it."""
-    cached: int
-    """Keys and values of one token in the engine, in bfloat16."""
+    served: int  # the policy in the engine, in bfloat16, all of it
+    cached: int  # keys and values of one token in the engine, in bfloat16
 
     @property
     def total(self) -> int:
-        """At the peak: in the backward pass of a full micro-batch."""
-        parts = self.weights + self.gradients + self.states + self.frozen
-        return parts + self.gathered + self.activations
+        """The bytes at the peak: in the backward pass of a full micro-batch."""
+        kept = self.weights + self.gradients + self.states + self.frozen
+        return kept + self.gathered + self.activations
 
 
 def memory_of(config: RunConfig, shape: DecoderConfig) -> Memory:
-    """What training a policy of that shape needs with these settings.
+    """Return what training a policy of that shape needs with these settings.
 
     With `cpu_offload`, weights, gradients and states are the host's, not the GPU's.
     """
@@ -76,11 +70,8 @@ def memory_of(config: RunConfig, shape: DecoderConfig) -> Memory:
     num_states = 2 * num_trained
     if trainer.optimizer == "muon":
         num_states -= num_matrices  # one momentum each, not two
-    num_copies = 1
-    if trainer.critic.trunk == "own" and needs_critic(
-        registry().load("advantages", trainer.advantage)
-    ):
-        num_copies = 2
+    advantage = registry().load("advantages", trainer.advantage)
+    num_copies = 2 if trainer.critic.trunk == "own" and needs_critic(advantage) else 1
     if num_ranks > 1:
         # Two layers are whole at a time, the rest all the while; and their gradients, once more in
         # float32 while these are summed.
@@ -124,7 +115,7 @@ def _activations(config: RunConfig, shape: DecoderConfig, num_bytes: int) -> int
 
 
 def describe_memory(config: RunConfig) -> list[str]:
-    """Lines for people; none for the starter policy, which fits anywhere.
+    """Return lines for people; none for the starter policy, which fits anywhere.
 
     Raises:
         ConfigError: the model's `config.json` is not one that can be trained.
@@ -139,27 +130,28 @@ def describe_memory(config: RunConfig) -> list[str]:
     from areal_gym.models.tiny.checkpoint_files import read_config
     from areal_gym.models.tiny.hf_config import config_from_hf
 
-    if is_for_transformers(Path(config.engine.model)):
-        return [f"memory: not estimated for the architecture of {config.engine.model}"]
-    found = memory_of(config, config_from_hf(read_config(Path(config.engine.model))))
+    model = Path(config.engine.model)
+    if is_for_transformers(model):
+        return [f"memory: not estimated for the architecture of {model}"]
+    memory = memory_of(config, config_from_hf(read_config(model)))
     tokens = config.rollout.max_in_flight * config.engine.max_context
     parts = [
-        (found.weights, "weights"),
-        (found.gradients, "gradients"),
-        (found.states, "optimizer states"),
-        (found.frozen, "reference policy"),
-        (found.gathered, "gathered or cast weights"),
-        (found.activations, f"activations of {config.trainer.tokens_per_microbatch:,} tokens"),
+        (memory.weights, "weights"),
+        (memory.gradients, "gradients"),
+        (memory.states, "optimizer states"),
+        (memory.frozen, "reference policy"),
+        (memory.gathered, "gathered or cast weights"),
+        (memory.activations, f"activations of {config.trainer.tokens_per_microbatch:,} tokens"),
     ]
     listed = " + ".join(f"{_gb(size)} {name}" for size, name in parts if size)
     num_ranks = config.trainer.num_ranks
     each = "the trainer" if num_ranks == 1 else f"each of {num_ranks} ranks"
     return [
-        f"memory: a policy of {found.num_parameters / 1e9:.2f} billion parameters; {each} takes "
-        f"{_gb(found.total)} GB = {listed}",
-        f"engine: {_gb(found.served)} GB weights in bfloat16, {found.cached / 1e3:.0f} kB of cache "
-        f"a token; {config.rollout.max_in_flight:,} in flight, all of "
-        f"{config.engine.max_context:,} tokens, would take {_gb(tokens * found.cached)} GB: "
+        f"memory: a policy of {memory.num_parameters / 1e9:.2f} billion parameters; {each} takes "
+        f"{_gb(memory.total)} GB = {listed}",
+        f"engine: {_gb(memory.served)} GB weights in bfloat16, {memory.cached / 1e3:.0f} kB of "
+        f"cache a token; {config.rollout.max_in_flight:,} in flight, all of "
+        f"{config.engine.max_context:,} tokens, would take {_gb(tokens * memory.cached)} GB: "
         "who finds no room there waits",
     ]
 

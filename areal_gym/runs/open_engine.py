@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from areal_gym.engines.checkpoint_config import vocab_size_of
 from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
 from areal_gym.plugins import registry
 from areal_gym.runs.arguments import check_types
-from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.runs.run_display import Display
 
 _REPORT_EVERY_S = 10
 
@@ -38,11 +39,8 @@ def open_renderer(config: RunConfig, policy: Path) -> Renderer:
 
 
 def _require_known_tokens(renderer: Renderer, policy: Path) -> None:
-    """Refuse a tokenizer that is larger than the model's vocabulary.
-
-    Control tokens beyond it are let pass unless turns end with them: some models are published
-    with tokens for pictures that their text part does not know.
-    """
+    # Control tokens beyond the vocabulary are let pass unless turns end with them: some models are
+    # published with tokens for pictures that their text part does not know.
     size = vocab_size_of(policy)
     num_tokens = getattr(renderer.tokenizer, "num_plain_tokens", 0)
     needed = max([num_tokens, *(id + 1 for id in renderer.stop_token_ids)])
@@ -58,7 +56,7 @@ def _require_known_tokens(renderer: Renderer, policy: Path) -> None:
 
 
 def _engine_settings(config: RunConfig) -> EngineConfig:
-    """Servers that several processes call must make them wait by themselves."""
+    # Servers that several processes call must make them wait by themselves.
     settings = config.engine
     if settings.id != "sglang" or not config.cluster.rollout_workers:
         return settings
@@ -67,12 +65,6 @@ def _engine_settings(config: RunConfig) -> EngineConfig:
 
 
 def _make_engine(engine_class: Any, policy: Path, settings: EngineConfig) -> Engine:
-    """Make the engine of the settings; it is not started.
-
-    Raises:
-        ConfigError: it does not take the arguments.
-        PluginError: its own code fails.
-    """
     check_types(engine_class, settings.kwargs, key="engine.kwargs", id=settings.id)
     try:
         engine: Engine = engine_class.from_settings(policy, settings)
@@ -87,10 +79,7 @@ def _make_engine(engine_class: Any, policy: Path, settings: EngineConfig) -> Eng
 
 
 def plugin_error(id: str, verb: str, error: Exception) -> GymError:
-    """Return what to raise when an engine fails with an error of its own code.
-
-    A GymError stays as it is; any other is wrapped in one that names engine, plugin and cause.
-    """
+    """Return the error to raise: a GymError stays; others are wrapped, with engine and cause."""
     if isinstance(error, GymError):
         return error
     entry = registry().get("engines", id)
@@ -107,21 +96,16 @@ async def _with_placed_servers(
     from areal_gym.distributed.ray_servers import place_servers
 
     kwargs = dict(settings.kwargs)
-    starting = {
-        name: kwargs.pop(name)
-        for name in ("command", "server_args", "start_timeout_s")
-        if name in kwargs
-    }
+    names = kwargs.keys() & {"command", "server_args", "start_timeout_s"}
+    starting = {name: kwargs.pop(name) for name in names}
     kwargs["processes"] = await place_servers(cluster, policy.absolute(), num_servers, **starting)
     return settings.model_copy(update={"kwargs": kwargs})
 
 
 async def _report_start(engine_id: str, display: Display) -> None:
-    elapsed_s = 0
-    while True:
+    for number in itertools.count(1):
         await asyncio.sleep(_REPORT_EVERY_S)
-        elapsed_s += _REPORT_EVERY_S
-        display.say(f"engine {engine_id}: starting, {elapsed_s} s so far")
+        display.say(f"engine {engine_id}: starting, {number * _REPORT_EVERY_S} s so far")
 
 
 @asynccontextmanager
@@ -146,7 +130,7 @@ async def open_engine(
             hints=["engine.id=embedded and engine.id=sglang do"],
         )
     engine = _make_engine(engine_class, policy, settings)
-    reporter = asyncio.create_task(_report_start(config.engine.id, display or SilentDisplay()))
+    reporter = asyncio.create_task(_report_start(config.engine.id, display or Display()))
     try:
         try:
             await engine.start()

@@ -21,8 +21,9 @@ from areal_gym.utils.files import path_hints
 def policy_directory(
     config: RunConfig, parts: Components | None, display: Display
 ) -> tuple[Path, dict[str, Any]]:
-    """Where the initial policy is, and how it came to be (for the starter policy, which alone
-    needs `parts`).
+    """Return the directory of the initial policy, and facts about a warm start.
+
+    `parts` may be None unless `engine.model` is "starter".
 
     Raises:
         ConfigError: `engine.model` is neither a checkpoint directory nor a model on the hub; or
@@ -56,7 +57,6 @@ def policy_directory(
 
 
 def _model_hints(model: str) -> list[str]:
-    """Return what may have been meant: a run, or a directory near by."""
     best = Path(model) / "checkpoints" / "best"
     if best.exists():
         return [f"it is a run's directory; the best policy of the run: engine.model={best}"]
@@ -72,14 +72,12 @@ def _starter(config: RunConfig, parts: Components, display: Display) -> tuple[Pa
     torch.set_num_threads(config.trainer.num_threads)
     display.phase("warm start")
     total = 0
+    talk = "a small policy is made, which imitates demonstrators: some minutes at most, once"
 
     def progress(done: int, at_most: int, detail: str) -> None:
         nonlocal total
         if not total:
-            display.say(
-                "warm start: a small policy is made, which imitates demonstrators: "
-                "some minutes at most, once"
-            )
+            display.say(f"warm start: {talk}")
         if at_most != total:
             total = at_most
             display.phase("warm start", total)
@@ -94,13 +92,11 @@ def _starter(config: RunConfig, parts: Components, display: Display) -> tuple[Pa
         display.say("warm start: interrupted; nothing of it is kept, and it begins anew next time")
         raise
     facts = {**starter.facts, "best_demonstrator": starter.best_demonstrator}
+    how = f"{facts['num_steps']} steps of imitation in {facts['warm_start_s']:.0f} s"
     if starter.is_cached:
-        display.say(f"warm start: from the cache ({starter.directory})")
+        how = f"from the cache ({starter.directory})"
         facts["warm_start_s"] = 0.0
-    else:
-        display.say(
-            f"warm start: {facts['num_steps']} steps of imitation in {facts['warm_start_s']:.0f} s"
-        )
+    display.say(f"warm start: {how}")
     shown = ", ".join(
         f"{name} {d['accuracy']:.2f} (x{d['share']:.2f})"
         for name, d in facts["demonstrators"].items()
@@ -110,7 +106,7 @@ def _starter(config: RunConfig, parts: Components, display: Display) -> tuple[Pa
 
 
 def hash_of_policy(directory: Path) -> str:
-    """16 hex digits of a checkpoint's weights: the same digits, the same policy."""
+    """Return 16 hex digits of a checkpoint's weights: the same digits, the same policy."""
     digest = hashlib.sha256()
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -124,11 +120,10 @@ def require_same_start(run: RunDir, policy: Path) -> None:
     Raises:
         ConfigError: it is another one.
     """
-    known = run.read_provenance().get("initial_policy")
-    found = hash_of_policy(policy)
-    if known is not None and known != found:
+    first, now = run.read_provenance().get("initial_policy"), hash_of_policy(policy)
+    if first is not None and first != now:
         raise ConfigError(
-            f"{run.path} started with the policy {known}, and {policy} is {found}",
+            f"{run.path} started with the policy {first}, and {policy} is {now}",
             hints=[
                 "name the directory with the weights that the run started with: engine.model=DIR",
                 "a warm start is made anew when the code or the versions below it change",

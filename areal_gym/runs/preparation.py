@@ -1,4 +1,4 @@
-"""What a run does before its event loop starts, and the first entries in its directory."""
+"""Prepares a run before its event loop starts, and makes the first entries in its directory."""
 
 from __future__ import annotations
 
@@ -159,7 +159,6 @@ def save_settings(directory: RunDir, config: RunConfig) -> None:
 def _checkpoint(
     directory: RunDir, *, is_resumed: bool, from_step: int | None
 ) -> tuple[int, Path] | None:
-    """The checkpoint to go on from: that of `from_step`, else the newest."""
     from areal_gym.trainer.checkpoint import checkpoint_of, latest_checkpoint, require_whole
 
     folder = directory.checkpoints_dir
