@@ -53,12 +53,12 @@ class NewestRewards:
         self._rewards: list[float] = []
 
     def add(self, trajectory: Trajectory) -> None:
-        """Counts an episode that has ended; failures have no reward."""
+        """Count an episode that has ended; failures have no reward."""
         if not trajectory.stop_reason.is_failure and math.isfinite(trajectory.reward):
             self._rewards.append(trajectory.reward)
 
     def take(self) -> dict[str, float]:
-        """Returns the metrics since the last call; none where no episode has ended."""
+        """Return the metrics since the last call; none where no episode has ended."""
         rewards, self._rewards = self._rewards, []
         if not rewards:
             return {}
@@ -67,14 +67,7 @@ class NewestRewards:
 
 
 class DivergenceGuard:
-    """Judges a run by its metrics, step by step.
-
-    Args:
-        config: the run's settings; `guard` is about this.
-        directory: of the run.
-        display: where warnings go.
-        rows: metrics of the steps that were taken before, when a run goes on.
-    """
+    """Judges a run by its metrics, step by step; `rows` are those of the steps before."""
 
     def __init__(
         self,
@@ -83,15 +76,10 @@ class DivergenceGuard:
         display: Display,
         rows: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        self._config = config
-        self._directory = directory
-        self._display = display
+        self._config, self._directory, self._display = config, directory, display
         # Elsewhere rewards may fall because tasks change, or are not what is learned.
-        self._judges_reward = (
-            config.objective == "rl"
-            and config.rollout.curriculum is None
-            and config.env.id != ONLINE
-        )
+        has_same_tasks = config.rollout.curriculum is None and config.env.id != ONLINE
+        self._judges_reward = config.objective == "rl" and has_same_tasks
         # Bounded, as runs have millions of steps: what is further back says nothing of today.
         self._rows: deque[dict[str, float]] = deque(maxlen=max(_MOST_ROWS, config.guard.window))
         self._severities: dict[int, float] = {}
@@ -99,9 +87,7 @@ class DivergenceGuard:
         self._newest_step, self._newest_severity = 0, 0.0
         self._best_reward, self._lowest_reward = -math.inf, math.inf
         self._usual_entropy: float | None = None
-        self._last_wanted = 0
-        self._num_beyond = 0
-        self._first_beyond = 0
+        self._last_wanted = self._num_beyond = self._first_beyond = 0
         self._reason = ""
         self.wants_checkpoint = False
         """Whether the policy should be saved now: it is good, and none was saved for long, or the
@@ -113,8 +99,9 @@ class DivergenceGuard:
         self._num_beyond = 0  # a resumed run is given as much patience as any other
 
     def observe(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Judges a step by its metrics and returns what the guard itself adds to them."""
-        if self._config.guard.action == "ignore":
+        """Judge a step by its metrics, and return what the guard itself adds to them."""
+        settings = self._config.guard
+        if settings.action == "ignore":
             return {}
         was_calm = self._newest_severity < _CAUTION
         severity = self._judge(row)
@@ -128,18 +115,13 @@ class DivergenceGuard:
         self.protected = frozenset() if good is None else frozenset({good})
         if self._num_beyond == 1:
             self._first_beyond = step
-            self._display.say(
-                f"warning: the policy may be diverging: {self._reason}"
-                + (
-                    ""
-                    if self._config.guard.action == "warn"
-                    else f"; after {self._config.guard.patience} more such steps the run stops"
-                )
-            )
+            end = f"; after {settings.patience} more such steps the run stops"
+            end = "" if settings.action == "warn" else end
+            self._display.say(f"warning: the policy may be diverging: {self._reason}{end}")
         return {"guard/severity": severity}
 
     def raise_if_diverged(self) -> None:
-        """Ends the run when a signal has stayed beyond its limit.
+        """End the run when a signal has stayed beyond its limit.
 
         Raises:
             DivergedError: with the last good checkpoint and what to type.
@@ -147,12 +129,9 @@ class DivergenceGuard:
         guard = self._config.guard
         if guard.action != "stop" or self._num_beyond <= guard.patience:
             return
-        good = self.good_checkpoint()
-        where = (
-            "no checkpoint was written before"
-            if good is None
-            else f"the last good checkpoint is {self._directory.checkpoint(good)}"
-        )
+        good, where = self.good_checkpoint(), "no checkpoint was written before"
+        if good is not None:
+            where = f"the last good checkpoint is {self._directory.checkpoint(good)}"
         raise DivergedError(
             f"the policy has been diverging since step {self._first_beyond}: {self._reason}; "
             f"{where}",
@@ -160,7 +139,7 @@ class DivergenceGuard:
         )
 
     def good_checkpoint(self) -> int | None:
-        """Returns the step of the newest checkpoint after which nothing was wrong.
+        """Return the step of the newest checkpoint after which nothing was wrong.
 
         That is seen some steps later only: what is judged is the episodes of the policies that
         follow. Where there is none, the least suspect one that was written before a limit was
@@ -168,18 +147,13 @@ class DivergenceGuard:
         """
         steps = self._saved_steps()
         window = self._config.guard.window
-        calm = [
-            step
-            for step in steps
-            if all(self._severities.get(step + i, 0.0) < 1 for i in range(window + 1))
-        ]
+        loud = {step for step, severity in self._severities.items() if severity >= 1}
+        calm = [step for step in steps if loud.isdisjoint(range(step, step + window + 1))]
         if calm:
             confirmed = [step for step in calm if step + window <= self._newest_step]
             return (confirmed or calm)[-1]
-        before = [step for step in steps if self._severities.get(step, 0.0) < 1]
+        before = [step for step in steps if step not in loud]
         return min(before, key=lambda step: (self._severities.get(step, 0.0), -step), default=None)
-
-    # ---- inside -------------------------------------------------------------------------------
 
     def _saved_steps(self) -> list[int]:
         paths = self._directory.checkpoints_dir.glob("step-*")
@@ -197,12 +171,10 @@ class DivergenceGuard:
         return step - newest >= every
 
     def _judge(self, row: Mapping[str, Any]) -> float:
-        """The largest share of its limit that any signal has reached."""
         numbers = {name: row.get(name) for name in (*_METRICS, *_REWARDS)}
         self._rows.append({name: x for name, x in numbers.items() if x is not None})
-        self._lowest_reward = min(
-            self._lowest_reward, self._rows[-1].get("reward/newest_min", math.inf)
-        )
+        lowest = self._rows[-1].get("reward/newest_min", math.inf)
+        self._lowest_reward = min(self._lowest_reward, lowest)
         window = list(self._rows)[-self._config.guard.window :]
         severity, reason = 0.0, ""
         if len(window) == self._config.guard.window:
@@ -270,7 +242,7 @@ class DivergenceGuard:
         )
 
     def _reward_window(self) -> list[dict[str, float]]:
-        """The newest steps that have enough groups; empty while there are too few."""
+        # The newest steps that have enough groups; none while there are too few.
         rows: list[dict[str, float]] = []
         num_groups = 0.0
         for row in reversed(self._rows):
@@ -283,7 +255,7 @@ class DivergenceGuard:
         return []
 
     def _num_groups(self, row: Mapping[str, float]) -> float:
-        """Siblings play the same task: a group counts as one."""
+        # Siblings play the same task: a group counts as one.
         return row["reward/newest_episodes"] / self._config.rollout.group_size
 
     def _hints(self, good: int | None) -> list[str]:
@@ -310,6 +282,6 @@ class DivergenceGuard:
 
 
 def _median(rows: list[dict[str, float]], name: str) -> float | None:
-    """The median over the steps that have the number; None where less than half of them do."""
+    # None where less than half of the steps have the number.
     values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
     return statistics.median(values) if 2 * len(values) > len(rows) else None

@@ -1,9 +1,9 @@
-"""What supervised objectives learn from, and what they are measured on."""
+"""Examples that supervised objectives learn from, and those that they are measured on."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ _MAX_REJECTED = 1000
 def load_examples(
     config: RunConfig, components: Components | None, renderer: Renderer, display: Display
 ) -> tuple[list[Example], list[Example]]:
-    """Examples to learn from and examples to measure on.
+    """Return examples to learn from and examples to measure on.
 
     `components` may be None where there is a file.
 
@@ -46,28 +46,21 @@ def load_examples(
     else:
         assert components is not None
         raw, source = _from_env(config, components.make_env()), f"demonstrators of {config.env.id}"
-    found: list[list[Example]] = []
+    sets: list[list[Example]] = []
     for name, data in zip(("learn from", "measure on"), raw, strict=True):
-        encoded = encode(
-            data,
-            renderer,
-            max_context=config.engine.max_context,
-            has_closing=config.objective == "rm",
-        )
+        max_context, has_closing = config.engine.max_context, config.objective == "rm"
+        encoded = encode(data, renderer, max_context=max_context, has_closing=has_closing)
+        hint = "give a larger file, or a heldout_file of its own"
         if encoded.num_too_long:
+            hint = "are they all longer than engine.max_context?"
             display.say(
                 f"data: {encoded.num_too_long} examples to {name} are left out, for they are "
-                f"longer than engine.max_context = {config.engine.max_context} tokens"
+                f"longer than engine.max_context = {max_context} tokens"
             )
         if not encoded.examples:
-            raise NothingToDoError(
-                f"no example to {name} in {source}",
-                hints=["are they all longer than engine.max_context?"]
-                if encoded.num_too_long
-                else ["give a larger file, or a heldout_file of its own"],
-            )
-        found.append(encoded.examples)
-    learned, measured = found
+            raise NothingToDoError(f"no example to {name} in {source}", hints=[hint])
+        sets.append(encoded.examples)
+    learned, measured = sets
     num_tokens = sum(len(row.token_ids) for rows in learned for row in rows)
     display.say(
         f"data: {len(learned)} examples to learn from ({num_tokens:,} tokens), {len(measured)} to "
@@ -93,17 +86,14 @@ def _from_files(config: RunConfig) -> tuple[Data, Data]:
 
 
 def _from_env(config: RunConfig, env: TextEnv) -> tuple[Data, Data]:
-    make: Callable[..., Written | Preference] = (
-        _demonstration if config.objective == "sft" else _preference
-    )
-    found = []
-    for split, count in (
-        ("train", config.data.num_examples),
-        (config.eval.split, config.eval.num_tasks),
-    ):
+    def made(split: str, count: int) -> Data:
         rng = random.Random(f"{config.seed}/{split}")
-        found.append([make(env, rng, split, config.data.min_reward) for _ in range(count)])
-    return found[0], found[1]
+        if config.objective == "sft":
+            return [_demonstration(env, rng, split, config.data.min_reward) for _ in range(count)]
+        return [_preference(env, rng, split) for _ in range(count)]
+
+    learned = made("train", config.data.num_examples)
+    return learned, made(config.eval.split, config.eval.num_tasks)
 
 
 def _demonstration(
@@ -122,9 +112,7 @@ def _demonstration(
     )
 
 
-def _preference(
-    env: TextEnv, rng: random.Random, split: str, min_reward: float | None
-) -> Preference:
+def _preference(env: TextEnv, rng: random.Random, split: str) -> Preference:
     from areal_gym.trainer.batch.dialogue_files import Preference
     from areal_gym.warm_start.demonstrations import demonstrate_pair
 
@@ -138,15 +126,15 @@ def _preference(
 
 
 def _continuation(shown: Demonstration) -> list[Message]:
-    """What was said and answered, as messages: their calls are written in the policy's dialect."""
-    found: list[Message] = []
+    """Return what was said and answered, as messages, with calls in the policy's dialect."""
+    messages: list[Message] = []
     for turn, text in enumerate(shown.texts):
         message = parse_assistant(text)
-        found.append(message)
+        messages.append(message)
         if turn < len(shown.replies):
             ids = [call["id"] for call in message.get("tool_calls", [])]
             for reply in shown.replies[turn]:
                 if reply["role"] == "tool" and ids:
                     reply = {"tool_call_id": ids.pop(0), **reply}
-                found.append(reply)
-    return found
+                messages.append(reply)
+    return messages

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from areal_gym.chat import Renderer
@@ -29,7 +29,9 @@ _NUM_RESETS = 3
 """A reset that fails is tried so often."""
 _PROBE = 4
 """A stream of seeds of its own; training and evaluation have 0 to 3."""
-
+_SHARE_OF_CLIP = 0.2
+"""A gap above this share of the clip is too much. The probe sees some hundred tokens, a run sees
+millions: the largest gap of a run is a few times that of its probe."""
 
 if TYPE_CHECKING:
     from areal_gym.trainer.base import GroupTrainer
@@ -55,7 +57,7 @@ async def probe_engine(
     trainer: GroupTrainer,
     say: Callable[[str], None],
 ) -> LogprobGap:
-    """See that engine and trainer are the same model before the first token is trained on.
+    """Check that engine and trainer are the same model before the first token is trained on.
 
     Raises:
         ConfigError: they are not.
@@ -90,6 +92,11 @@ async def measure_gap(
 
     lengths: list[int] = []
     failures: list[EpisodeError] = []
+    settings = SamplingParams(
+        max_new_tokens=min(_NUM_TOKENS, config.rollout.max_new_tokens),
+        temperature=config.rollout.temperature,
+        stop_token_ids=renderer.stop_token_ids,
+    )
 
     async def sample(index: int) -> TokenSequence | None:
         seed = derive_seed(config.seed, _PROBE, index)
@@ -100,20 +107,12 @@ async def measure_gap(
         lengths.append(len(prompt))
         if len(prompt) >= engine.max_context:
             return None
-        params = SamplingParams(
-            max_new_tokens=min(_NUM_TOKENS, config.rollout.max_new_tokens),
-            temperature=config.rollout.temperature,
-            stop_token_ids=renderer.stop_token_ids,
-            seed=seed,
-        )
         try:
-            generation = await engine.generate(prompt, params)
+            generation = await engine.generate(prompt, replace(settings, seed=seed))
+            if not isinstance(generation, Generation):
+                raise TypeError(f"generate gave {generation!r}")
         except Exception as error:
             raise plugin_error(config.engine.id, "sample", error) from error
-        if not isinstance(generation, Generation):
-            raise plugin_error(
-                config.engine.id, "sample", TypeError(f"generate gave {generation!r}")
-            )
         num_prompt, num_new = len(prompt), len(generation.token_ids)
         return TokenSequence(
             token_ids=(*prompt, *generation.token_ids),
@@ -145,15 +144,20 @@ async def measure_gap(
             ],
         )
     scores = await asyncio.to_thread(trainer.score, rows)
-    return _gap(rows, [score.tolist() for score in scores])
+    gaps = [
+        abs(theirs - ours)
+        for row, score in zip(rows, scores, strict=True)
+        for theirs, ours in zip(row.old_logprobs[-row.num_trainable :], score.tolist(), strict=True)
+    ]
+    return LogprobGap(mean=sum(gaps) / len(gaps), max=max(gaps), num_tokens=len(gaps))
 
 
 async def first_messages(
     components: Components, seed: int, failures: list[EpisodeError]
 ) -> tuple[Sequence[Message], list[dict[str, Any]]] | None:
-    """The first messages and tools of a task of the split "train"; None where there are none.
+    """Return the first messages and tools of a task of the split "train".
 
-    What fails is tried again, a few times, and is added to `failures`.
+    A reset that fails is tried again, a few times, and is added to `failures`; None if all fail.
 
     Raises:
         UsageError: the environment has no such split.
@@ -173,20 +177,6 @@ async def first_messages(
     return None
 
 
-def _gap(rows: Sequence[Any], scores: Sequence[Sequence[float]]) -> LogprobGap:
-    gaps = [
-        abs(theirs - ours)
-        for row, score in zip(rows, scores, strict=True)
-        for theirs, ours in zip(row.old_logprobs[-row.num_trainable :], score, strict=True)
-    ]
-    return LogprobGap(mean=sum(gaps) / len(gaps), max=max(gaps), num_tokens=len(gaps))
-
-
-_SHARE_OF_CLIP = 0.2
-"""A gap above this share of the clip is too much. The probe sees some hundred tokens, a run sees
-millions: the largest gap of a run is a few times that of its probe."""
-
-
 def keep_rounding_from_clips(
     max_gap: float, config: RunConfig, trainer: GroupTrainer
 ) -> str | None:
@@ -194,12 +184,7 @@ def keep_rounding_from_clips(
 
     Ratios against the engine's log-probabilities would be clipped although nothing has changed: a
     clip of a token's ratio is 0.2 as a rule, that of GSPO's sequences is 3e-4, and an engine in
-    bfloat16 is off by 0.01.
-
-    Args:
-        max_gap: the largest that the probe saw.
-        config: the settings; only `trainer.correction.proximal = "auto"` leaves it open.
-        trainer: recomputes them.
+    bfloat16 is off by 0.01. Only `trainer.correction.proximal = "auto"` leaves it open.
 
     Returns:
         A line for people; None where nothing changes.

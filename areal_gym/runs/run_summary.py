@@ -22,9 +22,7 @@ _Rows = list[tuple[str, str, str]]
 def conclude(run: RunContext, best: str | None) -> dict[str, Any]:
     """Write summary, curve and report, show them, and return the summary.
 
-    Args:
-        run: after its last step and evaluation.
-        best: the name of the best checkpoint; None when none was evaluated.
+    `best` is the name of the best checkpoint; None when none was evaluated.
     """
     prepared, config, directory = run.prepared, run.config, run.directory
     is_supervised = config.objective in SUPERVISED
@@ -68,8 +66,7 @@ def _heldout_tasks(run: RunContext) -> dict[str, Any]:
 
 
 def _heldout_examples(run: RunContext) -> dict[str, Any]:
-    rows = run.directory.read_evaluations()
-    before, after = rows[0]["heldout"], rows[-1]["heldout"]
+    before, after = _first_and_last(run.directory)
     return {
         "heldout_before": before["accuracy"],
         "heldout_after": after["accuracy"],
@@ -79,12 +76,17 @@ def _heldout_examples(run: RunContext) -> dict[str, Any]:
     }
 
 
+def _first_and_last(directory: RunDir) -> tuple[dict[str, float], dict[str, float]]:
+    rows = directory.read_evaluations()
+    return rows[0]["heldout"], rows[-1]["heldout"]
+
+
 def _curve(run: RunContext, *, is_supervised: bool) -> bytes:
     config, directory = run.config, run.directory
-    title = f"{config.env.id}, seed {config.seed}: held-out accuracy"
-    if is_supervised:
-        title = f"{config.objective}, seed {config.seed}"
-    best = None if is_supervised else run.prepared.warm_start.get("best_demonstrator")
+    title, best = f"{config.objective}, seed {config.seed}", None
+    if not is_supervised:
+        title = f"{config.env.id}, seed {config.seed}: held-out accuracy"
+        best = run.prepared.warm_start.get("best_demonstrator")
     return draw_learning_curve(
         directory.read_metrics(),
         directory.read_evaluations(),
@@ -106,9 +108,8 @@ def _show(run: RunContext, summary: dict[str, Any], *, is_supervised: bool) -> N
     say(f"curve:     {directory.learning_curve_file}")
     say(f"report:    {keep_report(directory)}")
     is_reward_model = summary["objective"] == "rm"
-    say(
-        f"{'model: ' if is_reward_model else 'policy:'}    {directory.path / summary['checkpoint']}"
-    )
+    kind = "model: " if is_reward_model else "policy:"
+    say(f"{kind}    {directory.path / summary['checkpoint']}")
     best = summary["best_checkpoint"]
     if best not in (None, summary["checkpoint"]):
         say(f"best:      {directory.checkpoints_dir / 'best'} ({best})")
@@ -135,7 +136,6 @@ def _task_table(summary: dict[str, Any]) -> _Rows:
 
 
 def _example_table(directory: RunDir) -> _Rows:
-    rows = directory.read_evaluations()
-    before, after = rows[0]["heldout"], rows[-1]["heldout"]
+    before, after = _first_and_last(directory)
     values = [(name, f"{before[name]:.3f}", f"{after[name]:.3f}") for name in before]
     return [("held-out", "before", "after"), *values]

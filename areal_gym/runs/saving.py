@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from areal_gym.run_dir.run_dir import RunDir
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from areal_gym.trainer.base import Trainer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Writing:
+class _Writing(NamedTuple):
     """A checkpoint on its way to the disk."""
 
     step: int
@@ -32,9 +30,9 @@ class Saver:
     event loop any more.
 
     Args:
-        trainer: what is saved.
+        trainer: is saved, with the tokenizer in `tokenizer_dir`, in the run's `directory`.
         directory: the run's.
-        tokenizer_dir: the directory whose tokenizer belongs to the policy.
+        tokenizer_dir: the checkpoint that the run began with.
         rollout_state: returns what rollouts need to go on after this step.
         on_saved: called with step and state, on the event loop's thread, once they are on the disk.
         delete_old: deletes checkpoints that are not to be kept; called in the thread.
@@ -82,7 +80,7 @@ class Saver:
 
         end = self._thread.submit(self._write, step, state, on_copied)
         end.add_done_callback(on_copied)  # it may fail before everything is copied
-        self._writing = _Writing(step=step, rollout_state=state, end=end)
+        self._writing = _Writing(step, state, end)
         await copied.wait()
 
     def settle(self) -> None:

@@ -18,7 +18,7 @@ from areal_gym.run_dir.run_dir import RunDir
 from areal_gym.runs.components import Components
 from areal_gym.runs.open_engine import open_engine
 from areal_gym.runs.policy_directory import policy_directory
-from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.runs.run_display import Display
 
 CONTROL_KEY, API_KEY = "AREAL_GYM_CONTROL_KEY", "AREAL_GYM_API_KEY"
 """Variables of the environment that hold secrets; without them, secrets are made up."""
@@ -49,7 +49,7 @@ async def open_gateway(
 
 
 def _write_secret(file: Path, content: dict[str, str]) -> None:
-    """A JSON file that nobody else may read, not even while it is written."""
+    """Write a JSON file that no other user may read, not even while it is written."""
     draft = file.with_suffix(".draft")
     draft.unlink(missing_ok=True)
     with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
@@ -64,26 +64,21 @@ def serve(
     display: Display | None = None,
     on_ready: Callable[[str, str], None] | None = None,
 ) -> None:
-    """Serve a policy at the gateway until interrupted; nothing is learned.
+    """Serve a policy, by default `config.engine.model`, at the gateway until interrupted.
 
-    Args:
-        config: the settings; engine and gateway matter.
-        checkpoint: the policy; by default `config.engine.model`.
-        display: where to say what goes on.
-        on_ready: told of base URL and key.
+    Nothing is learned. `on_ready` is called with base URL and key.
 
     Raises:
         GymError: see `areal_gym.errors`.
     """
-    shown = display or SilentDisplay()
+    shown = display or Display()
 
     async def serve_on() -> None:
         components = None
         if checkpoint is None and config.engine.model == "starter":
             if config.env.id == ONLINE:
-                raise UsageError(
-                    "which policy?", hints=["--run RUN, --checkpoint DIR or --model DIR"]
-                )
+                hint = "--run RUN, --checkpoint DIR or --model DIR"
+                raise UsageError("which policy?", hints=[hint])
             components = Components.of(config)
         policy = checkpoint or policy_directory(config, components, shown)[0]
         key = os.environ.get(CONTROL_KEY)
@@ -92,9 +87,8 @@ def serve(
             gateway_at(*split_address(config.gateway), control_key=key),
         ):
             gateway = await shared_gateway()
-            session = gateway.serve_policy(
-                engine, renderer, api_key=os.environ.get(API_KEY) or None
-            )
+            api_key = os.environ.get(API_KEY) or None
+            session = gateway.serve_policy(engine, renderer, api_key=api_key)
             if on_ready is not None:
                 on_ready(session.base_url, session.api_key)
             await asyncio.Event().wait()

@@ -19,14 +19,14 @@ from typing import Any
 
 from areal_gym.config import RunConfig, require_plain_sampling
 from areal_gym.config.objective_settings import SUPERVISED
+from areal_gym.errors import LostRankError
 from areal_gym.run_dir.provenance import require_installed
 from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.runs.callbacks import Callback, Callbacks
 from areal_gym.runs.open_run import open_run
 from areal_gym.runs.preparation import PreparedRun, prepare_run, require_steps_left
-from areal_gym.runs.restarts import restart_on_lost_rank
 from areal_gym.runs.run_context import RunContext
-from areal_gym.runs.run_display import Display, SilentDisplay
+from areal_gym.runs.run_display import Display
 from areal_gym.runs.run_summary import conclude
 from areal_gym.utils.blocking import run_to_end, unbroken
 
@@ -60,19 +60,34 @@ def train(
         require_steps_left(config, RunDir(run_dir))
     if config.objective not in SUPERVISED:
         require_plain_sampling(config)
-    display = display or SilentDisplay()
+    display = display or Display()
     with RunDir.open(run_dir, mode, begins=mode == "new") as directory:
-        told = Callbacks(callbacks)
-
-        def attempt(is_resumed: bool, from_step: int | None) -> dict[str, Any]:
+        listeners, is_resumed = Callbacks(callbacks), mode == "resume"
+        restarted_from: int | None = None
+        while True:
             prepared = prepare_run(
-                config, directory, display, told, is_resumed=is_resumed, from_step=from_step
+                config, directory, display, listeners, is_resumed=is_resumed, from_step=from_step
             )
-            return run_to_end(_train(prepared))
+            try:
+                return run_to_end(_train(prepared))
+            except LostRankError as error:
+                restarted_from = _restart_step(config, directory, restarted_from)
+                if restarted_from is None:
+                    raise
+                display.say(f"{error}: going on from the checkpoint of step {restarted_from}")
+                is_resumed, from_step = True, None
 
-        return restart_on_lost_rank(
-            attempt, config, directory, display, is_resumed=mode == "resume", from_step=from_step
-        )
+
+def _restart_step(config: RunConfig, directory: RunDir, last: int | None) -> int | None:
+    """Return the newest checkpoint's step; None where the death of a rank ends the run.
+
+    That is so without a cluster, and when no checkpoint was written since the `last` restart.
+    """
+    from areal_gym.trainer.checkpoint import latest_checkpoint
+
+    checkpoint = latest_checkpoint(directory.checkpoints_dir)
+    has_new = checkpoint is not None and checkpoint[0] != last
+    return checkpoint[0] if checkpoint and has_new and config.cluster.address else None
 
 
 async def _train(prepared: PreparedRun) -> dict[str, Any]:

@@ -83,10 +83,10 @@ def rollout(
     make_env, env_id = _factory(env, env_kwargs or {})
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
 
+    playing = opened(policy, params, model, renderer, max_context, timeout_s, env_id)
+
     async def play(on_progress: Callable[[int, int], None]) -> Rollouts:
-        async with opened(
-            policy, params, model, renderer, max_context, timeout_s, env_id
-        ) as play_episode:
+        async with playing as play_episode:
             start_s = time.perf_counter()
             envs = EnvPool(make_env)
             tasks = await first_tasks(envs, split, n, concurrency)
@@ -135,27 +135,12 @@ def evaluate(
 
     Does what `areal-gym eval` does, for any policy that `rollout` takes: pass@1, pass@k and pass^k
     with 95% intervals over the tasks, why episodes ended, what failed. The episodes themselves are
-    the report's `trajectories`.
+    the report's `trajectories`. The arguments are those of `rollout`, and:
 
-    Args:
-        policy: as for `rollout`.
-        env: as for `rollout`.
-        n: tasks.
-        k: episodes per task.
-        concurrency: episodes played at once.
-        split: the split whose tasks are played.
-        seed: of the environment's chance and of sampling; the tasks do not depend on it.
-        temperature: 0 is greedy.
-        max_new_tokens: per turn.
-        max_context: tokens of one episode, for a checkpoint's directory.
-        timeout_s: wall-clock limit of one episode.
-        success_reward: the reward from which on an episode counts as a success.
-        max_failure_rate: above this share of episodes that failed (each is retried once first)
-            there is no report.
-        model: the name that a server knows its model by.
-        renderer: messages to ids, for an engine.
-        env_kwargs: arguments of the environment, with an id.
-        progress: a bar; by default on terminals and in notebooks only.
+    - `k`: episodes per task;
+    - `success_reward`: the reward from which on an episode counts as a success;
+    - `max_failure_rate`: above this share of episodes that failed (each is retried once first)
+      there is no report.
 
     Raises:
         UsageError: the policy or the environment is not one of the above.
@@ -166,10 +151,10 @@ def evaluate(
     make_env, env_id = _factory(env, env_kwargs or {})
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
 
+    playing = opened(policy, params, model, renderer, max_context, timeout_s, env_id)
+
     async def play(on_progress: Callable[[int, int], None]) -> EvalReport:
-        async with opened(
-            policy, params, model, renderer, max_context, timeout_s, env_id
-        ) as play_episode:
+        async with playing as play_episode:
             return await measure(
                 make_env,
                 play_episode,
@@ -202,12 +187,11 @@ def _factory(
         return lambda: registry().make("envs", env, **kwargs), env
     if kwargs:
         raise UsageError("env_kwargs are for an environment's id")
-    if isinstance(env, TextEnv):
-        made_by = env.made_by
-        if made_by is None:
-            raise UsageError(
-                f"many episodes at once need many instances of {type(env).__name__}",
-                hints=["give its id, its class, or a function that makes one"],
-            )
-        return made_by, type(env).__name__
-    return env, getattr(env, "__name__", type(env).__name__)
+    if not isinstance(env, TextEnv):
+        return env, getattr(env, "__name__", type(env).__name__)
+    if env.made_by is None:
+        raise UsageError(
+            f"many episodes at once need many instances of {type(env).__name__}",
+            hints=["give its id, its class, or a function that makes one"],
+        )
+    return env.made_by, type(env).__name__

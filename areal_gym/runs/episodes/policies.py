@@ -30,7 +30,7 @@ from areal_gym.errors import (
 from areal_gym.plugins import registry
 from areal_gym.recording import EpisodeRecord, TurnDraft
 from areal_gym.rollout.episode_runners import EpisodeRequest, PlayEpisode, play_with_engine
-from areal_gym.types import FinishReason, Message, Trajectory
+from areal_gym.types import FinishReason, FunctionCall, Message, Trajectory
 
 Policy = Engine | str | Path | Callable[[Sequence[Message]], "str | Message | Awaitable[Any]"]
 
@@ -45,16 +45,7 @@ async def opened(
     timeout_s: float | None,
     env_id: str,
 ) -> AsyncIterator[PlayEpisode]:
-    """Open a policy; yields a function that plays one episode with it.
-
-    Args:
-        policy: a policy as `areal_gym.rollout` takes it.
-        params: how to sample.
-        model: the name that a server knows its model by.
-        renderer: messages to ids, for an engine.
-        max_context: tokens of one episode, for a checkpoint.
-        timeout_s: wall-clock limit of one episode.
-        env_id: the environment's id.
+    """Open a policy that `areal_gym.rollout` takes; yield a function that plays one episode.
 
     Raises:
         UsageError: it is not a policy.
@@ -62,28 +53,14 @@ async def opened(
     if isinstance(policy, Path) or (isinstance(policy, str) and "://" not in policy):
         directory = Path(policy)
         if not (directory / "config.json").exists():
+            kinds = "a checkpoint directory, a URL (http://HOST:PORT/v1), an engine or a function"
             raise ConfigError(
-                f"{str(policy)!r} is not a checkpoint directory",
-                hints=[
-                    "a policy is a checkpoint directory, a URL (http://HOST:PORT/v1), "
-                    "an engine or a function"
-                ],
+                f"{str(policy)!r} is not a checkpoint directory", hints=[f"a policy is {kinds}"]
             )
         settings = EngineConfig(model=str(directory), max_context=max_context)
-        engine = registry().load("engines", "embedded").from_settings(directory, settings)
-        try:
-            await engine.start()
-            yield play_with_engine(
-                ChatAgent(),
-                engine,
-                Renderer.from_checkpoint(directory),
-                params,
-                timeout_s,
-                env_id=env_id,
-            )
-        finally:
-            await engine.aclose()
-    elif isinstance(policy, Engine):
+        policy = registry().load("engines", "embedded").from_settings(directory, settings)
+        renderer = Renderer.from_checkpoint(directory)
+    if isinstance(policy, Engine):
         if renderer is None:
             raise UsageError(
                 "an engine takes token ids, so it needs a renderer, which makes them of messages",
@@ -107,12 +84,10 @@ Answer = Callable[[Sequence[Message], Sequence[Tool]], Awaitable["str | Message"
 
 
 def _function_answer(policy: Callable[[Sequence[Message]], Any]) -> Answer:
-    async def answer(messages: Sequence[Message], tools: Sequence[Tool]) -> str | Message:
+    async def answer(messages: Sequence[Message], tools: Sequence[Tool]) -> Any:
         if inspect.iscoroutinefunction(policy):
-            reply: str | Message = await policy(messages)
-        else:
-            reply = await asyncio.to_thread(policy, messages)
-        return reply
+            return await policy(messages)
+        return await asyncio.to_thread(policy, messages)
 
     return answer
 
@@ -135,11 +110,7 @@ def _server_answer(url: str, model: str, params: SamplingParams) -> Answer:
 
 
 async def _play_with_texts(
-    answer: Answer,
-    timeout_s: float | None,
-    env_id: str,
-    env: TextEnv,
-    request: EpisodeRequest,
+    answer: Answer, timeout_s: float | None, env_id: str, env: TextEnv, request: EpisodeRequest
 ) -> Trajectory:
     """Play an episode of a policy that answers with texts: there are no tokens to record."""
     record = EpisodeRecord()
@@ -174,21 +145,15 @@ async def _play_with_texts(
 
 
 def _to_openai(message: Message) -> dict[str, Any]:
-    """Return a message in OpenAI's shape: arguments of calls are text, own fields are left out."""
-    kept: dict[str, Any] = {
-        key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message
-    }
+    # Arguments of calls are text there, and own fields are left out.
+    names = ("role", "content", "name", "tool_call_id")
+    kept: dict[str, Any] = {name: value for name, value in message.items() if name in names}
     if "tool_calls" in message:
-        kept["tool_calls"] = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(call["function"]["arguments"]),
-                },
-            }
-            for call in message["tool_calls"]
-        ]
+        kept["tool_calls"] = []
+        for call in message["tool_calls"]:
+            arguments = json.dumps(call["function"]["arguments"])
+            function = {**call["function"], "arguments": arguments}
+            kept["tool_calls"].append({**call, "function": function})
     return kept
 
 
@@ -208,11 +173,7 @@ def _from_openai(reply: Mapping[str, Any]) -> str | Message:
         except (ValueError, LookupError, TypeError) as error:
             message["parse_error"] = f"a tool call is malformed: {error}"
             continue
-        message["tool_calls"].append(
-            {
-                "id": call.get("id") or f"call{number:05d}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-        )
+        id = call.get("id") or f"call{number:05d}"
+        function: FunctionCall = {"name": name, "arguments": arguments}
+        message["tool_calls"].append({"id": id, "type": "function", "function": function})
     return message

@@ -94,16 +94,11 @@ class Rollouts(Sequence[Trajectory]):
         return iter(self.trajectories)
 
     def _repr_html_(self) -> str:
-        rows = (
-            (
-                short(t.task.id, 40),
-                number(None if t.stop_reason.is_failure else t.reward),
-                len(t.turns),
-                t.stop_reason,
-                short(t.error or (t.messages[-1]["content"] if t.messages else "")),
-            )
-            for t in self[:_SHOWN]
-        )
+        rows = []
+        for t in self[:_SHOWN]:
+            reward = number(None if t.stop_reason.is_failure else t.reward)
+            end = short(t.error or (t.messages[-1]["content"] if t.messages else ""))
+            rows.append((short(t.task.id, 40), reward, len(t.turns), t.stop_reason, end))
         left_out = f"<small>… {len(self) - _SHOWN:,} more</small>" if len(self) > _SHOWN else ""
         head = ("task", "reward", "turns", "stopped by", "last message or error")
         return block("", f"<pre>{escaped(self)}</pre>", table(head, rows), left_out)
@@ -117,10 +112,8 @@ class Rollouts(Sequence[Trajectory]):
             shown = [f"{short(name, 40)} {value:.3f}" for name, value in names.items()]
             lines.append("  " + ", ".join(shown[:_SHOWN]))
         stops = Counter(str(t.stop_reason) for t in self).most_common()
-        lines.append(
-            f"  {mean(len(t.turns) for t in scored):.1f} turns; stopped by "
-            + ", ".join(f"{reason} {count}" for reason, count in stops)
-        )
+        counts = ", ".join(f"{reason} {count}" for reason, count in stops)
+        lines.append(f"  {mean(len(t.turns) for t in scored):.1f} turns; stopped by {counts}")
         errors = Counter(t.error for t in self if t.stop_reason.is_failure).most_common(1)
         lines += [f"  {count} x {short(error, 300)}" for error, count in errors]
         return "\n".join(lines)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,10 +22,59 @@ from areal_gym.run_dir.run_dir import RunDir, RunMode
 from areal_gym.run_dir.run_list import run_path
 from areal_gym.runs.callbacks import Callback
 from areal_gym.runs.interactive.notebook_display import shown_display
-from areal_gym.runs.interactive.train_result import TrainingResult
 from areal_gym.runs.train import train as run_training
+from areal_gym.utils.markup import number
 
 __all__ = ["TrainingResult", "train"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TrainingResult:
+    """A finished run."""
+
+    run: RunDir
+    """The run directory: all metrics, all trajectories."""
+    summary: Mapping[str, Any]
+    """`summary.json`."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The reason why a callback ended the run early; None when it took all its steps."""
+        reason: str | None = self.summary["stopped"]
+        return reason
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Metrics of the last step (docs/metrics.md); empty when there was none."""
+        rows = self.run.read_metrics()
+        return rows[-1] if rows else {}
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint of the last step, in Hugging Face's format."""
+        return self.run.path / str(self.summary["checkpoint"])
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The best checkpoint on held-out tasks that still exists."""
+        name = self.summary["best_checkpoint"]
+        return None if name is None else self.run.path / name
+
+    @property
+    def policy(self) -> Path:
+        """The best checkpoint, or else the last, for `rollout` and `evaluate`."""
+        return self.best_checkpoint or self.checkpoint
+
+    def __repr__(self) -> str:
+        heldout = [number(self.summary.get(f"heldout_{when}")) for when in ("before", "after")]
+        stopped = "" if self.stopped is None else f", stopped: {self.stopped}"
+        return (
+            f"<TrainingResult {self.run.path}: {self.summary['num_steps']} steps, held out "
+            f"{' -> '.join(heldout)}{stopped}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.run._repr_html_()
 
 
 def train(
@@ -73,14 +123,12 @@ def train(
         raise ConfigError(f"mode={mode!r} is none of: {', '.join(get_args(RunMode))}")
     if mode != "new" and place is None:
         raise ConfigError(f"mode={mode!r} needs the run's directory", hints=["name it: out=..."])
-    is_from_run = mode == "resume" and config is None
-    if is_from_run:
-        assert place is not None
-        config = RunDir(place).recipe()
-    resolved = _resolve(config, settings)
-    if is_from_run:
-        assert place is not None
-        require_chosen(resolved, RunDir(place).config_file, [k for k, _ in _leaves(settings)])
+    if mode == "resume" and config is None and place is not None:
+        recipe = RunDir(place).recipe()
+        resolved = _resolve(recipe, settings)
+        require_chosen(resolved, recipe, [key for key, _ in _leaves(settings)])
+    else:
+        resolved = _resolve(config, settings)
     with run_path(place, resolved.label) as path, shown_display(progress) as display:
         summary = run_training(
             resolved,
@@ -100,12 +148,11 @@ def _resolve(
         f"{key}={json.dumps(value, ensure_ascii=False, default=str)}"
         for key, value in _leaves(settings)
     ]
-    if isinstance(config, RunConfig) and not overrides:
-        resolved = config
-    elif isinstance(config, RunConfig):
-        resolved = load_config(overrides=overrides, base=config.model_dump(mode="json"))
-    elif isinstance(config, str | Path):
+    if isinstance(config, str | Path):
         resolved = load_config(Path(config), overrides)
+    elif isinstance(config, RunConfig):
+        base = config.model_dump(mode="json")
+        resolved = load_config(overrides=overrides, base=base) if overrides else config
     else:
         resolved = load_config(overrides=overrides, base=config)
     entries_used(resolved)  # an unknown id is found before anything is made
