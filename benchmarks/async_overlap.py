@@ -37,8 +37,8 @@ from areal_gym.rollout.runner import RolloutRunner
 from areal_gym.runs.components import Components
 from areal_gym.runs.make_trainer import make_trainer
 from areal_gym.runs.policy_directory import policy_directory
+from areal_gym.runs.rollout_batches import StepTimes
 from areal_gym.runs.run_display import SilentDisplay
-from areal_gym.runs.step_times import StepTimes
 from areal_gym.trainer.base import close_trainer
 from areal_gym.trainer.update import TrainerThread, WeightPublisher
 from areal_gym.trainer.weight_sync.in_process import InProcessWeightSync

@@ -22,24 +22,19 @@ VAGUE_WORDS = re.compile(r"\b(nobody|somebody)(?!:)\b", re.I)
 
 # Violations that are left in each top folder. They may only become fewer.
 FRAGMENTS_LEFT: dict[str, int] = {
-    "run_dir": 3,
-    "runs": 23,
     "trainer": 33,
     "utils": 1,
 }
 VAGUE_NAMES_LEFT: dict[str, int] = {
     "chat": 1,
     "distributed": 1,
-    "runs": 16,
     "trainer": 18,
 }
 VAGUE_WORDS_LEFT: dict[str, int] = {
     "distributed": 1,
     "envs": 2,  # tau2's prompts, which past results were measured with
-    "runs": 3,
     "trainer": 1,
     "utils": 1,
-    "viewer": 1,
 }
 
 

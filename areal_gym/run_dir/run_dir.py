@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from areal_gym.errors import DataError, NothingToDoError, RunExistsError, TrainError, UsageError
 from areal_gym.run_dir.run_files import RunFiles
-from areal_gym.run_dir.run_lock import DirectoryLock
+from areal_gym.run_dir.run_status import DirectoryLock
 from areal_gym.run_dir.trajectory_files import step_of
 from areal_gym.types import Trajectory
 from areal_gym.utils.files import (

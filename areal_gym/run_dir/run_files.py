@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_gym.errors import DataError, UsageError
-from areal_gym.run_dir.run_lock import is_locked
-from areal_gym.run_dir.run_status import RunStatus, StatusFile, StatusRecord
+from areal_gym.run_dir.run_status import RunStatus, StatusFile, StatusRecord, is_locked
 from areal_gym.types import Group, Trajectory, notebook_html
 from areal_gym.utils.files import path_hints, read_json, read_lines, read_yaml
 

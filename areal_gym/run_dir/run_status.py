@@ -1,4 +1,4 @@
-"""`status.json` of a run directory: what the run is doing, or how it ended, and why.
+"""The state of a run: `status.json`, and a lock on the directory while a process writes to it.
 
     {"state": "failed", "step": 12, "steps": 60, "error": "...", "hints": [...],
      "pid": 4242, "host": "node-3", "boot_id": "...", "process_start": 123456,
@@ -11,6 +11,7 @@ whether that process is alive, and report the run as "died" if it is not.
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 import socket
 import time
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from areal_gym.errors import GymError, TrainError
+from areal_gym.errors import GymError, InfrastructureError, TrainError
 from areal_gym.utils.files import read_json, to_json, write_atomic
 
 RunStatus = Literal["running", "finished", "failed", "interrupted", "died", "stopped"]
@@ -153,3 +154,53 @@ def _process_start(pid: int) -> int | None:
         return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+class DirectoryLock:
+    """Claims a directory for this process until `release` or the process's end.
+
+    Raises:
+        InfrastructureError: another process has claimed it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise InfrastructureError(
+                f"another process is writing to {path}",
+                hints=["wait for its end, or choose another directory with --out"],
+            ) from None
+        except OSError:
+            # Some network file systems lock no directories; there, the rules of `mode` must do.
+            pass
+
+    def release(self) -> None:
+        """Give the directory up. Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the path still leads to the directory that was claimed."""
+        if self._descriptor is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process of this machine has the lock; False if the system does not tell."""
+    try:
+        inode = path.stat().st_ino
+        locks = Path("/proc/locks").read_text(encoding="ascii")
+    except OSError:
+        return False
+    # Asking for the lock ourselves could get in the way of a run that begins.
+    return any(" FLOCK " in line and f":{inode} " in line for line in locks.splitlines())

@@ -48,9 +48,6 @@ def evaluate(
         num_samples: episodes per task.
         greedy: the likeliest token always, instead of sampling.
         display: where to say what goes on.
-
-    Raises:
-        GymError: see `areal_gym.errors`.
     """
     display = display or Display()
     given = {"num_tasks": num_tasks, "num_samples": num_samples}

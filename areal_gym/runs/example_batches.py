@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from areal_gym.runs.preparation import PreparedRun
@@ -30,23 +31,15 @@ class ExampleBatches(BatchStream["Example"]):
         return batch_of_step(self._examples, version + 1, self._batch_size, self._seed)
 
 
+@dataclass(slots=True)
 class ExampleEvaluations:
-    """Measures loss and metrics on held-out examples, in the trainer's thread, between two steps.
+    """Measures held-out examples in the trainer's thread, between two steps."""
 
-    `on_evaluation` is called with step and metrics.
-    """
-
-    def __init__(
-        self,
-        prepared: PreparedRun,
-        trainer: ExampleTrainer,
-        thread: TrainerThread,
-        on_evaluation: Callable[[int, Mapping[str, float]], None],
-    ) -> None:
-        self._prepared = prepared
-        self._trainer = trainer
-        self._thread = thread
-        self._on_evaluation = on_evaluation
+    prepared: PreparedRun
+    trainer: ExampleTrainer
+    thread: TrainerThread
+    log: Callable[[int, Mapping[str, float]], None]
+    """Called with step and metrics of each evaluation."""
 
     async def measure_start(self, step: int) -> None:
         """Evaluate the policy before it is trained, unless that is on record."""
@@ -58,7 +51,7 @@ class ExampleEvaluations:
 
     def is_due(self, step: int) -> bool:
         """Return whether the settings want an evaluation at this step."""
-        every = self._prepared.config.eval.every
+        every = self.prepared.config.eval.every
         return every > 0 and step % every == 0
 
     async def begin(self, step: int) -> None:
@@ -66,16 +59,16 @@ class ExampleEvaluations:
 
         A cancellation waits for its end: the trainer does one thing at a time.
         """
-        directory, (_, examples) = self._prepared.directory, self._prepared.examples
+        directory, (_, examples) = self.prepared.directory, self.prepared.examples
         if any(row["step"] == step for row in directory.read_evaluations()):
             return
-        row = await unbroken(self._thread.call(self._trainer.evaluate, examples))
+        row = await unbroken(self.thread.call(self.trainer.evaluate, examples))
         directory.append_evaluation({"step": step, "heldout": row})
-        self._on_evaluation(step, {f"eval/{name}": value for name, value in row.items()})
+        self.log(step, {f"eval/{name}": value for name, value in row.items()})
         values = "  ".join(f"{name} {value:.3f}" for name, value in row.items())
-        self._prepared.display.say(f"held-out at step {step}: {values} ({len(examples)} examples)")
+        self.prepared.display.say(f"held-out at step {step}: {values} ({len(examples)} examples)")
 
     def scores(self) -> dict[int, float | None]:
         """Return the negative held-out loss by step."""
-        rows = self._prepared.directory.read_evaluations()
+        rows = self.prepared.directory.read_evaluations()
         return {row["step"]: -row["heldout"]["loss"] for row in rows}

@@ -17,7 +17,7 @@ from areal_gym.engines.base import Engine
 from areal_gym.engines.checkpoint_config import vocab_size_of
 from areal_gym.errors import ConfigError, GymError, PluginError, UsageError
 from areal_gym.plugins import registry
-from areal_gym.runs.arguments import check_types
+from areal_gym.runs.components import check_types
 from areal_gym.runs.run_display import Display
 
 _REPORT_EVERY_S = 10

@@ -39,9 +39,6 @@ async def open_run(prepared: PreparedRun) -> AsyncIterator[RunContext]:
     """Start trainer and, unless data is fixed, engine, gateway and rollout workers.
 
     A directory that exists already is changed once all of them have started.
-
-    Raises:
-        GymError: see `areal_gym.errors`.
     """
     from areal_gym.trainer.update import TrainerThread
 

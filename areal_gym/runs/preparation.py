@@ -95,9 +95,6 @@ def prepare_run(
 
     Outside of the event loop, so that an interrupt ends it at once. A new directory is written to
     from here on; one that exists stays as it is until everything has started.
-
-    Raises:
-        GymError: see `areal_gym.errors`.
     """
     cpu_before_s = cpu_s()
     is_supervised = config.objective in SUPERVISED

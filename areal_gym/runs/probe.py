@@ -143,10 +143,13 @@ async def measure_gap(
                 "or take an environment, or arguments of it, with shorter prompts",
             ],
         )
-    scores = await asyncio.to_thread(trainer.score, rows)
+    return await asyncio.to_thread(_gap, rows, trainer)
+
+
+def _gap(rows: list[Any], trainer: GroupTrainer) -> LogprobGap:
     gaps = [
         abs(theirs - ours)
-        for row, score in zip(rows, scores, strict=True)
+        for row, score in zip(rows, trainer.score(rows), strict=True)
         for theirs, ours in zip(row.old_logprobs[-row.num_trainable :], score.tolist(), strict=True)
     ]
     return LogprobGap(mean=sum(gaps) / len(gaps), max=max(gaps), num_tokens=len(gaps))

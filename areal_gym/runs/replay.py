@@ -101,7 +101,6 @@ def replay(
         DataError: the trajectories of a step are gone.
         UsageError: it learned from fixed data.
         ConfigError: the initial policy is not the one that the run started with.
-        GymError: see `areal_gym.errors`.
     """
     registry().get("trainers", config.trainer.id).require_installed()
     display = display or Display()
@@ -152,7 +151,6 @@ def replay_refused(
     Raises:
         NothingToDoError: no step was refused.
         UsageError: the checkpoint before that step is gone.
-        GymError: see `areal_gym.errors`.
     """
     registry().get("trainers", config.trainer.id).require_installed()
     from areal_gym.trainer.checkpoint import checkpoint_of, require_whole, restore_trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,43 +23,31 @@ class _Writing(NamedTuple):
     end: Future[None]
 
 
+@dataclass(slots=True)
 class Saver:
     """Writes the trainer's checkpoints into a run directory, each step once.
 
     The run waits for `save` only until weights and states are copied; a thread writes the copies,
     one checkpoint at a time. `save_now` blocks: a run that is being cancelled cannot wait on its
     event loop any more.
-
-    Args:
-        trainer: is saved, with the tokenizer in `tokenizer_dir`, in the run's `directory`.
-        directory: the run's.
-        tokenizer_dir: the checkpoint that the run began with.
-        rollout_state: returns what rollouts need to go on after this step.
-        on_saved: called with step and state, on the event loop's thread, once they are on the disk.
-        delete_old: deletes checkpoints that are not to be kept; called in the thread.
-        saved_step: the step that is saved already, if any.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer[Any],
-        directory: RunDir,
-        tokenizer_dir: Path,
-        rollout_state: Callable[[], Mapping[str, Any]],
-        *,
-        on_saved: Callable[[int, Mapping[str, Any]], None],
-        delete_old: Callable[[], object],
-        saved_step: int | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._directory = directory.checkpoints_dir
-        self._tokenizer_dir = tokenizer_dir
-        self._rollout_state = rollout_state
-        self._on_saved = on_saved
-        self._delete_old = delete_old
-        self._saved_step = saved_step
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saver")
-        self._writing: _Writing | None = None
+    trainer: Trainer[Any]
+    directory: RunDir
+    tokenizer_dir: Path
+    """The directory whose tokenizer belongs to the policy."""
+    rollout_state: Callable[[], Mapping[str, Any]]
+    """Returns what rollouts need to go on after this step."""
+    on_saved: Callable[[int, Mapping[str, Any]], None]
+    """Called with step and state, on the event loop's thread, once they are on the disk."""
+    delete_old: Callable[[], object]
+    """Deletes checkpoints that are not to be kept; called in the thread."""
+    saved_step: int | None = None
+    """The step that is saved already, if any."""
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="areal-gym-saver")
+    )
+    _writing: _Writing | None = None
 
     async def save(self, step: int) -> None:
         """Begin the checkpoint of `step`; when this returns, the trainer may go on.
@@ -71,7 +60,7 @@ class Saver:
         if self._writing is not None:
             await asyncio.to_thread(wait, [self._writing.end])
             self.settle()
-        state = self._rollout_state()
+        state = self.rollout_state()
         copied = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -93,8 +82,8 @@ class Saver:
         if writing is not None and writing.end.done():
             self._writing = None
             writing.end.result()
-            self._saved_step = writing.step
-            self._on_saved(writing.step, writing.rollout_state)
+            self.saved_step = writing.step
+            self.on_saved(writing.step, writing.rollout_state)
 
     def save_now(self, step: int) -> None:
         """Write the checkpoint of `step`, unless it is there, and wait for what is on its way.
@@ -106,11 +95,11 @@ class Saver:
             wait([self._writing.end])
             if self._writing.end.exception() is None:
                 self.settle()
-        if step != self._saved_step:
-            state = self._rollout_state()
+        if step != self.saved_step:
+            state = self.rollout_state()
             self._write(step, state)
-            self._saved_step = step
-            self._on_saved(step, state)
+            self.saved_step = step
+            self.on_saved(step, state)
 
     def close(self) -> None:
         """End the thread, once it has written what it is writing."""
@@ -121,7 +110,6 @@ class Saver:
     ) -> None:
         from areal_gym.trainer.checkpoint import save_trainer
 
-        save_trainer(
-            self._trainer, self._directory, step, self._tokenizer_dir, state, on_copied=on_copied
-        )
-        self._delete_old()
+        directory = self.directory.checkpoints_dir
+        save_trainer(self.trainer, directory, step, self.tokenizer_dir, state, on_copied=on_copied)
+        self.delete_old()

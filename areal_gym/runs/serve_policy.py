@@ -67,9 +67,6 @@ def serve(
     """Serve a policy, by default `config.engine.model`, at the gateway until interrupted.
 
     Nothing is learned. `on_ready` is called with base URL and key.
-
-    Raises:
-        GymError: see `areal_gym.errors`.
     """
     shown = display or Display()
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from areal_gym.rollout.stats import RolloutStats
 from areal_gym.utils.markup import counted
@@ -15,27 +16,20 @@ _LOOK_S = 1.0
 _SAY_EVERY_S = 30.0
 
 
+@dataclass(slots=True)
 class ProgressLine:
-    """Returns a line about the episodes, on any thread; its pace is that of the last ten seconds.
+    """Returns a line about the episodes, on any thread; the pace is of the last ten seconds."""
 
-    Args:
-        stats: returns the counters of the rollout runner.
-        batch_groups: the number of groups in a batch.
-        sandbox_calls: returns the number of calls of sandboxes that are not answered yet.
-    """
-
-    def __init__(
-        self, stats: Callable[[], RolloutStats], batch_groups: int, sandbox_calls: Callable[[], int]
-    ) -> None:
-        self._stats = stats
-        self._batch_groups = batch_groups
-        self._sandbox_calls = sandbox_calls
-        self._seen: deque[tuple[float, int]] = deque()
+    stats: Callable[[], RolloutStats]
+    batch_groups: int
+    sandbox_calls: Callable[[], int]
+    """Returns the number of calls of sandboxes that are not answered yet."""
+    _seen: deque[tuple[float, int]] = field(default_factory=deque)
 
     def __call__(self) -> str:
         """Return one line for people."""
-        stats = self._stats()
-        in_sandbox = min(self._sandbox_calls(), stats.waiting_on_env)
+        stats = self.stats()
+        in_sandbox = min(self.sandbox_calls(), stats.waiting_on_env)
         places = {
             "engine": stats.waiting_on_engine,
             "sandbox": in_sandbox,
@@ -45,7 +39,7 @@ class ProgressLine:
         waiting = ", ".join(f"{name} {count}" for name, count in places.items() if count > 0)
         parts = [
             f"{stats.episodes_in_flight} in flight" + (f": {waiting}" if waiting else ""),
-            f"{stats.groups_ready} of {self._batch_groups} groups ready",
+            f"{stats.groups_ready} of {self.batch_groups} groups ready",
         ]
         if (pace := self._tokens_per_s(stats)) is not None:
             parts.append(f"{pace:,.0f} tok/s sampled")

@@ -15,8 +15,7 @@ from areal_gym.engines.sglang.launch import LaunchedServer
 from areal_gym.envs.base import Response, TextEnv
 from areal_gym.errors import ConfigError, EnvError, PluginError, UsageError
 from areal_gym.plugins import EngineSpec, EnvSpec, PluginManager, Registry, hookimpl, set_registry
-from areal_gym.runs.arguments import check_arguments, make_with
-from areal_gym.runs.components import Components
+from areal_gym.runs.components import Components, check_arguments, make_with
 from areal_gym.runs.open_engine import open_engine, open_renderer
 from areal_gym.runs.probe import first_messages, measure_gap
 from areal_gym.types import Task
