@@ -157,9 +157,7 @@ def charts_of(
 ) -> Iterator[Chart]:
     """Yield the charts that a run's metrics give, the most telling first.
 
-    Args:
-        rows: rows of `metrics.jsonl`.
-        evaluations: what `evaluation_of` makes of the rows of `evaluations.jsonl`.
+    `evaluations` is what `evaluation_of` makes of the rows of `evaluations.jsonl`.
     """
     for spec in CHARTS:
         chart = chart_of(spec, rows, evaluations)

@@ -17,13 +17,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 44, 22
 
 
 def draw(chart: Chart, *, ink: str = "currentColor", x: int = 0, y: int = 0) -> str:
-    """Draw a chart as an `svg` element of WIDTH by HEIGHT.
+    """Draw a chart as an `svg` element of WIDTH by HEIGHT, at a place in a larger picture.
 
-    Args:
-        chart: the lines.
-        ink: the color of texts and axes.
-        x: the place in a larger picture.
-        y: the place in a larger picture.
+    `ink` is the color of texts and axes.
     """
     bounds = [bound for line in chart.lines for pair in line.bounds for bound in pair or ()]
     values = [v for line in chart.lines for v in line.values if _is_number(v)] + bounds
@@ -77,7 +73,6 @@ def _tick(value: float, y: float, ink: str) -> str:
 def _marks(
     line: Line, color: str, across: Callable[[float], float], up: Callable[[float], float]
 ) -> list[str]:
-    """Draw the line, broken where a value is missing, or its dots."""
     points = [
         (across(step), up(value)) if _is_number(value) else None
         for step, value in zip(line.steps, line.values, strict=True)

@@ -22,11 +22,7 @@ def draw_learning_curve(
 ) -> bytes:
     """Draw reward and held-out accuracy, or loss and accuracy side by side, as a PNG.
 
-    Args:
-        rows: rows of `metrics.jsonl`.
-        evaluations: rows of `evaluations.jsonl`.
-        title: the run in one line.
-        baselines: horizontal lines to compare with (the best demonstrator, ...).
+    `baselines` are horizontal lines to compare with (the best demonstrator, ...).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -38,16 +38,10 @@ def evaluate(
     greedy: bool = False,
     display: Display | None = None,
 ) -> EvalReport:
-    """Measure a policy on held-out tasks.
+    """Measure the policy in `checkpoint`, by default `config.engine.model`, on held-out tasks.
 
-    Args:
-        config: the settings; those of a run, for its policy.
-        checkpoint: a policy in Hugging Face's layout; by default `config.engine.model`.
-        out: a directory that gets `trajectories/eval-STEP.jsonl`.
-        num_tasks: how many held-out tasks; by default as the settings say.
-        num_samples: episodes per task.
-        greedy: the likeliest token always, instead of sampling.
-        display: where to say what goes on.
+    `num_tasks` and `num_samples` (episodes per task) are by default those of the settings; `greedy`
+    takes the likeliest token always. The directory `out` gets `trajectories/eval.jsonl`.
     """
     display = display or Display()
     given = {"num_tasks": num_tasks, "num_samples": num_samples}

@@ -79,10 +79,9 @@ class PlainDisplay(Display):
     def advance(self, done: int, detail: str = "") -> None:
         """Show that `done` units of the phase are done."""
         now_s = time.monotonic()
-        if now_s < self._next_report_s and done < self._total:
-            return
-        self._next_report_s = now_s + 5.0
-        self.say(f"{self._phase}: {done}/{self._total or '?'} {detail}".rstrip())
+        if now_s >= self._next_report_s or done >= self._total:
+            self._next_report_s = now_s + 5.0
+            self.say(f"{self._phase}: {done}/{self._total or '?'} {detail}".rstrip())
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
         """Show a finished training step."""
@@ -113,7 +112,6 @@ class LiveDisplay(PlainDisplay):
         self._live = Live(
             console=console,
             get_renderable=self._panel,
-            refresh_per_second=4,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
@@ -187,9 +185,8 @@ class LiveDisplay(PlainDisplay):
     def _eta(self, elapsed_s: float) -> str:
         if not self._total or not self._done:
             return ""
-        if self._step_s:
-            return f"eta {duration(self._left_s(self._done, self._total))}"
-        return f"eta {duration(elapsed_s / self._done * (self._total - self._done))}"
+        left_s = elapsed_s / self._done * (self._total - self._done)
+        return f"eta {duration(self._left_s(self._done, self._total) if self._step_s else left_s)}"
 
 
 def duration(seconds: float) -> str:
@@ -222,13 +219,13 @@ def example_lines(kind: str, step: int, row: Mapping[str, Any]) -> list[Text]:
     skipped = len(messages) - _MOST_MESSAGES
     if skipped > 0:
         messages = [messages[0], *messages[1 - _MOST_MESSAGES :]]
-    lines = [Text(facts, style="bold green" if kind == "best" else "bold red")]
-    for place, message in enumerate(messages):
+    lines = []
+    for message in messages:
         style = {"assistant": "", "user": "cyan"}.get(message["role"], "yellow")
         lines.append(Text.assemble((f"  {message['role']}: ", "dim"), (_shortened(message), style)))
-        if place == 0 and skipped > 0:
-            lines.append(Text(f"  ... {skipped} messages ...", style="dim"))
-    return lines
+    if skipped > 0:
+        lines.insert(1, Text(f"  ... {skipped} messages ...", style="dim"))
+    return [Text(facts, style="bold green" if kind == "best" else "bold red"), *lines]
 
 
 def _shortened(message: Mapping[str, Any]) -> str:
@@ -249,7 +246,7 @@ def _one_line(text: str) -> str:
 def step_line(step: int, total: int, metrics: Mapping[str, Any], eta_s: float) -> str:
     """Return a training step as one line."""
     name, value = _progress(metrics)
-    numbers = "  ".join(part for part in (_learning(metrics), _times(metrics)) if part)
+    numbers = "  ".join(filter(None, (_learning(metrics), _times(metrics))))
     incidents = describe_incidents(metrics)
     return (
         f"step {step:>{len(str(total))}}/{total}  {name} {value:.3f}  {numbers}  "

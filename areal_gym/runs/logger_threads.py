@@ -17,12 +17,7 @@ _PATIENCE_S = 60.0
 
 
 class Loggers:
-    """Hands metrics to loggers, each on a thread of its own.
-
-    Args:
-        loggers: by id.
-        say: shows people what fails, and where to look.
-    """
+    """Hands metrics to loggers, each on a thread of its own; `say` shows people what fails."""
 
     def __init__(self, loggers: Mapping[str, MetricsLogger], say: Callable[[str], None]) -> None:
         self._loggers = loggers

@@ -41,7 +41,7 @@ class PreparedRun:
     components: Components | None
     """None where the settings need no environment."""
     policy: Path
-    """The checkpoint that the run began with; its tokenizer goes into later ones."""
+    """The checkpoint that the run began with; later ones get its tokenizer."""
     warm_start: dict[str, Any]
     examples: tuple[list[Example], list[Example]]
     """To train on and to measure on; empty unless the objective learns from fixed data."""
@@ -168,18 +168,14 @@ def _checkpoint(
 
 
 def _announce(config: RunConfig, directory: RunDir, display: Display) -> None:
-    where = f"run directory: {directory.path}"
+    where, model = f"run directory: {directory.path}", config.engine.model
+    start, seed = f"areal-gym {__version__}", f"seed {config.seed}"
     if config.objective in SUPERVISED:
-        display.say(
-            f"areal-gym {__version__} | objective {config.objective} | model "
-            f"{config.engine.model} | seed {config.seed} | {where}"
-        )
+        display.say(f"{start} | objective {config.objective} | model {model} | {seed} | {where}")
         return
     owners = sorted({entry.plugin.source for entry in entries_used(config)})
-    display.say(
-        f"areal-gym {__version__} | env {config.env.id} | agent {config.agent.id} | engine "
-        f"{config.engine.id} ({config.engine.model}) | seed {config.seed}"
-    )
+    env, agent, engine = config.env.id, config.agent.id, f"{config.engine.id} ({model})"
+    display.say(f"{start} | env {env} | agent {agent} | engine {engine} | {seed}")
     display.say(f"  plugins: {', '.join(owners)} | {where}")
 
 

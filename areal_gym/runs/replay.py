@@ -87,14 +87,10 @@ def replay(
     num_steps: int | None = None,
     display: Display | None = None,
 ) -> ReplayReport:
-    """Train the policy that `source` started with on what `source` recorded.
+    """Train the policy that the run in `source` started with on what it recorded.
 
-    Args:
-        config: the settings; `source`'s own for a faithful replay.
-        source: a run directory.
-        out: a new run directory for metrics and the final checkpoint; nothing is kept without.
-        num_steps: how many steps; all that were recorded by default.
-        display: where to say what goes on.
+    `config` is the run's own for a faithful replay, and `num_steps` all that were recorded. `out`
+    is a new run directory for metrics and the final checkpoint; nothing is kept without.
 
     Raises:
         NothingToDoError: no step was recorded.
@@ -143,10 +139,7 @@ def replay_refused(
 ) -> RefusedReport:
     """Take the step again for which `source` kept the batch, from the checkpoint before it.
 
-    Args:
-        config: the settings; with `source`'s own it is refused again, others show what would help.
-        source: a run directory.
-        display: where to say what goes on.
+    With the run's own settings it is refused again; others show what would help.
 
     Raises:
         NothingToDoError: no step was refused.
@@ -196,11 +189,11 @@ def _train_again(
     for step in steps:
         groups = run.read_groups(step)
         if not groups:
+            before = [f"what comes before: --steps {row['step']}" for row in rows[-1:]]
             raise DataError(
                 f"{run.path} has lost the trajectories of step {step}: "
                 "there is nothing to train on",
-                hints=[f"they belong into {run.trajectories_dir}"]
-                + ([f"what comes before: --steps {rows[-1]['step']}"] if rows else []),
+                hints=[f"they belong into {run.trajectories_dir}", *before],
             )
         metrics = trainer.step(groups, step - 1)
         rows.append({"step": step, **metrics})

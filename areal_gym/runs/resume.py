@@ -27,7 +27,7 @@ NEVER = ("objective", "seed", "deterministic")
 
 
 def require_resumable(directory: RunDir, config: RunConfig) -> list[str]:
-    """Returns what to say about settings that differ from those that the run had before.
+    """Return warnings about settings that differ from those that the run had before.
 
     Raises:
         ConfigError: with one of them it would be another run.
@@ -49,16 +49,13 @@ def require_resumable(directory: RunDir, config: RunConfig) -> list[str]:
             ],
         )
     loud = {key: pair for key, pair in changed.items() if not _is_under(key, SILENT)}
-    if not loud:
-        return []
-    words = "; ".join(
-        f"{key} {short(old, 40)} -> {short(new, 40)}" for key, (old, new) in loud.items()
-    )
-    return [f"warning: resumed with other settings than before: {words}"]
+    changes = (f"{key} {short(old, 40)} -> {short(new, 40)}" for key, (old, new) in loud.items())
+    warning = f"warning: resumed with other settings than before: {'; '.join(changes)}"
+    return [warning] if loud else []
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[object, object]]:
-    """Returns the settings that differ, by dotted key, with both values."""
+    """Return the settings that differ, by dotted key, with both values."""
     old, new = (dict(flat(config.model_dump(mode="json"))) for config in (before, now))
     return {
         key: (old.get(key), new.get(key))

@@ -32,9 +32,8 @@ async def open_teacher(config: RunConfig, policy: Path) -> AsyncIterator[Teacher
     from areal_gym.trainer.objectives.distillation import LocalTeacher, RemoteTeacher
 
     if config.teacher.model is None:
-        settings = EngineConfig(
-            id="sglang", url=config.teacher.url, max_context=config.engine.max_context
-        )
+        url, max_context = config.teacher.url, config.engine.max_context
+        settings = EngineConfig(id="sglang", url=url, max_context=max_context)
         engine = registry().load("engines", "sglang").from_settings(policy, settings)
         try:
             await engine.start()

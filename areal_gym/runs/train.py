@@ -43,14 +43,11 @@ def train(
     """Train, and return the summary, which is also in `summary.json`.
 
     A callback may end the run before its last step, in the same orderly way (`stopped` in the
-    summary says why); `mode="resume"` goes on from there, too.
+    summary says why). Interrupted (Ctrl-C), it saves a checkpoint of what was learned and raises
+    KeyboardInterrupt. `mode="resume"` goes on from there, or from the checkpoint of `from_step`:
+    what was learned after that step is forgotten.
 
-    On a cluster, a trainer's process that dies costs the steps since the newest checkpoint: the
-    run goes on from there.
-
-    Interrupted (Ctrl-C), it saves a checkpoint of what was learned and raises KeyboardInterrupt;
-    `mode="resume"` goes on from there, or from the checkpoint of `from_step`: what was learned
-    after that step is forgotten.
+    On a cluster, a trainer's process that dies costs the steps since the newest checkpoint.
 
     Raises:
         GymError: see `areal_gym.errors`; what was learned so far is saved where the disk allows.

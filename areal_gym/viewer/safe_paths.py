@@ -92,12 +92,8 @@ def finite(value: Any) -> Any:
 class GrowingFile:
     """Rows of a JSON lines file that grows, or is replaced by a shorter one by a resumed run.
 
-    A line that is not a row (torn, damaged, without a step) is counted and skipped.
-
-    Args:
-        root: the run directory.
-        path: the file.
-        is_flat: whether values are numbers and short texts; others become null.
+    A line that is not a row (torn, damaged, without a step) is counted and skipped. In a flat
+    file, values are numbers and short texts; others become null.
     """
 
     def __init__(self, root: Path, path: Path, *, is_flat: bool) -> None:

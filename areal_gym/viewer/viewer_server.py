@@ -58,10 +58,8 @@ _MAX_BODY_BYTES = 2**16
 def make_app(catalog: Catalog, *, token: str | None = None) -> ASGIApp:
     """Make the application.
 
-    Args:
-        catalog: the runs.
-        token: what a browser must send; None: only requests to a name of this machine are
-            answered.
+    A browser must send the `token`; without one, only requests to a name of this machine are
+    answered.
     """
 
     async def runs(request: Request) -> Response:

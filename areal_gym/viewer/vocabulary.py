@@ -14,11 +14,7 @@ _WORD = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class Vocabulary:
-    """Decodes single tokens.
-
-    Args:
-        tokenizer: a `tokenizers.Tokenizer`, or None: then no text is known.
-    """
+    """Decodes single tokens with a `tokenizers.Tokenizer`; without one, no text is known."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer

@@ -23,9 +23,8 @@ _CHARTS = ("Reward", "Loss", "KL", "Entropy", "Time of a step")
 class NotebookDisplay(Display):
     """The output of a notebook cell: progress, charts and the last messages of the run.
 
-    Args:
-        show: replaces the HTML in the cell by what a function returns; it may skip updates, but not
-            one with `is_last`.
+    `show` replaces the HTML in the cell by what a function returns; it may skip updates, but not
+    one with `is_last`.
     """
 
     def __init__(self, show: Callable[..., None]) -> None:
