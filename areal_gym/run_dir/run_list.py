@@ -27,13 +27,8 @@ class RunInfo:
     summary: Mapping[str, Any]  # empty until the run has finished
 
 
-def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
-    """Return the runs directly under `root`, by name. Empty when there is no such directory."""
-    return [run_info(path) for path in run_paths(root)]
-
-
 def run_paths(root: Path) -> list[Path]:
-    """Return the paths of the runs directly under `root`, by name."""
+    """Return the paths of the runs directly under `root`, by name; none without `root`."""
     if not root.is_dir():
         return []
     return [path for path in sorted(root.iterdir()) if RunDir(path).config_file.exists()]

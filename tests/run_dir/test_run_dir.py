@@ -25,7 +25,7 @@ from areal_gym.errors import (
     UsageError,
 )
 from areal_gym.run_dir.run_dir import RunDir
-from areal_gym.run_dir.run_list import list_runs, new_run_path
+from areal_gym.run_dir.run_list import new_run_path, run_info, run_paths
 from areal_gym.types import FinishReason, Task, TokenSpan, Trajectory, Turn
 from areal_gym.utils.files import write_atomic
 
@@ -334,14 +334,14 @@ def test_generated_run_names_are_unique(tmp_path):
 
 def test_runs_are_listed(run, tmp_path):
     root = run.path.parent
-    assert list_runs(tmp_path / "nowhere") == []
+    assert run_paths(tmp_path / "nowhere") == []
     run.append_metrics({"step": 1, "reward/mean": 0.25})
     run.append_metrics({"step": 2, "reward/mean": math.nan})
     (root / "not-a-run").mkdir()
-    (info,) = list_runs(root)
+    (info,) = map(run_info, run_paths(root))
     assert (info.env_id, info.num_steps, info.is_finished, info.reward) == ("tir", 2, False, 0.25)
     run.save_summary({"heldout_after": 0.5})
-    assert list_runs(root)[0].summary == {"heldout_after": 0.5}
+    assert run_info(run_paths(root)[0]).summary == {"heldout_after": 0.5}
 
 
 def test_interrupted_open_releases_the_lock(run):
