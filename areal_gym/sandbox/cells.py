@@ -25,11 +25,9 @@ from areal_gym.sandbox import calls
 from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
 from areal_gym.sandbox.calls import Call, Capture, Exit
 
-_MESSAGES_PER_TURN = 16
-"""Messages read at a time, before the event loop serves others."""
+_MESSAGES_PER_TURN = 16  # read at a time, before the event loop serves others
 _START_S = 60.0
-_END_S = 60.0
-"""A fork server that has not reported the end of a killed process by then is abandoned."""
+_END_S = 60.0  # a fork server that has not reported the end of a killed process is abandoned
 
 
 class CellControl(NamedTuple):
@@ -53,12 +51,10 @@ class Cell:
         self._watched: set[int] = set()  # descriptors that the loop watches
         self._unsent: deque[bytes] = deque()
         self._control = control
-        self.memory_mb = 0
-        """The memory limit of all its processes together, as last sent to the fork server."""
+        self.memory_mb = 0  # the limit of its processes together, as the fork server has it
         self._ready = self._loop.create_future()
         self._exit: Exit | None = None
-        self.gone = asyncio.Event()
-        """Set when the process and its children have ended."""
+        self.gone = asyncio.Event()  # set when the process and its children have ended
         self._call: Call | None = None
         self._watch()
 

@@ -21,8 +21,7 @@ T = TypeVar("T")
 
 DEFAULT_IMAGE = "areal-gym-sandbox"
 _NUM_SPARE = 1
-_NUM_LEASES = 2_000
-"""A container is replaced after this many leases, so that leftovers cannot pile up."""
+_NUM_LEASES = 2_000  # then a container is replaced, so that leftovers cannot pile up
 
 _PROTECTIONS = (
     *("container", "network namespace", "pid namespace", "ipc namespace", "read-only root"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from areal_gym.errors import EnvError, SandboxError, UsageError
-from areal_gym.sandbox.base import SandboxLimits, SandboxResult, SandboxStatus
+from areal_gym.sandbox.base import SandboxLimits, SandboxStatus
 from areal_gym.sandbox.shared_pool import shared_sandbox
 
 _RAISE: Final = object()
@@ -78,7 +78,11 @@ class Grader:
         code = _CALL.format(module=self._module, name=self._name, arguments=json.dumps(arguments))
         result = await sandbox.run(code, limits=self.limits)
         if result.is_ok and result.value is not None:
-            return json.loads(self._literal(result.value))
+            try:
+                text: str = ast.literal_eval(result.value)
+            except (ValueError, SyntaxError):  # it was cut
+                raise EnvError(f"{self.function} returned more than 8,000 characters") from None
+            return json.loads(text)
         if result.status is SandboxStatus.TIMEOUT and result.elapsed_s >= self.limits.wall_s:
             raise SandboxError(
                 f"{self.function} got no result within {self.limits.wall_s:g} s, and too little "
@@ -86,16 +90,6 @@ class Grader:
             )
         if result.status in _TOO_EXPENSIVE and self._on_limit is not _RAISE:
             return self._on_limit
-        raise EnvError(f"{self.function} failed: {_last_line(result)}")
-
-    def _literal(self, value: str) -> str:
-        try:
-            text: str = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            raise EnvError(f"{self.function} returned more than 8,000 characters") from None
-        return text
-
-
-def _last_line(result: SandboxResult) -> str:
-    lines = result.stderr.strip().splitlines()
-    return lines[-1] if lines else f"its process ended with the status {result.status}"
+        lines = result.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"its process ended with the status {result.status}"
+        raise EnvError(f"{self.function} failed: {reason}")

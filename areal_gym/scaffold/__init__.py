@@ -33,14 +33,10 @@ _TEMPLATES = Path(__file__).parent / "templates"
 class Kind(NamedTuple):
     """A kind of plugin with a template."""
 
-    listed: str
-    """Its word in `areal-gym list`."""
-    summary: str
-    """The summary of the template's example."""
-    requires: str
-    """The dependency of the package."""
-    use: str
-    """The command that uses it in a run."""
+    listed: str  # its word in `areal-gym list`
+    summary: str  # of the template's example
+    use: str  # the arguments of `areal-gym` that use it in a run
+    requires: str = "areal-gym"  # the dependency of the package
 
     @property
     def spec(self) -> type[Spec]:
@@ -49,41 +45,25 @@ class Kind(NamedTuple):
 
 
 KINDS: Mapping[str, Kind] = {
-    "env": Kind(
-        "envs",
-        "count a letter in a word, with a tool that spells",
-        "areal-gym",
-        "areal-gym train --env $name",
-    ),
+    "env": Kind("envs", "count a letter in a word, with a tool that spells", "train --env $name"),
     "agent": Kind(
-        "agents",
-        "plain dialogue, and a second look before the first answer",
-        "areal-gym",
-        "areal-gym train --env tir --agent $name",
+        *("agents", "plain dialogue, and a second look before the first answer"),
+        "train --env tir --agent $name",
     ),
     "loss": Kind(
-        "losses",
-        "the policy gradient with truncated importance weights",
-        "areal-gym[train]",
-        "areal-gym train --env tir trainer.loss=$name",
+        *("losses", "the policy gradient with truncated importance weights"),
+        *("train --env tir trainer.loss=$name", "areal-gym[train]"),
     ),
     "advantage": Kind(
-        "advantages",
-        "reward - group median",
-        "areal-gym[train]",
-        "areal-gym train --env tir trainer.advantage=$name",
+        *("advantages", "reward - group median"),
+        *("train --env tir trainer.advantage=$name", "areal-gym[train]"),
     ),
     "sandbox": Kind(
-        "sandboxes",
-        "Python processes with some names defined from the start",
-        "areal-gym",
-        "areal-gym train --env tir env.kwargs.sandbox=$name",
+        *("sandboxes", "Python processes with some names defined from the start"),
+        "train --env tir env.kwargs.sandbox=$name",
     ),
     "logger": Kind(
-        "loggers",
-        "a CSV file with a row per number",
-        "areal-gym",
-        'areal-gym train --env tir "loggers=[$name]"',
+        *("loggers", "a CSV file with a row per number"), 'train --env tir "loggers=[$name]"'
     ),
 }
 
@@ -93,10 +73,8 @@ class Package:
     """A package, not yet written to disk."""
 
     directory: Path
-    files: Mapping[str, str]
-    """Contents by path inside the directory."""
-    use: str
-    """The command that uses it in a run."""
+    files: Mapping[str, str]  # contents by path inside the directory
+    use: str  # the command that uses it in a run
 
     def write(self) -> None:
         """Write all files.
@@ -146,7 +124,7 @@ def plan(kind: str, name: str, parent: Path) -> Package:
         "hook": known.spec.hook,
         **known._asdict(),
     }
-    names["use"] = Template(known.use).substitute(names)
+    names["use"] = "areal-gym " + Template(known.use).substitute(names)
     package = names["package"]
     files = {
         "pyproject.toml": "pyproject.toml",

@@ -1,7 +1,7 @@
 """Executes snippets in the isolated child.
 
 The parent sends a header (JSON) followed by the source, in chunks; the cell answers with one
-message per snippet, in the form of `areal_gym/sandbox/messages.py`. A snippet can forge answers:
+message per snippet, in the form of `areal_gym/sandbox/calls.py`. A snippet can forge answers:
 the parent trusts them no more than the snippet's own output.
 """
 
@@ -37,7 +37,7 @@ _THREADS_S = 0.01
 
 
 def serve(channel: socket.socket, base_memory: int, *, counts_processes: bool) -> NoReturn:
-    """Execute snippets until the channel closes or a snippet is the last one.
+    """Execute snippets until the channel to the parent closes or a snippet is the last one.
 
     Args:
         channel: the message socket to the parent.
@@ -103,21 +103,15 @@ def _fresh_namespace() -> dict[str, Any]:
 
 def _apply_limits(limits: dict[str, Any], base_memory: int, *, is_last: bool) -> None:
     memory = base_memory + (limits["memory_mb"] << 20)
-    file_size = limits["file_mb"] << 20
-    cpu = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
-    if is_last:
-        # The hard limit is a little higher, so that a MemoryError can still be reported.
-        lower_limit(resource.RLIMIT_AS, memory, memory + _HEADROOM)
-        lower_limit(resource.RLIMIT_FSIZE, file_size)
-        lower_limit(resource.RLIMIT_CPU, cpu)
-        return
     # A session's next call may have a higher limit, and a hard limit cannot be raised again: only
-    # the first call sets it. CPU time adds up over calls, so the wall-clock limit applies instead.
+    # the first call sets it, a little higher, so that a MemoryError can still be reported.
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard == resource.RLIM_INFINITY:
+    if is_last or hard == resource.RLIM_INFINITY:
         hard = memory + _HEADROOM
     lower_limit(resource.RLIMIT_AS, memory, hard)
-    lower_limit(resource.RLIMIT_FSIZE, file_size)
+    lower_limit(resource.RLIMIT_FSIZE, limits["file_mb"] << 20)
+    if is_last:  # in a session CPU time adds up over calls: the wall-clock limit applies instead
+        lower_limit(resource.RLIMIT_CPU, max(1, -(-int(limits["cpu_s"] * 1000) // 1000)))
 
 
 def _execute(source: bytes, namespace: dict[str, Any]) -> tuple[dict[str, Any], int]:

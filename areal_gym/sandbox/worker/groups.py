@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import time
+from functools import partial
 from typing import NamedTuple
 
 _SLACK_BYTES = 32 << 20
@@ -27,9 +28,9 @@ class _Version(NamedTuple):
     swap_limit: str
     peak: str
     kills: str
+    # In version 1, the file that moves one thread: unlike the file that moves a whole process it
+    # does not wait for every processor (0.5 ms instead of 10).
     join: str
-    """In version 1, the file that moves one thread: unlike the file that moves a whole process it
-    does not wait for every processor (0.5 ms instead of 10)."""
 
 
 _VERSIONS = {
@@ -48,10 +49,6 @@ _VERSIONS = {
 
 class Groups:
     """The control groups of one fork server, one per living cell.
-
-    Args:
-        name: the name of their parent group; see `remove_groups`.
-        memory_mb: the limit of a new group.
 
     Raises:
         OSError: this process may not write to any part of the hierarchy.
@@ -149,9 +146,8 @@ class Groups:
     def end(self, number: int) -> tuple[int, bool]:
         """Take back the group of a cell that has ended.
 
-        Returns:
-            The peak memory in KB of its processes together, and whether the kernel ended one of
-            them because memory ran out.
+        Returns the peak memory in KB of its processes together, and whether the kernel ended one
+        of them because memory ran out.
         """
         group = self._groups.pop(number, None)
         if group is None:
@@ -171,11 +167,10 @@ class Groups:
         return self._num_kills(self._groups[number]) > 0
 
     def _num_kills(self, group: str) -> int:
-        text = ""
         with contextlib.suppress(OSError):
             text = _read(self._top, f"{group}/{self._files.kills}")
-        counts = dict(line.split() for line in text.splitlines())
-        return int(counts.get("oom_kill", 0))
+            return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
+        return 0
 
     def _remove(self, group: str) -> None:
         with contextlib.suppress(OSError):
@@ -215,10 +210,9 @@ def _places() -> tuple[str, list[str]]:
 
 
 def find_places(groups: str, mounts: str) -> tuple[str, list[str]]:
-    """Parse the texts of /proc/self/cgroup and /proc/self/mountinfo; see `Groups`.
+    """Return the kind of the hierarchy that counts memory, and the directories to try.
 
-    Returns:
-        The kind of the hierarchy that counts memory, and the directories to try.
+    They are read from the texts of /proc/self/cgroup and /proc/self/mountinfo.
 
     Raises:
         FileNotFoundError: no hierarchy that counts memory is mounted.
@@ -281,8 +275,5 @@ def _write(directory: int, path: str, text: str) -> None:
 
 
 def _read(directory: int, path: str) -> str:
-    fd = os.open(path, os.O_RDONLY, dir_fd=directory)
-    try:
-        return os.read(fd, 4096).decode()
-    finally:
-        os.close(fd)
+    with open(path, opener=partial(os.open, dir_fd=directory)) as file:
+        return file.read()

@@ -29,14 +29,13 @@ class _Held:
 
 
 class Holding:
-    """The idle sessions of one fork server.
+    """The idle sessions of one fork server, by the pids of their interpreters.
 
     Args:
         proc: a descriptor of a /proc.
         is_alone: whether a cell cannot have processes other than its interpreter.
-        is_container: whether one cell at a time has a whole container, where all processes but
-            the fork server are its own.
-        kill: ends a cell, by the pid of its interpreter.
+        is_container: whether all processes but the fork server belong to the only cell.
+        kill: ends a cell.
     """
 
     def __init__(
@@ -66,11 +65,9 @@ class Holding:
 
     def resume(self, pid: int) -> None:
         """Continue the processes of `pid`."""
-        held = self._held.get(pid)
-        if held is None:
-            return
-        self.forget(pid, should_continue=True)
-        os.kill(pid, signal.SIGCONT)
+        if pid in self._held:
+            self.forget(pid, should_continue=True)
+            os.kill(pid, signal.SIGCONT)
 
     def forget(self, pid: int, *, should_continue: bool = False) -> None:
         """Forget `pid`, which has ended or continues."""

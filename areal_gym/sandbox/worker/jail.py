@@ -20,6 +20,7 @@ Steps that the kernel refuses are missing from `Jail.protections`, which the par
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import sys
@@ -53,8 +54,7 @@ class Jail:
             (d for d in ("/tmp", "/var/tmp") if not any(p.startswith(d) for p in self._readable)),
             "/home",
         )
-        self._scratch = scratch
-        """The parent of the private directories, unless there is a private root."""
+        self._scratch = scratch  # the parent of private directories, without a private root
         self._pid_namespace = -1
         self._uid_base = self._uid_count = self._landlock = 0
         self.has_mounts = False
@@ -83,7 +83,9 @@ class Jail:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         has_seccomp = seccomp.is_supported()
         if has_capability:
-            self.has_mounts = self._attempt("private root", self._build_root)
+            self.has_mounts = self._attempt(
+                "private root", lambda: build_root(self._readable, self._private)
+            )
         if not self.has_mounts:
             os.mkdir(scratch)
             os.chmod(scratch, 0o711)
@@ -169,9 +171,6 @@ class Jail:
         kernel.prctl(1, 9)  # PR_SET_PDEATHSIG
         self._keep_pid_namespace()
 
-    def _build_root(self) -> None:
-        build_root(self._readable, self._private)
-
     def _find_landlock(self) -> None:
         self._landlock = landlock.version()
 
@@ -245,13 +244,11 @@ class Jail:
             return False
         try:
             with os.scandir(self.directory(number)) as entries:
-                first = [entry for entry, _ in zip(entries, range(_FEW_FILES + 1), strict=False)]
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True  # the child locked it
-        is_flat = not any(entry.is_dir(follow_symlinks=False) for entry in first)
-        return len(first) > _FEW_FILES or not is_flat
+                first = list(itertools.islice(entries, _FEW_FILES + 1))
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)  # else the child locked it
+        has_directories = any(entry.is_dir(follow_symlinks=False) for entry in first)
+        return len(first) > _FEW_FILES or has_directories
 
     def close(self) -> None:
         """Remove the parent of the private directories, which is empty by now."""

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 COLUMNS = {"x86_64": 0, "aarch64": 1}
 
-Numbers = tuple[int, int]
 
-
-def _table(text: str) -> dict[str, Numbers]:
+def _table(text: str) -> dict[str, tuple[int, ...]]:
     """Return the numbers of each call; -1 if a machine does not have it."""
-    table = {}
-    for word in text.split():
-        name, first, second = word.split(":")
-        table[name] = (_number(first), _number(second))
-    return table
-
-
-def _number(text: str) -> int:
-    return -1 if text == "-" else int(text)
+    rows = (word.split(":") for word in text.split())
+    return {name: tuple(-1 if n == "-" else int(n) for n in numbers) for name, *numbers in rows}
 
 
 FREE = _table(
