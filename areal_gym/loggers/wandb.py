@@ -37,17 +37,11 @@ class WandbLogger:
         mode: str | None = None,
     ) -> None:
         self._mode = mode or os.environ.get("WANDB_MODE", "online")
-        self._where: dict[str, Any] = {
-            "project": project,
-            "entity": entity,
-            "group": group,
-            "tags": tuple(tags),
-        }
+        self._where: dict[str, Any] = {"project": project, "entity": entity, "group": group}
+        self._where["tags"] = tuple(tags)
         if self._mode not in _MODES:
-            raise ConfigError(
-                f"the logger wandb has no mode {self._mode!r}",
-                hints=[f"there are: {', '.join(_MODES)}"],
-            )
+            message = f"the logger wandb has no mode {self._mode!r}"
+            raise ConfigError(message, hints=[f"there are: {', '.join(_MODES)}"])
         if self._mode == "online":
             _require_login()
 

@@ -75,7 +75,7 @@ class DockerSandbox(ForkingSandbox):
             image, runtime=self.runtime, limits=self.limits, owner=self._id
         )
         self._containers: dict[Zygote, Container] = {}
-        self._is_stocking = {False: False, True: False}
+        self._stocking: set[bool] = set()  # kinds of which a spare container is being started
         self._tasks: set[asyncio.Task[Any]] = set()
         self._finalizer = weakref.finalize(self, _close_all, self._containers)
 
@@ -107,9 +107,9 @@ class DockerSandbox(ForkingSandbox):
 
     def _forget(self) -> None:
         _close_all(self._containers)
-        for has_modules, idle in self._idle.items():
+        for idle in self._idle.values():
             idle.clear()
-            self._is_stocking[has_modules] = False
+        self._stocking.clear()
         self._tasks.clear()
 
     def _checked(self, limits: SandboxLimits | None) -> SandboxLimits:
@@ -140,8 +140,8 @@ class DockerSandbox(ForkingSandbox):
                 self._begin(self._shelve_when_started(starting))
                 raise
         self._containers[zygote].num_leases += 1
-        if not idle and not self._is_stocking[has_modules]:
-            self._is_stocking[has_modules] = True
+        if not idle and has_modules not in self._stocking:
+            self._stocking.add(has_modules)
             self._begin(self._stock(has_modules))
         return zygote
 
@@ -150,7 +150,7 @@ class DockerSandbox(ForkingSandbox):
         try:
             await self._shelve_when_started(self._begin(self._start(has_modules)))
         finally:
-            self._is_stocking[has_modules] = False
+            self._stocking.discard(has_modules)
 
     async def _shelve_when_started(self, starting: asyncio.Task[Zygote]) -> None:
         # On failure no call is waiting for it; the next call that needs a container gets the error.

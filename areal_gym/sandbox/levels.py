@@ -31,10 +31,8 @@ def default_min_level() -> SandboxLevel:
     value = os.environ.get(MIN_LEVEL_VARIABLE)
     if value is not None:
         if value not in list(SandboxLevel):
-            raise ConfigError(
-                f"{MIN_LEVEL_VARIABLE} = {value!r} is not a sandbox level",
-                hints=[f"levels: {', '.join(SandboxLevel)}"],
-            )
+            message = f"{MIN_LEVEL_VARIABLE} = {value!r} is not a sandbox level"
+            raise ConfigError(message, hints=[f"levels: {', '.join(SandboxLevel)}"])
         return SandboxLevel(value)
     return max(_noted, _recorded_level(), key=lambda level: level.rank)
 
@@ -54,12 +52,10 @@ def write_level(level: SandboxLevel) -> None:
 
 
 def _recorded_level() -> SandboxLevel:
-    try:
+    with suppress(OSError, ValueError, LookupError, TypeError):
         record = json.loads(_file().read_text())
         if record["machine"] == _machine():
             return SandboxLevel(record["level"])
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
     return SandboxLevel.NONE
 
 

@@ -10,19 +10,12 @@ from areal_gym.plugins import SandboxSpec, hookimpl
 @hookimpl
 def register_sandboxes() -> Iterable[SandboxSpec]:
     """Yield the built-in sandboxes."""
-    yield SandboxSpec(
-        id="process",
-        entry_point="areal_gym.sandbox.process:ProcessSandbox",
-        summary="forked, confined Python processes on this machine; no network, no files",
-    )
-    yield SandboxSpec(
-        id="docker",
-        entry_point="areal_gym.sandbox.docker:DockerSandbox",
-        summary="warm containers without network, from an image of your choice",
-        requires=("docker",),
-    )
-    yield SandboxSpec(
-        id="none",
-        entry_point="areal_gym.sandbox.process:NoSandbox",
-        summary="no confinement: code runs with your permissions",
-    )
+    text = "forked, confined Python processes on this machine; no network, no files"
+    path = "areal_gym.sandbox.process:ProcessSandbox"
+    yield SandboxSpec(id="process", entry_point=path, summary=text)
+    text = "warm containers without network, from an image of your choice"
+    path = "areal_gym.sandbox.docker:DockerSandbox"
+    yield SandboxSpec(id="docker", entry_point=path, summary=text, requires=("docker",))
+    text = "no confinement: code runs with your permissions"
+    path = "areal_gym.sandbox.process:NoSandbox"
+    yield SandboxSpec(id="none", entry_point=path, summary=text)

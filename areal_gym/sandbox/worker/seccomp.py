@@ -64,10 +64,8 @@ def build_filter(
 
     Args:
         allow_fork: whether new processes are allowed (threads always are).
-        allow_metadata: whether modes, owners and times may be set: if files of the host are not
-            reachable, or on read-only mounts.
-        allow_truncate: whether files may be truncated by path, which Landlock controls since
-            Linux 6.2.
+        allow_metadata: whether modes, owners and times may be set.
+        allow_truncate: whether files may be truncated by path.
         own_pid: the only process that may be signalled, if no pid namespace hides the others.
         server_pid: the fork server in a container, which has the same user as its children: they
             must not send it signals or set its limits.
@@ -158,25 +156,21 @@ def _file_rules(allow_metadata: bool, allow_truncate: bool) -> dict[str, list[_S
 
 
 def _signal_rules(own_pid: int | None, server_pid: int | None) -> dict[str, list[_Step]]:
-    free = ("kill", "tgkill", "prlimit64")
-    others = ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
+    names = (
+        *("kill", "tgkill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal"),
+        *("prlimit64", "sched_setaffinity"),
+    )
     if own_pid is None:
-        rule = _allowed if server_pid is None else _all_but(0, server_pid)
-        return dict.fromkeys((*free, *others, "sched_setaffinity"), rule)
+        return dict.fromkeys(names, _all_but(0, server_pid) if server_pid else _allowed)
     itself, zero_or_itself = _only(0, (own_pid,)), _only(0, (0, own_pid))
-    return {
-        "kill": itself,
-        "tgkill": itself,
-        "prlimit64": zero_or_itself,
-        **dict.fromkeys((*others, "sched_setaffinity"), _refused),
-    }
+    own_rules = {"kill": itself, "tgkill": itself, "prlimit64": zero_or_itself}
+    return dict.fromkeys(names, _refused) | own_rules
 
 
 def _ranges(numbers: Iterable[int]) -> list[_Step]:
     """Allow these calls and refuse all others."""
-    ordered = sorted(number for number in numbers if number >= 0)
     ends: list[tuple[int, int]] = []
-    for number in ordered:
+    for number in sorted(number for number in numbers if number >= 0):
         if ends and ends[-1][1] == number - 1:
             ends[-1] = (ends[-1][0], number)
         else:
