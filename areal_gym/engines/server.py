@@ -21,6 +21,7 @@ from areal_gym.engines.base import Engine, Generation, SamplingParams
 from areal_gym.engines.checkpoint_config import eos_token_ids, vocab_size_of
 from areal_gym.engines.server_requests import GenerateRequest, errors_as_json, read_request
 from areal_gym.types import FinishReason
+from areal_gym.utils.http_servers.addresses import http_address
 from areal_gym.utils.http_servers.aiohttp_site import Handler, HttpSite, RequestBodyError
 from areal_gym.version import __version__
 
@@ -98,7 +99,7 @@ class EngineServer:
     @property
     def url(self) -> str:
         """The server's base URL."""
-        return f"http://{self._host}:{self._port}"
+        return http_address(self._host, self._port)
 
     async def start(self) -> None:
         """Begin to serve.

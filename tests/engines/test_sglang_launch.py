@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_gym.engines.sglang import SGLangEngine
+from areal_gym.engines.scripted import ScriptedEngine
+from areal_gym.engines.sglang import FakeSGLangServer, SGLangEngine
 from areal_gym.engines.sglang.launch import LaunchedServer
 from areal_gym.errors import EngineError
 from tests._support.sglang_servers import ask, publish, until
@@ -220,3 +221,9 @@ def test_server_that_keeps_dying_is_not_restarted_again(tiny_policy, tmp_path):
         await engine.aclose()
 
     asyncio.run(scenario())
+
+
+def test_addresses_of_ipv6_have_brackets():
+    server = LaunchedServer(Path("policy"), host="::1", port=30000)
+    assert server.url == "http://[::1]:30000"
+    assert FakeSGLangServer(ScriptedEngine([]), host="::1", port=30000).url == server.url

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Protocol
 from areal_gym.engines.sglang import process_guard as guard
 from areal_gym.engines.sglang.server_client import ServerClient
 from areal_gym.errors import ConfigError, EngineError
+from areal_gym.utils.http_servers.addresses import http_address, listen
 
 _POLL_S = 0.25
 
@@ -69,8 +69,10 @@ class LaunchedServer:
         log: Path | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
-        port = port or _free_port(host)
-        self.url = f"http://{host}:{port}"
+        if not port:
+            with listen(host, 0) as free:
+                port = free.getsockname()[1]
+        self.url = http_address(host, port)
         self.log = log or Path(tempfile.gettempdir(), f"areal-gym-sglang-{os.getpid()}-{port}.log")
         self._is_log_kept = log is not None
         self._arguments = [
@@ -167,9 +169,3 @@ class LaunchedServer:
 
 def _split(command: str | Sequence[str] | None) -> list[str]:
     return shlex.split(command) if isinstance(command, str) else [str(c) for c in command or ()]
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
