@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import secrets
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from areal_gym.gateway.reply_formats import ReplyFormat, TextQueue, send_stream
 from areal_gym.gateway.session import EpisodeHandle, Session, SessionOptions
 from areal_gym.gateway.text_stream import Delta
 from areal_gym.recording import InFlight, Recorder
+from areal_gym.utils.http_servers.addresses import is_same_secret
 
 MODEL = "policy"
 """The policy's name. Any other name means it, too: programs have names built in."""
@@ -141,7 +141,7 @@ class SessionRegistry:
         session = self._by_key.get(key)
         if session is not None:
             return session
-        if self._is_control_key(key):
+        if is_same_secret(key, self.control_key):
             raise ApiError(403, "the control key opens and ends sessions; ask with a session's key")
         raise ApiError(
             401,
@@ -156,15 +156,11 @@ class SessionRegistry:
             ApiError: it has another key, or none.
         """
         key = key_of(request)
-        if self._is_control_key(key):
+        if is_same_secret(key, self.control_key):
             return
         if key in self._by_key:
             raise ApiError(403, "a session's key does not open, reward or end sessions")
         raise ApiError(401, "this is not the control key", code="invalid_api_key")
-
-    def _is_control_key(self, key: str) -> bool:
-        ours, theirs = (k.encode("utf-8", "surrogateescape") for k in (self.control_key, key))
-        return hmac.compare_digest(ours, theirs)
 
     # ---- calls --------------------------------------------------------------------------------
 

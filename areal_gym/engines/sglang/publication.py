@@ -1,8 +1,4 @@
-"""Publications: generation is interrupted while the servers of a pool take new weights.
-
-The gate closes; each server aborts its requests or sets them aside; the caller brings the weights;
-servers that report the new version serve again, the others are lost; the gate opens.
-"""
+"""Publications: generation is interrupted while the servers of a pool take new weights."""
 
 from __future__ import annotations
 
