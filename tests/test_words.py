@@ -26,7 +26,6 @@ FRAGMENTS_LEFT: dict[str, int] = {
     "utils": 1,
 }
 VAGUE_NAMES_LEFT: dict[str, int] = {
-    "chat": 1,
     "distributed": 1,
     "trainer": 18,
 }

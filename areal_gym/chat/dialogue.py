@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from areal_gym.chat.harmony import has_channels
 from areal_gym.chat.renderer import Renderer, reply_shape
 from areal_gym.chat.template import BREAK, ToolSchemas
 from areal_gym.chat.tool_call_formats import END_THINK, THINK, split_thinking
@@ -99,7 +100,7 @@ class Dialogue:
             ids = self._renderer.first_ids(messages, self._tools)
             return Prompt(ids, ids, 0, messages, replaces_history)
         if not replaces_history and self._can_bridge(messages):
-            bridge = self._renderer.bridge_ids(self._ids[-1], messages)
+            bridge = self._renderer.bridge_ids(self._ids[-1], self._named(messages))
             return self._continued(bridge, messages)
         whole = messages if replaces_history else [*self.messages, *messages]
         text = self._renderer.render([self._as_written(m) for m in whole], self._tools)
@@ -118,7 +119,12 @@ class Dialogue:
         """
         if text is None:
             text = self._renderer.decode(sampled_ids)
-        message = self._renderer.parse(text, self._dialect)
+        message = self._renderer.parse(
+            text,
+            self._dialect,
+            tools=self._tools,
+            is_thinking=self._renderer.is_inside_thought(prompt.token_ids),
+        )
         self._has_thought |= "reasoning_content" in message
         self._texts[id(message)] = message, text
         self.is_own = True
@@ -161,6 +167,16 @@ class Dialogue:
         # What another dialogue has sampled is trained on there: here it is part of the prompt.
         return Prompt(ids, ids, self._branch + 1, messages, replaces_history)
 
+    def _named(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with the names of the tools whose results they are."""
+        calls = [call for message in self.messages for call in message.get("tool_calls", [])]
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        named: list[Message] = []
+        for message in messages:
+            name = message.get("name", names.get(message.get("tool_call_id", "")))
+            named.append(message if name is None else {**message, "name": name})
+        return named
+
     def _can_bridge(self, messages: Sequence[Message]) -> bool:
         if self._has_thought and not self._renderer.keeps_thinking:
             return False
@@ -176,11 +192,15 @@ class Dialogue:
         Calls are passed as objects if the template writes them in the policy's dialect.
         """
         _, text = self._texts.get(id(message), (message, ""))
-        if not text:
+        if not text or has_channels(text):
             return message
         text = self._renderer.opening + text.removeprefix(self._renderer.before_answers)
-        thought, answer = split_thinking(text)
-        if "tool_calls" in message and self._dialect == self._renderer.written_dialect:
+        thought, answer = split_thinking(
+            text, self._dialect, is_thinking=bool(self._renderer.opening)
+        )
+        is_native = self._dialect == self._renderer.written_dialect
+        is_text = message["content"] and self._renderer.keeps_prose_as_text
+        if "tool_calls" in message and is_native and not is_text:
             if not self._renderer.keeps_thinking or thought is None:
                 return message
             content = f"{THINK}\n{thought}\n{END_THINK}\n\n{message['content']}"

@@ -1,7 +1,8 @@
 """Tools for chat templates without tool support: the system message describes them, the user's turn
 has the results.
 
-Calls are then in Hermes' dialect, which most models have seen.
+Calls are then in the dialect that the template writes in history (DeepSeek's describes no tools,
+but writes calls), else in Hermes', which most models have seen.
 """
 
 from __future__ import annotations
@@ -10,39 +11,48 @@ import json
 from collections.abc import Sequence
 
 from areal_gym.chat.template import ToolSchemas
+from areal_gym.chat.tool_call_formats import write_call
 from areal_gym.types import Message
 
-_HOW = """You may call these tools:
-{tools}
 
-To call one, write a JSON object between tags:
-<tool_call>
-{{"name": "the tool's name", "arguments": {{"its": "arguments"}}}}
-</tool_call>
-What it answers comes back between <tool_response> tags."""
-
-
-def describe(messages: Sequence[Message], tools: ToolSchemas) -> list[Message]:
+def describe(
+    messages: Sequence[Message], tools: ToolSchemas, dialect: str, *, has_tool_role: bool = False
+) -> list[Message]:
     """Return the messages with the tools described in the system message, which is added if
-    missing."""
+    missing.
+
+    Args:
+        messages: the messages.
+        tools: the tools.
+        dialect: the format of calls.
+        has_tool_role: whether the template renders tool results itself.
+    """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _HOW.format(tools=listed)
+    how = "write a JSON object between tags" if dialect == "hermes" else "write"
+    example = write_call("the tool's name", {"its": "arguments"}, dialect)
+    text = f"You may call these tools:\n{listed}\n\nTo call one, {how}:\n{example}"
+    if not has_tool_role:
+        text += "\nWhat it answers comes back between <tool_response> tags."
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 
-def as_user(messages: Sequence[Message]) -> list[Message]:
+def as_user(messages: Sequence[Message], *, without_calls: bool = False) -> list[Message]:
     """Return the messages with tool results as user messages, one message per run of results.
 
+    With `without_calls`, only results that no call has asked for: the explanation of a malformed
+    call is one, and some templates refuse it.
     What the user says right after them belongs to the same message: such templates often refuse two
     in a row.
     """
     changed: list[Message] = []
-    is_answering = False
+    is_answering = has_call = False
     for message in messages:
         content = message["content"]
-        if message["role"] == "tool":
+        if message["role"] == "assistant":
+            has_call = without_calls and "tool_calls" in message
+        if message["role"] == "tool" and not (has_call and "tool_call_id" in message):
             content = f"<tool_response>\n{content}\n</tool_response>"
         elif not (is_answering and message["role"] == "user"):
             is_answering = False

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,29 +84,61 @@ class Renderer:
             kwargs=template_kwargs,
         )
         self._has_call: dict[tuple[str, ...], bool] = {}
+        self._ends: re.Pattern[str] | None = None
         self._reason = functools.lru_cache(_CACHE_SIZE)(self._probe_bridges)
         self._tool_support = functools.lru_cache(_CACHE_SIZE)(self._probe_tools)
-        self.knows_tool_role = template_probe.knows_tool_role(self.template)
-        """Whether the template renders tool results; else they become user messages."""
         self.opening = template_probe.thinking_opening(self.template)
         """The part of a turn's thinking that the template writes before the policy, often empty."""
         self.opens_thinking = bool(self.opening) and END_THINK not in self.opening
-        """Whether the policy begins inside a thought."""
+        """Whether the policy begins inside a thought, after a user's message."""
         self.end_of_turn = ""
         self.end_of_turn_id = self.encode(self.bridge_text([{"role": "user", "content": "x"}]))[0]
         """The id that the template writes after an assistant's text."""
         self.end_of_turn = tokenizer.decode([self.end_of_turn_id])
-        template_probe.require_end_of_turn(self)
-        self.stop_token_ids = tuple(sorted({self.end_of_turn_id, *stop_token_ids}))
-        """Ids at which sampling of a turn ends."""
+        stop_token_ids = [*stop_token_ids]
+        self._set_ends(tokenizer.decode([id]) for id in stop_token_ids)
         self.written_dialect = template_probe.find_dialect(self)
         """The format of the template's tool calls (`chat.tool_call_formats`), or None."""
         self.tool_dialect = self.written_dialect or DEFAULT_DIALECT
         """The format in which the policy is expected to write tool calls."""
+        self.turn_ends = template_probe.find_turn_ends(self, tokenizer.control_tokens)
+        """What ends the policy's turns, by kind of turn."""
+        ends = {self.encode(end)[0] for end in self.turn_ends[:2]} | {*stop_token_ids}
+        self.stop_token_ids = tuple(
+            sorted(ends if self.turn_ends.is_inner else ends | {self.end_of_turn_id})
+        )
+        """Ids at which sampling of a turn ends."""
+        self._set_ends(tokenizer.decode([id]) for id in self.stop_token_ids)
+        self.knows_tool_role = template_probe.knows_tool_role(self.template)
+        """Whether the template renders tool results; else they become user messages."""
         self.before_answers = template_probe.written_before_answers(self)
         """The template's text before an assistant's text, which sampled text already contains."""
+        self.keeps_prose_as_text = template_probe.keeps_prose_as_text(self.template)
+        """Whether a turn of prose and calls is passed to the template as text."""
+        template_probe.require_end_of_turn(self)
         self.drops_thinking = template_probe.drops_thinking(self)
         """Whether the template leaves the thinking of earlier turns out."""
+
+    def _set_ends(self, texts: Iterable[str]) -> None:
+        ends = sorted({self.end_of_turn, *texts} - {""}, key=len, reverse=True)
+        self._ends = re.compile("|".join(map(re.escape, ends))) if ends else None
+
+    def end_in(self, text: str, start: int = 0) -> int:
+        """Return where the first end of a turn begins in `text`; -1 without one."""
+        end = self._ends.search(text, start) if self._ends else None
+        return -1 if end is None else end.start()
+
+    def last_end(self, text: str) -> int:
+        """Return where the last end of a turn begins in `text`; -1 without one."""
+        return max(text.rfind(end) for end in (self.end_of_turn, *self.turn_ends[:2]))
+
+    def sampled_end_id(self, message: Message, reply: Message | None) -> int:
+        """Return the id by which a policy ends a turn with this message, before this reply."""
+        if self.turn_ends.is_by_reply:
+            is_call = reply is not None and reply["role"] == "tool"
+        else:
+            is_call = "tool_calls" in message
+        return self.encode(self.turn_ends.call if is_call else self.turn_ends.answer)[0]
 
     @classmethod
     def from_checkpoint(
@@ -158,7 +191,8 @@ class Renderer:
             ConfigError: the template refuses the messages.
         """
         ids = tuple(self.encode(self.bridge_text(messages)))
-        return ids[1:] if last_id in self.stop_token_ids else ids
+        is_ended = last_id in self.stop_token_ids and not self.turn_ends.is_by_reply
+        return ids[1:] if is_ended or last_id == ids[0] else ids
 
     def no_bridge_reason(
         self, first: Sequence[Message], tools: ToolSchemas, reply: Sequence[Message]
@@ -211,10 +245,37 @@ class Renderer:
             ids = ids[:-1]
         return self.tokenizer.decode(ids)
 
-    def parse(self, text: str, dialect: str | None = None) -> Message:
-        """Return the message that a sampled text means; calls are in the model's dialect by
-        default."""
-        return parse_assistant(text, dialect or self.tool_dialect, is_thinking=self.opens_thinking)
+    def parse(
+        self,
+        text: str,
+        dialect: str | None = None,
+        *,
+        tools: ToolSchemas = (),
+        is_thinking: bool | None = None,
+    ) -> Message:
+        """Return the message that a sampled text means.
+
+        Args:
+            text: the text of a turn.
+            dialect: the format of its calls; the model's by default.
+            tools: the tools, whose schemas give untyped arguments their types.
+            is_thinking: whether the prompt ends inside a thought (`is_inside_thought`); by default
+                as after a user's message.
+        """
+        if is_thinking is None:
+            is_thinking = self.opens_thinking
+        dialect = dialect or self.tool_dialect
+        return parse_assistant(text, dialect, tools=tools, is_thinking=is_thinking)
+
+    def is_inside_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether the policy begins inside a thought after this prompt.
+
+        Some templates open thoughts after a user's message only (DeepSeek R1).
+        """
+        if not self.opens_thinking:
+            return False
+        tail = self.tokenizer.decode(prompt_ids[-len(self.opening) - 8 :])
+        return tail.endswith(self.opening)
 
     # ---- text ---------------------------------------------------------------------------------
 
@@ -225,8 +286,18 @@ class Renderer:
             ConfigError: the template refuses the messages.
         """
         if tools and not self._supports(messages, tools):
-            messages, tools = plain_tools.describe(messages, tools), ()
-        return self.template.render(self._adapt(messages), tools)
+            messages = plain_tools.describe(
+                messages, tools, self.tool_dialect, has_tool_role=self.knows_tool_role
+            )
+            tools = ()
+        messages = self._adapt(messages)
+        try:
+            return self.template.render(messages, tools)
+        except ConfigError:
+            changed = plain_tools.as_user(messages, without_calls=True)
+            if changed == list(messages):
+                raise
+            return self.template.render(changed, tools)
 
     def bridge_text(self, reply: Sequence[Message]) -> str:
         """Return a bridge's text: the end of the assistant's turn, `reply`, the next header.
@@ -234,7 +305,11 @@ class Renderer:
         Raises:
             ConfigError: the template refuses the messages.
         """
-        reply = self._adapt(reply)
+        # The explanation of a malformed call answers no call; templates want an id all the same.
+        reply = [
+            {"tool_call_id": "call00000", **message} if message["role"] == "tool" else message
+            for message in self._adapt(reply)
+        ]
         shape = reply_shape(reply)
         if shape not in self._has_call:
             # Some templates refuse a tool result without its call, some refuse two calls in one
@@ -244,7 +319,7 @@ class Renderer:
         answer = template_probe.reference_answer(reply, has_call=self._has_call[shape])
         text = self.template.render([{"role": "user", "content": "x"}, answer, *reply])
         _before, sentinel, after = text.rpartition(template_probe.SENTINEL)
-        start = after.find(self.end_of_turn)
+        start = self.end_in(after) if self._ends else 0
         if not sentinel or not after or start < 0:
             raise ConfigError(
                 "the chat template writes nothing after an assistant's text, or not the text itself"
@@ -253,7 +328,7 @@ class Renderer:
 
     def _adapt(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Convert tool results to user messages for a template that knows no tools."""
-        if self.knows_tool_role or all(message["role"] != "tool" for message in messages):
+        if all(message["role"] != "tool" for message in messages) or self.knows_tool_role:
             return messages
         return plain_tools.as_user(messages)
 

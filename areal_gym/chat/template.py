@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal_gym.chat.message_style import MessageStyle
 from areal_gym.errors import ConfigError
 from areal_gym.types import Message
 
@@ -49,6 +50,8 @@ class ChatTemplate:
             kwargs: its other variables, such as `enable_thinking`.
         """
         self.source = source
+        self.style = MessageStyle()
+        """How the template wants messages; `template_probe.find_dialect` sets it."""
         self._environment, self._template = _compile(source)
         self._variables = {
             **self._template.globals,
@@ -75,7 +78,7 @@ class ChatTemplate:
         context = self._template.new_context(
             {
                 **self._variables,
-                "messages": [self._harmless(message) for message in messages],
+                "messages": self.style.adapt([self._harmless(message) for message in messages]),
                 "tools": list(tools) or None,
                 "add_generation_prompt": adds_prompt,
             },
@@ -112,7 +115,7 @@ class ChatTemplate:
             return message
         if BREAK in content:
             content = content.replace(BREAK, "\ufffd")
-        broken = self._control.sub(lambda found: found[0][0] + BREAK + found[0][1:], content)
+        broken = self._control.sub(lambda token: token[0][0] + BREAK + token[0][1:], content)
         return message if broken == message["content"] else {**message, "content": broken}
 
 

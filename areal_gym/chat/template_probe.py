@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
+from areal_gym.chat.message_style import STYLES, MessageStyle
 from areal_gym.chat.template import BREAK, ChatTemplate, ToolSchemas
 from areal_gym.chat.tool_call_formats import DIALECTS, END_THINK, THINK, parse_assistant
 from areal_gym.errors import ConfigError
@@ -20,6 +22,7 @@ class ProbedRenderer(Protocol):
 
     template: ChatTemplate
     opening: str
+    before_answers: str
     end_of_turn: str
     end_of_turn_id: int
 
@@ -33,6 +36,10 @@ class ProbedRenderer(Protocol):
 
     def bridge_text(self, reply: Sequence[Message]) -> str:
         """Return the text between an assistant's text and its next turn."""
+        ...
+
+    def end_in(self, text: str, start: int = 0) -> int:
+        """Return where the first end of a turn begins in `text`; -1 without one."""
         ...
 
 
@@ -110,30 +117,148 @@ def written_before_answers(renderer: ProbedRenderer) -> str:
 
 def drops_thinking(renderer: ProbedRenderer) -> bool:
     """Return whether the template leaves out the thinking of earlier turns, by design."""
-    if END_THINK not in renderer.template.source:
-        return False
+    asked = first_messages(False)
     answer: Message = {"role": "assistant", "content": "Yes.", "reasoning_content": SENTINEL}
-    return SENTINEL not in renderer.render([*first_messages(False), answer, *first_messages(False)])
+    newest = renderer.template.render([*asked, answer], adds_prompt=False)
+    if END_THINK not in renderer.template.source and SENTINEL not in newest:
+        return False
+    return SENTINEL not in renderer.render([*asked, answer, *asked])
 
 
 def find_dialect(renderer: ProbedRenderer) -> str | None:
-    """Return the dialect that reads back the template's calls; None if it writes none."""
+    """Return the dialect that reads back the template's calls; None if it writes none.
+
+    The template's style is set to the one in which they are read back.
+    """
+    for is_exact in (True, False):
+        for style in STYLES:
+            renderer.template.style = style
+            if (dialect := _dialect_of(renderer, is_exact)) is not None:
+                if _refuses_thought_and_prose(renderer.template):
+                    renderer.template.style = replace(style, is_one_text=True)
+                return dialect
+    renderer.template.style = STYLES[0]
+    return None
+
+
+def _dialect_of(renderer: ProbedRenderer, is_exact: bool) -> str | None:
+    """Return the dialect of calls in the template's present style.
+
+    With `is_exact` the whole turn, after its header, must be the call.
+    """
     answer = _tool_answer("7")
     if not accepts_calls(renderer.template, [answer]):
         return None
+    asked = first_messages(False)
     asking = reference_answer([answer], has_call=True)
-    head = renderer.template.render(first_messages(False), adds_prompt=False)
-    text = renderer.template.render([*first_messages(False), asking, answer])
-    turn_text = text[len(head) :].replace(BREAK, "").partition(renderer.end_of_turn)[0]
+    try:
+        text = renderer.template.render([*asked, asking], adds_prompt=False)
+    except ConfigError:  # calls are refused without their results
+        text = renderer.template.render([*asked, asking, answer])
+        is_alone = False
+    else:
+        is_alone = True
+    header = renderer.template.render(asked).removesuffix(renderer.opening)
+    head = renderer.template.render(asked, adds_prompt=False)
+    has_header = text.startswith(header)
+    turn_text = text[len(header if has_header else head) :].replace(BREAK, "")
+    if (end := renderer.end_in(turn_text)) >= 0:
+        after = turn_text[end + 1 :]
+        turn_text = turn_text[:end]
+        if is_alone and is_exact and renderer.end_of_turn in after:
+            return None  # DeepSeek's templates write an empty turn after the call
     wanted = asking["tool_calls"][0]["function"]
-    # The header of the turn comes before the call. No dialect minds what comes before it but
+    # The header of the turn may come before the call. No dialect minds what comes before it but
     # Llama's, whose calls are the whole text.
-    for start in (0, max(turn_text.rfind('{"name"'), 0)):
+    for start in (0,) if is_exact else (0, max(turn_text.rfind('{"name"'), 0)):
         for dialect in DIALECTS:
             message = parse_assistant(turn_text[start:], dialect)
-            if [call["function"] for call in message.get("tool_calls", [])] == [wanted]:
+            is_read = [call["function"] for call in message.get("tool_calls", [])] == [wanted]
+            if is_read and not (is_exact and message["content"].strip()):
                 return dialect
     return None
+
+
+def keeps_prose_as_text(template: ChatTemplate) -> bool:
+    """Return whether a turn of prose and calls must be written as text (DeepSeek V3, R1).
+
+    Such a template writes prose or calls, or both in another order; it takes the results of calls
+    after a turn of text.
+    """
+    asked = first_messages(False)
+    answer = _tool_answer("7")
+    asking = reference_answer([answer], has_call=True)
+    try:
+        text = template.render([*asked, {**asking, "content": "ArealGymProse"}, answer])
+        template.render([*asked, {"role": "assistant", "content": SENTINEL}, answer])
+    except ConfigError:
+        return False
+    return not 0 <= text.find("ArealGymProse") < text.find(SENTINEL)
+
+
+def _refuses_thought_and_prose(template: ChatTemplate) -> bool:
+    asking = reference_answer([_tool_answer("7")], has_call=True)
+    try:
+        template.render(
+            [*first_messages(False), {**asking, "content": "A", "reasoning_content": "B"}]
+        )
+    except ConfigError:
+        return accepts_calls(template, [_tool_answer("7")])
+    return False
+
+
+class TurnEnds(NamedTuple):
+    """The tokens that end an assistant's turns, by kind of turn."""
+
+    answer: str
+    """Ends an answer that a user's message follows; it is the newest message."""
+    call: str
+    """Ends a turn that calls a tool."""
+    is_inner: bool
+    """Whether the end of turns in history also ends a thought (gpt-oss), and is no end."""
+    is_by_reply: bool
+    """Whether turns have no end but the next message's header (GLM)."""
+
+
+def find_turn_ends(renderer: ProbedRenderer, control_tokens: Sequence[str]) -> TurnEnds:
+    """Return what ends turns, read off their texts."""
+    asked = first_messages(False)
+    usual = renderer.end_of_turn
+    plain: Message = {"role": "assistant", "content": SENTINEL}
+    before_tools = _after_sentinel(renderer.template, [*asked, plain, _tool_answer("7")], True)
+    by_reply = _first_token(before_tools, control_tokens)
+    if (
+        by_reply
+        and by_reply != usual
+        and usual not in before_tools[: -len(renderer.opening) or None]
+    ):
+        return TurnEnds(usual, by_reply, is_inner=False, is_by_reply=True)
+    thought: Message = {**plain, "reasoning_content": "Hm."}
+    prompt = renderer.template.render(asked)
+    newest = renderer.template.render([*asked, thought], adds_prompt=False)
+    spoken = newest.removeprefix(prompt.removesuffix(renderer.opening)).partition(SENTINEL)[0]
+    is_inner = "Hm." in spoken and usual in spoken.partition("Hm.")[2]
+    call = reference_answer([_tool_answer("7")], has_call=True)
+    ends = []
+    for message in (plain, call):
+        tail = _after_sentinel(renderer.template, [*asked, message], False)
+        last = next((t for t in control_tokens if tail.rstrip().endswith(t)), usual)
+        ends.append(
+            usual if usual in tail or not (is_inner or renderer.end_in(tail) >= 0) else last
+        )
+    return TurnEnds(ends[0], ends[1], is_inner, is_by_reply=False)
+
+
+def _after_sentinel(template: ChatTemplate, messages: Sequence[Message], adds_prompt: bool) -> str:
+    try:
+        text = template.render(messages, adds_prompt=adds_prompt)
+    except ConfigError:
+        return ""
+    return text.rpartition(SENTINEL)[2].replace(BREAK, "")
+
+
+def _first_token(text: str, control_tokens: Sequence[str]) -> str:
+    return max((t for t in control_tokens if text.startswith(t)), key=len, default="")
 
 
 def require_end_of_turn(renderer: ProbedRenderer) -> None:
@@ -172,12 +297,14 @@ def find_difference(
         shape: the roles of each reply.
     """
     for first in _TEXTS:
+        num_calls = 0
         dialogue = first_messages(has_system, first)
         try:
             text = renderer.render(dialogue, tools).removesuffix(renderer.opening)
             parts: list[tuple[str | None, str]] = []
             for content in _TEXTS:
-                reply = _reply(shape, content)
+                reply = _reply(shape, content, num_calls, renderer.template.style)
+                num_calls += shape.count("tool")
                 has_call = "tool" in shape and accepts_calls(renderer.template, reply)
                 answer = reference_answer(reply, has_call=has_call)
                 if not has_call:
@@ -194,13 +321,16 @@ def find_difference(
     return None
 
 
-def _reply(shape: tuple[str, ...], content: str) -> list[Message]:
-    num_tools = 0
+def _reply(
+    shape: tuple[str, ...], content: str, num_calls: int, style: MessageStyle
+) -> list[Message]:
     reply: list[Message] = []
     for role in shape:
         if role == "tool":
-            reply.append(_tool_answer(content, num_tools))
-            num_tools += 1
+            answer = _tool_answer(content, len(reply))
+            if style.has_named_ids:  # counted through the whole dialogue
+                answer["tool_call_id"] = f"functions.python:{num_calls + len(reply)}"
+            reply.append(answer)
         else:
             reply.append({"role": role, "content": content})  # type: ignore[typeddict-item]
     return reply
@@ -215,9 +345,10 @@ def _difference(
     content is None), and some templates write a space before the text.
     """
     for content, bridge in parts:
-        end = whole.find(renderer.end_of_turn, len(text))
+        end = renderer.end_in(whole, len(text))
         spoken = whole[len(text) : end]
-        if end < 0 or not whole.startswith(text) or content not in (None, spoken.strip()):
+        answer = spoken.removeprefix(renderer.before_answers).strip()
+        if end < 0 or not whole.startswith(text) or content not in (None, spoken.strip(), answer):
             spoken = content or ""
         if renderer.encode(spoken + bridge) != renderer.encode(spoken) + renderer.encode(bridge):
             return f"the end of a turn is not encoded apart from what comes before: {bridge[:40]!r}"

@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 import json
-import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from areal_gym.chat import harmony, json_calls, pythonic_calls, xml_calls
+from areal_gym.chat.json_calls import Parsed
+from areal_gym.chat.template import ToolSchemas
 from areal_gym.errors import ConfigError, did_you_mean
 from areal_gym.types import Message
-from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper
 
 DEFAULT_DIALECT = "hermes"
 THINK, END_THINK = "<think>", "</think>"
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_PYTHON_TAG = "<|python_tag|>"
-_TOOL_CALLS, _ARGS = "[TOOL_CALLS]", "[ARGS]"
-_FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n", re.MULTILINE)
-_FENCE_END = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
-_LLAMA_CALL = re.compile(r'\{\s*"name"\s*:')
-_MISTRAL_NAME = re.compile(r"([\w.-]{1,128})\s*(?:\[ARGS\])?\s*(?=\{)")
-# Explaining a JSON error counts the lines before it, which adds up to a quadratic cost on a
-# hostile megabyte of broken calls; more are not needed.
-_MAX_MALFORMED = 8
 
 
-_Parsed = tuple[str, list[tuple[str, dict[str, Any]]], str | None]
-"""The text outside the calls, name and arguments of each call, and what was malformed."""
+class Dialect(NamedTuple):
+    """A format of tool calls in an assistant's text."""
+
+    parse: Callable[[str, ToolSchemas], Parsed]
+    write: Callable[[str, dict[str, Any]], str] | None
+    """Returns the text of one call; None: nothing can be called."""
+    markers: tuple[str, ...]
+    """A text is certainly prose until one of these occurs; streaming depends on it."""
 
 
 def parse_assistant(
-    text: str, dialect: str = DEFAULT_DIALECT, *, is_thinking: bool = False
+    text: str,
+    dialect: str = DEFAULT_DIALECT,
+    *,
+    tools: ToolSchemas = (),
+    is_thinking: bool = False,
 ) -> Message:
     """Read an assistant's text: its thinking, its tool calls, and the prose around them.
 
-    Dialects:
+    Dialects (docs/rendering.md has a table of them):
 
-    - "hermes" (Qwen, too): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number;
+    - "hermes" (Qwen 2.5 and 3): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`;
+    - "qwen3-coder" (Qwen 3.5, too) and "glm": each argument is text between tags; the schema in
+      `tools` decides its type;
+    - "kimi", "deepseek" (V3, R1), "deepseek-v3.1", "phi4": JSON between the family's own tokens;
+    - "harmony" (gpt-oss): a message to `functions.NAME`;
     - "llama": a text that begins with `<|python_tag|>` or with a call is calls,
       `{"name": ..., "parameters": {...}}`, several separated by `;`;
+    - "pythonic" (Llama 3.2 and 4): the text is a list of calls, `[name(key=value), ...]`;
     - "mistral": `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}`, any number;
     - "fenced": each closed ```` ```python ```` block is a call of the tool `python` with the
       argument `code`;
@@ -46,7 +53,8 @@ def parse_assistant(
     Thinking, `<think>...</think>` before everything else, goes to `reasoning_content`: a number or
     a call in the thoughts is no answer and no call. A block that is never closed (the turn was cut)
     is all thinking; a closing tag alone ends what a template has opened. `is_thinking` says that it
-    has, so that without a closing tag, too, the text is all thinking.
+    has, so that without a closing tag, too, the text is all thinking. In gpt-oss's channels,
+    "analysis" is thinking.
 
     `content` is the text outside the well-formed calls, so that a number inside a call is never
     taken for an answer and a template that writes calls itself does not write them twice; without
@@ -59,20 +67,21 @@ def parse_assistant(
         ConfigError: no such dialect.
     """
     require_dialect(dialect)
-    thinking, text = split_thinking(text, is_thinking=is_thinking)
-    content, calls, error = DIALECTS[dialect](text)
+    thinking, text = split_thinking(text, dialect, is_thinking=is_thinking)
+    content, calls, error = DIALECTS[dialect].parse(text, tools)
     message: Message = {"role": "assistant", "content": content}
     if thinking is not None:
         message["reasoning_content"] = thinking
     if calls:
+        are_unique = len({call.id for call in calls}) == len(calls)
         message["tool_calls"] = [
             {
                 # Nine letters and digits: what Mistral's templates insist on.
-                "id": f"call{index:05d}",
+                "id": call.id if call.id and are_unique else f"call{index:05d}",
                 "type": "function",
-                "function": {"name": name, "arguments": arguments},
+                "function": {"name": call.name, "arguments": call.arguments},
             }
-            for index, (name, arguments) in enumerate(calls)
+            for index, call in enumerate(calls)
         ]
     if error is not None:
         message["parse_error"] = error
@@ -99,211 +108,133 @@ def write_call(name: str, arguments: dict[str, Any], dialect: str = DEFAULT_DIAL
     Raises:
         ConfigError: no such dialect, or it has no words for this call.
     """
-    if require_dialect(dialect) == "fenced":
-        if name != "python" or set(arguments) != {"code"}:
-            raise ConfigError(f"in the dialect 'fenced' only python is called, not {name!r}")
-        return f"```python\n{arguments['code']}\n```"
-    if dialect == "plain":
-        raise ConfigError("in the dialect 'plain' nothing is called")
-    if dialect == "mistral":
-        return f"{_TOOL_CALLS}{name}{_ARGS}{json.dumps(arguments, ensure_ascii=False)}"
-    key = "parameters" if dialect == "llama" else "arguments"
-    call = json.dumps({"name": name, key: arguments}, ensure_ascii=False)
-    return call if dialect == "llama" else f"{_OPEN}\n{call}\n{_CLOSE}"
+    write = DIALECTS[require_dialect(dialect)].write
+    if write is None:
+        raise ConfigError(f"in the dialect {dialect!r} nothing is called")
+    return write(name, arguments)
 
 
-def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None, str]:
-    """Return the thinking (None: no thinking block) and the text after it."""
+def split_thinking(
+    text: str, dialect: str = "plain", *, is_thinking: bool = False
+) -> tuple[str | None, str]:
+    """Return the thinking (None: no thinking block) and the text after it.
+
+    A closing tag without an opening one may stand in a call of the dialect, where it is text.
+    """
+    if harmony.has_channels(text):
+        return harmony.split_channels(text)
     start = text.find(THINK)
     end = text.find(END_THINK)
     if start >= 0 and not text[:start].strip() and (end < 0 or start < end):
         thought, closed, answer = text[start + len(THINK) :].partition(END_THINK)
         return thought.strip("\n"), answer.lstrip("\n") if closed else ""
-    if end >= 0 and (start < 0 or end < start):
+    if (
+        end >= 0
+        and (start < 0 or end < start)
+        and (is_thinking or not _has_call(text[:end], dialect))
+    ):
         return text[:end].strip("\n"), text[end + len(END_THINK) :].lstrip("\n")
     if is_thinking:
         return text.strip("\n"), ""
     return None, text
 
 
-def _parse_hermes(text: str) -> _Parsed:
-    outside: list[str] = []
-    calls: list[tuple[str, dict[str, Any]]] = []
-    errors: list[str] = []
-    kept_from = 0
-    start = text.find(_OPEN)
-    while start >= 0 and len(errors) < _MAX_MALFORMED:
-        try:
-            name, arguments, end = _read_call(text, start + len(_OPEN))
-        except ValueError as error:
-            errors.append(str(error))
-            end = text.find(_CLOSE, start + len(_OPEN))
-            if end < 0:
-                break
-            end += len(_CLOSE)
-        else:
-            calls.append((name, arguments))
-            outside.append(text[kept_from:start])
-            kept_from = end
-        start = text.find(_OPEN, end)
-    if not calls:
-        return text, calls, errors[0] if errors else None
-    outside.append(text[kept_from:])
-    return "".join(outside).strip(), calls, errors[0] if errors else None
+def _has_call(text: str, dialect: str) -> bool:
+    """Return whether a call begins in `text`; one letter begins a call only at the beginning."""
+    start = text.lstrip()
+    return any(
+        marker in text if len(marker) > 1 else start.startswith(marker)
+        for marker in DIALECTS[dialect].markers
+    )
 
 
-def _read_call(text: str, start: int) -> tuple[str, dict[str, Any], int]:
-    """Return name, arguments and end of the call whose opening tag ends at `start`."""
-    # The JSON is decoded before the closing tag is looked for: the tag may stand inside a string.
-    call, end = _decode_json(text, _skip_space(text, start), "the tool call")
-    end = _skip_space(text, end)
-    if not text.startswith(_CLOSE, end):
-        if _CLOSE in text[end:]:
-            raise ValueError(f"there is text between the tool call's JSON and {_CLOSE}")
-        raise ValueError(f"the tool call is never closed by {_CLOSE}")
-    return *_named_arguments(call), end + len(_CLOSE)
+def may_begin_thinking(text: str) -> bool:
+    """Return whether a text of which more will come may yet begin with a thought."""
+    start = text.lstrip()
+    return any(beginning.startswith(start) for beginning in (THINK, *harmony.BEGINNINGS))
 
 
-def _named_arguments(call: Any, key: str = "arguments") -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of a call's JSON."""
-    name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"a tool call is an object {_shape(key)}")
-    arguments = call[key] if key in call else call.get("arguments", {})
-    if isinstance(arguments, str):
-        text = arguments
-        arguments, rest = _decode_json(text, _skip_space(text, 0), "the arguments' text")
-        if _skip_space(text, rest) != len(text):
-            raise ValueError("there is text after the arguments' JSON")
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of a tool call are an object: {_shape(key)}")
-    return name, arguments
+def _untyped(parse: Callable[[str], Parsed]) -> Callable[[str, ToolSchemas], Parsed]:
+    return lambda text, tools: parse(text)
 
 
-def _shape(key: str) -> str:
-    return f'{{"name": ..., "{key}": {{...}}}}'
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+def _write_fenced(name: str, arguments: dict[str, Any]) -> str:
+    if name != "python" or set(arguments) != {"code"}:
+        raise ConfigError(f"in the dialect 'fenced' only python is called, not {name!r}")
+    return f"```python\n{arguments['code']}\n```"
 
 
-_MAX_DEPTH = MAX_JSON_DEPTH - 16
-"""Limit for the depth of a call's JSON, below that of a request, which contains the call on its way
-to a server."""
-_decoder = json.JSONDecoder(parse_constant=_no_constant)
+def _write_hermes(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{_json({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def _decode_json(text: str, start: int, what: str) -> tuple[Any, int]:
-    try:
-        value, end = _decoder.raw_decode(text, start)
-    except json.JSONDecodeError as error:
-        near = text[error.pos : error.pos + 20]
-        raise ValueError(
-            f"{what} is no JSON: {error.msg}, " + (f"at {near!r}" if near else "at its end")
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{what} is nested too deeply") from None
-    except ValueError as error:  # NaN, or an integer of thousands of digits
-        raise ValueError(f"{what} is no JSON: {error}") from None
-    if is_nested_deeper(value, _MAX_DEPTH):
-        raise ValueError(f"{what} is nested too deeply")
-    return value, end
+def _write_deepseek(name: str, arguments: dict[str, Any]) -> str:
+    call = f"function<｜tool▁sep｜>{name}\n```json\n{_json(arguments)}\n```"
+    return _between_deepseek_tokens(call)
 
 
-def _skip_space(text: str, start: int) -> int:
-    end = start
-    while end < len(text) and text[end] in " \t\r\n":
-        end += 1
-    return end
+def _write_deepseek_v31(name: str, arguments: dict[str, Any]) -> str:
+    return _between_deepseek_tokens(f"{name}<｜tool▁sep｜>{_json(arguments)}")
 
 
-def _parse_fenced(text: str) -> _Parsed:
-    outside: list[str] = []
-    calls: list[tuple[str, dict[str, Any]]] = []
-    error: str | None = None
-    kept_from = 0
-    opening = _FENCE.search(text)
-    while opening is not None:
-        closing = _FENCE_END.search(text, opening.end())
-        if closing is None:
-            error = "the ```python block is never closed by a line ```"
-            break
-        calls.append(("python", {"code": text[opening.end() : closing.start()]}))
-        outside.append(text[kept_from : opening.start()])
-        kept_from = closing.end()
-        opening = _FENCE.search(text, kept_from)
-    if not calls:
-        return text, calls, error
-    outside.append(text[kept_from:])
-    return "".join(outside).strip(), calls, error
+def _between_deepseek_tokens(call: str) -> str:
+    return (
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
 
 
-def _parse_llama(text: str) -> _Parsed:
-    start = _skip_space(text, 0)
-    is_tagged = text.startswith(_PYTHON_TAG, start)
-    if is_tagged:
-        start += len(_PYTHON_TAG)
-    elif not _LLAMA_CALL.match(text, start):
-        return text, [], None
-    calls: list[tuple[str, dict[str, Any]]] = []
-    position = start
-    while True:
-        try:
-            call, end = _decode_json(text, _skip_space(text, position), "the tool call")
-            calls.append(_named_arguments(call, "parameters"))
-        except ValueError as error:
-            # An answer in JSON is no call; a text that begins like a call is meant as one.
-            return text[position:].strip() if calls else text, calls, str(error)
-        position = _skip_space(text, end)
-        if not text.startswith(";", position):
-            return text[position:].strip(), calls, None
-        position += 1
-
-
-def _parse_mistral(text: str) -> _Parsed:
-    prose, marker, _ = text.partition(_TOOL_CALLS)
-    if not marker:
-        return text, [], None
-    calls: list[tuple[str, dict[str, Any]]] = []
-    position = len(prose)
-    while text.startswith(_TOOL_CALLS, position):
-        start = _skip_space(text, position + len(_TOOL_CALLS))
-        try:
-            if text.startswith("[", start):
-                listed, end = _decode_json(text, start, "the list of tool calls")
-                calls += [_named_arguments(call) for call in listed]
-            else:
-                named = _MISTRAL_NAME.match(text, start)
-                if named is None:
-                    raise ValueError(f"after {_TOOL_CALLS} comes a list, or name{_ARGS}{{...}}")
-                arguments, end = _decode_json(text, named.end(), "the arguments")
-                calls.append(_named_arguments({"name": named[1], "arguments": arguments}))
-        except ValueError as error:
-            kept = text if not calls else prose + text[position:]
-            return kept if not calls else kept.strip(), calls, str(error)
-        position = _skip_space(text, end)
-    return (prose + text[position:]).strip(), calls, None
-
-
-def _parse_plain(text: str) -> _Parsed:
-    return text, [], None
+def _write_kimi(name: str, arguments: dict[str, Any]) -> str:
+    return (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
+        f"<|tool_call_argument_begin|>{_json(arguments)}<|tool_call_end|><|tool_calls_section_end|>"
+    )
 
 
 DIALECTS = {
-    "fenced": _parse_fenced,
-    "hermes": _parse_hermes,
-    "llama": _parse_llama,
-    "mistral": _parse_mistral,
-    "plain": _parse_plain,
+    "fenced": Dialect(_untyped(json_calls.parse_fenced), _write_fenced, ("```",)),
+    "hermes": Dialect(_untyped(json_calls.parse_hermes), _write_hermes, ("<tool_call>",)),
+    "qwen3-coder": Dialect(
+        xml_calls.parse_qwen3_coder, xml_calls.write_qwen3_coder, ("<tool_call>", "<function=")
+    ),
+    "glm": Dialect(xml_calls.parse_glm, xml_calls.write_glm, ("<tool_call>",)),
+    "kimi": Dialect(
+        _untyped(json_calls.parse_kimi),
+        _write_kimi,
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "deepseek": Dialect(_untyped(json_calls.parse_deepseek), _write_deepseek, ("<｜tool▁call",)),
+    "deepseek-v3.1": Dialect(
+        _untyped(json_calls.parse_deepseek_v31), _write_deepseek_v31, ("<｜tool▁call",)
+    ),
+    "harmony": Dialect(
+        _untyped(harmony.parse_harmony), harmony.write_harmony, ("<|start|>", *harmony.ENDS)
+    ),
+    "phi4": Dialect(
+        _untyped(json_calls.parse_phi4),
+        lambda name, arguments: (
+            f"<|tool_call|>{_json({'name': name, 'arguments': arguments})}<|/tool_call|>"
+        ),
+        ("<|tool_call|>", "functools["),
+    ),
+    "llama": Dialect(
+        _untyped(json_calls.parse_llama),
+        lambda name, arguments: _json({"name": name, "parameters": arguments}),
+        ("<|python_tag|>", "<|python_start|>", "{"),
+    ),
+    "pythonic": Dialect(
+        _untyped(pythonic_calls.parse_pythonic),
+        pythonic_calls.write_pythonic,
+        ("<|python_start|>", "["),
+    ),
+    "mistral": Dialect(
+        _untyped(json_calls.parse_mistral),
+        lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{_json(arguments)}",
+        ("[TOOL_CALLS]",),
+    ),
+    "plain": Dialect(lambda text, tools: Parsed(text, []), None, ()),
 }
-"""Formats of tool calls in an assistant's text."""
-
-MARKERS: dict[str, tuple[str, ...]] = {
-    "fenced": ("```",),
-    "hermes": (_OPEN,),
-    "llama": (_PYTHON_TAG, "{"),
-    "mistral": (_TOOL_CALLS,),
-    "plain": (),
-}
-"""A text is certainly prose until one of its dialect's markers occurs; streaming depends on it."""
+"""Formats of tool calls in an assistant's text, by name."""

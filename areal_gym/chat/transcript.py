@@ -68,7 +68,9 @@ def transcribe(
                 else f"the assistant speaks twice in a row (message {place + 1})"
             )
         prompt = dialogue.prompt(new)
-        sampled = [*renderer.encode(sampled_text(renderer, message)), renderer.end_of_turn_id]
+        reply = messages[place + 1] if place + 1 < len(messages) else None
+        end_id = renderer.sampled_end_id(message, reply)
+        sampled = [*renderer.encode(sampled_text(renderer, message)), end_id]
         dialogue.answer(prompt, sampled)
         if not prompt.num_kept:
             if ids:
@@ -96,13 +98,14 @@ def sampled_text(renderer: Renderer, message: Message) -> str:
         message = plain_tools.as_text(message)
     header = template.render(asked).removesuffix(renderer.opening)
     text = template.render([*asked, message], adds_prompt=False)
-    spoken, ended, _ = text.removeprefix(header).rpartition(renderer.end_of_turn)
-    if not text.startswith(header) or not ended:
+    spoken = text.removeprefix(header)
+    end = len(spoken) if renderer.turn_ends.is_by_reply else renderer.last_end(spoken)
+    if not text.startswith(header) or end < 0:
         raise ConfigError(
             "the chat template writes an assistant's message in history otherwise than it is asked "
             f"for: {text[:60]!r} does not begin with {header[:60]!r}"
         )
-    spoken = spoken.replace(BREAK, "")
+    spoken = spoken[:end].replace(BREAK, "")
     thought = message.get("reasoning_content", "")
     if thought.strip() not in spoken:  # some templates never write thoughts in history
         spoken = f"{THINK}\n{thought}\n{END_THINK}\n\n{spoken}"
@@ -120,7 +123,9 @@ def closing_ids(renderer: Renderer) -> tuple[int, ...]:
         {"role": "assistant", "content": "x"},
     ]
     text = renderer.template.render(dialogue, adds_prompt=False)
-    return tuple(renderer.encode(text.rpartition(renderer.end_of_turn)[2]))
+    if renderer.turn_ends.is_by_reply:
+        return ()
+    return tuple(renderer.encode(text[renderer.last_end(text) :])[1:])
 
 
 def _transcript(ids: list[int], mask: list[bool], num_prompt: int) -> Transcript:

@@ -322,7 +322,9 @@ class TextEnv(gymnasium.Env[str, str]):
         if self._is_over:
             raise UsageError("the episode is over; call reset() first")
         if isinstance(action, str):
-            message = parse_assistant(action, self.tool_dialect or DEFAULT_DIALECT)
+            schemas = [tool.schema() for tool in self.tools]
+            dialect = self.tool_dialect or DEFAULT_DIALECT
+            message = parse_assistant(action, dialect, tools=schemas)
         elif isinstance(action, dict):
             message = action
         else:

@@ -75,8 +75,8 @@ class TirEnv(AnswerEnv):
         max_turns: assistant messages after which the episode is truncated.
         max_tool_calls: calls of an episode that are run.
         max_output: characters of a tool's output that the policy gets to read.
-        tool_dialect: how calls are written: "hermes", "llama", "mistral", "fenced" (blocks of
-            ```python); by default as the model's own chat template writes them.
+        tool_dialect: how calls are written (`chat.tool_call_formats`), such as "hermes" or "fenced"
+            (blocks of ```python); by default as the model's own chat template writes them.
         sandbox: where the code runs: the id of a sandbox, which episodes of one event loop share,
             or an object.
         path: questions of a file instead of generated ones; with the next six, see `math`.

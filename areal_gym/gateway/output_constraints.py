@@ -140,6 +140,11 @@ def unsupported(field: str, value: object, why: str) -> ApiError:
 
 def _call(name: str, schema: Mapping[str, Any], dialect: str) -> dict[str, Any]:
     """Return the format of a call as the policy writes it, with any arguments of the schema."""
-    begin, _, end = write_call(name, {}, dialect).rpartition("{}")
+    begin, braces, end = write_call(name, {}, dialect).rpartition("{}")
+    if not braces:
+        raise ConfigError(
+            f"the model writes calls in the format {dialect!r}, whose arguments are no JSON; "
+            "auto and none are supported"
+        )
     content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": begin, "content": content, "end": end}

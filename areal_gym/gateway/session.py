@@ -235,6 +235,7 @@ class Session:
             if request.prompt is None
             else conversations.continued_text(request.prompt)
         ) as (dialogue, prompt):
+            stream.is_thinking = renderer.is_inside_thought(prompt.token_ids)
             message, generation = await self.recorder.sample(
                 dialogue,
                 prompt,
@@ -244,7 +245,8 @@ class Session:
                 text=lambda: None if stream.stop is None else stream.text,
             )
         for call in message.get("tool_calls", ()):
-            call["id"] = f"call{self._num_tool_calls:05d}"
+            if not renderer.template.style.has_named_ids or call["id"] in self._by_call_id:
+                call["id"] = f"call{self._num_tool_calls:05d}"
             self._num_tool_calls += 1
             if self.episode is not None:
                 self._by_call_id[call["id"]] = message

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from areal_gym.chat import Renderer
-from areal_gym.chat.tool_call_formats import END_THINK, MARKERS, THINK, split_thinking
+from areal_gym.chat.harmony import ENDS
+from areal_gym.chat.tool_call_formats import (
+    DIALECTS,
+    END_THINK,
+    may_begin_thinking,
+    split_thinking,
+)
 from areal_gym.types import Message
 
 Delta = tuple[str, str]
@@ -35,9 +41,11 @@ class TextStream:
         """The stop string that ended the text."""
         self._renderer = renderer
         self._is_raw = dialect is None
-        self._markers = () if dialect is None else MARKERS[dialect]
+        self._dialect = dialect or "plain"
+        self._markers = DIALECTS[self._dialect].markers
         self._stops = [stop for stop in stops if stop]
-        self._opens_thinking = renderer.opens_thinking
+        self.is_thinking = renderer.opens_thinking
+        """Whether the prompt ends inside a thought."""
         self._context: list[int] = []
         self._pending: list[int] = []
         self._sent = {"content": "", "reasoning_content": ""}
@@ -64,13 +72,13 @@ class TextStream:
             text = text[: len(text) - _overlap(text, self._stops)]
         if self._is_raw:
             return self._new_delta("content", text)
-        thought, content = split_thinking(text, is_thinking=self._opens_thinking)
+        thought, content = split_thinking(text, self._dialect, is_thinking=self.is_thinking)
         if thought is None:
-            start = text.lstrip()
-            if THINK.startswith(start):  # also when there is nothing yet
+            if may_begin_thinking(text):  # also when there is nothing yet
                 return []
-        elif END_THINK not in text:
-            thought = thought[: len(thought) - _overlap(thought, [END_THINK])].rstrip("\n")
+        elif not content and END_THINK not in text:
+            ends = [END_THINK, *ENDS]
+            thought = thought[: len(thought) - _overlap(thought, ends)].rstrip("\n")
             return self._new_delta("reasoning_content", thought)
         deltas = self._new_delta("reasoning_content", thought) if thought else []
         if self._markers:

@@ -10,6 +10,16 @@ from pathlib import Path
 from areal_gym.chat import Renderer
 
 CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+DEEPSEEK = [
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    *("<｜tool▁calls▁end｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>"),
+    *("<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"),
+]
+LLAMA4 = [
+    *("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>", "<|eom|>"),
+    *("<|python_start|>", "<|python_end|>"),
+]
 CONTROL = {
     "qwen2.5": CHATML,
     "qwen3": CHATML,
@@ -24,13 +34,55 @@ CONTROL = {
         *("[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     ],
     "gemma3": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+    "qwen3-coder": CHATML,
+    "qwen3.5": CHATML,
+    "glm4.6": [
+        *("[gMASK]", "<sop>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"),
+        "<|observation|>",
+    ],
+    "kimi-k2": [
+        *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    ],
+    "deepseek-r1": DEEPSEEK,
+    "deepseek-v3.1": DEEPSEEK,
+    "gpt-oss": [
+        *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"),
+        *("<|return|>", "<|endoftext|>"),
+    ],
+    "llama4": LLAMA4,
+    "pythonic": LLAMA4,
+    "mistral-small": [
+        *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        *("[TOOL_CONTENT]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    ],
+    "phi4-mini": [
+        *("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
+        *("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>", "<|tool_response|>"),
+    ],
 }
 SPECIAL = {
     "llama3": {"bos_token": "<|begin_of_text|>"},
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
     "gemma3": {"bos_token": "<bos>"},
+    "deepseek-r1": {"bos_token": "<｜begin▁of▁sentence｜>"},
+    "deepseek-v3.1": {"bos_token": "<｜begin▁of▁sentence｜>"},
+    "llama4": {"bos_token": "<|begin_of_text|>"},
+    "pythonic": {"bos_token": "<|begin_of_text|>"},
+    "mistral-small": {"bos_token": "<s>", "eos_token": "</s>"},
+    "phi4-mini": {"eos_token": "<|endoftext|>"},
 }
-STOPS = {"llama3": ["<|eom_id|>"], "gemma3": ["<eos>"]}
+STOPS = {
+    "llama3": ["<|eom_id|>"],
+    "gemma3": ["<eos>"],
+    "glm4.6": ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    "gpt-oss": ["<|return|>", "<|endoftext|>", "<|call|>"],
+    "llama4": ["<|eom|>"],
+    "phi4-mini": ["<|endoftext|>"],
+}
+"""Ids that generation_config.json lists besides the end of turn."""
 
 TOOLS = [
     {

@@ -210,10 +210,27 @@ def test_parsing_takes_linear_time():
         "```python\n```\n",
         "\n\t",
         " ",
+        "<|channel|>final<|message|>",
+        "<|start|>assistant",
+        "<|start|>assistant to=f<|message|>{}<|end|>",
+        '<|start|>assistant to=f<|message|>{"',
+        "<|end|>",
+        "<|end|> ",
+        "<function=f><parameter=a>",
+        "<parameter=a></parameter>",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>",
+        "<arg_key>a</arg_key><arg_value></arg_value>",
+        "<|tool_call_begin|>f:0<|tool_call_argument_begin|>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>f\n```json\n",
+        "<|tool_call|>{",
+        "functools[",
+        "<|python_start|>",
+        "[f(a=1), ",
     ]
+    size = 150_000
     start = time.process_time()
     for unit in units:
         for dialect in DIALECTS:
-            parse_assistant("<tool_call>" + unit * (1_000_000 // len(unit)), dialect)
-            parse_assistant(unit * (1_000_000 // len(unit)), dialect)
-    assert time.process_time() - start < 10  # quadratic parsing takes minutes
+            for opening in ("", "<tool_call>", "<|channel|>final<|message|>"):
+                parse_assistant(opening + unit * (size // len(unit)), dialect)
+    assert time.process_time() - start < 15  # quadratic parsing takes minutes

@@ -25,6 +25,17 @@ PIECES = st.sampled_from(
         "é🙂",
         "END",
         "words and words",
+        "<|channel|>final<|message|>",
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}",
+        "<tool_call>f\n</tool_call>",
+        "<function=f>\n</function>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        "[f(a=1)]",
+        "functools[",
     ]
 )
 

@@ -1,0 +1,356 @@
+"""Tool calls whose arguments are JSON, as model families write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from areal_gym.utils.files import MAX_JSON_DEPTH, is_nested_deeper
+
+# Explaining a JSON error counts the lines before it, which adds up to a quadratic cost on a
+# hostile megabyte of broken calls; more are not needed.
+MAX_MALFORMED = 8
+_MAX_DEPTH = MAX_JSON_DEPTH - 16
+"""Limit for the depth of a call's JSON, below that of a request, which contains the call on its way
+to a server."""
+
+_FENCE = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\n", re.MULTILINE)
+_FENCE_END = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
+_LLAMA_CALL = re.compile(r'\{\s*"name"\s*:')
+_MISTRAL_NAME = re.compile(
+    r"([\w.-]{1,128})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9]{1,64})\s*)?(?:\[ARGS\])?\s*(?=\{)"
+)
+_KIMI_ID = re.compile(
+    r"\s*((?:functions\.)?([^\s<>{}]{1,128}?):\d{1,9})\s*<\|tool_call_argument_begin\|>"
+)
+_DEEPSEEK_FENCED = re.compile(
+    r"[^<\n]{0,64}<｜tool▁sep｜>\s*([^\s<>{}]{1,128})[ \t]*\n```json[ \t]*\n"
+)
+_DEEPSEEK_NAME = re.compile(r"\s*([^\s<>{}]{1,128})\s*<｜tool▁sep｜>")
+_DEEPSEEK_END = re.compile(r"\s*(?:<｜tool▁call▁end｜>|(?=<｜tool▁calls▁end｜>))")
+
+
+class Call(NamedTuple):
+    """One tool call as the policy has written it."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+    """The call's id, if it is written in the text."""
+
+
+class Parsed(NamedTuple):
+    """A text without its calls, the calls, and what was malformed first."""
+
+    content: str
+    calls: list[Call]
+    error: str | None = None
+
+
+def scan(
+    text: str,
+    opening: re.Pattern[str],
+    closing: str,
+    read: Callable[[str, re.Match[str]], tuple[list[Call], int]],
+    wrappers: tuple[str, ...] = (),
+) -> Parsed:
+    """Read every call that `opening` begins.
+
+    Args:
+        text: the text of a turn.
+        opening: matches the beginning of a call, or of several.
+        closing: after a malformed call reading goes on behind this.
+        read: returns calls and the place after them; a ValueError explains a malformed call.
+        wrappers: texts around all calls.
+    """
+    outside: list[str] = []
+    calls: list[Call] = []
+    errors: list[str] = []
+    kept_from = 0
+    begin = opening.search(text)
+    while begin is not None and len(errors) < MAX_MALFORMED:
+        try:
+            new_calls, end = read(text, begin)
+        except ValueError as error:
+            errors.append(str(error))
+            end = text.find(closing, begin.end())
+            if end < 0:
+                break
+            end += len(closing)
+        else:
+            calls += new_calls
+            outside.append(text[kept_from : begin.start()])
+            kept_from = end
+        begin = opening.search(text, end)
+    if not calls:
+        if not errors and any(wrapper in text for wrapper in wrappers):
+            errors.append(f"there is no tool call behind {wrappers[0]}")
+        return Parsed(text, [], errors[0] if errors else None)
+    outside.append(text[kept_from:])
+    content = "".join(outside)
+    for wrapper in wrappers:
+        content = content.replace(wrapper, "")
+    return Parsed(content.strip(), calls, errors[0] if errors else None)
+
+
+# ---- formats -----------------------------------------------------------------------------------
+
+
+def parse_hermes(text: str) -> Parsed:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    return scan(text, re.compile("<tool_call>"), "</tool_call>", _read_hermes)
+
+
+def _read_hermes(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
+    # The JSON is decoded before the closing tag is looked for: the tag may stand inside a string.
+    call, end = decode_json(text, begin.end(), "the tool call")
+    end = behind(text, end, "</tool_call>", "the tool call")
+    return [named_arguments(call)], end
+
+
+def parse_phi4(text: str) -> Parsed:
+    """Read `<|tool_call|>{...}<|/tool_call|>` (or a list) and `functools[{...}]`."""
+    return scan(text, re.compile(r"<\|tool_call\|>|functools(?=\[)"), "<|/tool_call|>", _read_phi4)
+
+
+def _read_phi4(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
+    listed, end = decode_json(text, begin.end(), "the tool call")
+    if begin[0] != "functools":
+        end = behind(text, end, "<|/tool_call|>", "the tool call")
+    return [named_arguments(call) for call in _nonempty(listed)], end
+
+
+def parse_kimi(text: str) -> Parsed:
+    """Read Kimi's calls, whose ids, `functions.NAME:INDEX`, name the tools."""
+    wrappers = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    opening = re.compile(r"<\|tool_call_begin\|>")
+    return scan(text, opening, "<|tool_call_end|>", _read_kimi, wrappers)
+
+
+def _read_kimi(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
+    named = _KIMI_ID.match(text, begin.end())
+    if named is None:
+        raise ValueError(
+            f"after {begin[0]} comes functions.NAME:INDEX<|tool_call_argument_begin|>{{...}}"
+        )
+    arguments, end = decode_json(text, named.end(), "the arguments")
+    end = behind(text, end, "<|tool_call_end|>", "the tool call")
+    return [named_arguments({"name": named[2], "arguments": arguments})._replace(id=named[1])], end
+
+
+def parse_deepseek(text: str) -> Parsed:
+    """Read the calls of DeepSeek V3 and R1: the arguments are a fenced block of JSON."""
+    return _scan_deepseek(text, _read_deepseek)
+
+
+def parse_deepseek_v31(text: str) -> Parsed:
+    """Read the calls of DeepSeek V3.1: `NAME<｜tool▁sep｜>{...}`."""
+    return _scan_deepseek(text, _read_deepseek_v31)
+
+
+def _scan_deepseek(
+    text: str, read: Callable[[str, re.Match[str]], tuple[list[Call], int]]
+) -> Parsed:
+    wrappers = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    return scan(text, re.compile("<｜tool▁call▁begin｜>"), "<｜tool▁call▁end｜>", read, wrappers)
+
+
+def _read_deepseek(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
+    named = _DEEPSEEK_FENCED.match(text, begin.end())
+    if named is None:
+        raise ValueError(f"after {begin[0]} comes function<｜tool▁sep｜>NAME and a ```json block")
+    arguments, end = decode_json(text, named.end(), "the arguments")
+    end = behind(text, end, "```", "the block of JSON")
+    return [named_arguments({"name": named[1], "arguments": arguments})], _deepseek_end(text, end)
+
+
+def _read_deepseek_v31(text: str, begin: re.Match[str]) -> tuple[list[Call], int]:
+    named = _DEEPSEEK_NAME.match(text, begin.end())
+    if named is None:
+        raise ValueError(f"after {begin[0]} comes NAME<｜tool▁sep｜>{{...}}")
+    arguments, end = decode_json(text, named.end(), "the arguments")
+    return [named_arguments({"name": named[1], "arguments": arguments})], _deepseek_end(text, end)
+
+
+def _deepseek_end(text: str, start: int) -> int:
+    ended = _DEEPSEEK_END.match(text, start)
+    if ended is None:
+        raise ValueError("the tool call is never closed by <｜tool▁call▁end｜>")
+    return ended.end()
+
+
+def parse_llama(text: str) -> Parsed:
+    """Read calls that are the whole text, separated by `;` or nothing.
+
+    Llama 4 writes what it says between `<|python_start|>` and `<|python_end|>` before its calls.
+    """
+    prose = ""
+    start = skip_space(text, 0)
+    is_tagged = text.startswith("<|python_tag|>", start)
+    if is_tagged:
+        start += len("<|python_tag|>")
+    elif text.startswith("<|python_start|>", start):
+        is_tagged = True
+        start = skip_space(text, start + len("<|python_start|>"))
+        if not _LLAMA_CALL.match(text, start):
+            before, closed, _ = text[start:].partition("<|python_end|>")
+            prose = before.strip()
+            start += len(before) + len(closed)
+    if not is_tagged and not _LLAMA_CALL.match(text, start):
+        return Parsed(text, [])
+    calls: list[Call] = []
+    position = start
+    while True:
+        try:
+            call, end = decode_json(text, position, "the tool call")
+            calls.append(named_arguments(call, "parameters"))
+        except ValueError as error:
+            # An answer in JSON is no call; a text that begins like a call is meant as one.
+            return Parsed(text[position:].strip() if calls else text, calls, str(error))
+        position = skip_space(text, end)
+        if text.startswith(";", position):
+            position += 1
+        elif not _LLAMA_CALL.match(text, position):
+            after = text[position:].removeprefix("<|python_end|>").strip()
+            return Parsed("\n".join(part for part in (prose, after) if part), calls)
+
+
+def parse_mistral(text: str) -> Parsed:
+    """Read `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}`, any number."""
+    marker = "[TOOL_CALLS]"
+    prose, is_marked, _ = text.partition(marker)
+    if not is_marked:
+        return Parsed(text, [])
+    calls: list[Call] = []
+    position = len(prose)
+    while text.startswith(marker, position):
+        start = skip_space(text, position + len(marker))
+        try:
+            if text.startswith("[", start):
+                listed, end = decode_json(text, start, "the list of tool calls")
+                calls += [
+                    named_arguments(call)._replace(id=_mistral_id(call.get("id")))
+                    for call in _nonempty(listed)
+                ]
+            else:
+                named = _MISTRAL_NAME.match(text, start)
+                if named is None:
+                    raise ValueError(f"after {marker} comes a list, or name[ARGS]{{...}}")
+                arguments, end = decode_json(text, named.end(), "the arguments")
+                call = named_arguments({"name": named[1], "arguments": arguments})
+                calls.append(call._replace(id=_mistral_id(named[2])))
+        except ValueError as error:
+            kept = text if not calls else (prose + text[position:]).strip()
+            return Parsed(kept, calls, str(error))
+        position = skip_space(text, end)
+    return Parsed((prose + text[position:]).strip(), calls)
+
+
+def _mistral_id(id: Any) -> str | None:
+    """Return an id if it is one that Mistral's templates accept."""
+    return id if isinstance(id, str) and re.fullmatch("[A-Za-z0-9]{9}", id) else None
+
+
+def parse_fenced(text: str) -> Parsed:
+    """Read each closed ```` ```python ```` block as a call of the tool `python`."""
+    outside: list[str] = []
+    calls: list[Call] = []
+    error: str | None = None
+    kept_from = 0
+    opening = _FENCE.search(text)
+    while opening is not None:
+        closing = _FENCE_END.search(text, opening.end())
+        if closing is None:
+            error = "the ```python block is never closed by a line ```"
+            break
+        calls.append(Call("python", {"code": text[opening.end() : closing.start()]}))
+        outside.append(text[kept_from : opening.start()])
+        kept_from = closing.end()
+        opening = _FENCE.search(text, kept_from)
+    if not calls:
+        return Parsed(text, calls, error)
+    outside.append(text[kept_from:])
+    return Parsed("".join(outside).strip(), calls, error)
+
+
+# ---- JSON --------------------------------------------------------------------------------------
+
+
+def _nonempty(listed: Any) -> list[Any]:
+    if listed == []:
+        raise ValueError("the list of tool calls is empty")
+    return listed if isinstance(listed, list) else [listed]
+
+
+def named_arguments(call: Any, key: str = "arguments") -> Call:
+    """Return the call that an object of JSON describes.
+
+    Raises:
+        ValueError: the object describes no call.
+    """
+    shape = f'{{"name": ..., "{key}": {{...}}}}'
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a tool call is an object {shape}")
+    arguments = call[key] if key in call else call.get("arguments", {})
+    if isinstance(arguments, str):
+        text = arguments
+        arguments, end = decode_json(text, 0, "the arguments' text")
+        if skip_space(text, end) != len(text):
+            raise ValueError("there is text after the arguments' JSON")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of a tool call are an object: {shape}")
+    return Call(name, arguments)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_decoder = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def decode_json(text: str, start: int, what: str) -> tuple[Any, int]:
+    """Return the JSON value at `start`, after space, and the place after it.
+
+    Raises:
+        ValueError: there is no JSON, or it is nested too deeply.
+    """
+    try:
+        value, end = _decoder.raw_decode(text, skip_space(text, start))
+    except json.JSONDecodeError as error:
+        near = text[error.pos : error.pos + 20]
+        raise ValueError(
+            f"{what} is no JSON: {error.msg}, " + (f"at {near!r}" if near else "at its end")
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deeply") from None
+    except ValueError as error:  # NaN, or an integer of thousands of digits
+        raise ValueError(f"{what} is no JSON: {error}") from None
+    if is_nested_deeper(value, _MAX_DEPTH):
+        raise ValueError(f"{what} is nested too deeply")
+    return value, end
+
+
+def behind(text: str, start: int, closing: str, what: str) -> int:
+    """Return the place after `closing`, which comes next but for space.
+
+    Raises:
+        ValueError: something else comes next.
+    """
+    start = skip_space(text, start)
+    if text.startswith(closing, start):
+        return start + len(closing)
+    if closing in text[start:]:
+        raise ValueError(f"there is text between {what}'s JSON and {closing}")
+    raise ValueError(f"{what} is never closed by {closing}")
+
+
+def skip_space(text: str, start: int) -> int:
+    """Return the first place from `start` on that is no space."""
+    end = start
+    while end < len(text) and text[end] in " \t\r\n":
+        end += 1
+    return end
