@@ -32,16 +32,12 @@ class Program:
     code: str
     checks: tuple[str, ...]
     limits: SandboxLimits
-    is_session: bool = False
-    """Whether it runs in a session, which stays open during the checks of the host."""
-    then: str = ""
-    """A second program to run afterwards, in the same session or in a fresh interpreter."""
+    is_session: bool = False  # a session stays open during the checks of the host
+    then: str = ""  # a second program to run afterwards, in the same session or a fresh one
     then_checks: tuple[str, ...] = ()
-    beside: str = ""
-    """A harmless program that runs in another interpreter at the same time."""
+    beside: str = ""  # a harmless program that runs in another interpreter at the same time
     beside_checks: tuple[str, ...] = ("status:ok",)
-    levels: tuple[str, ...] = ()
-    """The levels that promise to contain it; empty means all."""
+    levels: tuple[str, ...] = ()  # those that promise to contain it; empty means all
 
     @property
     def runs_alone(self) -> bool:

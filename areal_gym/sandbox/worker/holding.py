@@ -56,12 +56,11 @@ class Holding:
 
     def hold(self, pid: int) -> None:
         """Stop the interpreter `pid` and its children."""
-        if pid in self._held:
-            return
-        self._held[pid] = _Held()
-        os.kill(pid, signal.SIGSTOP)  # our child, not yet waited for
-        if not self._is_alone:
-            self._restless.add(pid)
+        if pid not in self._held:
+            self._held[pid] = _Held()
+            os.kill(pid, signal.SIGSTOP)  # our child, not yet waited for
+            if not self._is_alone:
+                self._restless.add(pid)
 
     def resume(self, pid: int) -> None:
         """Continue the processes of `pid`."""
