@@ -83,8 +83,6 @@ def _are_same(a: Any, b: Any, allowance: float) -> bool:
     if any(are_equations):
         return all(are_equations) and _are_same_equations(a, b)
     if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
-        if {a.is_finite, b.is_finite} == {True, False}:  # math-verify has called them equal
-            return False
         verdict = _agree_at_points(a, b, allowance)
         if verdict is not None:
             return verdict

@@ -97,13 +97,10 @@ def _announced(text: str) -> str | None:
 
 def _end_of_prose(text: str) -> str:
     """Return the last formula or number of prose, and other texts without their opening word."""
-    text = _OPENING.sub("", text.strip("*# \t\r\n"))
-    left = _TAKEN_BACK.sub("", text)
-    if left != text and not _HEDGES.search(left):
-        numbers = list(_LAST_NUMBER.finditer(left))
-        if len(numbers) == 1:
-            return numbers[0].group().strip()
-    text = left
+    text, num_taken_back = _TAKEN_BACK.subn("", _OPENING.sub("", text.strip("*# \t\r\n")))
+    numbers = list(_LAST_NUMBER.finditer(text))
+    if num_taken_back and len(numbers) == 1 and not _HEDGES.search(text):
+        return numbers[0].group().strip()
     spans = list(_MATH.finditer(text))
     outside = _MATH.sub(" ", text)
     if len(spans) == 1 and not outside.strip(" .*"):
@@ -116,7 +113,6 @@ def _end_of_prose(text: str) -> str:
             return _inside(spans[0])
     if not _is_prose(outside) or _HEDGES.search(outside):
         return text
-    numbers = list(_LAST_NUMBER.finditer(text))
     if spans and (not numbers or numbers[-1].start() < spans[-1].end()):
         return _inside(spans[-1])
     return numbers[-1].group().strip() if numbers else text

@@ -108,10 +108,9 @@ class World:
     def _function(self, requestor: Requestor, name: str) -> Callable[..., Any]:
         function: Callable[..., Any] | None = getattr(self.side(requestor), name, None)
         if function is None:
-            raise DataError(
-                f"a task uses {name!r} of the {requestor}, which tau2/{self.domain} has not",
-                hints=["the tasks are of a version that areal-gym does not know"],
-            )
+            message = f"a task uses {name!r} of the {requestor}, which tau2/{self.domain} has not"
+            hint = "the tasks are of a version that areal-gym does not know"
+            raise DataError(message, hints=[hint])
         return function
 
     def state(self) -> tuple[object, ...]:

@@ -17,12 +17,14 @@ Answer with one JSON object and nothing else: {"met": [true, false, ...]}, one v
 in order."""
 
 
+Transcript = Sequence[Mapping[str, Any]]
+"""Messages with `role` and `content`."""
+
+
 class Judge(Protocol):
     """Decides which assertions a conversation meets."""
 
-    async def judge(
-        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
-    ) -> list[bool] | None:
+    async def judge(self, transcript: Transcript, assertions: Sequence[str]) -> list[bool] | None:
         """Return one verdict per assertion, or None if the judge cannot tell.
 
         Raises:
@@ -34,9 +36,7 @@ class Judge(Protocol):
 class NoJudge:
     """The offline stand-in: it cannot tell, so the verdict falls back and is flagged."""
 
-    async def judge(
-        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
-    ) -> list[bool] | None:
+    async def judge(self, transcript: Transcript, assertions: Sequence[str]) -> list[bool] | None:
         """Return None."""
         return None
 
@@ -47,9 +47,7 @@ class ForeignJudge:
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
 
-    async def judge(
-        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
-    ) -> list[bool] | None:
+    async def judge(self, transcript: Transcript, assertions: Sequence[str]) -> list[bool] | None:
         """Return the judge's verdicts.
 
         Raises:
@@ -69,9 +67,7 @@ class LLMJudge:
     def __init__(self, client: ChatClient) -> None:
         self._client = client
 
-    async def judge(
-        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
-    ) -> list[bool] | None:
+    async def judge(self, transcript: Transcript, assertions: Sequence[str]) -> list[bool] | None:
         """Return one verdict per assertion.
 
         Raises:

@@ -56,10 +56,9 @@ class Benchmark:
         """
         case = self._domain.cases.get(str(task.data.get("task_id")))
         if case is None or task.data.get("version") != self._domain.version:
-            raise DataError(
-                f"task {task.id!r} is not one of tau2/{self._domain.name} {self._domain.version}",
-                hints=["the data here is of another version than the task"],
-            )
+            available = f"tau2/{self._domain.name} {self._domain.version}"
+            hint = "the data here is of another version than the task"
+            raise DataError(f"task {task.id!r} is not one of {available}", hints=[hint])
         return self._domain, case
 
     def _task(self, task_id: str, split: str) -> Task:
@@ -76,10 +75,8 @@ class Benchmark:
     def _ids(self, split: str) -> Sequence[str]:
         splits = self._domain.splits
         if split not in splits:
-            raise UsageError(
-                f"tau2/{self._domain.name} has no split {split!r}",
-                hints=[did_you_mean(split, splits) or f"available: {', '.join(splits)}"],
-            )
+            near = did_you_mean(split, splits) or f"available: {', '.join(splits)}"
+            raise UsageError(f"tau2/{self._domain.name} has no split {split!r}", hints=[near])
         return splits[split]
 
 
@@ -121,10 +118,8 @@ def source_of(
     """
     if domain == "mock":
         if tool_texts:
-            raise UsageError(
-                "tau2/mock takes no tool_texts: its tools are not the benchmark's",
-                hints=[f"those of these are: {', '.join(DOMAINS)}"],
-            )
+            message = "tau2/mock takes no tool_texts: its tools are not the benchmark's"
+            raise UsageError(message, hints=[f"those of these are: {', '.join(DOMAINS)}"])
         return Library()
     if domain not in DOMAINS:
         known = ("mock", *DOMAINS)

@@ -19,6 +19,7 @@ from typing import Any
 from areal_gym.envs.tau2.actions import parse_action, to_functional
 from areal_gym.envs.tau2.benchmark_data import DOMAINS, Case, Domain, load_domain
 from areal_gym.envs.tau2.domain_state import World, load_tools
+from areal_gym.envs.tau2.judge import Transcript
 from areal_gym.envs.tau2.simulation import Simulation
 from areal_gym.envs.tau2.sources import without_descriptions
 from areal_gym.envs.tau2.telecom import TelecomWorld
@@ -26,6 +27,7 @@ from areal_gym.envs.tau2.users.base import STOP, ScriptedUser, UserTurn
 from areal_gym.envs.tau2.verdicts import Call, Verdict
 from areal_gym.errors import DataError, NothingToDoError
 
+Row = Mapping[str, Any]
 _MAX_EXAMPLES = 20
 _NO_LIMIT = 1_000_000
 
@@ -114,7 +116,7 @@ def _json(file: Path) -> Any:
         raise DataError(f"cannot read {file}: {error}") from None
 
 
-def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _rows(file: Path) -> Iterator[tuple[str, Row]]:
     if not file.exists():
         return
     try:
@@ -143,19 +145,16 @@ def _case(domain: Domain, task_id: str, where: str) -> Case:
 # ---- tools, policies, fresh databases -----------------------------------------------------------
 
 
-def _compare_domain(agreement: Agreement, domain: Domain, row: Mapping[str, Any]) -> None:
+def _compare_domain(agreement: Agreement, domain: Domain, row: Row) -> None:
     tools = load_tools(domain.name)
     for side in ("assistant", "user"):
         expected = row.get(side) or {}
         agreement.compare("tool names", side, list(expected), list(tools[side]))
         for name, tool in expected.items():
             info = tools[side].get(name)
-            agreement.compare(
-                "tool schemas (without descriptions)",
-                name,
-                _structure(tool["type"], tool["mutates_state"], tool["openai_schema"]),
-                info and _structure(info.kind, info.mutates, info.schema),
-            )
+            recorded = _structure(tool["type"], tool["mutates_state"], tool["openai_schema"])
+            own = info and _structure(info.kind, info.mutates, info.schema)
+            agreement.compare("tool schemas (without descriptions)", name, recorded, own)
     policy = domain.policies["manual"]
     expected = (row["policy_sha256"], row["policy_chars"])
     agreement.compare("policies", domain.name, expected, (_sha256(policy), len(policy)))
@@ -170,9 +169,7 @@ def _structure(kind: str, mutates: bool, schema: Mapping[str, Any]) -> str:
 # ---- tasks --------------------------------------------------------------------------------------
 
 
-async def _compare_task(
-    agreement: Agreement, domain: Domain, case: Case, row: Mapping[str, Any]
-) -> None:
+async def _compare_task(agreement: Agreement, domain: Domain, case: Case, row: Row) -> None:
     agreement.counts["tasks"] = agreement.counts.get("tasks", 0) + 1
     _compare_hashes(agreement, f"{case.id} fresh", row["fresh"], domain.make_world())
     _compare_hashes(agreement, f"{case.id} initial", row["initial"], domain.initial_world(case))
@@ -189,12 +186,9 @@ async def _compare_task(
         for call, result in zip(variant["calls"], simulation.results, strict=True):
             here = f"{where} {call['name']}"
             agreement.compare("tool results", here, (call["content"], call["error"]), result)
-        for key, got in (
-            ("says", simulation.says),
-            ("termination", simulation.termination),
-            ("steps", simulation.num_steps),
-            ("num_errors", simulation.num_errors),
-        ):
+        counts = {"steps": simulation.num_steps, "num_errors": simulation.num_errors}
+        texts = {"says": simulation.says, "termination": simulation.termination}
+        for key, got in (texts | counts).items():
             agreement.compare("conversations", f"{where} {key}", variant[key], got)
         _compare_verdict(agreement, where, variant, verdict)
         for key in ("predicted", "live"):
@@ -209,7 +203,7 @@ async def _compare_task(
         _compare_verdict(agreement, f"{case.id} without action {index}", variant, verdict)
 
 
-def _calls(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
+def _calls(rows: Sequence[Row]) -> list[Call]:
     return [Call(row["requestor"], row["name"], row["arguments"]) for row in rows]
 
 
@@ -238,9 +232,7 @@ async def _play(
 class _Lenient:
     """The judge of the recorded verdicts: every assertion is met."""
 
-    async def judge(
-        self, transcript: Sequence[Mapping[str, Any]], assertions: Sequence[str]
-    ) -> list[bool] | None:
+    async def judge(self, transcript: Transcript, assertions: Sequence[str]) -> list[bool] | None:
         return [True] * len(assertions)
 
 
@@ -249,9 +241,7 @@ _VERDICT_KEYS = (
 )
 
 
-def _compare_verdict(
-    agreement: Agreement, where: str, row: Mapping[str, Any], verdict: Verdict
-) -> None:
+def _compare_verdict(agreement: Agreement, where: str, row: Row, verdict: Verdict) -> None:
     # Where the benchmark draws a random bill id, only the comparison without it says anything.
     expected = {key: row[key] for key in _VERDICT_KEYS if key in row}
     if "db_match_canonical" in row:
@@ -263,9 +253,7 @@ def _compare_verdict(
 # ---- probes -------------------------------------------------------------------------------------
 
 
-def _compare_probe(
-    agreement: Agreement, domain: Domain, where: str, row: Mapping[str, Any]
-) -> None:
+def _compare_probe(agreement: Agreement, domain: Domain, where: str, row: Row) -> None:
     agreement.counts["probes"] = agreement.counts.get("probes", 0) + 1
     task_id = row.get("initial_state_of_task")
     case = _case(domain, task_id, where) if task_id else None
@@ -284,7 +272,7 @@ def _compare_probe(
 # ---- hashes, with new bills renamed --------------------------------------------------------------
 
 
-def _compare_hashes(agreement: Agreement, where: str, row: Mapping[str, Any], world: World) -> None:
+def _compare_hashes(agreement: Agreement, where: str, row: Row, world: World) -> None:
     """Compare canonical hashes, which do not depend on random ids."""
     got = [text and _sha256(_rename_new_bills(world, text)) for text in world.texts()]
     expected = [row["db_canonical"], row.get("user_db_canonical")]
@@ -306,7 +294,7 @@ def _rename_new_bills(world: World, text: str) -> str:
 # ---- action strings ------------------------------------------------------------------------------
 
 
-def _compare_actions(rows: Sequence[Mapping[str, Any]]) -> Agreement:
+def _compare_actions(rows: Sequence[Row]) -> Agreement:
     agreement = Agreement("actions")
     for row in rows:
         where = repr(row["action"])
