@@ -120,6 +120,7 @@ class EvalReport:
         row = {"env": self.env_id} | {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("env_id", "pass_at_k", "pass_hat_k", "trajectories"):
             del row[name]
+        row |= {name: list(row[name]) for name in ("task_versions", "policy_versions")}
         for k, interval in self.pass_at_k.items():
             row |= _interval_row(f"pass@{k}", interval)
         row |= {f"pass^{k}": estimate for k, estimate in self.pass_hat_k.items()}
