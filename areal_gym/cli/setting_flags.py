@@ -24,10 +24,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def setting_flags(flags: Mapping[str, str]) -> Callable[[F], F]:
     """Add one option for each setting; the command gets the given ones as `flags`, by dotted key.
 
-    Type, bounds, help text and completion are those of the setting.
-
-    Args:
-        flags: dotted keys of settings by the option that sets them, like {"--seed": "seed"}.
+    Type, bounds, help text and completion are those of the setting. `flags` has the dotted keys of
+    settings by the option that sets them, like {"--seed": "seed"}.
     """
     fields = dict(setting_fields(RunConfig))
 
@@ -64,12 +62,8 @@ def _option_type(info: FieldInfo) -> click.ParamType[Any]:
         return click.STRING
     limits = dict(bounds(info))
     number_range = click.IntRange if info.annotation is int else click.FloatRange
-    return number_range(
-        min=limits.get("ge", limits.get("gt")),
-        max=limits.get("le", limits.get("lt")),
-        min_open="gt" in limits,
-        max_open="lt" in limits,
-    )
+    low, high = limits.get("ge", limits.get("gt")), limits.get("le", limits.get("lt"))
+    return number_range(low, high, min_open="gt" in limits, max_open="lt" in limits)
 
 
 def resolve(

@@ -121,10 +121,8 @@ class EnvPool:
 class LocalEpisodeRunner:
     """Plays episodes on this event loop, in environments of a pool.
 
-    Args:
-        envs: the pool; an instance goes back to it when its episode did not fail.
-        play: plays one episode.
-        in_flight: counters that `play` keeps up to date.
+    An instance goes back to the pool when its episode did not fail; `play` keeps the counters
+    `in_flight` up to date.
     """
 
     def __init__(

@@ -82,8 +82,8 @@ async def measure(
 
     Args:
         env_factory: makes one environment instance.
-        play: plays one episode, sampled at `temperature`.
-        temperature: for the report.
+        play: plays one episode.
+        temperature: of sampling, for the report.
         split: of the tasks.
         num_tasks: the most tasks.
         num_samples: episodes per task; pass@k and pass^k are estimated for powers of two up to it.
