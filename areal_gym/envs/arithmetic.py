@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import ast
+import operator
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -17,12 +18,9 @@ from typing import Any
 from areal_gym.errors import UsageError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Level:
-    """The difficulty of the expressions.
-
-    Example: `Level(min_operands=2, max_operands=3, largest=99, operators="+-*")`.
-    """
+    """The difficulty of the expressions."""
 
     min_operands: int
     max_operands: int
@@ -35,18 +33,11 @@ class Level:
 
 
 LEVELS: Mapping[int, Level] = {
-    1: Level(min_operands=2, max_operands=2, largest=99, operators="+-"),
-    2: Level(min_operands=2, max_operands=3, largest=99, operators="+-*"),
-    3: Level(min_operands=3, max_operands=4, largest=999, operators="+-*"),
-    4: Level(min_operands=3, max_operands=4, largest=99, operators="+-*", has_parentheses=True),
-    5: Level(
-        min_operands=4,
-        max_operands=6,
-        largest=99,
-        operators="+-*",
-        has_parentheses=True,
-        has_division=True,
-    ),
+    1: Level(2, 2, 99, "+-"),
+    2: Level(2, 3, 99, "+-*"),
+    3: Level(3, 4, 999, "+-*"),
+    4: Level(3, 4, 99, "+-*", has_parentheses=True),
+    5: Level(4, 6, 99, "+-*", has_parentheses=True, has_division=True),
 }
 """Levels from mental arithmetic to expressions that need a tool."""
 
@@ -123,14 +114,14 @@ def _sample_tree(rng: random.Random, level: Level, num_operands: int) -> tuple[s
     if num_operands == 1:
         return _sample_operand(rng, level), ""
     num_left = rng.randint(1, num_operands - 1)
-    operator = rng.choice(level.operators)
+    symbol = rng.choice(level.operators)
     left, left_operator = _sample_tree(rng, level, num_left)
     right, right_operator = _sample_tree(rng, level, num_operands - num_left)
-    if operator == "*" and left_operator in ("+", "-"):
+    if symbol == "*" and left_operator in ("+", "-"):
         left = f"({left})"
-    if operator in ("*", "-") and right_operator in ("+", "-"):
+    if symbol in ("*", "-") and right_operator in ("+", "-"):
         right = f"({right})"
-    return left + operator + right, operator
+    return left + symbol + right, symbol
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -148,16 +139,19 @@ def _parse(expression: str) -> ast.expr:
         raise ValueError(f"{expression[:80]!r} is no arithmetic") from error
 
 
+_EXACT: Mapping[type[ast.operator], Callable[..., int | Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
 def _value(node: ast.expr) -> int | Fraction:
     match node:
         case ast.Constant(value=int(number)):
             return number
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _value(left) + _value(right)
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return _value(left) - _value(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _value(left) * _value(right)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _EXACT:
+            return _EXACT[type(op)](_value(left), _value(right))
         case ast.BinOp(left=left, op=ast.Div(), right=right):
             divisor = _value(right)
             if divisor == 0:

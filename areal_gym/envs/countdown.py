@@ -119,15 +119,11 @@ class CountdownEnv(QuestionEnv):
         )
         super().__init__(tasks, render_mode=render_mode)
 
-    def first_messages(self, task: Task) -> Sequence[Message]:
+    def question(self, task: Task) -> str:
         """Return the rules and the numbers."""
         *others, last = map(str, task.data["numbers"])
-        question = f"Use each of {', '.join(others)} and {last} once with + - * / "
-        question += f"to make {task.data['target']}."
-        return [
-            {"role": "system", "content": self.system_prompt},
-            {"role": "user", "content": question},
-        ]
+        numbers = f"{', '.join(others)} and {last}"
+        return f"Use each of {numbers} once with + - * / to make {task.data['target']}."
 
     async def respond(self, message: Message) -> Response:
         """Grade the expression."""

@@ -41,7 +41,7 @@ class QuestionEnv(TextEnv):
     """A question of a task source, asked after an instruction.
 
     Args:
-        tasks: where questions come from; `task.data["question"]` is asked.
+        tasks: where questions come from.
         levels: the tasks of each level of difficulty, where there are levels.
         render_mode: Gymnasium's.
     """
@@ -85,8 +85,12 @@ class QuestionEnv(TextEnv):
         """Return the instruction and the question."""
         return [
             {"role": "system", "content": self.system_prompt},
-            {"role": "user", "content": task.data["question"]},
+            {"role": "user", "content": self.question(task)},
         ]
+
+    def question(self, task: Task) -> str:
+        """Return the question that the policy reads; by default `task.data["question"]`."""
+        return str(task.data["question"])
 
 
 class QuestionFiles(NamedTuple):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 import areal_gym
-from areal_gym.envs.code.generated import CODE_LEVELS, code_tasks
-from areal_gym.envs.code.running import find_code
+from areal_gym.envs.code.code_env import find_code
+from areal_gym.envs.code.code_tasks import CODE_LEVELS, code_tasks
 from areal_gym.errors import DataError, SandboxError, UsageError
 from areal_gym.sandbox.base import SandboxResult, SandboxStatus
 

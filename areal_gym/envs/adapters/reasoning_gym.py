@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
 
-import numpy as np
-
 from areal_gym.envs.adapters import reasoning_scores
 from areal_gym.envs.adapters.reasoning_scores import NUM_INDEXES, open_dataset
-from areal_gym.envs.base import Response, TextEnv
-from areal_gym.envs.tasks import Draft, GeneratedTasks, choose_task
+from areal_gym.envs.base import Response
+from areal_gym.envs.questions import QuestionEnv
+from areal_gym.envs.tasks import Draft, GeneratedTasks
 from areal_gym.errors import EnvError
-from areal_gym.types import Message, Task
+from areal_gym.types import Message
 
-_INSTRUCTION = "Solve the problem. Write the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MAX_ANSWER = 20_000
 """Characters; a longer answer is wrong."""
@@ -57,7 +55,7 @@ def _grader() -> Any:
     )
 
 
-class ReasoningGymEnv(TextEnv):
+class ReasoningGymEnv(QuestionEnv):
     """A dataset of reasoning_gym.
 
     Task: a problem of the dataset, made from its index.
@@ -77,6 +75,7 @@ class ReasoningGymEnv(TextEnv):
             several in one, {"datasets": [{"name": "leg_counting", "weight": 2}, ...]}.
     """
 
+    system_prompt = "Solve the problem. Write the final answer between <answer> and </answer>."
     max_turns = 1
     suspends = True
     judges_all_output = True
@@ -88,25 +87,9 @@ class ReasoningGymEnv(TextEnv):
         config: Mapping[str, Any] | None = None,
         render_mode: str | None = None,
     ) -> None:
-        super().__init__(render_mode=render_mode)
         self._key = (dataset, json.dumps(dict(config or {}), sort_keys=True))
-        self._tasks = _tasks(*self._key)
+        super().__init__(_tasks(*self._key), render_mode=render_mode)
         self.has_gold, self._is_plain = _properties(*self._key)
-
-    def num_tasks(self, split: str) -> int | None:
-        """Return None: the tasks are endless."""
-        return self._tasks.num_tasks(split)
-
-    def sample_task(self, rng: np.random.Generator, options: Mapping[str, Any]) -> Task:
-        """Return a drawn task, or the one that `options` names."""
-        return choose_task(self._tasks, rng, options)
-
-    def first_messages(self, task: Task) -> Sequence[Message]:
-        """Return the instruction and the problem."""
-        return [
-            {"role": "system", "content": _INSTRUCTION},
-            {"role": "user", "content": task.data["question"]},
-        ]
 
     async def respond(self, message: Message) -> Response:
         """Grade the answer."""

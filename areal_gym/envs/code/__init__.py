@@ -1,8 +1,7 @@
 """`code`: write a function, which hidden tests call in a sandbox.
 
-generated   functions that are built in, by level
-rows        those of files: MBPP, HumanEval, or arguments and results
-running     tests that are calls: what enters the sandbox, and what comes back is compared here
+code_env        the environment, and the tests that are calls
+code_tasks      functions that are built in, by level; rows of MBPP, HumanEval or your own
 
 Tests that are statements run in a cell of their own, apart from the code that they test:
 

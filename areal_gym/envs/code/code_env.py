@@ -1,33 +1,55 @@
-"""The environment `code`."""
+"""The environment `code`, and its hidden tests that are calls.
+
+Of a call, only the arguments enter the sandbox; what comes back is compared outside, so that code
+which looks around finds nothing to return. Tests that are statements (of MBPP or HumanEval) run in
+another cell than the code that they test: see `verification`.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from areal_gym.envs.base import Response
-from areal_gym.envs.code.code_rows import code_draft
-from areal_gym.envs.code.generated import CODE_LEVELS, code_tasks
-from areal_gym.envs.code.running import (
-    LIMITS,
-    MAX_TESTS,
-    STATEMENT_LIMITS,
-    as_call,
-    count_passed,
-    find_code,
-    program,
-)
+from areal_gym.envs.code.code_tasks import CODE_LEVELS, as_call, code_draft, code_tasks
 from areal_gym.envs.code.statements import order_of
 from areal_gym.envs.code.verification import PASSED, UNVERIFIABLE, verify
+from areal_gym.envs.judging import JudgingBoundary
 from areal_gym.envs.questions import QuestionEnv, file_tasks
 from areal_gym.envs.tasks import TaskSource
 from areal_gym.errors import SandboxError, UsageError
 from areal_gym.plugins import registry
-from areal_gym.sandbox.base import Sandbox, SandboxStatus
+from areal_gym.sandbox.base import Sandbox, SandboxLimits, SandboxResult, SandboxStatus
 from areal_gym.types import Message, thaw
 
 _MAX_CODE = 32_768
+_LIMITS = SandboxLimits(cpu_s=2.0, memory_mb=256)
+_STATEMENT_LIMITS = SandboxLimits(wall_s=20.0, cpu_s=2.0, memory_mb=256)
+"""Limits for the code under test, over all calls of the statements, which wait for one another."""
+_MAX_TESTS = 20
+"""Tests per run: a sandbox returns at most 8,000 characters of a value."""
+
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+_MAX_RESULT = 300
+"""Limit for the characters of a returned result."""
+
+_HARNESS = """
+import json as _json
+
+def _tried(_test):
+    _space = dict(globals())
+    try:
+        return repr(eval(_test, _space))[:{max_result}]
+    except BaseException as _error:
+        return "!" + type(_error).__name__
+
+[_tried(_test) for _test in _json.loads({tests!r})]
+"""
 
 
 class CodeEnv(QuestionEnv):
@@ -154,9 +176,9 @@ class CodeEnv(QuestionEnv):
             sandbox = shared_sandbox(sandbox)
         calls = [test for test in tests if "call" in test]
         num_passed = 0
-        for first in range(0, len(calls), MAX_TESTS):
-            some = calls[first : first + MAX_TESTS]
-            result = await sandbox.run(program(f"{imports}\n{code}", some), limits=LIMITS)
+        for first in range(0, len(calls), _MAX_TESTS):
+            some = calls[first : first + _MAX_TESTS]
+            result = await sandbox.run(program(f"{imports}\n{code}", some), limits=_LIMITS)
             if result.status is SandboxStatus.UNAVAILABLE:
                 raise SandboxError(result.stderr or "the sandbox is unavailable")
             num_passed += count_passed(result, some, self.judging())
@@ -168,5 +190,70 @@ class CodeEnv(QuestionEnv):
         tests_sandbox = shared_sandbox(
             "process", **({} if self._sandbox == "process" else {"min_level": "none"})
         )
-        ends = await verify(sandbox, tests_sandbox, code, imports, orders, STATEMENT_LIMITS)
+        ends = await verify(sandbox, tests_sandbox, code, imports, orders, _STATEMENT_LIMITS)
         return num_passed + ends.count(PASSED), ends.count(UNVERIFIABLE)
+
+
+# ---- tests that are calls ------------------------------------------------------------------------
+
+
+def find_code(text: str) -> str | None:
+    """Return the last fenced block of a text, or all of it if it is Python; else None."""
+    blocks: list[str] = _FENCE.findall(text)
+    if blocks:
+        return blocks[-1]
+    return text if re.search(r"^\s*(?:def|class|import|from)\s", text, re.MULTILINE) else None
+
+
+def program(code: str, tests: Sequence[Mapping[str, Any]]) -> str:
+    """Return the sandbox's program: the code, then the calls; its value is the list of results."""
+    calls = json.dumps([test["call"] for test in tests])
+    return f"{code}\n{_HARNESS.format(tests=calls, max_result=_MAX_RESULT)}"
+
+
+def count_passed(
+    result: SandboxResult, tests: Sequence[Mapping[str, Any]], boundary: JudgingBoundary
+) -> int:
+    """Return how many tests pass. Code that breaks a limit, or does not run, passes none.
+
+    Args:
+        result: of `program`: whatever the policy's code wants to be read.
+        tests: the same.
+        boundary: counts the comparisons that what came back made fail.
+    """
+    texts: object = None
+    if result.is_ok and result.value is not None:
+        with boundary:
+            texts = ast.literal_eval(result.value)
+    if not isinstance(texts, list) or len(texts) != len(tests):
+        return 0
+    num_passed = 0
+    for text, test in zip(texts, tests, strict=True):
+        with boundary:
+            num_passed += _passes(text, test)
+    return num_passed
+
+
+def _passes(text: object, test: Mapping[str, Any]) -> bool:
+    if not isinstance(text, str):
+        return False
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False  # the exception's name, or an object: nothing odd
+    return _is_same(value, test["result"])
+
+
+def _is_same(value: Any, wanted: Any) -> bool:
+    """Return whether the values are equal: lists and tuples alike, floats up to rounding."""
+    if isinstance(wanted, list | tuple):
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(wanted)
+            and all(map(_is_same, value, wanted))
+        )
+    if isinstance(wanted, float) and isinstance(value, int | float):
+        if isinstance(value, int) and value.bit_length() > 1_000:
+            return False  # no float is as large
+        return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    return type(value) is type(wanted) and bool(value == wanted)

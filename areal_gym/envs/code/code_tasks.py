@@ -1,0 +1,227 @@
+"""Tasks of the environment `code`: generated functions; rows of MBPP, HumanEval or your own."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from areal_gym.envs.code.statements import parsed
+from areal_gym.envs.data_files import SourceRow, text_field, texts_field
+from areal_gym.envs.tasks import Draft, GeneratedTasks, key_of_text
+from areal_gym.errors import DataError, UsageError
+
+CODE_LEVELS = (1, 2, 3)
+_NUM_TESTS = 8
+_NAMES = ("solve", "compute", "process", "run", "answer")
+
+
+class _Part(NamedTuple):
+    """A piece of a function: its words, its source and the function itself."""
+
+    words: str
+    source: str
+    """An expression of `x` (a number) or `values` (a list)."""
+    function: Callable[[Any], Any]
+
+
+def _conditions(k: int) -> Sequence[_Part]:
+    return (
+        _Part("that are even", "x % 2 == 0", lambda x: x % 2 == 0),
+        _Part("that are odd", "x % 2 == 1", lambda x: x % 2 == 1),
+        _Part(f"that are greater than {k}", f"x > {k}", lambda x: x > k),
+        _Part(f"that are less than {k}", f"x < {k}", lambda x: x < k),
+        _Part(f"that are divisible by {k}", f"x % {k} == 0", lambda x: x % k == 0),
+        _Part(f"that are not divisible by {k}", f"x % {k} != 0", lambda x: x % k != 0),
+    )
+
+
+def _maps(k: int) -> Sequence[_Part]:
+    return (
+        _Part("squared", "x * x", lambda x: x * x),
+        _Part("doubled", "2 * x", lambda x: 2 * x),
+        _Part(f"increased by {k}", f"x + {k}", lambda x: x + k),
+        _Part(f"multiplied by {k}", f"x * {k}", lambda x: x * k),
+        _Part("negated", "-x", lambda x: -x),
+        _Part(f"reduced modulo {k}", f"x % {k}", lambda x: x % k),
+    )
+
+
+_NONE = "(0 when there is none)"
+_RESULTS = (
+    _Part("the sum", "sum(values)", sum),
+    _Part("the sorted list", "sorted(values)", sorted),
+    _Part(f"the largest {_NONE}", "max(values, default=0)", lambda v: max(v, default=0)),
+    _Part(f"the smallest {_NONE}", "min(values, default=0)", lambda v: min(v, default=0)),
+    _Part("how many different ones there are", "len(set(values))", lambda v: len(set(v))),
+    _Part("the list in reverse order", "values[::-1]", lambda v: v[::-1]),
+)
+
+
+@cache
+def code_tasks(level: int) -> GeneratedTasks:
+    """Return the tasks of a level, 1 to 3: how many steps the function takes.
+
+    Raises:
+        UsageError: there is no such level.
+    """
+    if isinstance(level, bool) or level not in CODE_LEVELS:
+        raise UsageError(f"no level {level!r}", hints=["levels are 1 to 3"])
+    return GeneratedTasks(f"code, level {level}", lambda rng: _draft(rng, level))
+
+
+def _draft(rng: random.Random, level: int) -> Draft:
+    name = rng.choice(_NAMES)
+    first, second = (rng.choice(_maps(rng.randint(2, 60))) for _ in range(2))
+    if level == 1:
+        words = f"takes a number x and returns it {first.words}, then {second.words}"
+        solution = f"def {name}(x):\n    x = {first.source}\n    return {second.source}"
+        inputs: list[Any] = rng.sample(range(100), _NUM_TESTS)
+        return _made(name, words, solution, inputs, lambda x: second.function(first.function(x)))
+    result = rng.choice(_RESULTS)
+    chosen = rng.choice(_conditions(rng.randint(2, 20))) if level == 3 else None
+    those = "all of them" if chosen is None else f"those {chosen.words}"
+    words = (
+        f"takes a list of numbers and returns {result.words} of {those}, "
+        f"each {first.words}, then {second.words}"
+    )
+    kept = "numbers" if chosen is None else f"[x for x in numbers if {chosen.source}]"
+    solution = (
+        f"def {name}(numbers):\n    values = [{first.source} for x in {kept}]\n"
+        f"    values = [{second.source} for x in values]\n    return {result.source}"
+    )
+
+    def function(numbers: list[int]) -> Any:
+        kept = [x for x in numbers if chosen is None or chosen.function(x)]
+        return result.function([second.function(first.function(x)) for x in kept])
+
+    inputs = [[rng.randint(0, 40) for _ in range(rng.randint(1, 8))] for _ in range(_NUM_TESTS - 1)]
+    return _made(name, words, solution, [[], *inputs], function)
+
+
+def _made(
+    name: str, words: str, solution: str, inputs: Sequence[Any], function: Callable[[Any], Any]
+) -> Draft:
+    data: Mapping[str, Any] = {
+        "question": f"Write a Python function {name} that {words}.",
+        "entry_point": name,
+        "solution": solution,
+        "tests": [{"args": [value], "result": function(value)} for value in inputs],
+    }
+    return Draft(words, data)
+
+
+# ---- rows of files -------------------------------------------------------------------------------
+
+
+def code_draft(row: SourceRow) -> Draft:
+    """Return the task of a row of MBPP, of HumanEval, or with arguments and results.
+
+    Raises:
+        DataError: the row is none of them.
+    """
+    if "test_list" in row.data:
+        data = _mbpp(row)
+    elif "entry_point" in row.data and "test" in row.data:
+        data = _humaneval(row)
+    else:
+        data = _plain(row)
+    return Draft(key_of_text(data["question"]), data)
+
+
+def _mbpp(row: SourceRow) -> dict[str, Any]:
+    question = text_field(row, "text" if "text" in row.data else "prompt")
+    asserts = texts_field(row, "test_list")
+    setup = row.data.get("test_setup_code") or "\n".join(row.data.get("test_imports") or ())
+    name = _name_of(asserts, row.data.get("code"))
+    return {
+        "question": f"{question} The function is called {name}." if name else question,
+        "entry_point": name or "",
+        "solution": row.data.get("code"),
+        "checks": [_call_of(text) or {"check": f"{setup}\n{text}"} for text in asserts],
+    }
+
+
+def _humaneval(row: SourceRow) -> dict[str, Any]:
+    prompt, name = text_field(row, "prompt"), text_field(row, "entry_point")
+    solution = row.data.get("canonical_solution")
+    check = f"{text_field(row, 'test')}\ncheck({name})"
+    return {
+        "question": f"Complete this Python function; write all of it:\n\n{prompt}",
+        "entry_point": name,
+        "prompt": prompt,
+        "solution": None if solution is None else f"{prompt}{solution}",
+        "checks": [{"check": check}],
+    }
+
+
+def _plain(row: SourceRow) -> dict[str, Any]:
+    tests = row.data.get("tests")
+    if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
+        raise DataError(
+            f"{row.where}: tests = {tests!r}; [{{'args': [...], 'result': ...}}, ...] is needed",
+            hints=["or rows of MBPP (test_list) or HumanEval (test, entry_point)"],
+        )
+    name = text_field(row, "entry_point")
+    return {
+        "question": text_field(row, "question"),
+        "entry_point": name,
+        "solution": row.data.get("solution"),
+        "checks": [as_call(name, test) for test in tests],
+    }
+
+
+def _is_test(test: object) -> bool:
+    return isinstance(test, dict) and isinstance(test.get("args"), list) and "result" in test
+
+
+def _call_of(text: str) -> dict[str, Any] | None:
+    """Convert `assert f(2) == 4` to a call and its result; None for any other statement."""
+    match parsed(text.strip()):
+        case ast.Module(
+            body=[
+                ast.Assert(
+                    test=ast.Compare(left=ast.Call() as call, ops=[ast.Eq()], comparators=[right])
+                )
+            ]
+        ):
+            try:
+                result = ast.literal_eval(right)
+            except ValueError:
+                return None
+            if isinstance(result, int | float | str | list | tuple | dict | None):
+                return {"call": ast.unparse(call), "result": result}
+    return None
+
+
+def _name_of(asserts: list[str], solution: object) -> str | None:
+    """Return the name of the function under test.
+
+    Preferred is the first called name that the solution defines, then the first that is not a
+    built-in function, then the first.
+    """
+    trees = filter(None, (parsed(text.strip()) for text in asserts))
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+    given = parsed(solution) if isinstance(solution, str) else None
+    body = given.body if given is not None else []
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    preferred = (
+        [name for name in called if name in defined],
+        [name for name in called if not hasattr(builtins, name)],
+        [name for name in called if name not in _AROUND],
+    )
+    return next((names[0] for names in preferred if names), None)
+
+
+_AROUND = {"set", "sorted", "list", "tuple", "abs", "len", "round", "str", "int", "float", "range"}
+"""Built-in functions that tests put around a call."""
+
+
+def as_call(entry_point: str, test: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Convert a test of arguments and result (`{"args": [...], "result": ...}`) to a call."""
+    arguments = ", ".join(map(repr, test["args"]))
+    return {"call": f"{entry_point}({arguments})", "result": test["result"]}
