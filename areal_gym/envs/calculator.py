@@ -47,8 +47,6 @@ def calculate(expression: str) -> str:
             raise ToolError("the result is no finite number")
         # Reading and writing long integers is a limit of Python's own (ValueError).
         written = str(value if isinstance(value, int) or not value.is_integer() else int(value))
-    except ToolError:
-        raise
     except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as e:
         reason = "this is no arithmetic" if isinstance(e, SyntaxError) else str(e)
         raise ToolError(f"{type(e).__name__}: {reason}") from None

@@ -16,8 +16,7 @@ T = TypeVar("T")
 class KeptLoop:
     """Runs one long-lived loop on a thread, started on first use and again in a forked process.
 
-    It keeps sandboxes and sessions alive between calls, and works whether or not the caller is
-    inside a loop of its own.
+    Callers may be inside a loop of their own.
     """
 
     def __init__(self, name: str) -> None:

@@ -180,10 +180,8 @@ class GeneratedTasks:
                     num_repeats = 0
                     sequence.keys.add(draft.key)
                     sequence.tasks.append(_task_of(draft, split))
-                else:
-                    num_repeats += 1
-                    if num_repeats > _MAX_REPEATS:
-                        raise self._exhausted(split, len(sequence.tasks))
+                elif (num_repeats := num_repeats + 1) > _MAX_REPEATS:
+                    raise self._exhausted(split, len(sequence.tasks))
             return sequence.tasks[index]
 
     def _exhausted(self, split: str, num_tasks: int) -> UsageError:

@@ -118,7 +118,10 @@ class TirEnv(AnswerEnv):
         self.tool_dialect = tool_dialect and require_dialect(tool_dialect)
         self._max_output = max_output
         self._is_stateful = stateful
-        self._sandbox = _require_known(sandbox) if isinstance(sandbox, str) else sandbox
+        # An id is checked at once, although the sandbox is made with the first call.
+        self._sandbox = (
+            registry().get("sandboxes", sandbox).id if isinstance(sandbox, str) else sandbox
+        )
         self._session: Session | None = None
         self._num_failed_runs = 0
         code = {"type": "string", "description": "Python code; print the result"}
@@ -204,22 +207,16 @@ class TirEnv(AnswerEnv):
         return cut_text(_observed(result), self._max_output)
 
     async def _interpreter(self) -> Sandbox | Session:
+        from areal_gym.sandbox import shared_sandbox
+
         sandbox = self._sandbox
         if isinstance(sandbox, str):
-            from areal_gym.sandbox import shared_sandbox
-
             sandbox = shared_sandbox(sandbox)
         if not self._is_stateful:
             return sandbox
         if self._session is None:
             self._session = await sandbox.session()
         return self._session
-
-
-@cache
-def _require_known(sandbox_id: str) -> str:
-    # Checked at once, although the sandbox is made with the first call.
-    return registry().get("sandboxes", sandbox_id).id
 
 
 def _observed(result: SandboxResult) -> str:

@@ -92,7 +92,7 @@ def test_remote_episodes_equal_local_ones(tir, policy):
 
 
 def test_remote_environment_passes_the_checker(tir):
-    results = check_env(lambda: RemoteEnv(tir.url), num_tasks=4, num_concurrent=256)
+    results = check_env(lambda: RemoteEnv(tir.url), num_tasks=4, num_concurrent=64)
     assert [result for result in results if not result.is_ok] == []
     assert len(tir.sessions) < 16, "sessions are ended with their episodes"
 

@@ -23,21 +23,16 @@ _REFUSED_QUERY = (400, 413, 414, 422)
 
 
 class Retriever(Protocol):
-    """Finds passages. One object serves many concurrent episodes."""
+    """Finds passages, for many concurrent episodes. Both methods raise EnvError where they fail.
+
+    The episode then ends without a reward, because no query is to blame.
+    """
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Return the `k` best passages for each query, best first.
-
-        Raises:
-            EnvError: it failed, and no query is to blame: the episode ends, and counts nowhere.
-        """
+        """Return the `k` best passages for each query, best first."""
 
     async def get(self, id: str) -> Passage | None:
-        """Return the passage of that id; None if there is none.
-
-        Raises:
-            EnvError: it failed.
-        """
+        """Return the passage of that id; None if there is none."""
 
 
 class Bm25Retriever:

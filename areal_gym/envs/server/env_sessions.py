@@ -142,6 +142,21 @@ class Sessions:
         self.num_opened += 1
         return session
 
+    async def begin(
+        self, seed: int | None, options: Mapping[str, Any]
+    ) -> tuple[Session, dict[str, Any]]:
+        """Return a new session with its first episode, and Gymnasium's info.
+
+        Raises:
+            FullError: there are too many sessions; besides what the environment raises.
+        """
+        session = self.open()
+        try:
+            return session, await session.reset(seed, options)
+        except BaseException:
+            await self.close(session.id)
+            raise
+
     def get(self, id: str) -> Session:
         """Return the session of that id, which counts as a use of it.
 

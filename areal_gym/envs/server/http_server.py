@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Self
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -155,23 +155,16 @@ class EnvServer:
 
     async def _open(self, request: web.Request) -> web.Response:
         body = checked(OpenEpisode, parse_json(await read_body(request)))
-        session = self.sessions.open()
-        try:
-            return await self._begin(request, session, body)
-        except BaseException:
-            await self.sessions.close(session.id)
-            raise
+        request[_HAS_OPTIONS] = bool(body.options)
+        return self._opened(*await self.sessions.begin(body.seed, body.options or {}))
 
     async def _reset(self, request: web.Request) -> web.Response:
         session = self._session(request)
         body = checked(OpenEpisode, parse_json(await read_body(request)))
-        return await self._begin(request, session, body)
-
-    async def _begin(
-        self, request: web.Request, session: Session, body: OpenEpisode
-    ) -> web.Response:
         request[_HAS_OPTIONS] = bool(body.options)
-        info = await session.reset(body.seed, body.options or {})
+        return self._opened(session, await session.reset(body.seed, body.options or {}))
+
+    def _opened(self, session: Session, info: dict[str, Any]) -> web.Response:
         opened = {"session": session.id, "hash": self._card["hash"], "task": info["task"]}
         return web.json_response({**opened, "messages": list(info["messages"])})
 

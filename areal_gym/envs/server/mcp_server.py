@@ -78,11 +78,10 @@ def _tools(env: TextEnv) -> list[types.Tool]:
         raise UsageError(f"a tool is named {taken.pop()!r}, which MCP clients need otherwise")
     whole, text = {"type": "integer", "minimum": 0}, {"type": "string"}
     return [
-        _tool(
-            START,
-            "Begin an episode: draws a task, or takes number `index` of a split.",
-            {"seed": whole, "split": text, "index": whole},
-            [],
+        types.Tool(
+            name=START,
+            description="Begin an episode: draws a task, or takes number `index` of a split.",
+            input_schema=_object({"seed": whole, "split": text, "index": whole}, []),
         ),
         *(_episode_tool(tool.name, tool.description, tool.parameters) for tool in env.tools),
         _episode_tool(
@@ -98,14 +97,12 @@ def _episode_tool(name: str, description: str, parameters: Mapping[str, Any]) ->
     if EPISODE in properties:
         raise UsageError(f"{name} has an argument {EPISODE!r}, which MCP clients need otherwise")
     required = [EPISODE, *parameters.get("required", ())]
-    return _tool(name, description, {EPISODE: _EPISODE, **properties}, required)
-
-
-def _tool(
-    name: str, description: str, properties: Mapping[str, Any], required: list[str]
-) -> types.Tool:
-    schema = {"type": "object", "properties": dict(properties), "required": required}
+    schema = _object({EPISODE: _EPISODE, **properties}, required)
     return types.Tool(name=name, description=description, input_schema=schema)
+
+
+def _object(properties: Mapping[str, Any], required: list[str]) -> dict[str, Any]:
+    return {"type": "object", "properties": dict(properties), "required": required}
 
 
 # ---- calls --------------------------------------------------------------------------------------
@@ -136,12 +133,7 @@ async def _start(sessions: Sessions, arguments: dict[str, Any]) -> types.CallToo
     unknown = set(arguments) - {"split", "index"}
     if unknown:
         raise UsageError(f"{START} takes seed, split and index, not {', '.join(sorted(unknown))}")
-    session = sessions.open()
-    try:
-        info = await session.reset(seed, arguments)
-    except BaseException:
-        await sessions.close(session.id)
-        raise
+    session, info = await sessions.begin(seed, arguments)
     opening = "\n\n".join(message["content"] for message in info["messages"])
     return _result(
         f"{EPISODE}: {session.id}\n\n{opening}",

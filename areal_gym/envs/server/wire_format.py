@@ -131,29 +131,27 @@ class OpenEpisode(BaseModel):
     options: dict[str, Any] | None = None
 
 
-class CalledFunction(BaseModel):
-    """The tool that a call names, and its arguments."""
-
+class _Lenient(BaseModel):
     model_config = ConfigDict(extra="allow")
+
+
+class CalledFunction(_Lenient):
+    """The tool that a call names, and its arguments."""
 
     name: str
     arguments: dict[str, Any]
 
 
-class CalledTool(BaseModel):
+class CalledTool(_Lenient):
     """One tool call of a message."""
-
-    model_config = ConfigDict(extra="allow")
 
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class AssistantMessage(BaseModel):
+class AssistantMessage(_Lenient):
     """An assistant's message whose tool calls are parsed already."""
-
-    model_config = ConfigDict(extra="allow")
 
     role: Literal["assistant"] = "assistant"
     content: str
