@@ -197,14 +197,15 @@ class AnswerEnv(QuestionEnv):
 
 def _read_once(function: Callable[P, RowTasks]) -> Callable[P, RowTasks]:
     """Return the function with a memory: a thousand environments of a run read their data once."""
-    memory: dict[str, RowTasks] = {}
+    # Arguments are kept, so that no other function gets the address that the key holds.
+    memory: dict[str, tuple[object, RowTasks]] = {}
 
     @wraps(function)
     def remembered(*args: P.args, **kwargs: P.kwargs) -> RowTasks:
         key = repr((args, kwargs))
         if key not in memory:
-            memory[key] = function(*args, **kwargs)
-        return memory[key]
+            memory[key] = (args, kwargs), function(*args, **kwargs)
+        return memory[key][1]
 
     return remembered
 
