@@ -29,9 +29,7 @@ from areal_gym.types import Message
 class Conversations:
     """The dialogues of one episode.
 
-    Args:
-        recorder: the episode's recorder.
-        max_points: the most answers that can be continued; the oldest are forgotten. None: all.
+    At most `max_points` answers can be continued, by default all; the oldest are forgotten.
     """
 
     def __init__(self, recorder: Recorder, *, max_points: int | None = None) -> None:

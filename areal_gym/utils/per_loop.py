@@ -16,8 +16,7 @@ class PerLoop(Generic[T]):
     A resource is closed when its loop shuts down its asynchronous generators, as `asyncio.run`
     does. Resources do not travel to other processes: a pickled `PerLoop` arrives empty.
 
-    Args:
-        close: closes one resource; it may be a coroutine function of the resource's class.
+    `close` closes one resource; it may be a coroutine function of the resource's class.
     """
 
     def __init__(self, close: Callable[[T], Awaitable[object]]) -> None:

@@ -33,12 +33,7 @@ _ACCOUNTS = {
 
 
 def build_image(client: Any, tag: str, *, base: str | None = None) -> str:
-    """Build the Dockerfile beside this module; return the image's id.
-
-    Args:
-        client: the engine's client.
-        tag: the image's name.
-        base: the image to build on, instead of the Dockerfile's own.
+    """Build the Dockerfile beside this module, on `base` if given; return the image's id.
 
     Raises:
         SandboxError: the build failed; its last lines are in the message.
@@ -46,12 +41,8 @@ def build_image(client: Any, tag: str, *, base: str | None = None) -> str:
     import docker
 
     try:
-        image, _ = client.images.build(
-            path=str(Path(__file__).parent),
-            tag=tag,
-            buildargs={"BASE": base} if base else {},
-            rm=True,
-        )
+        folder, arguments = str(Path(__file__).parent), {"BASE": base} if base else {}
+        image, _ = client.images.build(path=folder, tag=tag, buildargs=arguments, rm=True)
     except docker.errors.BuildError as error:
         lines = "".join(entry.get("stream", "") for entry in error.build_log)
         raise SandboxError(f"the image was not built: {error}\n{lines[-1000:]}") from error

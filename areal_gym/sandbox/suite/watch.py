@@ -119,8 +119,7 @@ class Watch:
         self.num_processes = 0
         self.tree_mb = 0.0
         self.disk_mb = 0.0
-        self.was_reached = False
-        """Whether a process inside answered on the port."""
+        self.was_reached = False  # whether a process inside answered on the port
 
     def _tree(self) -> tuple[int, float]:
         pids = _processes(self._sandbox)

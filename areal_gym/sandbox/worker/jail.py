@@ -266,9 +266,7 @@ class Jail:
     def confine(self, number: int, slot: int) -> None:
         """Give up all rights for good, in the child, before the first snippet.
 
-        Args:
-            number: the child's number, unique for all time.
-            slot: one of `num_users`, unique among the living children.
+        No child ever had its `number`; no living one has its `slot`, one of `num_users`.
         """
         directory = self.directory(number)
         if self.has_mounts:
@@ -319,8 +317,7 @@ def _is_open_to_all(path: str) -> bool:
 def _own_user_namespace(proc: int | None = None) -> None:
     """Move to a new user namespace with the same user and group.
 
-    Args:
-        proc: a descriptor of /proc, if the root directory has none.
+    `proc` is a descriptor of /proc, for a root directory that has none.
     """
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(kernel.NEWUSER)

@@ -15,11 +15,9 @@ _TMP_OPTIONS = "size=64m,nr_inodes=4096,mode=1777"
 
 
 def build_root(readable: list[str], writable: str) -> None:
-    """Move this process to a new mount namespace with a root of these paths.
+    """Move this process to a new mount namespace with a root of the `readable` paths.
 
-    Args:
-        readable: paths to show, read-only.
-        writable: a directory for `mount_writable`, which is tried once here.
+    `writable` is a directory for `mount_writable`, which is tried once here.
     """
     kernel.unshare(kernel.NEWNS)
     kernel.mount("none", "/", "", kernel.REC | kernel.PRIVATE)

@@ -32,14 +32,7 @@ _KILL_COUNTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oo
 
 
 class Usage:
-    """The memory, processes and files of the cells of one fork server.
-
-    Args:
-        jail: the isolation of the cells.
-        groups: their control groups, if there are any.
-        is_container: whether the fork server runs in a container.
-        kill: ends a cell, by its pid.
-    """
+    """The memory, processes and files of the cells of one fork server; `kill` ends a cell."""
 
     def __init__(
         self,
@@ -53,8 +46,7 @@ class Usage:
         self._groups = groups
         self._is_container = is_container
         self._kill = kill
-        self.base_memory = 0
-        """Bytes of address space that a cell starts with, which its limit includes."""
+        self.base_memory = 0  # bytes of address space that a cell starts with: its limit has them
         self._next_check = 0.0
         self._num_kills = _num_kills()
         self._excesses: dict[int, str] = {}  # what ended cells used too much of, by pid

@@ -36,11 +36,8 @@ _PRELOADED = (
 def main(control: socket.socket, parent_fd: int | None, settings: dict[str, Any]) -> NoReturn:
     """Serve orders until the parent is gone.
 
-    Args:
-        control: the message socket to the parent.
-        parent_fd: a pidfd of the parent, which a fork cannot hold open, unlike a socket; None in a
-            container, which cannot have one.
-        settings: those of `ProcessSandbox._start`, and of `ContainerEngine` for a container.
+    They come over the socket `control`. `parent_fd` is a pidfd of the parent, which a fork cannot
+    hold open, unlike a socket; a container cannot have one.
     """
     os.environ.clear()
     os.chdir("/")
