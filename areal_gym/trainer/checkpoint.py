@@ -48,12 +48,12 @@ def save_trainer(
     *,
     on_copied: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write checkpoint `step` below `directory` and return its path.
+    """Write the checkpoint of a step below `directory` and return its path.
 
     Args:
         trainer: what is saved; nothing else may use it before `on_copied` is called.
         directory: of the run's checkpoints.
-        step: how many were taken.
+        step: the number of steps that were taken.
         tokenizer_dir: a checkpoint whose tokenizer files belong to the policy.
         rollout_state: (JSON) says which tasks come next; `restore_trainer` gives it back.
         on_copied: called when everything is copied: the trainer may go on.
@@ -86,11 +86,8 @@ def keep_checkpoints(
 ) -> str | None:
     """Delete all checkpoints but the `newest`, the best, and those that are being measured.
 
-    Args:
-        directory: of the run's checkpoints.
-        newest: how many; at least one, which a resumed run needs.
-        scores: of the policy after each step that was measured; None while it is being measured.
-        protected: steps whose checkpoints stay, too.
+    `newest` is at least one, which a resumed run needs. `scores` are those of the policy after each
+    step that was measured, None while it is being measured. Checkpoints of `protected` steps stay.
 
     Returns:
         The name of the best one, which `best` links to; None when none of them was measured.
@@ -103,20 +100,16 @@ def keep_checkpoints(
         link.unlink(missing_ok=True)
         link.symlink_to(best.name)
         os.replace(link, directory / "best")
-    for path in list(checkpoints.values())[:-newest]:
-        is_being_measured = scores.get(_step(path), 0.0) is None
-        if path != best and not is_being_measured and _step(path) not in protected:
+    for step, path in list(checkpoints.items())[:-newest]:
+        is_being_measured = scores.get(step, 0.0) is None
+        if path != best and not is_being_measured and step not in protected:
             shutil.rmtree(path, ignore_errors=True)
     return None if best is None else best.name
 
 
 def require_space(trainer: Trainer[Any], directory: Path, num_kept: int) -> None:
-    """Refuse to begin a run whose checkpoints have no room.
-
-    Room is needed for the checkpoints that are kept, the best one and the one being written.
-
-    Raises:
-        TrainError: the disk has too little room left.
+    """Refuse (TrainError) a disk without room for the checkpoints that a run keeps, the best one
+    and the one being written.
     """
     missing = max(1, num_kept + 2 - len(_all(directory)))
     needed = missing * trainer.checkpoint_bytes()
@@ -139,11 +132,7 @@ def latest_checkpoint(directory: Path) -> tuple[int, Path] | None:
 
 
 def checkpoint_of(directory: Path, step: int) -> tuple[int, Path]:
-    """Return the checkpoint of a step.
-
-    Raises:
-        UsageError: there is none of that step.
-    """
+    """Return the checkpoint of a step; a UsageError says which there are."""
     path = directory / checkpoint_name(step)
     if not path.is_dir():
         existing = ", ".join(str(_step(other)) for other in _all(directory))
@@ -155,12 +144,7 @@ def checkpoint_of(directory: Path, step: int) -> tuple[int, Path]:
 
 
 def require_whole(path: Path) -> None:
-    """Refuse a checkpoint that training cannot continue from, before anything is made of it.
-
-    Raises:
-        ConfigError: a file is missing, cut off or no longer readable, which the message names; or
-            it was written by a version that wrote other files.
-    """
+    """Refuse (ConfigError) a checkpoint with a missing or damaged file, or of an old version."""
     try:
         if (path / "trainer.pt").exists() and not (path / _STATES).exists():
             raise ConfigError("trainer.pt was written by an older version of areal-gym")
@@ -172,14 +156,7 @@ def require_whole(path: Path) -> None:
 
 
 def restore_trainer(trainer: Trainer[Any], path: Path) -> dict[str, Any] | None:
-    """Bring states and counters back; the weights were loaded with the decoder.
-
-    Args:
-        trainer: with the weights of this checkpoint.
-        path: what `require_whole` has looked at.
-
-    Returns:
-        The rollout's state, None when none was saved.
+    """Restore a trainer that has the checkpoint's weights; return the rollout's state.
 
     Raises:
         ConfigError: a file is damaged, or belongs to other settings.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ _CHUNK_LOGITS = 2**22
 
 
 class TokenScores(NamedTuple):
-    """Of the trained tokens, in row order, float32."""
+    """Numbers of the trained tokens, in row order, float32."""
 
     logprobs: Tensor
     """[T]"""
     entropy: Tensor
-    """[T], of the distribution each token was drawn from."""
+    """[T]: the entropy of the distribution that each token was drawn from."""
     is_likeliest: Tensor
     """[T], bool: no token was likelier."""
     hidden: Tensor
@@ -29,17 +30,15 @@ class TokenScores(NamedTuple):
 
 
 def places_before(batch: PackedBatch, masks: list[tuple[bool, ...]]) -> tuple[list[int], list[int]]:
-    """Flat positions of the tokens before those that `masks` marks, and of the latter.
+    """Return flat positions of the tokens before those that `masks` marks, and of the latter.
 
     The first token of a row has no predecessor, and is never marked.
     """
     sources: list[int] = []
     targets: list[int] = []
     for index, mask in zip(batch.row_index, masks, strict=True):
-        for t, is_trained in enumerate(mask):
-            if is_trained:
-                sources.append(index[t - 1])
-                targets.append(index[t])
+        sources += compress(index, mask[1:])
+        targets += compress(index[1:], mask[1:])
     return sources, targets
 
 
@@ -51,47 +50,27 @@ def score_tokens(
     *,
     has_entropy_gradient: bool = False,
 ) -> TokenScores:
-    """Log-probabilities of the tokens that `masks` marks, under softmax(logits / temperature)."""
+    """Score the tokens that `masks` marks under softmax(logits / temperature)."""
     sources, targets = places_before(batch, masks)
     device = batch.token_ids_N.device
     target_ids_T = batch.token_ids_N[torch.tensor(targets, dtype=torch.long, device=device)]
     sources_T = torch.tensor(sources, dtype=torch.long, device=device)
     hidden_TC = decoder(batch, sources_T)
     size = max(1, _CHUNK_LOGITS // decoder.shape.vocab_size)
+
+    def score(hidden_TC: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TV = decoder.logits(hidden_TC).float()
+        if temperature != 1.0:
+            logits_TV = logits_TV / temperature
+        logprobs_TV = logits_TV.log_softmax(-1)
+        with torch.set_grad_enabled(has_entropy_gradient and torch.is_grad_enabled()):
+            entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+        chosen_T = logprobs_TV.gather(1, target_ids_T[:, None]).squeeze(1)
+        return chosen_T, entropy_T, chosen_T.detach() >= logprobs_TV.detach().amax(-1)
+
     if len(targets) <= size:
-        scores = _score_chunk(decoder, hidden_TC, target_ids_T, temperature, has_entropy_gradient)
-        return TokenScores(*scores, hidden_TC)
-    parts = [
-        cast(
-            tuple[Tensor, Tensor, Tensor],
-            checkpoint(
-                _score_chunk,
-                decoder,
-                hidden_TC[start : start + size],
-                target_ids_T[start : start + size],
-                temperature,
-                has_entropy_gradient,
-                use_reentrant=False,
-            ),
-        )
-        for start in range(0, len(targets), size)
-    ]
+        return TokenScores(*score(hidden_TC, target_ids_T), hidden_TC)
+    chunks = zip(hidden_TC.split(size), target_ids_T.split(size), strict=True)
+    parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
     logprobs_T, entropy_T, likeliest_T = (torch.cat(part) for part in zip(*parts, strict=True))
     return TokenScores(logprobs_T, entropy_T, likeliest_T, hidden_TC)
-
-
-def _score_chunk(
-    decoder: PolicyModel,
-    hidden_TC: Tensor,
-    target_ids_T: Tensor,
-    temperature: float,
-    has_entropy_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits_TV = decoder.logits(hidden_TC).float()
-    if temperature != 1.0:
-        logits_TV = logits_TV / temperature
-    logprobs_TV = logits_TV.log_softmax(-1)
-    with torch.set_grad_enabled(has_entropy_gradient and torch.is_grad_enabled()):
-        entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
-    chosen_T = logprobs_TV.gather(1, target_ids_T[:, None]).squeeze(1)
-    return chosen_T, entropy_T, chosen_T.detach() >= logprobs_TV.detach().amax(-1)

@@ -1,4 +1,4 @@
-"""The critic of PPO: what a trajectory is still going to earn, before each of its tokens."""
+"""The critic of PPO predicts, before each token, what its trajectory is still going to earn."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ from areal_gym.trainer.states import below, prefixed
 class Critic(nn.Module):
     """A linear head on a decoder's hidden states; it begins by predicting 0 everywhere.
 
-    Args:
-        decoder: the policy. With `critic.trunk="own"` its weights are copied, and change apart from
-            it from then on; with "shared" its hidden states are used, and the head's gradient
-            reaches it.
-        config: the trainer's settings.
-        ranks: who else trains it.
+    With `critic.trunk="own"` it has a copy of the policy, which is trained apart from it; with
+    "shared" it reads the policy's hidden states, and its gradient reaches the policy.
     """
 
     def __init__(self, decoder: PolicyModel, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
@@ -48,36 +44,36 @@ class Critic(nn.Module):
         self._optimizer = Optimizer(self, config)
 
     def of(self, hidden_TC: Tensor) -> Tensor:
-        """[T, C] -> [T]: values of hidden states, float32."""
+        """Return the values of hidden states, [T, C] -> [T], float32."""
         values_T1: Tensor = self.head(hidden_TC)
         return values_T1.squeeze(1).float()
 
     def before(
         self, decoder: PolicyModel, batch: PackedBatch, masks: list[tuple[bool, ...]]
     ) -> Tensor:
-        """[T]: what it predicts before the tokens that `masks` marks."""
+        """Return its predictions before the tokens that `masks` marks, [T]."""
         return self._at(decoder, batch, places_before(batch, masks)[0])
 
     def before_and_after(
         self, decoder: PolicyModel, batch: PackedBatch, masks: list[tuple[bool, ...]]
     ) -> tuple[Tensor, Tensor]:
-        """[T] as `before`, and [B]: what it predicts after the last token of each row."""
+        """Return [T] as `before`, and its predictions after the last token of each row, [B]."""
         sources, _ = places_before(batch, masks)
         last = [index[-1] for index in batch.row_index]
         values = self._at(decoder, batch, sources + last)
         return values[: len(sources)], values[len(sources) :]
 
     def step(self, scale: float, *, is_usable: bool = True) -> float:
-        """See `Optimizer.step`."""
+        """Take a step of its optimizer; return the gradient's norm."""
         return self._optimizer.step(scale * self._scale, is_usable=is_usable)
 
     def states(self) -> dict[str, Tensor]:
-        """Live weights and optimizer states by name: what a checkpoint keeps."""
+        """Return the live weights and optimizer states by name, for a checkpoint."""
         weights = prefixed("weights", self.state_dict())
         return weights | prefixed("optimizer", self._optimizer.states())
 
     def allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
-        """See `Optimizer.allocate`."""
+        """Make room for states that were saved (`Optimizer.allocate`)."""
         self._optimizer.allocate(below("optimizer", saved))
 
     def _at(self, decoder: PolicyModel, batch: PackedBatch, places: list[int]) -> Tensor:

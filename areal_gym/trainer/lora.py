@@ -54,12 +54,12 @@ def add_adapter(decoder: nn.Module, settings: LoraConfig, *, seed: int = 0) -> N
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name belongs to an adapter."""
+    """Return whether a parameter of that name belongs to an adapter."""
     return name.endswith((_DOWN, _UP))
 
 
 def merged_weights(decoder: nn.Module, settings: LoraConfig) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and weights with the adapter added; every rank must ask for all."""
+    """Yield Hugging Face names and weights with the adapter added; every rank must ask for all."""
     state = decoder.state_dict()
     scale = settings.alpha / settings.rank
     for name, tensor in state.items():
@@ -76,7 +76,7 @@ def merged_weights(decoder: nn.Module, settings: LoraConfig) -> Iterator[tuple[s
 
 
 def adapter_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """peft's names (`base_model.model.NAME.lora_A.weight`) and tensors; every rank must ask."""
+    """Yield peft's names (`base_model.model.NAME.lora_A.weight`) and tensors, on every rank."""
     for name, tensor in decoder.state_dict().items():
         if is_adapter(name):
             yield _PEFT + name.replace(f".{_NAME}.weight", ".weight"), full(tensor.detach())

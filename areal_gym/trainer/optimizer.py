@@ -1,7 +1,4 @@
-"""The optimizer of a trainer: AdamW, or Muon on the matrices and AdamW on the rest.
-
-Master weights and all states are float32: in bfloat16, updates of usual learning rates vanish.
-"""
+"""The optimizer of a trainer: AdamW, or Muon on the matrices and AdamW on the rest, in float32."""
 
 from __future__ import annotations
 
@@ -17,28 +14,23 @@ from areal_gym.trainer.parallel.fsdp import full
 
 
 class Optimizer:
-    """One `step()` for whatever is underneath: clips, applies, clears the gradients."""
+    """One or two optimizers of torch, whose `step` clips, applies and clears the gradients."""
 
     def __init__(self, module: nn.Module, config: TrainerConfig) -> None:
         self._max_grad_norm = config.max_grad_norm
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(trained.values())
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
-        matrices = []
-        if config.optimizer == "muon":
-            matrices = [p for name, p in trained.items() if p.ndim == 2 and ".layers." in name]
-        is_matrix = {id(p) for p in matrices}
-        rest = [p for p in self._parameters if id(p) not in is_matrix]
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
+        for name, p in trained.items():
+            has_muon = config.optimizer == "muon" and p.ndim == 2 and ".layers." in name
+            (matrices if has_muon else rest).append(p)
         fused = all(p.device.type in ("cpu", "cuda") for p in rest)
-        self._optimizers: dict[str, torch.optim.Optimizer] = {
-            "adamw": torch.optim.AdamW(
-                rest,
-                lr=config.lr,
-                betas=config.betas,
-                weight_decay=config.weight_decay,
-                fused=fused,
-            )
-        }
+        adamw = torch.optim.AdamW(
+            rest, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
+        )
+        self._optimizers: dict[str, torch.optim.Optimizer] = {"adamw": adamw}
         if matrices:
             self._optimizers["muon"] = torch.optim.Muon(
                 matrices, lr=config.muon_lr, weight_decay=config.weight_decay
@@ -46,10 +38,9 @@ class Optimizer:
         self._rates = {"adamw": config.lr, "muon": config.muon_lr}
 
     def step(self, scale: float = 1.0, *, is_usable: bool = True) -> float:
-        """Apply the gradients with learning rates times `scale`; returns the gradient's norm.
+        """Apply the gradients with learning rates times `scale`; return the gradient's norm.
 
-        When the norm is not finite, or they are not usable, nothing is applied; the gradients are
-        cleared all the same.
+        They are only cleared when the norm is not finite, or they are not usable.
         """
         norm = float(full(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))
         for kind, optimizer in self._optimizers.items():
@@ -61,7 +52,7 @@ class Optimizer:
         return norm
 
     def states(self) -> dict[str, Tensor]:
-        """The live states by name: `adamw.PARAMETER.exp_avg`, `muon.PARAMETER.momentum_buffer`."""
+        """Return the live states, named like `adamw.PARAMETER.exp_avg`."""
         return {
             f"{kind}.{self._names[parameter]}.{state}": tensor
             for kind, optimizer in self._optimizers.items()
@@ -70,9 +61,9 @@ class Optimizer:
         }
 
     def allocate(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
-        """Make room for states that were saved, for `states` to hand out; values are arbitrary.
+        """Make room for saved states, for `states` to return; values are arbitrary.
 
-        What belongs to other parameters, or to another optimizer, is passed over.
+        States of other parameters, or of another optimizer, are skipped.
         """
         owners = {
             f"{kind}.{self._names[parameter]}": (optimizer, parameter)
@@ -80,16 +71,16 @@ class Optimizer:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        for name, found in saved.items():
+        for name, meta in saved.items():
             owner, _, state = name.rpartition(".")
             if owner in owners:
                 optimizer, parameter = owners[owner]
-                optimizer.state[parameter][state] = _room(found, parameter.detach())
+                optimizer.state[parameter][state] = _empty(meta, parameter.detach())
 
 
-def _room(found: TensorStorageMetadata, parameter: Tensor) -> Tensor:
-    """An empty tensor: like the parameter, sharded as it is, or a number of its own."""
-    dtype = found.properties.dtype
-    if found.size == parameter.shape:
+def _empty(meta: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+    """Return a tensor like the parameter, sharded as it is, or a single number."""
+    dtype = meta.properties.dtype
+    if meta.size == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype)
-    return torch.empty(found.size, dtype=dtype, device=parameter.device)
+    return torch.empty(meta.size, dtype=dtype, device=parameter.device)

@@ -1,4 +1,4 @@
-"""When memory is not enough: which settings need less of it."""
+"""Errors of memory that is not enough, with the settings that need less of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MEMORY_HINTS = (
     "or trainer.recompute_layers=true: a third more work for a fraction of that memory",
     "or trainer.dtype=bfloat16, or a larger trainer.num_ranks: each holds a part of the weights",
 )
-"""From what costs least to what costs most."""
+"""The cheapest first."""
 
 
 def out_of_memory(error: BaseException) -> TrainError | None:
-    """What to tell of an allocation that failed; None where `error` is something else."""
+    """Return the error to report for a failed allocation; None where `error` is something else."""
     text = str(error)
     is_gpu = isinstance(error, torch.OutOfMemoryError)
     # torch has no class of its own for the host's memory.
@@ -33,11 +33,11 @@ def out_of_memory(error: BaseException) -> TrainError | None:
 
 @contextmanager
 def readable_memory_errors() -> Iterator[None]:
-    """Turn what an allocation that fails inside raises into a TrainError."""
+    """Raise a TrainError for an allocation that fails inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        told = out_of_memory(error)
-        if told is None:
+        readable_error = out_of_memory(error)
+        if readable_error is None:
             raise
-        raise told from error
+        raise readable_error from error

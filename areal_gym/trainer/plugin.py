@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from areal_gym.plugins import AdvantageSpec, PolicyLossSpec, TrainerSpec, WeightSyncSpec, hookimpl
 
-_REQUIRES = ("torch", "safetensors")
+_NEEDS: dict[str, Any] = {"requires": ("torch", "safetensors"), "extra": "train"}
+_ADVANTAGES = {
+    "grpo": "(reward - group mean) / group standard deviation",
+    "dr_grpo": "reward - group mean",
+    "rloo": "reward - mean of the siblings",
+    "lite_ppo": "(reward - group mean) / standard deviation over the batch",
+    "reinforce": "the reward itself",
+    "reinforce_baseline": "reward - running mean of earlier steps' rewards",
+}
+_TOKEN_ADVANTAGES = {
+    "gae": "generalised advantage estimation with a critic, by token or by turn",
+    "reinforce_pp": "each token's return, normalised over the batch's tokens",
+    "reinforce_pp_baseline": "reward - group mean, normalised over the batch's tokens",
+    "distill": "each token's log-probability under a teacher minus the policy's",
+    "per_turn": "each turn's return against its siblings, with any group baseline",
+}
+_LOSSES = {
+    "ppo_clip": "PPO's clipped ratio per token, with separate bounds and optional dual clip",
+    "gspo": "the clipped ratio of whole sequences",
+    "cispo": "clipped, constant importance weights times the log-probability",
+    "sapo": "a soft gate on the ratio instead of a clip",
+}
+_WEIGHT_SYNCS = (
+    ("in-process", "in_process:InProcessWeightSync", "copied by the engine in this process"),
+    ("disk", "disk:DiskWeightSync", "safetensors files in a directory shared with the servers"),
+    ("tensor", "tensor:TensorWeightSync", "in request bodies, as flat buckets"),
+    ("distributed", "distributed:DistributedWeightSync", "broadcast over NCCL or gloo"),
+    (
+        "lora",
+        "adapters:LoraWeightSync",
+        "LoRA adapters under versioned names; the base model stays",
+    ),
+)
 
 
 @hookimpl
@@ -16,7 +49,7 @@ def register_trainers() -> Iterable[TrainerSpec]:
         id="single",
         entry_point="areal_gym.trainer.trainer:Trainer",
         summary="one process, float32 master weights, packed micro-batches",
-        requires=(*_REQUIRES, "matplotlib"),  # for the learning curve
+        requires=("torch", "safetensors", "matplotlib"),  # for the learning curve
         extra="train",
     )
 
@@ -24,75 +57,23 @@ def register_trainers() -> Iterable[TrainerSpec]:
 @hookimpl
 def register_advantage_estimators() -> Iterable[AdvantageSpec]:
     """Offer advantage estimators."""
-    for module, estimators in (
-        (
-            "advantages",
-            {
-                "grpo": "(reward - group mean) / group standard deviation",
-                "dr_grpo": "reward - group mean",
-                "rloo": "reward - mean of the siblings",
-                "lite_ppo": "(reward - group mean) / standard deviation over the batch",
-                "reinforce": "the reward itself",
-                "reinforce_baseline": "reward - running mean of earlier steps' rewards",
-            },
-        ),
-        (
-            "token_advantages",
-            {
-                "gae": "generalised advantage estimation with a critic, by token or by turn",
-                "reinforce_pp": "each token's return, normalised over the batch's tokens",
-                "reinforce_pp_baseline": "reward - group mean, normalised over the batch's tokens",
-                "distill": "each token's log-probability under a teacher minus the policy's",
-                "per_turn": "each turn's return against its siblings, with any group baseline",
-            },
-        ),
-    ):
-        for name, summary in estimators.items():
-            yield AdvantageSpec(
-                id=name,
-                entry_point=f"areal_gym.trainer.algorithms.{module}:{name}",
-                summary=summary,
-                requires=_REQUIRES,
-                extra="train",
-            )
+    for module, summaries in (("advantages", _ADVANTAGES), ("token_advantages", _TOKEN_ADVANTAGES)):
+        for name, summary in summaries.items():
+            path = f"areal_gym.trainer.algorithms.{module}:{name}"
+            yield AdvantageSpec(id=name, entry_point=path, summary=summary, **_NEEDS)
 
 
 @hookimpl
 def register_policy_losses() -> Iterable[PolicyLossSpec]:
     """Offer policy losses."""
-    for name, summary in (
-        ("ppo_clip", "PPO's clipped ratio per token, with separate bounds and optional dual clip"),
-        ("gspo", "the clipped ratio of whole sequences"),
-        ("cispo", "clipped, constant importance weights times the log-probability"),
-        ("sapo", "a soft gate on the ratio instead of a clip"),
-    ):
-        yield PolicyLossSpec(
-            id=name,
-            entry_point=f"areal_gym.trainer.algorithms.losses:{name}",
-            summary=summary,
-            requires=_REQUIRES,
-            extra="train",
-        )
+    for name, summary in _LOSSES.items():
+        path = f"areal_gym.trainer.algorithms.losses:{name}"
+        yield PolicyLossSpec(id=name, entry_point=path, summary=summary, **_NEEDS)
 
 
 @hookimpl
 def register_weight_syncs() -> Iterable[WeightSyncSpec]:
     """Offer weight syncs."""
-    for name, cls, summary in (
-        ("in-process", "in_process:InProcessWeightSync", "copied by the engine in this process"),
-        ("disk", "disk:DiskWeightSync", "safetensors files in a directory shared with the servers"),
-        ("tensor", "tensor:TensorWeightSync", "in request bodies, as flat buckets"),
-        ("distributed", "distributed:DistributedWeightSync", "broadcast over NCCL or gloo"),
-        (
-            "lora",
-            "adapters:LoraWeightSync",
-            "LoRA adapters under versioned names; the base model stays",
-        ),
-    ):
-        yield WeightSyncSpec(
-            id=name,
-            entry_point=f"areal_gym.trainer.weight_sync.{cls}",
-            summary=summary,
-            requires=_REQUIRES,
-            extra="train",
-        )
+    for name, path, summary in _WEIGHT_SYNCS:
+        path = f"areal_gym.trainer.weight_sync.{path}"
+        yield WeightSyncSpec(id=name, entry_point=path, summary=summary, **_NEEDS)

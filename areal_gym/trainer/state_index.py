@@ -1,10 +1,9 @@
 """Reads the index of saved states, `.metadata`, without running what is in it.
 
-`torch.distributed.checkpoint` writes the index as a pickle and reads it with `pickle.load`, which
-runs whatever the file says. A run directory is data, perhaps another person's: here the pickle is
-read by an unpickler that knows the few names of torch's format and makes inert records of them. A
-second pass checks every field and builds torch's own objects. Any other name, shape or type is
-refused. Tensors themselves are read by torch with `weights_only`.
+`torch.distributed.checkpoint` reads the index with `pickle.load`, which runs whatever the file
+says, and a run directory may be another person's. Here an unpickler makes inert records of the few
+names of torch's format; a second pass checks every field and builds torch's own objects. Any other
+name, shape or type is refused. Tensors themselves are read by torch with `weights_only`.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -30,54 +30,41 @@ from torch.distributed.checkpoint.metadata import (
 from areal_gym.errors import ConfigError
 from areal_gym.utils.files import read_bytes
 
+_T = TypeVar("_T")
 INDEX_NAME = ".metadata"
 _MOST_BYTES = 2**28
 """An index of a million pieces is smaller."""
-_METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
-    *(
-        (_METADATA, name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    # Where the checkpoint was written: it is read over.
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    # The place where the checkpoint was written; it is skipped.
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath",),
 }
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16"),
-        *("int64", "int32", "int16", "int8", "uint8", "bool"),
-    )
-}
+_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+)
 
 
 class _Record:
     """Stands for an object of torch's: keeps what the pickle gives it, and does nothing."""
 
-    def __new__(cls, *arguments: Any) -> _Record:
-        record = super().__new__(cls)
-        record.arguments = arguments
-        record.fields = {}
-        return record
-
     arguments: tuple[Any, ...]
     fields: Any
 
+    def __new__(cls, *arguments: Any) -> _Record:  # the pickle may call this alone
+        record = super().__new__(cls)
+        record.arguments, record.fields = arguments, {}
+        return record
+
     def __init__(self, *arguments: Any) -> None:
-        """Takes what `__new__` has kept."""
+        pass
 
     def __setstate__(self, state: Any) -> None:
         self.fields = state
@@ -93,8 +80,8 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if (module, name) not in _RECORDS:
+            return getattr(torch, name)
+        if name not in _RECORDS.get(module, ()):
             raise ConfigError(f"it names {module}.{name}, which no index of states needs")
         return self.classes.setdefault(name, type(name, (_Record,), {}))
 
@@ -109,27 +96,21 @@ class StateReader(FileSystemReader):
     """torch's reader of checkpoints, with an index that is read as data."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the index, checked.
-
-        Raises:
-            ConfigError: it is damaged, or says what no index does.
-        """
+        """Return the index, checked (`read_index`)."""
         metadata = read_index(Path(self.path))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
 
 def read_index(directory: Path) -> Metadata:
-    """Returns names, shapes and places of the tensors that were saved in a directory.
+    """Return names, shapes and places of the tensors that were saved in a directory.
 
     Raises:
         ConfigError: the index is missing or damaged, or says what no index does.
     """
     file = directory / INDEX_NAME
     try:
-        raw = read_bytes(file, most=_MOST_BYTES)
-        record = _Unpickler(raw).load()
-        return _checked(record)
+        return _checked(_Unpickler(read_bytes(file, most=_MOST_BYTES)).load())
     except Exception as error:
         reason = str(error) or type(error).__name__
         raise ConfigError(
@@ -139,20 +120,21 @@ def read_index(directory: Path) -> Metadata:
 
 
 def _checked(record: Any) -> Metadata:
-    """Builds torch's objects from records whose every field is what it should be."""
+    """Build torch's objects from records whose every field is what it should be."""
     fields = _fields(record, "Metadata")
     tensors = {
-        _text(name): _tensor(found) for name, found in _mapping(fields["state_dict_metadata"])
+        _typed(name, str): _tensor(record)
+        for name, record in _typed(fields["state_dict_metadata"], dict).items()
     }
-    pieces: dict[MetadataIndex, _StorageInfo] = {}
-    room: dict[str, int] = {}
-    for key, value in _mapping(fields["storage_data"]):
-        index, info = _index(key), _piece(value)
-        pieces[index] = info
-        room[index.fqn] = room.get(index.fqn, 0) + info.length
+    pieces = {
+        _index(key): _piece(record) for key, record in _typed(fields["storage_data"], dict).items()
+    }
+    room: Counter[str] = Counter()
+    for index, piece in pieces.items():
+        room[index.fqn] += piece.length
     for name, tensor in tensors.items():
         # Memory is set aside for what the index promises, before any of it has been read.
-        if math.prod(tensor.size) * tensor.properties.dtype.itemsize > room.get(name, 0):
+        if math.prod(tensor.size) * tensor.properties.dtype.itemsize > room[name]:
             raise ConfigError(f"the tensor {name!r} is larger than what was saved of it")
     return Metadata(state_dict_metadata=dict(tensors), storage_data=pieces)
 
@@ -165,7 +147,9 @@ def _tensor(record: Any) -> TensorStorageMetadata:
         raise ConfigError("a tensor has no type")
     chunks = [
         ChunkStorageMetadata(offsets=_size(chunk["offsets"]), sizes=_size(chunk["sizes"]))
-        for chunk in (_fields(each, "ChunkStorageMetadata") for each in _list(fields["chunks"]))
+        for chunk in (
+            _fields(each, "ChunkStorageMetadata") for each in _typed(fields["chunks"], list)
+        )
     ]
     size = _size(fields["size"])
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
@@ -175,7 +159,7 @@ def _index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        _text(fields["fqn"]),
+        _typed(fields["fqn"], str),
         None if offset is None else _size(offset),
         None if index is None else _count(index),
     )
@@ -183,7 +167,7 @@ def _index(record: Any) -> MetadataIndex:
 
 def _piece(record: Any) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
-    name = _text(fields["relative_path"])
+    name = _typed(fields["relative_path"], str)
     if fields.get("transform_descriptors"):
         raise ConfigError("a piece is transformed, which areal-gym never does")
     if not name.endswith(".distcp") or "/" in name or "\0" in name:
@@ -206,28 +190,17 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
     return fields
 
 
-def _mapping(value: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(value, dict):
-        raise ConfigError("there is no table where one belongs")
-    return list(value.items())
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ConfigError("there is no list where one belongs")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ConfigError("there is no name where one belongs")
+def _typed(value: Any, kind: type[_T]) -> _T:
+    if type(value) is not kind:
+        raise ConfigError(f"there is no {kind.__name__} where one belongs")
     return value
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ConfigError("there is no count where one belongs")
-    return value
+    count = _typed(value, int)
+    if not 0 <= count < 2**63:
+        raise ConfigError(f"{count} is no count")
+    return count
 
 
 def _size(value: Any) -> torch.Size:

@@ -1,11 +1,11 @@
-"""A trainer's states on the disk: `torch.distributed.checkpoint`, each rank with its own part.
+"""A trainer's states on disk: `torch.distributed.checkpoint`, each rank with its own part.
 
     __0_0.distcp, __1_0.distcp, ...    what each rank holds of the tensors
     .metadata                          names and shapes, and where each piece lies; written last;
                                        read as data (`trainer.state_index`)
 
-Who reads a sharded tensor takes from all the files what belongs to its own part. So any number of
-ranks reads what any other number wrote, and nobody ever holds the whole.
+A rank that reads a sharded tensor takes its own part from all the files. So any number of ranks
+reads what any other number wrote, and no rank ever holds the whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from areal_gym.errors import ConfigError, TrainError
 from areal_gym.trainer.parallel.rank_group import Ranks
 from areal_gym.trainer.state_index import StateReader, read_index
 
-# It is said even to those who have asked for just that.
+# torch warns even callers that have asked for just that.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -41,20 +41,19 @@ class StateFiles:
         self._ranks = ranks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="areal-gym-states")
         self._writing: Future[None] | None = None
-        self._own_group: Any = None
+        # Training goes on meanwhile, in another process group.
+        self._group = torch.distributed.new_group(backend="gloo") if ranks.size > 1 else None
 
     def save(self, states: Mapping[str, Tensor], directory: Path) -> Future[None]:
         """Copy the tensors, which may change afterwards; a thread writes the copies.
 
-        Waits for the one before, so that there is never more than one set of copies.
-
         Returns:
-            Done when everything is on the disk; else it has the OSError, or what else happened.
+            Done when everything is on disk; else it has the OSError, or what else happened.
         """
         if self._writing is not None:
-            wait([self._writing])
+            wait([self._writing])  # never more than one set of copies
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in states.items()}
-        self._writing = self._thread.submit(self._write, copies, directory, self._group())
+        self._writing = self._thread.submit(self._write, copies, directory)
         return self._writing
 
     def load(self, states: Mapping[str, Tensor], directory: Path) -> None:
@@ -68,66 +67,55 @@ class StateFiles:
             load(
                 dict(states),
                 storage_reader=StateReader(directory),
-                process_group=self._group(),
+                process_group=self._group,
                 no_dist=self._ranks.size == 1,
             )
 
-    def _write(self, copies: dict[str, Tensor], directory: Path, group: Any) -> None:
+    def _write(self, copies: dict[str, Tensor], directory: Path) -> None:
         with _reason_alone():
             save(
                 copies,
                 storage_writer=_Writer(directory),
-                process_group=group,
+                process_group=self._group,
                 no_dist=self._ranks.size == 1,
             )
 
-    def _group(self) -> Any:
-        """What the ranks agree over: training, which goes on meanwhile, has another one."""
-        if self._own_group is None and self._ranks.size > 1:
-            self._own_group = torch.distributed.new_group(backend="gloo")
-        return self._own_group
-
 
 def saved_tensors(directory: Path) -> Mapping[str, TensorStorageMetadata]:
-    """Names, shapes and types of what was written there."""
-    found = read_index(directory).state_dict_metadata
-    return {n: what for n, what in found.items() if isinstance(what, TensorStorageMetadata)}
+    """Return names, shapes and types of the tensors that were written there."""
+    tensors = read_index(directory).state_dict_metadata.items()
+    return {name: meta for name, meta in tensors if isinstance(meta, TensorStorageMetadata)}
 
 
 def require_whole_states(directory: Path) -> None:
-    """Refuse what has lost a part of what was written.
-
-    Raises:
-        ConfigError: a file is missing, or shorter than it was; the message names it.
-    """
-    pieces = read_index(directory).storage_data.values()
-    for name in sorted({piece.relative_path for piece in pieces}):
+    """Refuse states of which a file is missing, or shorter than it was (ConfigError)."""
+    lengths: dict[str, int] = {}
+    for piece in read_index(directory).storage_data.values():
+        name, end = piece.relative_path, piece.offset + piece.length
+        lengths[name] = max(end, lengths.get(name, 0))
+    for name, length in sorted(lengths.items()):
         file = directory / name
-        wanted = max(p.offset + p.length for p in pieces if p.relative_path == name)
-        found = file.stat().st_size if file.exists() else 0
-        if found < wanted:
-            raise ConfigError(f"{file} is truncated: it has {found} bytes of {wanted}")
+        size = file.stat().st_size if file.exists() else 0
+        if size < length:
+            raise ConfigError(f"{file} is truncated: it has {size} bytes of {length}")
 
 
 def room_for(module: nn.Module) -> int:
-    """Bytes of its weights, and of the two numbers that AdamW keeps for each one it trains.
-
-    Whole tensors count, of which this rank may hold a part; all are float32.
-    """
+    """Return the bytes, on all ranks, of its weights and of AdamW's two numbers per trained one."""
     return sum(4 * p.numel() * (3 if p.requires_grad else 1) for p in module.parameters())
 
 
 def prefixed(prefix: str, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, named `prefix.name`."""
+    """Return the same tensors, named `prefix.name`."""
     return {f"{prefix}.{name}": tensor for name, tensor in states.items()}
 
 
 def below(
     prefix: str, saved: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, TensorStorageMetadata]:
-    """Those named `prefix.name`, by name."""
+    """Return the tensors named `prefix.name`, by name."""
     start = prefix + "."
-    return {n.removeprefix(start): found for n, found in saved.items() if n.startswith(start)}
+    return {n.removeprefix(start): meta for n, meta in saved.items() if n.startswith(start)}
 
 
 def _require_same_names(ours: Set[str], theirs: Set[str]) -> None:
@@ -158,7 +146,7 @@ class _Writer(FileSystemWriter):
 
 @contextmanager
 def _reason_alone() -> Iterator[None]:
-    """What the first rank that failed has to say, without the other ranks' stacks."""
+    """Raise the error of the first rank that failed, without the other ranks' stacks."""
     try:
         yield
     except CheckpointException as error:

@@ -318,7 +318,7 @@ class Trainer(PolicyTrainer):
         sum_of_losses = 0.0
         for batch, indexes, is_mine in self._passes.microbatches(step.rows, members):
             scores, loss_T, metrics = self._losses(step, batch, indexes, proximal)
-            weights_B = [weights_G[step.rows[i].trajectory_id] for i in indexes]
+            weights_B = torch.tensor([weights_G[step.rows[i].trajectory_id] for i in indexes])
             policy_loss = aggregate(loss_T, step.columns.per_row(weights_B, indexes))
             loss = policy_loss
             if "critic_loss" in metrics:

@@ -1,11 +1,9 @@
 """Advantage estimators: pure functions of rewards and group ids, in float64 on the CPU.
 
-Each takes `rewards_G` [G] and `group_ids_G` [G] (which trajectories are siblings; groups may be
-ragged) and gives `advantages_G` [G], one number for all policy tokens of a trajectory.
-
-An estimator that works per token or per turn names what else it needs, as keyword-only arguments:
-any field of `AdvantageInputs`. One that names an input per token, `..._T`, gives an advantage per
-token, [T]. `estimate` calls either kind.
+Each takes `rewards_G` [G] and `group_ids_G` [G] (siblings; groups may be ragged) and gives
+`advantages_G` [G], one number for all policy tokens of a trajectory. It may name further fields of
+`AdvantageInputs` as keyword-only arguments; one that names an input per token, `..._T`, gives an
+advantage per token, [T]. `estimate` calls either kind.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -88,8 +87,8 @@ class AdvantageInputs:
     ) -> Self:
         """Make the inputs from the rewards and the policy tokens of each trajectory's turns.
 
-        A turn in which the policy sampled nothing leaves its reward to the token before it; what
-        came before the first token cannot be its merit, and counts in `rewards_G` only.
+        A turn without policy tokens leaves its reward to the token before it; rewards before the
+        first token count in `rewards_G` only.
         """
         rewards: list[float] = []
         trajectory_ids: list[int] = []
@@ -125,20 +124,14 @@ class Advantages(NamedTuple):
 
 
 def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings: Any) -> Advantages:
-    """Call an estimator of either kind; return an advantage for every policy token of the batch.
-
-    Args:
-        estimator: takes rewards and group ids, and the inputs that it names.
-        inputs: of the whole batch, over all ranks.
-        settings: the estimator's own keyword arguments.
+    """Call an estimator of either kind on the whole batch; return an advantage per policy token.
 
     Raises:
         ConfigError: a setting that it does not have, or an input that this batch does not hold.
         TrainError: it gave numbers of another shape.
         NotFiniteError: rewards or other inputs are not finite, or what it gave is not.
     """
-    name = _name(estimator)
-    keywords = _keywords(estimator)
+    name, keywords = _name(estimator), _keywords(estimator)
     check_settings(estimator, settings)
     further = _INPUTS & keywords.keys()
     if inputs.penalties_T is not None:
@@ -155,15 +148,13 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
     output = estimator(inputs.rewards_G, inputs.group_ids_G, **given, **settings)
     result = output if isinstance(output, Advantages) else Advantages(output)
     is_per_token = any(key.endswith("_T") for key in further)
-    expected, unit = (
-        (len(inputs.rewards_T), "policy token")
-        if is_per_token
-        else (len(inputs.rewards_G), "trajectory")
-    )
-    if tuple(result.advantages_T.shape) != (expected,):
+    unit, expected = "trajectory", tuple(inputs.rewards_G.shape)
+    if is_per_token:
+        unit, expected = "policy token", tuple(inputs.rewards_T.shape)
+    if (shape := tuple(result.advantages_T.shape)) != expected:
         raise TrainError(
-            f"the advantage estimator {name} gave advantages of shape "
-            f"{tuple(result.advantages_T.shape)}, not one per {unit}: ({expected},)",
+            f"the advantage estimator {name} gave advantages of shape {shape}, "
+            f"not one per {unit}: {expected}",
             hints=["it gives one per token when it names an input per token, such as rewards_T"],
         )
     if not result.advantages_T.isfinite().all():
@@ -177,9 +168,7 @@ def estimate(estimator: AdvantageEstimator, inputs: AdvantageInputs, **settings:
 
 
 def require_finite(name: str, **inputs: Tensor | None) -> None:
-    """Raise an error if inputs of an estimator are not finite.
-
-    Comparisons with NaN are false, so a group with NaN would count as a group of equal rewards.
+    """Refuse NaN, which compares false: a group with NaN would count as one of equal rewards.
 
     Raises:
         NotFiniteError: names the input and counts its invalid values.
@@ -195,11 +184,7 @@ def require_finite(name: str, **inputs: Tensor | None) -> None:
 
 
 def check_settings(estimator: AdvantageEstimator, settings: Mapping[str, Any]) -> None:
-    """Raise an error for settings that the estimator does not have.
-
-    Raises:
-        ConfigError: which one, and what there is.
-    """
+    """Raise a ConfigError for a setting that the estimator does not have."""
     own = sorted(_keywords(estimator).keys() - _INPUTS)
     for key in settings:
         if key not in own:
@@ -222,12 +207,9 @@ def needs_critic(estimator: AdvantageEstimator) -> bool:
 
 
 def gives_token_advantages(estimator: AdvantageEstimator) -> bool:
-    """Return whether advantages may differ within a trajectory: the estimator works on tokens.
-
-    Which trajectory a token belongs to says nothing about the token itself.
-    """
+    """Return whether advantages may differ within a trajectory: the estimator works on tokens."""
     inputs = {name for name in _keywords(estimator) if name in _INPUTS and name.endswith("_T")}
-    return bool(inputs - {"trajectory_ids_T"})
+    return bool(inputs - {"trajectory_ids_T"})  # that says nothing about the token itself
 
 
 def grpo(rewards_G: Tensor, group_ids_G: Tensor) -> Tensor:
@@ -290,8 +272,8 @@ def reinforce_baseline(
 ) -> Tensor:
     """Compute r - running mean of earlier rewards (Williams 1992, reinforcement comparison).
 
-    The baseline knows nothing of the batch, so the gradient stays unbiased; needs no groups. At the
-    first step there is none.
+    The baseline does not depend on the batch, so the gradient stays unbiased; needs no groups. At
+    the first step there is none.
     """
     require_finite("reinforce_baseline", rewards_G=rewards_G, past_mean=past_mean)
     rewards_G = rewards_G.to("cpu", torch.float64)
@@ -299,14 +281,9 @@ def reinforce_baseline(
 
 
 def returns_to_go(turn_rewards: Sequence[float], discount: float = 1.0) -> list[float]:
-    """Compute R_k = r_k + discount R_{k+1} for each turn of one trajectory.
-
-    Discounting follows the trajectory's own turns, never the order in which calls were made.
-    """
-    returns: list[float] = []
-    for reward in reversed(turn_rewards):
-        returns.append(reward + discount * (returns[-1] if returns else 0.0))
-    return returns[::-1]
+    """Compute R_k = r_k + discount R_{k+1} for each turn of one trajectory."""
+    backwards = accumulate(reversed(turn_rewards), lambda later, reward: reward + discount * later)
+    return list(backwards)[::-1]
 
 
 def normalise(values_T: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """The decoupled objective: constant weights for tokens that an older policy sampled.
 
 loss = w * policy_loss(logp, prox), w = exp(prox - old) (Fu et al. 2025, AReaL, eq. 5): the policy
-loss keeps the new policy near the proximal one, w makes up for the tokens' age. Weights come from
-numbers that are known before the first update, for the whole batch at once, so that micro-batches
-cannot change them. A masked token has weight 0 and stays in the divisor: the others keep the scale.
+loss keeps the new policy near the proximal one, w makes up for the tokens' age. A masked token has
+weight 0 and stays in the divisor: the others keep the scale.
 
 All tensors are [T], T the policy tokens of the whole batch; results carry no gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -79,7 +79,12 @@ def correct(
     check_correction(level, action, upper, lower, measure, statistic)
     proximal_T, old_logprobs_T = proximal_T.detach(), old_logprobs_T.detach()
     log_weight_T = proximal_T - old_logprobs_T
-    divergences = _divergences(proximal_T, old_logprobs_T)
+    divergences = {
+        "k1": log_weight_T,
+        "k2": k2(old_logprobs_T, proximal_T),
+        "k3": k3(old_logprobs_T, proximal_T),
+        "binary_kl": binary_kl(old_logprobs_T, proximal_T),
+    }
     measured_T = log_weight_T if measure == "ratio" else divergences[measure]
     if level == "sequence":
         log_weight_T = sequence_mean(log_weight_T, sequence_ids_T)
@@ -87,13 +92,12 @@ def correct(
     if measure == "ratio":
         measured_T = ratio(measured_T)
     weights_T = ratio(log_weight_T)
-    is_outside_T = _is_outside(measured_T, lower, upper)
+    low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
+    is_outside_T = (measured_T > high) | (measured_T < low)
     if action == "mask":
         corrected_T = weights_T.masked_fill(is_outside_T, 0.0)
-    elif upper is None and lower is None:
-        corrected_T = weights_T
     else:
-        corrected_T = weights_T.clamp(min=lower, max=upper)
+        corrected_T = weights_T.clamp(min=low, max=high)
     return Correction(
         weights=corrected_T,
         metrics={
@@ -105,35 +109,15 @@ def correct(
     )
 
 
-def _divergences(proximal_T: Tensor, old_logprobs_T: Tensor) -> dict[str, Tensor]:
-    return {
-        "k1": proximal_T - old_logprobs_T,
-        "k2": k2(old_logprobs_T, proximal_T),
-        "k3": k3(old_logprobs_T, proximal_T),
-        "binary_kl": binary_kl(old_logprobs_T, proximal_T),
-    }
-
-
-def _is_outside(values_T: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    is_outside_T = torch.zeros_like(values_T, dtype=torch.bool)
-    if upper is not None:
-        is_outside_T |= values_T > upper
-    if lower is not None:
-        is_outside_T |= values_T < lower
-    return is_outside_T
-
-
 def second_moment_mask(
     proximal_T: Tensor, old_logprobs_T: Tensor, *, threshold: float = 0.04
 ) -> Tensor:
     """Compute M2PO's mask: 0 for the tokens furthest from the old policy (Zheng et al. 2025).
 
     The tokens with the largest (old - prox)^2 go, until the mean of the rest is within `threshold`.
-    It multiplies the loss in place of `correct`'s weights; the divisor stays that of all tokens.
-
-    It needs the whole batch, for one token's fate depends on all others: a policy loss, which sees
-    a micro-batch, could not do it. Equal tokens share their fate, so that order does not matter.
-    Where even the closest token is beyond the threshold nothing is kept.
+    The divisor of the loss stays that of all tokens. It needs the whole batch: whether a token goes
+    depends on all others. Equal tokens go together, so that order does not matter. Where even the
+    closest token is beyond the threshold nothing is kept.
     """
     if threshold <= 0:
         raise ConfigError(f"threshold = {threshold} must be above 0")

@@ -1,8 +1,8 @@
 """Policy losses: pure functions of tensors over the policy's tokens; lower is better.
 
-All tensors are [T], T the policy tokens of a (micro-)batch. A loss gives one number per token;
-`aggregate` is the only place where they become one, exactly over the whole batch, so that
-micro-batches (and, later, ranks) do not change the gradient.
+All tensors are [T], T the policy tokens of a micro-batch. A loss gives one number per token; their
+weights (`aggregation_weights`) are those of the whole batch, so that neither micro-batches nor
+ranks change the gradient.
 """
 
 from __future__ import annotations
@@ -73,19 +73,17 @@ def ppo_clip(
     Different bounds are DAPO's clip-higher (Yu et al. 2025); None switches a bound off. `dual_clip`
     c > 1 bounds the loss of negative advantages by -c A (Ye et al. 2020, eq. 5).
     """
-    ratio_T = ratio(batch.logprobs - batch.proximal)
-    plain_T = -batch.advantages * ratio_T
-    clipped_T = -batch.advantages * clip_ratio(ratio_T, clip_low, clip_high)
-    loss_T = torch.maximum(plain_T, clipped_T)
-    metrics = {"clip_fraction": (clipped_T > plain_T).float(), "ratio": ratio_T.detach()}
-    if dual_clip is not None:
-        if dual_clip <= 1:
-            raise ConfigError(f"dual_clip = {dual_clip} must be above 1; null switches it off")
-        bound_T = -dual_clip * batch.advantages
-        is_bounded_T = (batch.advantages < 0) & (bound_T < loss_T)
-        loss_T = torch.where(is_bounded_T, bound_T, loss_T)
-        metrics["dual_clip_fraction"] = is_bounded_T.float()
-    return LossOutput(loss=loss_T, metrics=metrics)
+    clipped = _clipped(batch.advantages, batch.logprobs - batch.proximal, clip_low, clip_high)
+    if dual_clip is None:
+        return clipped
+    if dual_clip <= 1:
+        raise ConfigError(f"dual_clip = {dual_clip} must be above 1; null switches it off")
+    bound_T = -dual_clip * batch.advantages
+    is_bounded_T = (batch.advantages < 0) & (bound_T < clipped.loss)
+    return LossOutput(
+        loss=torch.where(is_bounded_T, bound_T, clipped.loss),
+        metrics={**clipped.metrics, "dual_clip_fraction": is_bounded_T.float()},
+    )
 
 
 def gspo(
@@ -97,9 +95,8 @@ def gspo(
 ) -> LossOutput:
     """Compute ppo_clip with one ratio per sequence (Zheng et al. 2025, eq. 7).
 
-    The ratio is exp(mean_t(logp - prox)).
-    A sequence has one advantage, the mean of its tokens'. With `seq_mean` it is the paper's
-    objective; with `token_mean` long sequences count more.
+    The ratio is exp(mean_t(logp - prox)). A sequence has one advantage, the mean of its tokens'.
+    With `seq_mean` it is the paper's objective; with `token_mean` long sequences count more.
 
     `level="token"` is the paper's GSPO-token (eq. 13 and 14), for advantages that differ within a
     sequence: the ratio has the value of the sequence's, sg(s) p / sg(p), and each token its own
@@ -112,6 +109,12 @@ def gspo(
         log_ratio_T = log_ratio_T.detach() + (batch.logprobs - batch.logprobs.detach())
     else:
         advantages_T = sequence_mean(advantages_T, batch.sequence_ids)
+    return _clipped(advantages_T, log_ratio_T, clip_low, clip_high)
+
+
+def _clipped(
+    advantages_T: Tensor, log_ratio_T: Tensor, clip_low: float | None, clip_high: float | None
+) -> LossOutput:
     ratio_T = ratio(log_ratio_T)
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * clip_ratio(ratio_T, clip_low, clip_high)
@@ -193,13 +196,12 @@ def aggregation_weights(
         lengths: policy tokens of each sequence of the *whole* batch.
         constant_length: the constant, such as the limit of new tokens.
     """
-    num_tokens = sum(lengths)
-    num_sequences = sum(1 for length in lengths if length)
     if kind == "token_mean":
-        return [1 / max(num_tokens, 1)] * len(lengths)
+        return [1 / max(sum(lengths), 1)] * len(lengths)
+    num_sequences = max(sum(length > 0 for length in lengths), 1)
     if kind == "seq_mean":
-        return [1 / (max(length, 1) * max(num_sequences, 1)) for length in lengths]
-    return [1 / (constant_length * max(num_sequences, 1))] * len(lengths)
+        return [1 / (max(length, 1) * num_sequences) for length in lengths]
+    return [1 / (constant_length * num_sequences)] * len(lengths)
 
 
 def aggregate(loss_T: Tensor, weights_T: Tensor) -> Tensor:

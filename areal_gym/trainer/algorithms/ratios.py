@@ -5,6 +5,7 @@ All take log-probabilities of the *sampled* tokens, [T], and give one number per
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -28,11 +29,9 @@ def _held(log_ratio: Tensor) -> Tensor:
 
 def clip_ratio(ratio_T: Tensor, clip_low: float | None, clip_high: float | None) -> Tensor:
     """Compute clip(r, 1 - clip_low, 1 + clip_high); None switches a bound off."""
-    if clip_low is None and clip_high is None:
-        return ratio_T
-    low = None if clip_low is None else 1 - clip_low
-    high = None if clip_high is None else 1 + clip_high
-    return ratio_T.clamp(min=low, max=high)
+    low = -math.inf if clip_low is None else 1 - clip_low
+    high = math.inf if clip_high is None else 1 + clip_high
+    return ratio_T.clamp(low, high)
 
 
 def sequence_mean(values_T: Tensor, sequence_ids_T: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Advantage estimators that work per token or per turn; `advantages.estimate` calls them.
 
-All give one number per policy token, [T]. Tools' outputs are no tokens here: time passes only where
-the policy acts, and nothing is discounted across what it reads.
+All give one number per policy token, [T]; tools' outputs are no tokens here, so that nothing is
+discounted across them. Arguments that are not explained are fields of `AdvantageInputs`; those that
+an estimator does not use are there because all estimators take them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,7 @@ from areal_gym.trainer.algorithms.advantages import (
 )
 
 BASELINES: dict[str, AdvantageEstimator] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "lite_ppo": lite_ppo,
-    "reinforce": reinforce,
+    estimator.__name__: estimator for estimator in (grpo, dr_grpo, rloo, lite_ppo, reinforce)
 }
 """The baselines that `per_turn` accepts."""
 
@@ -53,23 +50,12 @@ def gae(
 
     Schulman et al. 2016 (generalised advantage estimation), eq. 16. Groups do not matter.
 
-    Args:
-        rewards_G: unused: rewards are taken where they fell.
-        group_ids_G: unused.
-        rewards_T: reward of each policy token.
-        trajectory_ids_T: which trajectory each token belongs to, ascending.
-        turn_ids_T: which of its turns.
-        values_T: the critic's prediction before each token.
-        final_values_G: V after the last token where a trajectory was cut short; 0 without.
-        discount: per step.
-        lam: 1 is the whole return minus the value, 0 one step.
-        unit: a step is a token, or a turn: then its value is the one before its first token, and
-            all its tokens share its advantage and its return.
-        is_normalised: advantages over the batch's tokens with mean 0 and deviation 1.
+    `lam` 1 is the whole return minus the value, 0 one step. With `unit="turn"` a step is a turn,
+    whose value is the one before its first token, and whose tokens share its advantage and return.
+    `is_normalised` gives advantages mean 0 and deviation 1 over the batch's tokens.
     """
     require_finite("gae", rewards_T=rewards_T, values_T=values_T, final_values_G=final_values_G)
-    rewards_T = rewards_T.to("cpu", torch.float64)
-    values_T = values_T.to("cpu", torch.float64)
+    rewards_T, values_T = (x.to("cpu", torch.float64) for x in (rewards_T, values_T))
     if unit == "turn":
         step_ids_T, first_S = _turns(trajectory_ids_T, turn_ids_T)
     else:
@@ -78,20 +64,16 @@ def gae(
     values_S, trajectory_S = values_T[first_S], trajectory_ids_T[first_S]
     last = [0.0] * len(rewards_G) if final_values_G is None else final_values_G.tolist()
     advantages: list[float] = []
-    following = (-1, 0.0, 0.0)
-    """The trajectory, value and advantage of the next step."""
+    next_trajectory, next_value, advantage = -1, 0.0, 0.0
     for reward, value, trajectory in zip(
-        reversed(rewards_S.tolist()),
-        reversed(values_S.tolist()),
-        reversed(trajectory_S.tolist()),
-        strict=True,
+        *(steps_S.flip(0).tolist() for steps_S in (rewards_S, values_S, trajectory_S)), strict=True
     ):
-        if following[0] != trajectory:
-            following = (trajectory, last[trajectory], 0.0)
-        _, next_value, next_advantage = following
+        if trajectory != next_trajectory:
+            next_value, advantage = last[trajectory], 0.0
         delta = reward + discount * next_value - value
-        advantages.append(delta + discount * lam * next_advantage)
-        following = (trajectory, value, advantages[-1])
+        advantage = delta + discount * lam * advantage
+        advantages.append(advantage)
+        next_trajectory, next_value = trajectory, value
     advantages_S = torch.tensor(advantages[::-1], dtype=torch.float64)
     advantages_T = advantages_S[step_ids_T]
     return Advantages(
@@ -147,31 +129,13 @@ def distill(
 
     The policy gradient of the reverse KL, KL(policy || teacher), on the student's own sequences
     (Agarwal et al. 2024, on-policy distillation, section 3; Gu et al. 2024, MiniLLM, eq. 2), from
-    one sample per token. It looks at log-probabilities of sampled tokens only, so that a teacher
-    may be a server.
-
-    Args:
-        rewards_G: unused.
-        group_ids_G: unused.
-        old_logprobs_T: the policy's, recorded while sampling.
-        teacher_logprobs_T: the teacher's, of the same tokens.
-        trajectory_ids_T: which trajectory each token belongs to, ascending.
-        discount: what later tokens count for: 0 takes each token by itself, whatever it leads to
-            (little variance); 1 is the KL of whole sequences.
+    one sample per token. It needs log-probabilities of sampled tokens only, so that a teacher may
+    be a server. `discount` is the weight of later tokens: 0 takes each token by itself, whatever it
+    leads to (little variance); 1 is the KL of whole sequences.
     """
     require_finite("distill", old_logprobs_T=old_logprobs_T, teacher_logprobs_T=teacher_logprobs_T)
     gained_T = (teacher_logprobs_T - old_logprobs_T).to("cpu", torch.float64)
-    if discount == 0:
-        return gained_T
-    _, counts = torch.unique_consecutive(trajectory_ids_T, return_counts=True)
-    return torch.tensor(
-        [
-            value
-            for gained in torch.split(gained_T, counts.tolist())
-            for value in returns_to_go(gained.tolist(), discount)
-        ],
-        dtype=torch.float64,
-    )
+    return gained_T if discount == 0 else _returns_to_go(gained_T, trajectory_ids_T, discount)
 
 
 def per_turn(
@@ -187,18 +151,11 @@ def per_turn(
 ) -> Tensor:
     """Compare each turn's return-to-go, R_k = r_k + discount R_(k+1), with its siblings.
 
-    Args:
-        rewards_G: total reward of each trajectory.
-        group_ids_G: which trajectories are siblings.
-        rewards_T: reward of each policy token.
-        trajectory_ids_T: which trajectory each token belongs to, ascending.
-        turn_ids_T: which of its turns.
-        baseline: any estimator of rewards and group ids, or the name of a built-in one.
-        by: `trajectory` compares R_k with the siblings' whole returns, as if the trajectory had
-            earned R_k in all: with one reward at the end and no discount that is the baseline
-            itself. `turn` compares it with the siblings' returns from the same turn on; a turn
-            which no sibling reached has nothing to be compared with and gets 0.
-        discount: per turn.
+    `baseline` is any estimator of rewards and group ids, or the name of a built-in one.
+    `by="trajectory"` compares R_k with the siblings' whole returns, as if the trajectory had earned
+    R_k in all: with one reward at the end and no discount that is the baseline itself. `by="turn"`
+    compares it with the siblings' returns from the same turn on; a turn that no sibling reached
+    gets 0. `discount` is per turn.
 
     Raises:
         ConfigError: an unknown baseline, or a group that it refuses.
@@ -208,17 +165,9 @@ def per_turn(
     turn_of_T, first_K = _turns(trajectory_ids_T, turn_ids_T)
     rewards_K = _sum_by(rewards_T.to("cpu", torch.float64), turn_of_T, len(first_K))
     trajectory_K, number_K = trajectory_ids_T[first_K], turn_ids_T[first_K]
-    _, counts = torch.unique_consecutive(trajectory_K, return_counts=True)
-    returns_K = torch.tensor(
-        [
-            value
-            for turn_rewards in torch.split(rewards_K, counts.tolist())
-            for value in returns_to_go(turn_rewards.tolist(), discount)
-        ],
-        dtype=torch.float64,
-    )
-    group_K = group_ids_G.to("cpu")[trajectory_K]
+    returns_K = _returns_to_go(rewards_K, trajectory_K, discount)
     if by == "turn":
+        group_K = group_ids_G.to("cpu")[trajectory_K]
         advantages_K = _among_same_turns(estimator, returns_K, group_K, number_K)
     else:
         totals_G = rewards_G.to("cpu", torch.float64).clone()
@@ -252,10 +201,10 @@ def _among_trajectories(
     group_ids_G: Tensor,
 ) -> Tensor:
     """Return one group of siblings per turn, in which the turn's trajectory has the value R_k."""
-    members: dict[int, list[int]] = {}
-    for i, group_id in enumerate(group_ids_G.tolist()):
-        members.setdefault(group_id, []).append(i)
     totals, group_of = totals_G.tolist(), group_ids_G.tolist()
+    members: dict[int, list[int]] = {}
+    for i, group_id in enumerate(group_of):
+        members.setdefault(group_id, []).append(i)
     rewards: list[float] = []
     ids: list[int] = []
     own: list[int] = []
@@ -266,6 +215,13 @@ def _among_trajectories(
         ids += [k] * len(siblings)
     advantages: Tensor = estimator(torch.tensor(rewards, dtype=torch.float64), torch.tensor(ids))
     return advantages[torch.tensor(own, dtype=torch.long)]
+
+
+def _returns_to_go(rewards_K: Tensor, trajectory_K: Tensor, discount: float) -> Tensor:
+    _, counts = torch.unique_consecutive(trajectory_K, return_counts=True)
+    parts = torch.split(rewards_K, counts.tolist())
+    returns = [value for part in parts for value in returns_to_go(part.tolist(), discount)]
+    return torch.tensor(returns, dtype=torch.float64)
 
 
 def _turns(trajectory_ids_T: Tensor, turn_ids_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,6 +240,5 @@ def _sum_by(values_T: Tensor, ids_T: Tensor, count: int) -> Tensor:
 def _baseline(name: str) -> AdvantageEstimator:
     if name in BASELINES:
         return BASELINES[name]
-    near = did_you_mean(name, list(BASELINES))
-    known = f"built-in ones: {', '.join(BASELINES)}"
-    raise ConfigError(f"no baseline {name!r}", hints=[near, known] if near else [known])
+    hints = [did_you_mean(name, list(BASELINES)), f"built-in ones: {', '.join(BASELINES)}"]
+    raise ConfigError(f"no baseline {name!r}", hints=list(filter(None, hints)))

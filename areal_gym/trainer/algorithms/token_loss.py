@@ -36,12 +36,9 @@ def proximal_source(
 ) -> Proximal:
     """Return the source of the proximal log-probabilities; "recorded" corrects nothing.
 
-    Args:
-        correction: the settings.
-        is_stale: the batch holds tokens of an older policy.
-        num_updates: optimizer updates of the step.
-        engine_rounds: the engine's log-probabilities differ from the trainer's by so much that the
-            loss's clip would see it (`narrowest_clip`): "auto" recomputes then, too.
+    `is_stale`: the batch holds tokens of an older policy. `engine_rounds`: the engine's
+    log-probabilities differ from the trainer's by so much that the loss's clip would see it
+    (`narrowest_clip`): "auto" recomputes then, too.
     """
     wanted = correction.proximal
     needs_recomputing = wanted == "recomputed" or (wanted == "auto" and engine_rounds)
@@ -66,8 +63,7 @@ class TokenLoss:
         self._loss = loss
         self._kwargs = loss_arguments(loss, config)
         self._kl = config.kl
-        correction = config.correction.model_dump(exclude={"proximal", "second_moment"})
-        self._correction: dict[str, Any] = correction
+        self._correction = config.correction.model_dump(exclude={"proximal", "second_moment"})
 
     def __call__(
         self,
@@ -78,14 +74,10 @@ class TokenLoss:
         proximal: Proximal,
         version: int,
     ) -> LossOutput:
-        """Return the loss of each token, and metrics.
+        """Return the loss of each token of the rows `indexes`, and metrics.
 
-        Args:
-            logprobs_T: of the policy being trained, with gradient.
-            columns: numbers of all rows' tokens.
-            indexes: the rows that these tokens make up, in order.
-            proximal: where the proximal policy's log-probabilities come from.
-            version: that of the weights at the step's beginning.
+        `logprobs_T` are the trained policy's, with gradient; `columns` hold the numbers of all
+        rows; `version` is that of the weights at the step's beginning.
         """
         old_T = columns.take("old", indexes)
         now_T = logprobs_T.detach()
@@ -97,9 +89,8 @@ class TokenLoss:
             sequence_ids=columns.row_ids(indexes),
         )
         output = self._loss(inputs, **self._kwargs)
-        loss_T, metrics = output.loss, dict(output.metrics)
-        # The tokens are the old policy's, so this is the divergence *from* it.
-        metrics["approx_kl"] = k3(old_T, now_T)
+        # The tokens are the old policy's, so `approx_kl` is the divergence *from* it.
+        loss_T, metrics = output.loss, {**output.metrics, "approx_kl": k3(old_T, now_T)}
         if "reference" in columns:
             reference_T = columns.take("reference", indexes)
             metrics["kl_reference"] = k3(now_T, reference_T)
@@ -159,8 +150,8 @@ def try_loss(loss: PolicyLoss, config: TrainerConfig) -> None:
 def check_credit(loss: PolicyLoss, advantage: AdvantageEstimator, config: TrainerConfig) -> None:
     """Refuse a loss level that averages out an estimator's per-token advantages.
 
-    Whether a loss does so is tried out: its gradient, on policy, does not change when the two
-    tokens of a sequence swap their advantages.
+    That is tried out: the loss's gradient, on policy, does not change when the two tokens of a
+    sequence swap their advantages.
 
     Raises:
         ConfigError: the loss has one advantage per sequence, the estimator one per token or turn.
@@ -208,10 +199,7 @@ def _gradient_of_two(
 
 
 def narrowest_clip(loss: PolicyLoss, config: TrainerConfig) -> float | None:
-    """Return the distance from 1 at which the loss clips a ratio; None for a loss without a clip.
-
-    Of two bounds the nearer one counts.
-    """
+    """Return the distance from 1 of the nearer bound of the loss's clip; None without a clip."""
     parameters = inspect.signature(loss).parameters
     arguments = loss_arguments(loss, config)
     bounds = [
@@ -238,9 +226,6 @@ def loss_arguments(loss: PolicyLoss, config: TrainerConfig) -> dict[str, Any]:
                 hints=[near] if near else [f"it takes: {', '.join(takes) or 'none'}"],
             )
     # The loss's own default matters: 0.2 is a sensible clip for a token's ratio, not a sequence's.
-    clips: dict[str, Any] = {
-        name: value
-        for name, value in (("clip_low", config.clip_low), ("clip_high", config.clip_high))
-        if name in takes and value != "default"
-    }
-    return {**clips, **config.loss_kwargs}
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    given = {name: v for name, v in clips.items() if name in takes and v != "default"}
+    return {**given, **config.loss_kwargs}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -37,16 +38,14 @@ class TokenBatch:
         """Return the values of all rows."""
         return torch.cat(self._values[name])
 
-    def per_row(self, values: Sequence[float], indexes: Sequence[int]) -> Tensor:
+    def per_row(self, values_B: Tensor, indexes: Sequence[int]) -> Tensor:
         """Repeat one value per row of `indexes` for the row's tokens."""
         lengths = torch.tensor([self._lengths[i] for i in indexes])
-        values_B = torch.tensor(values, dtype=torch.float32)
         return values_B.repeat_interleave(lengths).to(self._device)
 
     def row_ids(self, indexes: Sequence[int]) -> Tensor:
         """Return the position in `indexes` of each token's row: 0, 1, 2, ..."""
-        lengths = torch.tensor([self._lengths[i] for i in indexes])
-        return torch.arange(len(indexes)).repeat_interleave(lengths).to(self._device)
+        return self.per_row(torch.arange(len(indexes)), indexes)
 
 
 def trained(rows: Sequence[TokenSequence], name: str) -> Tensor:
@@ -74,9 +73,8 @@ def advantage_inputs(
     turn_lengths = [[0] * len(rewards) for rewards in turn_rewards]
     for row in rows:
         lengths = turn_lengths[row.trajectory_id]
-        for turn, is_trained in zip(row.turn_ids, row.loss_mask, strict=True):
-            if is_trained:
-                lengths[turn] += 1
+        for turn in compress(row.turn_ids, row.loss_mask):
+            lengths[turn] += 1
     shaping = config.reward
     rewards_G = torch.tensor([sum(rewards) for rewards in turn_rewards], dtype=torch.float64)
     shaped_G = rewards_G

@@ -1,11 +1,10 @@
 """Packs batches without padding in matrix products; the prompt of a group is forwarded once.
 
 The rows of a micro-batch lie on one flat axis of N tokens. Rows that begin with the same prompt
-share its tokens (a prefix tree of depth one): the prompt is forwarded once, and every continuation
-attends to it and to itself. On GPUs, in 16 bits, torch's variable-length kernel does that
-(`areal_gym.trainer.batch.varlen`), on CPUs our own (`areal_gym.models.tiny.kernels`). Where
-neither can (soft caps, other types, a CPU without a compiler), tokens are gathered into small
-rectangles of similar length, attended with a mask, and gathered back.
+share its tokens (a prefix tree of depth one): every continuation attends to it and to itself. On
+GPUs, in 16 bits, torch's variable-length kernel does that (`areal_gym.trainer.batch.varlen`), on
+CPUs our own (`areal_gym.models.tiny.kernels`). Where neither can (soft caps, other types, a CPU
+without a compiler), tokens are gathered into small rectangles, attended with a mask, and scattered.
 
     flat axis   [prompt A][prompt B] ... [cont. A1][cont. A2][cont. B1] ...
     rectangles  prompts: q = k = the prompt, causal
@@ -14,7 +13,6 @@ rectangles of similar length, attended with a mask, and gathered back.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -108,29 +106,25 @@ class PackedBatch:
     @cached_property
     def segments_S6(self) -> Tensor:
         """The segments in the form of the CPU kernel."""
-        return torch.tensor(
-            [
-                (mine.start, len(mine), prompt.start, prompt.stop, mine.start, mine.stop)
-                for prompt, mine in self.segments
-            ],
-            dtype=torch.long,
-        )
+        bounds = [
+            (own.start, len(own), p.start, p.stop, own.start, own.stop) for p, own in self.segments
+        ]
+        return torch.tensor(bounds, dtype=torch.long)
 
     @cached_property
     def rectangles(self) -> tuple[tuple[Block, ...], Tensor]:
         """The blocks, and the index of each flat token in their concatenated, padded outputs."""
         device = self.token_ids_N.device
-        ordered = sorted(
-            self.segments, key=lambda pair: (bool(pair[0]), len(pair[1]), len(pair[0]))
-        )
-        chunks = list(_similar(ordered))
-        blocks = tuple(_block(chunk, device) for chunk in chunks)
-        order = [_real_queries(chunk) for chunk in chunks]
-        place = torch.cat(order) if order else torch.zeros(0, dtype=torch.long)
         inverse = torch.empty(len(self.token_ids_N), dtype=torch.long)
-        is_real = place >= 0
-        inverse[place[is_real]] = is_real.nonzero().squeeze(1)
-        return blocks, inverse.to(device)
+        blocks = []
+        start = 0
+        for chunk in _similar(self.segments):
+            width = max(len(own) for _, own in chunk)
+            for _, own in chunk:
+                inverse[own.start : own.stop] = torch.arange(start, start + len(own))
+                start += width
+            blocks.append(_block(chunk, device))
+        return tuple(blocks), inverse.to(device)
 
 
 def pack(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedBatch:
@@ -195,10 +189,11 @@ def attend_blocks(
     return torch.cat(outputs)[inverse_N]
 
 
-def _similar(rectangles: list[Segment]) -> Iterator[list[Segment]]:
-    """Yield runs of rectangles whose rows are of one kind and of similar length."""
+def _similar(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+    """Yield the segments in chunks of one kind and of similar length."""
     chunk: list[Segment] = []
-    for prompt, mine in rectangles:
+    ordered = sorted(segments, key=lambda pair: (bool(pair[0]), len(pair[1]), len(pair[0])))
+    for prompt, mine in ordered:
         if chunk and (
             len(chunk) == _MAX_ROWS
             or bool(prompt) != bool(chunk[0][0])
@@ -212,12 +207,10 @@ def _similar(rectangles: list[Segment]) -> Iterator[list[Segment]]:
 
 
 def _block(chunk: list[Segment], device: torch.device | str) -> Block:
-    num_prompt = max(len(prompt) for prompt, _ in chunk)
-    num_own = max(len(mine) for _, mine in chunk)
-    prompt_starts = torch.tensor([prompt.start for prompt, _ in chunk])[:, None]
-    prompt_lengths = torch.tensor([len(prompt) for prompt, _ in chunk])[:, None]
-    own_starts = torch.tensor([mine.start for _, mine in chunk])[:, None]
-    own_lengths = torch.tensor([len(mine) for _, mine in chunk])[:, None]
+    bounds = [(prompt.start, len(prompt), own.start, len(own)) for prompt, own in chunk]
+    # Each [B, 1].
+    prompt_starts, prompt_lengths, own_starts, own_lengths = torch.tensor(bounds).split(1, dim=1)
+    num_prompt, num_own = int(prompt_lengths.max()), int(own_lengths.max())
     steps_Q = torch.arange(num_own)
     query_BQ = own_starts + steps_Q.minimum(own_lengths - 1)
     # Prompts are right-aligned, so that query i sees keys up to num_prompt + i in every row.
@@ -239,12 +232,3 @@ def _block(chunk: list[Segment], device: torch.device | str) -> Block:
         key_position_BK=torch.cat((prompt_steps, position_BQ), dim=1).to(device),
         longest=num_prompt + num_own,
     )
-
-
-def _real_queries(chunk: list[Segment]) -> Tensor:
-    """Return the flat position of each padded query in order; -1 for padding."""
-    width = max(len(mine) for _, mine in chunk)
-    flat = itertools.chain.from_iterable(
-        (*mine, *([-1] * (width - len(mine)))) for _, mine in chunk
-    )
-    return torch.tensor(list(flat), dtype=torch.long)

@@ -9,6 +9,7 @@ A trajectory that has forked has several rows, and still one reward and one adva
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,7 @@ def _make_sequence(spans: tuple[TokenSpan, ...], **facts: Any) -> Sequence:
     )
 
 
-def sequences_of(groups: list[Group] | tuple[Group, ...]) -> list[Sequence]:
+def sequences_of(groups: Iterable[Group]) -> list[Sequence]:
     """Make the rows of a batch in order; ids count groups and trajectories of the batch."""
     rows: list[Sequence] = []
     trajectory_ids = itertools.count()

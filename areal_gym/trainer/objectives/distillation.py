@@ -20,7 +20,7 @@ from areal_gym.errors import EngineError, TrainError
 from areal_gym.models.tiny.decoder import Decoder
 from areal_gym.trainer.base import Teacher
 from areal_gym.trainer.batch.examples import TokenRow, placed_micro_batches
-from areal_gym.trainer.batch.sequences import make_sequences
+from areal_gym.trainer.batch.sequences import sequences_of
 from areal_gym.trainer.chunked_logprobs import score_tokens
 from areal_gym.types import Group, TokenSpan, Trajectory
 
@@ -32,18 +32,12 @@ class Scorer(Protocol):
     """The engines that can score, such as `SGLangEngine`."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of `token_ids[1:]`, each given those before it, at temperature 1."""
+        """Return log-probabilities of `token_ids[1:]`, given those before, at temperature 1."""
         ...
 
 
 class LocalTeacher:
-    """A decoder in this process, in a thread of its own.
-
-    Args:
-        decoder: the teacher.
-        tokens_per_microbatch: how many tokens it looks at at once.
-        num_threads: of torch.
-    """
+    """A decoder in this process, in a thread of its own; `num_threads` are torch's."""
 
     def __init__(
         self, decoder: Decoder, *, tokens_per_microbatch: int = 4096, num_threads: int = 1
@@ -58,7 +52,7 @@ class LocalTeacher:
         )
 
     async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
-        """See `Teacher.score`."""
+        """Return the log-probabilities, at temperature 1, of the marked tokens of each row."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, rows)
 
     def close(self) -> None:
@@ -68,15 +62,14 @@ class LocalTeacher:
     @torch.no_grad()
     def _score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
         device = next(self._decoder.parameters()).device
-        found: dict[int, list[float]] = {}
+        by_place: dict[int, list[float]] = {}
         examples = [(row,) for row in rows]
         for batch, places in placed_micro_batches(examples, self._budget, device):
             masks = [rows[place].mask for place in places]
             logprobs_T = score_tokens(self._decoder, batch, masks).logprobs
-            lengths = [sum(mask) for mask in masks]
-            parts = [values.tolist() for values in torch.split(logprobs_T, lengths)]
-            found.update(zip(places, parts, strict=True))
-        return [found[place] for place in range(len(rows))]
+            parts = torch.split(logprobs_T, [sum(mask) for mask in masks])
+            by_place.update(zip(places, (part.tolist() for part in parts), strict=True))
+        return [by_place[place] for place in range(len(rows))]
 
 
 class RemoteTeacher:
@@ -87,10 +80,10 @@ class RemoteTeacher:
         self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
 
     async def score(self, rows: Sequence[TokenRow]) -> list[list[float]]:
-        """See `Teacher.score`.
+        """Return the log-probabilities, at temperature 1, of the marked tokens of each row.
 
         Raises:
-            EngineError: no server could say.
+            EngineError: no server answered.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -113,38 +106,31 @@ class RemoteTeacher:
 
 
 async def annotate(groups: Sequence[Group], teacher: Teacher) -> list[Group]:
-    """The groups, with the teacher's log-probabilities in the policy's spans.
+    """Return the groups with the teacher's log-probabilities in the policy's spans.
 
     Raises:
         EngineError: a remote teacher could not be asked.
-        TrainError: it gave numbers that are none: it cannot be the policy's like.
+        TrainError: it gave numbers that are no log-probabilities.
     """
-    rows: list[TokenRow] = []
-    for group in groups:
-        for trajectory in group:
-            rows += [
-                TokenRow(
-                    token_ids=row.token_ids,
-                    mask=row.loss_mask,
-                    num_shared=row.num_prompt_tokens,
-                )
-                for row in make_sequences(trajectory)
-                if row.num_trainable
-            ]
+    rows = [
+        TokenRow(token_ids=row.token_ids, mask=row.loss_mask, num_shared=row.num_prompt_tokens)
+        for row in sequences_of(groups)
+        if row.num_trainable
+    ]
     scores = [value for values in await teacher.score(rows) for value in values]
     if not all(-1e6 < value <= 1e-3 for value in scores):
         raise TrainError(
             "the teacher gives log-probabilities that are none, of tokens that the policy samples",
             hints=["is its tokenizer the policy's?"],
         )
-    given = iter(scores)
+    remaining = iter(scores)
 
-    def taught(span: TokenSpan) -> TokenSpan:
+    def with_teacher(span: TokenSpan) -> TokenSpan:
         if span.origin != "policy":
             return span
-        return replace(span, teacher_logprobs=tuple(next(given) for _ in span.token_ids))
+        return replace(span, teacher_logprobs=tuple(next(remaining) for _ in span.token_ids))
 
-    def taught_all(trajectory: Trajectory) -> Trajectory:
-        return replace(trajectory, spans=tuple(taught(span) for span in trajectory.spans))
+    def annotated(trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, spans=tuple(map(with_teacher, trajectory.spans)))
 
-    return [replace(g, trajectories=tuple(taught_all(t) for t in g)) for g in groups]
+    return [replace(g, trajectories=tuple(map(annotated, g))) for g in groups]
